@@ -1,0 +1,50 @@
+# `make demo` and `make test` need nothing done by hand: they create .venv and install the pinned dependencies.
+# PYTHON makes the virtual environment (3.11 or 3.12); for test-gpu it is the interpreter that runs the suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell grep '^torch==' requirements.lock)
+JOBS ?= 2
+
+.PHONY: demo test test-long test-gpu lint format golden clean venv
+
+venv: $(STAMP)
+
+# torch comes first and alone, so that no other package can pull another build of it; then everything
+# else at the versions of requirements.lock, and the project itself (editable) without resolving anything.
+$(STAMP): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint requirements.lock $(TORCH)
+	$(PIP) install --quiet -r requirements.lock
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m infcl_gen.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+test-long: $(STAMP)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -n $(JOBS) -m "long or not gpu"
+
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+golden: $(STAMP)
+	$(BIN)/python -m tests.emission.golden
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,250 @@
+"""The group: who takes part, what every rank brings, and how keys travel.
+
+Queries stay; keys go round. At hop h rank p works on the keys of rank (p - h) mod W, while those of the next hop are
+already on their way into a second buffer. What the work changes (statistics of the visiting keys, or their gradients)
+follows after it, and is home after W hops. Everything that touches torch.distributed is in this file.
+
+    hop 0        work on own keys       | keys -> p + 1, keys <- p - 1 |  then the accumulator, the same way
+    hop 1        work on those of p - 1 | keys -> p + 1, keys <- p - 1 |  then the accumulator
+    ...
+    hop W - 1    work on those of p + 1 |                              |  then the accumulator: it comes home
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
+PROTOCOL = 1  # raise it with every change of what ranks send to each other
+
+# What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words.
+_TEXT_WORDS, _WORD_BYTES = 2, 7
+_HEADER: dict[str, type] = {
+    "accepted": bool,  # False: this rank's own arguments were wrong, and it raises
+    "protocol": int,
+    "package digest": str,
+    "torch version": str,
+    "loss": str,
+    "dtype": str,
+    "embedding dimension": int,
+    "labels given": bool,
+    "gradients wanted": int,  # bits: q, k, scale, bias
+    "grad_sync": str,
+    "reduction": str,
+    "rows": int,
+    "keys": int,
+    "first label": int,  # smallest and largest label; (0, -1) where they were not looked at
+    "last label": int,
+}
+_FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
+_PER_CALL = ("labels given", "gradients wanted", "grad_sync", "reduction")
+
+_rings: dict[str, Ring] = {}
+
+
+def find_ring(group_name: str) -> Ring | None:
+    """The ring of a process group, given by name ("": the default group), or None for a group of one.
+
+    Raises RuntimeError if there is no such group or this process is not in it.
+    """
+    if group_name == ALONE:
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        if group_name:
+            raise RuntimeError(
+                f"process group {group_name!r} does not exist: torch.distributed is not initialised"
+            )
+        return None
+    group = resolve(group_name)
+    if dist.get_rank(group) < 0:
+        raise RuntimeError(f"this process is not a member of the process group {group_name!r}")
+    if dist.get_world_size(group) == 1:
+        return None
+    ring = _rings.get(group.group_name)
+    if ring is None or ring.group is not group:  # names are used again after destroy_process_group
+        ring = _rings[group.group_name] = Ring(group)
+    return ring
+
+
+def resolve(group_name: str) -> dist.ProcessGroup:
+    """The group of that name ("": the default one). Operators carry names: a traced graph cannot carry a group."""
+    by_name: Any = dist.distributed_c10d._resolve_process_group
+    group = by_name(group_name) if group_name else dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def group_size(group_name: str) -> int:
+    """Number of ranks of a group that is given by name."""
+    ring = find_ring(group_name)
+    return 1 if ring is None else ring.size
+
+
+class Ring:
+    """The ranks of one process group, in group-rank order; this process is `rank` of `size` (at least 2)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.agreed: set[str] = set()  # digests of the packages whose fingerprint was compared
+        self.labels_checked: set[str] = set()
+        self._backends = _backends(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._control: dist.ProcessGroup | None = None
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ValueError if tensors on `device` cannot travel in this group."""
+        backend = self._backends.get(device.type)
+        if backend is None or (device.type == "cuda" and backend == "gloo"):
+            need = "nccl" if device.type == "cuda" else "gloo"
+            raise ValueError(
+                f"the process group cannot carry {device.type} tensors (its backends: {self._backends}); "
+                f"initialise it with the {need} backend"
+            )
+
+    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's header in group-rank order. One small all-gather between hosts; it does not touch the device."""
+        words = torch.tensor(_encode(header), dtype=torch.int64)
+        gathered = [torch.empty_like(words) for _ in range(self.size)]
+        try:
+            control = self._control_group()
+            dist.all_gather(gathered, words, group=control)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ranks could not compare their arguments: rank {self.rank} of {self.size} failed in the control "
+                f"exchange (a peer has died, hangs, or does not call the loss): {error}"
+            ) from error
+        # The side group orders its ranks by global rank, this group perhaps not.
+        order = dist.get_process_group_ranks(control)
+        by_global_rank = {rank: row.tolist() for rank, row in zip(order, gathered, strict=True)}
+        return [_decode(by_global_rank[rank]) for rank in self._global_ranks]
+
+    def post(self, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
+        """Starts sending to the next rank and receiving from the previous one; the buffers are busy until waited for."""
+        send_to, receive_from = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        transfers = [
+            dist.P2POp(dist.isend, send, group=self.group, group_peer=send_to, tag=tag),
+            dist.P2POp(dist.irecv, receive, group=self.group, group_peer=receive_from, tag=tag),
+        ]
+        works: list[dist.Work] = dist.batch_isend_irecv(transfers)
+        return works
+
+    def _control_group(self) -> dist.ProcessGroup:
+        """A group that carries host tensors: the group itself if it can, else a gloo group of the same ranks."""
+        if self._control is None:
+            if "cpu" in self._backends:
+                self._control = self.group
+            else:
+                ranks = sorted(self._global_ranks)
+                self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return self._control
+
+
+class Rotation:
+    """One trip of the keys round the ring.
+
+    parcels      tensors that travel unchanged (the keys; in backward also their finished statistics). Contiguous, of
+                 the same shape on every rank: the largest shard's. They are overwritten.
+    accumulator  a tensor that the work at each hop adds to, or None.
+
+    Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
+    and `.accumulator`. Afterwards `.accumulator` is this rank's own, with the contributions of all. On CUDA nothing
+    waits on the host: transfers run on the backend's stream, ordered against the current one at `post` and `wait`.
+    Raises RuntimeError naming phase, hop and peers when a transfer fails.
+    """
+
+    def __init__(
+        self, ring: Ring, phase: str, parcels: Sequence[Tensor], accumulator: Tensor | None = None
+    ) -> None:
+        self.ring, self.phase = ring, phase
+        self.parcels, self.accumulator = list(parcels), accumulator
+        self._spare_parcels = [torch.empty_like(parcel) for parcel in parcels]
+        self._spare_accumulator = None if accumulator is None else torch.empty_like(accumulator)
+
+    def __iter__(self) -> Iterator[int]:
+        size = self.ring.size
+        for hop in range(size):
+            works: list[dist.Work] = []
+            if hop < size - 1:  # the keys need not go home
+                for tag, (parcel, spare) in enumerate(zip(self.parcels, self._spare_parcels, strict=True)):
+                    works += self._post(hop, parcel, spare, tag)
+            yield (self.ring.rank - hop) % size
+            if self.accumulator is not None and self._spare_accumulator is not None:
+                works += self._post(hop, self.accumulator, self._spare_accumulator, len(self.parcels))
+                self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
+            self._wait(hop, works)
+            self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
+
+    def _post(self, hop: int, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
+        try:
+            return self.ring.post(send, receive, tag)
+        except RuntimeError as error:
+            raise self._failure(hop, error) from error
+
+    def _wait(self, hop: int, works: list[dist.Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._failure(hop, error) from error
+
+    def _failure(self, hop: int, error: RuntimeError) -> RuntimeError:
+        rank, size = self.ring.rank, self.ring.size
+        return RuntimeError(
+            f"{self.phase} ring, hop {hop} of {size}: rank {rank} failed sending to rank {(rank + 1) % size} or "
+            f"receiving from rank {(rank - 1) % size}: {error}"
+        )
+
+
+def disagreement(headers: Sequence[Mapping[str, Any]], everything: bool) -> str | None:
+    """What the ranks do not have in common, in words, or None. `everything`: the fingerprint too, not only the call."""
+    fields = (*_FINGERPRINT, *_PER_CALL) if everything else _PER_CALL
+    different = [field for field in fields if any(header[field] != headers[0][field] for header in headers)]
+    if different:
+        return "; ".join(
+            f"{field} differs (" + ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) + ")"
+            for field in different
+        )
+    rejecting = [rank for rank, header in enumerate(headers) if not header["accepted"]]
+    if rejecting:
+        return f"the arguments of rank {', '.join(map(str, rejecting))} are invalid (see the error there)"
+    return None
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> backend, from torch's own description, such as "cpu:gloo,cuda:nccl"."""
+    pairs = (item.split(":") for item in dist.get_backend_config(group).split(",") if ":" in item)
+    return {device: backend for device, backend in pairs if backend and backend != "undefined"}
+
+
+def _encode(header: Mapping[str, Any]) -> list[int]:
+    words: list[int] = []
+    for field, kind in _HEADER.items():
+        value = header[field]
+        if kind is str:
+            text = value.encode("ascii", "replace")[: _TEXT_WORDS * _WORD_BYTES].ljust(
+                _TEXT_WORDS * _WORD_BYTES
+            )
+            starts = range(0, len(text), _WORD_BYTES)
+            words += [int.from_bytes(text[start : start + _WORD_BYTES], "big") for start in starts]
+        else:
+            words.append(int(value))
+    return words
+
+
+def _decode(words: list[int]) -> dict[str, Any]:
+    remaining = iter(words)
+    header: dict[str, Any] = {}
+    for field, kind in _HEADER.items():
+        if kind is str:
+            parts = (next(remaining).to_bytes(_WORD_BYTES, "big") for _ in range(_TEXT_WORDS))
+            header[field] = b"".join(parts).decode("ascii", "replace").rstrip()
+        else:
+            header[field] = kind(next(remaining))
+    return header

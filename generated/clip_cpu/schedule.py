@@ -1,0 +1,191 @@
+"""The device sweep: what one device does with one block of queries and one block of keys, in plain torch.
+
+    q (m, 512)   queries, row i       z_ij  q_i . k_j
+    k (n, 512)   keys, row j          x_ij  logit; x2 = log2(e) * x
+    r_i  log-sum-exp of row i               p_i   logit of the positive of row i
+    c_j  log-sum-exp of column j
+
+    L = 1/M * (sum_i ((r_i - p_i) / 2) + sum_j ((c_j - p_j) / 2))
+    g_ij = 1/M * (0.5 * exp(x_ij - r_i) + 0.5 * exp(x_ij - c_j) - [j = positive(i)])
+
+The m x n matrix is never whole: it is walked in panels. Scratch memory, exactly:
+    2 panels (z and the exponentials) of float32, the smaller of the constants below and the block
+    a few vectors as long as a panel's rows and keys
+Sums are taken in a fixed order, so results are bitwise repeatable for a fixed number of threads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import loss as formulas
+from ._runtime.statistics import LOG2E, Statistics, log, merge
+
+FEATURE_DTYPE = torch.float32
+STATISTICS_DTYPE = torch.float32
+DIM = 512
+FORWARD_ROWS, FORWARD_KEYS = 2048, 2048  # panel of the forward sweep
+PANEL_ROWS, PANEL_KEYS = 2048, 2048  # panel of the backward sweep
+FINISH_ROWS = PANEL_ROWS  # rows per partial sum of dscale
+GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
+
+
+def forward_block(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    positives: Tensor | int,
+    key_offset: int,
+    queries: Statistics,
+    keys: Statistics | None,
+    positive_z: Tensor,
+    stash: Tensor | None = None,
+) -> None:
+    """Adds the logits of q x k to the statistics of the rows and keys, and notes z of the positives.
+
+    q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
+    positives: the global index of the positive of row 0; row i has the i-th after it.
+    queries (m,), keys (n,): merged into. positive_z (m,): written where the positive is in k, else left.
+    `stash` is for other strategies.
+    """
+    scratch = Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
+    for i in range(0, len(q), FORWARD_ROWS):
+        rows = slice(i, i + FORWARD_ROWS)
+        q_panel = scratch.queries(q[rows])
+        for j in range(0, len(k), FORWARD_KEYS):
+            columns = slice(j, j + FORWARD_KEYS)
+            z, e = scratch.products(q_panel, scratch.keys(k[columns]))
+            diagonal, first = positive_diagonal(z, positives + i - key_offset - j)
+            positive_z[i + first : i + first + len(diagonal)] = diagonal
+            x2 = logits_(z, scale, bias)
+            add_(Statistics(queries.exponent[rows], queries.mantissa[rows]), x2, e, 1)
+            add_(Statistics(keys.exponent[columns], keys.mantissa[columns]), x2, e, 0)
+
+
+def loss_terms(
+    queries: Statistics,
+    keys: Statistics | None,
+    positive_z: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    query_weight: float,
+    key_weight: float,
+) -> Tensor:
+    """The part of the loss that belongs to these rows and keys, 0-dim. Any of them may be empty."""
+    p = formulas.logit(positive_z, scale, bias)
+    total = query_weight * formulas.query_term(log(queries), p).sum(dtype=torch.float64)
+    # A key's term is linear in p. A positive is counted with its query: its key may be on another rank.
+    nothing = torch.zeros_like(scale)
+    share = formulas.key_term(nothing, nothing + 1.0) - formulas.key_term(nothing, nothing)
+    key_total = formulas.key_term(log(keys), nothing).sum(dtype=torch.float64)
+    total = total + key_weight * (key_total + share * p.sum(dtype=torch.float64))
+    return total.to(STATISTICS_DTYPE)
+
+
+def backward_block(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    positives: Tensor | int,
+    key_offset: int,
+    queries: Statistics,
+    keys: Statistics | None,
+    positive_z: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    stash: Tensor | None = None,
+) -> None:
+    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both contiguous float32.
+
+    g here is M * dL/dx, recomputed panel by panel from complete statistics; `finish` does the rest.
+    Other arguments as for `forward_block`.
+    """
+    scratch = Scratch(q, k, PANEL_ROWS, PANEL_KEYS)
+    for i in range(0, len(q), PANEL_ROWS):
+        rows = slice(i, i + PANEL_ROWS)
+        q_panel = scratch.queries(q[rows])
+        query_weight = formulas.QUERY_SHARE / queries.mantissa[rows, None]
+        for j in range(0, len(k), PANEL_KEYS):
+            columns = slice(j, j + PANEL_KEYS)
+            k_panel = scratch.keys(k[columns])
+            z, g = scratch.products(q_panel, k_panel)
+            key_weight = formulas.KEY_SHARE / keys.mantissa[columns]
+            x2 = logits_(z, scale, bias)
+            torch.sub(x2, queries.exponent[rows, None], out=g).exp2_().mul_(query_weight)
+            g.add_(x2.sub_(keys.exponent[columns]).exp2_().mul_(key_weight))
+            # The positive's share, before any rounding: numerator and denominator come from the same z.
+            positive_diagonal(g, positives + i - key_offset - j)[0].add_(formulas.POSITIVE_SHARE)
+            dq[rows].addmm_(g, k_panel)
+            dk[columns].addmm_(g.T, q_panel)
+
+
+def finish(
+    acc: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    upstream: Tensor,
+    weight: float,
+    out: Tensor,
+    dots: Tensor | None = None,
+) -> None:
+    """Turns sums `acc` (rows, D) into the gradient of x, in `out`, which may be `acc`; acc is overwritten.
+
+    dots (ceil(rows / FINISH_ROWS),) gets sum x_i . acc_i of FINISH_ROWS rows each, from which dscale follows.
+    """
+    if dots is not None:
+        for part, start in enumerate(range(0, len(acc), FINISH_ROWS)):
+            rows = slice(start, start + FINISH_ROWS)
+            products = torch.linalg.vecdot(x[rows].to(STATISTICS_DTYPE), acc[rows])
+            dots[part] = products.sum(dtype=torch.float64)
+    acc.mul_(upstream * weight * formulas.gradient_factor(scale, bias))
+    if out is not acc:
+        out.copy_(acc)
+
+
+def stash_shape(m: int, n: int) -> None:
+    """This strategy keeps no part of the matrix between forward and backward."""
+    return None
+
+
+class Scratch:
+    """Panels of the largest size that a block needs, allocated once and used again."""
+
+    def __init__(self, q: Tensor, k: Tensor, panel_rows: int, panel_keys: int) -> None:
+        rows, columns = min(panel_rows, len(q)), min(panel_keys, len(k))
+        self.z, self.e = (q.new_empty(rows * columns, dtype=STATISTICS_DTYPE) for _ in range(2))
+
+    def queries(self, x: Tensor) -> Tensor:
+        return x
+
+    def keys(self, x: Tensor) -> Tensor:
+        return x
+
+    def products(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """z of a panel, and room of the same shape. Both are contiguous and valid until the next call."""
+        shape = (len(q), len(k))
+        z, e = (flat[: shape[0] * shape[1]].view(shape) for flat in (self.z, self.e))
+        return torch.mm(q, k.T, out=z), e
+
+
+def logits_(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """x2 = log2(e) * x of a panel, in the place of z."""
+    shift = formulas.logit(torch.zeros_like(scale), scale, bias)
+    return z.mul_(formulas.gradient_factor(scale, bias) * LOG2E).add_(shift * LOG2E)
+
+
+def add_(statistics: Statistics, x2: Tensor, e: Tensor, axis: int) -> None:
+    """Merges the sums of 2**x2 along `axis` of a panel, each against its largest term. `e`: room for these."""
+    # An all -inf line has the sum 0; a NaN or +inf in it gives NaN.
+    lowest = torch.finfo(STATISTICS_DTYPE).min
+    exponent = x2.amax(axis, keepdim=True).floor_().clamp_(min=lowest)
+    total = torch.sub(x2, exponent, out=e).exp2_().sum(axis)
+    merge(statistics, exponent.squeeze(axis), total)
+
+
+def positive_diagonal(panel: Tensor, offset: int) -> tuple[Tensor, int]:
+    """The entries (i, i + offset) that exist in the panel, as a view, and the i of the first of them."""
+    return panel.diagonal(offset), max(0, -offset)

@@ -1,0 +1,53 @@
+"""Launch glue between torch tensors and Triton kernels: how a feature matrix is passed, and where a kernel may read it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run as numpy on the CPU, where bf16 arithmetic is wrong: tiles are widened to fp32 after they are loaded."""
+
+
+class Operand(NamedTuple):
+    """A feature matrix (rows, D) as kernel arguments: a tensor descriptor or the tensor itself, and its strides in elements."""
+
+    source: Any
+    row_stride: int
+    depth_stride: int
+
+
+def descriptor_legal(x: torch.Tensor) -> bool:
+    """Whether a tensor-memory descriptor may address `x` (rows, D): base and row stride multiples of 16 bytes, last stride 1."""
+    return (
+        x.shape[0] > 0
+        and x.stride(1) == 1
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) > 0
+        and x.stride(0) * x.element_size() % 16 == 0
+    )
+
+
+def operands(q: torch.Tensor, q_block: list[int], k: torch.Tensor, k_block: list[int], descriptors: bool) -> tuple[Operand, Operand, bool]:
+    """`q` and `k` as kernel operands read in blocks (rows, depth), and whether both go as descriptors."""
+    if descriptors and descriptor_legal(q) and descriptor_legal(k):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return (
+            Operand(TensorDescriptor.from_tensor(q, q_block), q.stride(0), 1),
+            Operand(TensorDescriptor.from_tensor(k, k_block), k.stride(0), 1),
+            True,
+        )
+    return Operand(q, q.stride(0), q.stride(1)), Operand(k, k.stride(0), k.stride(1)), False
+
+
+def library_legal(x: torch.Tensor) -> bool:
+    """Whether the matrix library takes `x` as it is; otherwise torch would copy it, outside the memory plan."""
+    rows, columns = x.shape
+    return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (x.stride(0) == 1 and x.stride(1) >= max(1, rows))
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,59 @@
+"""Sums of exponentials with an unbounded range.
+
+A statistic of a row (or of a key) is ``sum_j 2**x2_j``, where ``x2 = log2(e) * logit``. It is held as the pair
+``mantissa * 2**exponent``, both floating point: a logit of 1e6 overflows neither, and a row whose logits are all
+-1e6 does not underflow to zero, as it would against any fixed reference. Statistics of disjoint sets of keys merge by
+addition. The order of merges is fixed by the schedule, so results are bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LN2 = math.log(2.0)
+LOG2E = 1.0 / LN2
+
+
+class Statistics(NamedTuple):
+    """``mantissa * 2**exponent`` per row: integer-valued exponents, ``1 <= mantissa < 2``; a sum over nothing is
+    ``(-inf, 0)``. NaN in either part means that the row saw a NaN (or an infinite logit)."""
+
+    exponent: Tensor
+    mantissa: Tensor
+
+
+def empty(rows: int, device: torch.device, dtype: torch.dtype) -> Statistics:
+    """Statistics of `rows` rows that have seen no key yet, backed by one (2, rows) allocation."""
+    return clear(torch.empty((2, rows), device=device, dtype=dtype))
+
+
+def clear(pair: Tensor) -> Statistics:
+    """Turns `pair` (at least two rows of numbers) into empty statistics that share its memory."""
+    pair[0].fill_(-math.inf)
+    pair[1].zero_()
+    return Statistics(pair[0], pair[1])
+
+
+def view(pair: Tensor, start: int = 0, stop: int | None = None) -> Statistics:
+    """Columns `start` to `stop` of a (2 or more, rows) tensor as statistics, without a copy."""
+    return Statistics(pair[0, start:stop], pair[1, start:stop])
+
+
+def merge(into: Statistics, exponent: Tensor, total: Tensor) -> None:
+    """``into += total * 2**exponent`` row by row, in place, renormalised. `total` is any finite number >= 0."""
+    # The clamp keeps "nothing + nothing" at zero: -inf - lowest is -inf, whereas -inf - -inf would be NaN.
+    lowest = torch.finfo(into.exponent.dtype).min
+    reference = torch.maximum(into.exponent, exponent).clamp_(min=lowest)
+    merged = into.mantissa * torch.exp2(into.exponent - reference) + total * torch.exp2(exponent - reference)
+    fraction, shift = torch.frexp(merged)  # exact: fraction in [0.5, 1)
+    into.mantissa.copy_(fraction.mul_(2.0))
+    into.exponent.copy_(torch.where(merged == 0, -math.inf, reference + (shift - 1)))
+
+
+def log(statistics: Statistics) -> Tensor:
+    """Natural logarithm of the sums: the log-sum-exp of each row."""
+    return (statistics.exponent + torch.log2(statistics.mantissa)).mul_(LN2)

@@ -1,0 +1,104 @@
+"""The loss `infonce`, derived from its formula.
+
+    z_ij  similarity of query i and key j         x_ij  its logit
+    r_i   log-sum-exp of a query's logits
+    p_i   logit of the positive                   M, N  numbers of queries and keys
+
+    x_ij = scale * z_ij + bias, z_ij = q_i . k_j
+    r_i = logsumexp_j x_ij
+    p_i = x_ij where j = labels[i]
+    L = 1/M * (sum_i (r_i - p_i))
+    g_ij = 1/M * (exp(x_ij - r_i) - [j = positive(i)])
+    dq_i = sum_j g_ij * scale * k_j
+    dk_j = sum_i g_ij * scale * q_i
+    dscale = sum_ij g_ij * z_ij = 1 / scale * sum_i q_i . dq_i
+    dbias = 0
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# dL/dx_ij = 1/M * (QUERY_SHARE * exp(x_ij - r_i) + KEY_SHARE * exp(x_ij - c_j) + POSITIVE_SHARE * [j = positive(i)])
+QUERY_SHARE = 1.0
+KEY_SHARE = 0.0
+POSITIVE_SHARE = -1.0
+HAS_KEYS = False  # whether the loss also reduces along the queries of a key
+POSITIVES = "label"
+DBIAS = 0.0  # dL/dbias of the whole batch
+
+
+def logit(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return scale * z + bias
+
+
+def dlogit_dz(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """dx/dz, without the factor that `gradient_factor` holds."""
+    return torch.ones_like(z)
+
+
+def query_term(r: Tensor, p: Tensor) -> Tensor:
+    """A query's part of M * L."""
+    return r - p
+
+
+def key_term(c: Tensor, p: Tensor) -> Tensor:
+    """A key's part of M * L: this loss has none."""
+    return torch.zeros_like(c)
+
+
+def gradient_factor(scale: Tensor, bias: Tensor) -> Tensor | float:
+    """What sum_j M * dL/dx_ij * dlogit_dz(z_ij) * k_j still lacks to be M * dq_i."""
+    return scale
+
+
+def dscale_factor(scale: Tensor, bias: Tensor) -> Tensor | float:
+    """M * dL/dscale is this times sum_i q_i . (the sums that `gradient_factor` multiplies)."""
+    return 1
+
+
+def loss_of_logits(x: Tensor, labels: Tensor) -> Tensor:
+    """The loss, 0-dim, from the dense (M, N) logits and the (M,) positives."""
+    r = torch.logsumexp(x, dim=1)
+    p = x.gather(1, labels[:, None]).squeeze(1)
+    return (r - p).mean()
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float = 1.0,
+    bias: Tensor | float | None = None,
+    *,
+    labels: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The loss written out densely, in one process, differentiable by autograd: what everything else is checked against.
+
+    q       (M, D) queries, any strides and floating dtype; k (N, D) keys.
+    scale   a number or 0-dim tensor; bias too, None meaning 0.
+    labels  int64 (M,), the index of each query's positive among the keys; None means 0, 1, ..., M - 1.
+    dtype   of the arithmetic and of the result, which is 0-dim.
+
+    Takes O(M N) memory. Raises ValueError where shapes do not fit.
+    """
+    if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1]:
+        raise ValueError(f"expected q (M, D) and k (N, D), got {tuple(q.shape)} and {tuple(k.shape)}")
+    if not q.is_floating_point() or not k.is_floating_point():
+        raise ValueError(f"expected floating-point features, got {q.dtype} and {k.dtype}")
+    if len(q) == 0 or len(k) == 0:
+        raise ValueError(f"expected at least one query and one key, got {len(q)} and {len(k)}")
+    if labels is None:
+        labels = torch.arange(len(q), device=q.device)
+    if labels.shape != (len(q),) or labels.dtype != torch.int64:
+        raise ValueError(f"expected labels int64 ({len(q)},), got {labels.dtype} {tuple(labels.shape)}")
+    labels = labels.to(q.device)
+    if int(labels.min()) < 0 or int(labels.max()) >= len(k):
+        raise ValueError(f"labels name keys {int(labels.min())} to {int(labels.max())}; there are {len(k)} keys")
+    scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
+    bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
+    if scale.dim() or bias.dim():
+        raise ValueError(f"expected 0-dim scale and bias, got {tuple(scale.shape)} and {tuple(bias.shape)}")
+    x = logit(q.to(dtype) @ k.to(dtype).T, scale, bias)
+    return loss_of_logits(x, labels)

@@ -1,0 +1,70 @@
+"""A compiler for contrastive losses: from a problem to a verified, importable loss package.
+
+    import infcl_gen
+    module = infcl_gen.load(loss="clip", batch_size="64k", dim=768, memory_budget="1GiB")
+    loss = module.ContrastiveLoss()
+
+`import infcl_gen` is cheap: neither torch nor triton nor SymPy is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from infcl_gen.version import __version__
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import ModuleType
+
+    from infcl_gen.planning.planner import Plan
+    from infcl_gen.problem import Problem
+
+__all__ = ["__version__", "generate", "load", "plan"]
+
+
+def plan(problem: Problem | None = None, **flags: Any) -> Plan:
+    """The plan for a problem, which is a `Problem` or the same given as keyword flags (`batch_size="64k"`).
+
+    Raises InputError (a flag is wrong) or InfeasibleError (no plan fits the memory budget).
+    """
+    from infcl_gen import emission
+
+    return emission.plan_problem(_problem(problem, flags))[0]
+
+
+def generate(
+    problem: Problem | None = None, output: str | Path | None = None, force: bool = False, **flags: Any
+) -> Path:
+    """Write the package for a problem to the folder `output` and return its path.
+
+    The write is atomic: the folder is complete or absent. An existing package is replaced only with
+    `force`; anything else that is there is never touched. Raises InputError, InfeasibleError, LockTimeoutError.
+    """
+    from infcl_gen import emission
+    from infcl_gen.errors import InputError
+
+    if output is None:
+        raise InputError("output: a folder to write the package to is needed")
+    return emission.write_package(emission.build(_problem(problem, flags)), output, force)
+
+
+def load(problem: Problem | None = None, **flags: Any) -> ModuleType:
+    """Generate the package into the user's cache folder unless it is there already, then import it.
+
+    Safe to call from many processes at once. Raises InputError, InfeasibleError, LockTimeoutError.
+    """
+    from infcl_gen import emission
+
+    return emission.load_cached(_problem(problem, flags))
+
+
+def _problem(problem: Problem | None, flags: dict[str, Any]) -> Problem:
+    from infcl_gen.errors import InputError
+    from infcl_gen.problem import make_problem
+
+    if problem is None:
+        return make_problem(**flags)
+    if flags:
+        raise InputError(f"give either a Problem or flags, not both (got {', '.join(sorted(flags))})")
+    return problem

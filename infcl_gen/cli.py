@@ -1,0 +1,444 @@
+"""The command line, `infcl-gen`: a thin layer that reads flags, calls one function, and prints its result.
+
+Nothing heavy is imported before a command needs it, so `--help` is quick. Results go to stdout (with `--json`
+as one object), messages to stderr. Whatever goes wrong gives one line and an exit code (see
+`infcl_gen.errors`); a defect of the program itself gives one line too, and its traceback with `-v`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from infcl_gen.errors import InfclError, InfeasibleError, InputError, ToolchainError, VerificationError
+from infcl_gen.version import __version__
+
+if TYPE_CHECKING:
+    from infcl_gen.planning.planner import Plan
+    from infcl_gen.problem import Problem
+
+SCHEMA_VERSION = 1
+INTERRUPTED = 130
+MAX_RANKS = 64
+_OPTIONAL = ("torch", "triton")
+_PROBLEM_FLAGS = (
+    *("loss", "batch_size", "keys", "dim", "devices", "nodes", "memory_budget"),
+    *("dtype", "precision", "target", "device_profile", "set"),
+)
+
+
+class _Cli(click.Group):
+    """The group whose `main` turns every exception into one line and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
+        # click's own `main` prints usage errors on several lines, and swallows interrupts and broken pipes.
+        arguments = list(sys.argv[1:] if args is None else args)
+        shown = {"json": "--json" in arguments, "verbose": bool({"-v", "--verbose"} & set(arguments))}
+        started = time.monotonic()
+        try:
+            try:
+                with self.make_context("infcl-gen", arguments, obj=shown) as context:
+                    self.invoke(context)
+                code = 0
+                logging.getLogger("infcl_gen").info("finished in %.2f s", time.monotonic() - started)
+            except BaseException as error:
+                code = _report(error, shown["json"], shown["verbose"])
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader (head, less) has gone: nothing to say, nowhere to say it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 1
+        sys.exit(code)
+
+
+@click.group(
+    cls=_Cli,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def main() -> None:
+    """A compiler for contrastive losses: plans and writes loss packages specialised to one problem.
+
+    Exit codes: 0 ok, 1 internal error, 2 invalid input, 3 no plan fits the budget, 4 missing hardware or
+    toolchain, 5 verification failed, 6 lock timeout, 130 interrupted.
+    """
+
+
+def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+_problem_flags = _options(
+    click.option("--loss", metavar="NAME|FILE.py:NAME", help="Loss [clip]."),
+    click.option("--batch-size", metavar="N", help="Queries over all devices: 65536, 64k, 4M (k = 1024)."),
+    click.option("--keys", metavar="N", help="Keys over all devices, if not as many as queries."),
+    click.option("--dim", metavar="D", help="Embedding dimension."),
+    click.option("--devices", metavar="N", help="Devices in all [1]."),
+    click.option("--nodes", metavar="N", help="Nodes that hold them [1]."),
+    click.option("--memory-budget", metavar="SIZE", help="Per device: 512MiB, 2GiB, or auto [auto]."),
+    click.option("--dtype", metavar="bf16|fp16|fp32|fp64", help="Features [bf16]."),
+    click.option("--precision", metavar="default|tf32|exact", help="Products of fp32 features [default]."),
+    click.option("--target", metavar="auto|cpu|cuda|rocm", help="What the package runs on [auto]."),
+    click.option("--device-profile", metavar="NAME|FILE.toml|auto", help="Device to plan for [auto]."),
+    click.option("--set", multiple=True, metavar="KEY=VALUE", help="Override a choice of the planner."),
+)
+_common_flags = _options(
+    click.option("--json", is_flag=True, help="One JSON object on stdout."),
+    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+    click.option(
+        "-v", "--verbose", is_flag=True, help="Log to stderr what happens; tracebacks of internal errors."
+    ),
+    click.option("--config", metavar="FILE.toml", help="Flags from a file; flags given here win."),
+)
+_directory = click.argument("directory", metavar="DIR")
+
+
+@main.command()
+@_problem_flags
+@_common_flags
+def plan(**flags: Any) -> None:
+    """Print the plan: tiles with reasons, memory by buffer, time by phase, the largest batch for the
+    budget."""
+    flags = _settle(flags)
+    import infcl_gen
+
+    result = infcl_gen.plan(_problem(flags))
+    _output(flags, {"plan": result.as_dict()}, lambda: _plan_text(result))
+
+
+@main.command()
+@_problem_flags
+@click.option("-o", "--output", metavar="DIR", help="Folder for the package.")
+@click.option("--force", is_flag=True, help="Replace a package that is there.")
+@_common_flags
+def generate(**flags: Any) -> None:
+    """Plan a problem and write its loss package; byte-identical for identical inputs."""
+    flags = _settle(flags)
+    import infcl_gen
+    from infcl_gen.problem import check_text
+
+    if flags.get("output") is None:
+        raise InputError("--output: is required; give the folder to write the package to")
+    output = check_text("--output", flags["output"])
+    path = infcl_gen.generate(_problem(flags), output, force=flags["force"])
+    _output(flags, {"path": str(path)}, lambda: f"wrote {path}")
+
+
+@main.command()
+@_directory
+@_common_flags
+def inspect(directory: str, **flags: Any) -> None:
+    """Show a package: SPEC, plan, derived formulas, kernels. Parses the files, never imports them."""
+    flags = _settle(flags)
+    from infcl_gen.emission.package import read_package
+
+    package = read_package(_directory_name(directory))
+    kernels = _kernels(package.files.get("kernels.py", b"").decode())
+    sizes = {path: len(content) for path, content in sorted(package.files.items())}
+    result = {"spec": package.spec, "kernels": kernels, "files": sizes}
+    _output(flags, result, lambda: _package_text(package.spec, kernels, sizes))
+
+
+@main.command()
+@_directory
+@click.option("--ranks", metavar="N", help="Check on a ring of N processes as well.")
+@click.option("--aot", metavar="ARCH,...", help="Compile every kernel for these targets: sm_90,gfx942,...")
+@_common_flags
+def verify(directory: str, **flags: Any) -> None:
+    """Re-render a package and compare bytes, then check its numbers on this machine against fp64."""
+    flags = _settle(flags)
+    ranks, targets = _ranks(flags.get("ranks")), _targets(flags.get("aot"))
+    folder = _directory_name(directory)
+    from infcl_gen.verification.verify import verify_package
+
+    report = verify_package(folder, ranks=ranks, aot=targets)
+    rows = [("ok" if row["passed"] else "FAILED", row["check"], row["detail"]) for row in report.rows]
+    _output(flags, report.as_dict(), lambda: _table(("", "check", "detail"), rows))
+    if not report.passed:
+        failed = [row["check"] for row in report.rows if not row["passed"]]
+        error = VerificationError(f"{len(failed)} of {len(report.rows)} checks failed: {', '.join(failed)}")
+        raise _Reported(error)
+
+
+@main.command()
+@_common_flags
+def doctor(**flags: Any) -> None:
+    """Show what is here: devices, links, versions, what works, and what to do about the rest."""
+    flags = _settle(flags)
+    from infcl_gen.hardware.doctor import examine
+
+    findings = examine()
+    rows = [(row.subject, row.state, row.detail, row.advice) for row in findings]
+    keys = ("subject", "state", "detail", "advice")
+    result = {"findings": [dict(zip(keys, row, strict=True)) for row in rows]}
+    _output(flags, result, lambda: _table(keys, rows))
+    if any(row.state == "missing" and row.subject == "torch" for row in findings):
+        raise _Reported(
+            ToolchainError("torch is missing: packages can be generated here, not run or verified")
+        )
+
+
+class _Reported(Exception):
+    """An error whose result (with `--json`, the one object) is on stdout already."""
+
+    def __init__(self, error: InfclError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Log(logging.Handler):
+    """Log records as lines on the stderr of the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"infcl-gen: {self.format(record)}", err=True)
+
+
+def _settle(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags with those of `--config` filled in, and logging set up. Given flags win over the file's."""
+    if flags["config"] is not None:
+        from infcl_gen.problem import parse_settings, read_config
+
+        config = read_config(flags["config"])
+        if "set" in config and "set" in flags:
+            merged = dict(parse_settings(config["set"])) | dict(parse_settings(flags["set"]))
+            flags["set"] = tuple(f"{key}={value}" for key, value in merged.items())
+        for name, value in config.items():
+            if name in flags and not flags[name]:
+                flags[name] = value
+    click.get_current_context().obj.update(json=flags["json"], verbose=flags["verbose"])
+    if flags["quiet"] and flags["verbose"]:
+        raise InputError("--quiet: contradicts --verbose; give one of them")
+    logger = logging.getLogger("infcl_gen")
+    logger.handlers = [_Log()]
+    logger.setLevel(logging.INFO if flags["verbose"] else logging.WARNING)
+    return flags
+
+
+def _problem(flags: Mapping[str, Any]) -> Problem:
+    from infcl_gen.problem import make_problem
+
+    return make_problem(**{name: flags[name] for name in _PROBLEM_FLAGS})
+
+
+def _directory_name(directory: str) -> str:
+    from infcl_gen.problem import check_text, show
+
+    check_text("DIR", directory)
+    if not os.path.isdir(directory):
+        raise InputError(f"DIR: {show(directory)} is not a folder; give one that infcl-gen generate wrote")
+    return directory
+
+
+def _ranks(value: object) -> int | None:
+    from infcl_gen.problem import parse_count, show
+
+    if value is None:
+        return None
+    ranks = parse_count(value, "--ranks")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise InputError(f"--ranks: {show(ranks)} is out of range; valid: 1 to {MAX_RANKS}")
+    return ranks
+
+
+def _targets(value: str | list[str] | None) -> list[str] | None:
+    from infcl_gen.hardware import load_profile, profile_names
+    from infcl_gen.problem import show
+
+    if value is None:
+        return None
+    names = [name.strip() for name in (value.split(",") if isinstance(value, str) else value)]
+    known = sorted(
+        {profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"}
+    )
+    for name in names:
+        if name not in known:
+            raise InputError(f"--aot: {show(name)} is unknown; valid: {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _output(flags: Mapping[str, Any], result: Mapping[str, Any], text: Callable[[], str]) -> None:
+    if flags["json"]:
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2, default=str))
+    elif not flags["quiet"]:
+        click.echo(text())
+
+
+def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
+    """Print one line for `error` (with `--json` also an object on stdout) and return its exit code."""
+    from infcl_gen.problem import clean
+
+    reported = isinstance(error, _Reported)
+    if isinstance(error, _Reported):
+        error = error.error
+    details: dict[str, Any] = {}
+    if isinstance(error, BrokenPipeError):
+        raise error
+    if isinstance(error, click.exceptions.Exit):  # --help and --version
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        code, message = INTERRUPTED, "interrupted"
+    elif isinstance(error, click.ClickException):
+        code, message = 2, error.format_message().rstrip(".") + "; see infcl-gen --help"
+    elif isinstance(error, InfeasibleError):
+        code, message = error.exit_code, _infeasible_message(error)
+        details = {
+            "smallest_budget_bytes": error.smallest_budget_bytes,
+            "largest_batch": error.largest_batch,
+        }
+    elif isinstance(error, InfclError):
+        code, message = error.exit_code, str(error)
+    elif isinstance(error, ImportError) and (error.name or "").split(".")[0] in _OPTIONAL:
+        code, message = (
+            4,
+            f"{error.name} is not installed here, and this command needs it; see infcl-gen doctor",
+        )
+    elif isinstance(error, Exception):
+        if verbose:
+            traceback.print_exception(error, file=sys.stderr)
+        hint = "" if verbose else " (-v shows where)"
+        code, message = 1, f"internal error: {type(error).__name__}: {error}{hint}"
+    else:
+        raise error  # SystemExit
+    message = clean(" ".join(message.split()))
+    if as_json and not reported:
+        payload = {"error": {"kind": type(error).__name__, "exit_code": code, "message": message, **details}}
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2))
+    click.echo(f"infcl-gen: error: {message}", err=True)
+    return code
+
+
+def _infeasible_message(error: InfeasibleError) -> str:
+    """The planner's message, with whichever of the two figures it does not state itself."""
+    message = str(error)
+    budget, batch = error.smallest_budget_bytes, error.largest_batch
+    if budget is not None and str(budget) not in message:
+        message += f"; smallest feasible --memory-budget: {budget} ({_bytes(budget)})"
+    if batch is not None and str(batch) not in message:
+        message += f"; largest feasible --batch-size: {batch}"
+    return message
+
+
+def _plan_text(plan: Plan) -> str:
+    problem = plan.problem
+    sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
+    devices = f"{plan.world_size} device" + ("s" if plan.world_size > 1 else "")
+    title = f"{problem.loss}: {sizes}, on {devices} ({plan.target}); strategy {plan.strategy}"
+    blocks = [(name, _block_text(block)) for name, block in plan.blocks.items()]
+    buffers = [
+        (b.name, b.phase, _bytes(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why) for b in plan.buffers
+    ]
+    phases = [
+        (p.name, _time(p.time_s), p.bound, _count(p.flops) + "FLOP", _bytes(round(p.bytes)))
+        for p in plan.phases
+    ]
+    parts = [
+        title,
+        "Tiles\n"
+        + _table(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
+        "Blocks\n" + _table(("kernel", "block"), blocks) if blocks else "",
+        "Memory per device, beyond the inputs\n"
+        + _table(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
+        + f"\npeak {_bytes(plan.predicted_peak_bytes)} of a budget of {_bytes(plan.budget_bytes)}"
+        + f"; smallest budget for this problem {_bytes(plan.smallest_budget_bytes)}"
+        + f"; largest batch for this budget {plan.largest_batch}",
+        "Time\n"
+        + _table(("phase", "time", "bound by", "work", "traffic"), phases)
+        + f"\npredicted {_time(plan.predicted_time_s)} for forward and backward",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _block_text(block: Any) -> str:
+    tile = f"{block.rows} rows x {block.keys} keys x {block.depth} deep"
+    return f"{tile}, {block.warps} warps, {block.stages} stages"
+
+
+def _package_text(
+    spec: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]
+) -> str:
+    parts = []
+    for key, value in spec.items():
+        if isinstance(value, Mapping):
+            parts.append(f"{key}\n" + _table((), list(_flatten(value))))
+    scalars = [
+        (k, v if isinstance(v, str) else repr(v)) for k, v in spec.items() if not isinstance(v, Mapping)
+    ]
+    parts.insert(0, _table((), scalars))
+    if kernels:
+        rows = [(kernel["name"], str(kernel["line"]), kernel["summary"]) for kernel in kernels]
+        parts.append("kernels\n" + _table(("kernel", "line", "what it does"), rows))
+    parts.append("files\n" + _table((), [(path, str(size)) for path, size in sizes.items()]))
+    return "\n\n".join(parts)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            rows += _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+            rows += [row for i, item in enumerate(value) for row in _flatten(item, f"{prefix}{key}[{i}].")]
+        else:
+            rows.append((f"{prefix}{key}", value if isinstance(value, str) else repr(value)))
+    return rows
+
+
+def _kernels(source: str) -> list[dict[str, Any]]:
+    """Name, line and first docstring line of each `@triton.jit` function in `source`, which is only
+    parsed."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            arguments = [argument.arg for argument in node.args.args]
+            found.append({"name": node.name, "line": node.lineno, "summary": summary, "arguments": arguments})
+    return found
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, indented by two; the last column is not padded. Text in cells cannot break lines."""
+    from infcl_gen.problem import clean
+
+    lines = [[clean(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
+    if not lines:
+        return "  (none)"
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _bytes(count: int) -> str:
+    """Bytes for people, rounded up, so that a shown budget suffices."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            tenths = -(-count * 10 // 1024**power)
+            return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + unit
+    return f"{count}B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _count(value: float) -> str:
+    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {unit}"
+    return f"{value:.3g} "
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""From a problem to the text of a package, and from the text to a folder.
+
+build(problem)      Problem -> {path: text}: the whole pipeline, five calls
+plan_problem        the first three of them
+lower, render       Plan -> PackageSpec -> {path: text}
+write_package       {path: text} -> folder, atomically
+read_package        folder -> SPEC and files, checked against the manifest, never imported
+rerender            folder -> the text that its SPEC["problem"] generates today
+load_cached         Problem -> imported module, through the user's cache folder
+"""
+
+from infcl_gen.emission.cache import import_package, load_cached
+from infcl_gen.emission.lower import KernelSpec, PackageSpec, lower
+from infcl_gen.emission.package import Package, read_package, write_package
+from infcl_gen.emission.pipeline import build, plan_problem, rerender
+from infcl_gen.emission.render import render
+
+__all__ = [
+    "KernelSpec",
+    "Package",
+    "PackageSpec",
+    "build",
+    "import_package",
+    "load_cached",
+    "lower",
+    "plan_problem",
+    "read_package",
+    "render",
+    "rerender",
+    "write_package",
+]

@@ -1,0 +1,98 @@
+"""Packages in the user's cache folder: generated when missing, imported from there."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import shutil
+import sys
+from dataclasses import astuple
+from pathlib import Path
+from types import ModuleType
+
+from infcl_gen.emission.package import lock, read_package, write_package
+from infcl_gen.emission.pipeline import build, resolved
+from infcl_gen.emission.render import template_folder
+from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.hardware import resolve_cluster
+from infcl_gen.problem import Problem
+from infcl_gen.version import __version__
+
+
+def load_cached(problem: Problem) -> ModuleType:
+    """Import the package for `problem`, generating it first unless an intact one is in the cache.
+
+    Many processes may ask at once: one generates, the others wait. Raises LockTimeoutError if one holds the lock
+    for too long, InputError or InfeasibleError if there is no such package.
+    """
+    key = cache_key(problem)
+    folder = cache_folder() / key
+    if not _intact(folder):
+        with lock(folder.with_name(f"{key}.lock"), f"generating {folder}"):
+            if not _intact(folder):
+                files = build(problem)
+                if folder.exists():  # damaged: nobody imports it, since it is checked before each import
+                    shutil.rmtree(folder)
+                write_package(files, folder)
+    return import_package(folder, f"infcl_gen_package_{key}")
+
+
+def import_package(folder: Path, name: str | None = None) -> ModuleType:
+    """Import a generated package from any folder under `name`; the same module again if it is already imported.
+
+    Without a name, the digest of the package gives one, so that two packages never share a module.
+    """
+    if name is None:
+        name = f"infcl_gen_package_{read_package(folder).digest[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    specification = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if specification is None or specification.loader is None:
+        raise InputError(f"{folder}: cannot be imported as a package")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    try:
+        specification.loader.exec_module(module)
+    except ImportError as error:
+        raise ToolchainError(f"{folder}: a library that the package needs is missing: {error}") from error
+    finally:
+        if not hasattr(module, "contrastive_loss"):
+            for entry in [other for other in sys.modules if other == name or other.startswith(f"{name}.")]:
+                del sys.modules[entry]
+    return module
+
+
+def cache_folder() -> Path:
+    """The folder of cached packages, below the user's cache directory."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("infcl_gen", appauthor=False)) / "packages"
+
+
+def cache_key(problem: Problem) -> str:
+    """Content decides: the problem as resolved here, the files it names, and the generator's own source."""
+    found = resolved(problem, resolve_cluster(problem))
+    digest = hashlib.sha256(repr((__version__, astuple(found))).encode())
+    for named in (found.loss.rpartition(":")[0], found.device_profile):
+        file = Path(named)
+        digest.update(file.read_bytes() if named and file.is_file() else b"-")
+    source = Path(__file__).resolve().parent.parent
+    for root in (source, template_folder()):
+        for file in sorted(root.rglob("*")):
+            if file.suffix in (".py", ".jinja", ".toml", ".json"):
+                digest.update(
+                    f"{file.relative_to(root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest()
+                )
+    return digest.hexdigest()[:24]
+
+
+def _intact(folder: Path) -> bool:
+    if not folder.exists():
+        return False
+    try:
+        read_package(folder)
+    except InputError:
+        return False
+    return True

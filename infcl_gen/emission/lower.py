@@ -1,0 +1,238 @@
+"""Plan -> package specification: which files there are, from which templates, with which values in their holes.
+
+All arithmetic that a template might want is done here. The result holds literals and printed expressions only,
+so that rendering is a pure function of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infcl_gen.losses import loss_template_context, triton_code
+from infcl_gen.losses.printers import p
+from infcl_gen.version import __version__
+
+if TYPE_CHECKING:
+    from sympy import Expr
+
+    from infcl_gen.losses import Derivation
+    from infcl_gen.planning.planner import Plan
+
+SCHEMA_VERSION = 1
+RUNTIME_FOLDER = Path(__file__).resolve().parent.parent / "runtime"  # ships inside every package, verbatim
+
+# kernels.py of a strategy is the header followed by these templates, in this order.
+KERNEL_TEMPLATES: dict[str, tuple[str, ...]] = {
+    "panel": ("header", "forward", "statistics", "gradient", "product", "finish"),
+    "stash": ("header", "forward", "statistics", "gradient", "product", "finish", "stash"),
+    "fused": ("header", "forward", "statistics", "fused", "finish"),
+}
+# The kernels of each template, and what says how they are launched: the family of their block (the plan's `blocks`),
+# or a number of warps where a kernel only touches vectors. fp32 features have no *_wide kernels.
+KERNEL_FAMILIES: dict[str, dict[str, str | int]] = {
+    "header": {},
+    "forward": {"forward": "forward", "forward_wide": "forward"},
+    "statistics": {"merge": 4, "positives": "positive", "loss_terms": 8},
+    "gradient": {"gradient": "gradient", "gradient_wide": "gradient", "gradient_positives": 4},
+    "stash": {"gradient_from_stash": "gradient"},
+    "fused": {
+        "fused_queries": "fused",
+        "fused_queries_wide": "fused",
+        "fused_keys": "fused",
+        "fused_keys_wide": "fused",
+    },
+    "product": {"product": "product"},
+    "finish": {"finish": "finish"},
+}
+TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelSpec:
+    """One kernel of kernels.py and its launch options; its tile is a constant at the top of the file."""
+
+    name: str
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSpec:
+    """One file of the package: its path there, the templates whose text it joins, the values for their holes."""
+
+    path: str
+    templates: tuple[str, ...]
+    context: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackageSpec:
+    """All that rendering needs. `literals` is SPEC (its digest is filled in when the text is known)."""
+
+    name: str
+    literals: Mapping[str, Any]
+    kernels: tuple[KernelSpec, ...]
+    files: tuple[FileSpec, ...]
+    runtime_files: tuple[str, ...]
+
+
+def lower(plan: Plan, derivation: Derivation) -> PackageSpec:
+    """The package for a plan. `plan.problem` must name its device profile (no "auto"): SPEC is regenerated from it."""
+    name = package_name(plan, derivation)
+    kernels = kernel_specs(plan)
+    literals = spec_literals(plan, derivation, name, kernels)
+    shared = {
+        "name": name,
+        "spec": literals,
+        "plan": plan,
+        "problem": plan.problem,
+        "device": _identifier(plan.problem.device_profile),
+        "formulas": derivation.formulas(),
+    }
+    files = [
+        FileSpec("__init__.py", ("package/__init__.py.jinja",), shared),
+        FileSpec("spec.py", ("package/spec.py.jinja",), shared),
+        FileSpec("loss.py", ("torch/loss.py.jinja",), shared | loss_template_context(derivation)),
+    ]
+    if plan.strategy == "torch":
+        files.append(
+            FileSpec("schedule.py", ("torch/schedule.py.jinja",), shared | _device_context(plan, derivation))
+        )
+    else:
+        context = shared | _device_context(plan, derivation) | triton_expressions(derivation)
+        context["launches"] = {kernel.name: kernel for kernel in kernels}
+        pieces = tuple(f"triton/{piece}.py.jinja" for piece in KERNEL_TEMPLATES[plan.strategy])
+        files.append(FileSpec("kernels.py", pieces, context))
+        files.append(FileSpec("schedule.py", ("triton/schedule.py.jinja",), context))
+    runtime_files = sorted(file.name for file in RUNTIME_FOLDER.glob("*.py"))
+    return PackageSpec(name, literals, kernels, tuple(files), tuple(runtime_files))
+
+
+def spec_literals(
+    plan: Plan, derivation: Derivation, name: str, kernels: tuple[KernelSpec, ...]
+) -> dict[str, Any]:
+    """SPEC of the package: literals only, in a fixed order."""
+    planned = plan.as_dict()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": name,
+        "digest": "",
+        "versions": {"generator": __version__},
+        "problem": dataclasses.asdict(plan.problem),
+        "positives": derivation.spec.positives,
+        "has_keys": bool(derivation.has_keys),
+        "gradient_exponent": _gradient_exponent(plan),
+        "descriptors": plan.descriptors,
+        "derivation": derivation.formulas(),
+        "launches": {kernel.name: {"warps": kernel.warps, "stages": kernel.stages} for kernel in kernels},
+        "predicted": {"peak_bytes": plan.predicted_peak_bytes, "time_s": plan.predicted_time_s},
+        # The problem stands above; the hops of a ring follow from its size, for any size.
+        "plan": {key: value for key, value in planned.items() if key not in ("problem", "schedule")},
+    }
+
+
+def kernel_specs(plan: Plan) -> tuple[KernelSpec, ...]:
+    """The kernels of a package in the order of kernels.py; none for the torch strategy."""
+    specs = []
+    for template in KERNEL_TEMPLATES.get(plan.strategy, ()):
+        for name, family in KERNEL_FAMILIES[template].items():
+            if name.endswith("_wide") and _exact(plan):
+                continue
+            if isinstance(family, int):
+                specs.append(KernelSpec(name, family, 1))
+            elif name.endswith("_wide"):  # two references a row: twice the warps, or the registers spill
+                specs.append(KernelSpec(name, 2 * plan.blocks[family].warps, 2))
+            else:
+                specs.append(KernelSpec(name, plan.blocks[family].warps, plan.blocks[family].stages))
+    return tuple(specs)
+
+
+def package_name(plan: Plan, derivation: Derivation) -> str:
+    """An ASCII identifier such as clip_h200_d768; names of user files enter as a digest."""
+    return (
+        f"{_identifier(derivation.spec.name)}_{_identifier(plan.problem.device_profile)}_d{plan.problem.dim}"
+    )
+
+
+def triton_expressions(derivation: Derivation) -> dict[str, Any]:
+    """The derived mathematics as Triton source.
+
+    slope, shift, gradient_factor: in `scale`, `bias`; query_term in `r`, `p`; the key term, linear in `p`, as
+    key_term_without_positive in `c` and key_positive_term in `p`; logit, dlogit_dz in
+    `z`, `scale`, `bias` ("" if affine).
+    """
+    affine = derivation.slope is not None
+    without_positive, with_positive = _split_positive(derivation.key_term)
+    return {
+        "affine": affine,
+        "slope": triton_code(derivation.slope) if affine else "",
+        "shift": triton_code(derivation.shift) if affine else "",
+        "logit": "" if affine else triton_code(derivation.logit),
+        "dlogit_dz": "" if affine else triton_code(derivation.dlogit_dz),
+        "gradient_factor": triton_code(derivation.gradient_factor),
+        "query_term": triton_code(derivation.query_term),
+        "key_term_without_positive": triton_code(without_positive),
+        "key_positive_term": triton_code(with_positive),
+    }
+
+
+def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
+    """What the kernels and both device sweeps are specialised to."""
+    formulas = derivation.formulas()
+    return {
+        "strategy": plan.strategy,
+        "products": plan.products,
+        "descriptors": plan.descriptors,
+        "blocks": plan.blocks,
+        "dim": plan.problem.dim,
+        "dtype": plan.dtype,
+        "torch_dtype": TORCH_DTYPES[plan.dtype],
+        "triton_dtype": f"tl.{TORCH_DTYPES[plan.dtype]}",
+        "statistics_dtype": "float64" if plan.dtype == "fp64" else "float32",
+        "gradient_exponent": _gradient_exponent(plan),
+        "input_precision": _input_precision(plan),
+        "has_keys": bool(derivation.has_keys),
+        "positives": derivation.spec.positives,
+        "query_share": derivation.query_share,
+        "key_share": derivation.key_share,
+        "positive_share": derivation.positive_share,
+        "affine": derivation.slope is not None,
+        "exact": _exact(plan),
+        "stash": plan.stash_rows > 0,
+        "loss_formula": formulas["loss"],
+        "gradient_formula": formulas["dL/dx"],
+    }
+
+
+def _exact(plan: Plan) -> bool:
+    """fp32 features: every row and column has its own reference, so no tile needs a second look."""
+    return plan.dtype == "fp32"
+
+
+def _gradient_exponent(plan: Plan) -> int:
+    """Gradients of logits are kept times 2 to this power: they are of order 1/M, and fp16 would underflow."""
+    return 14 if plan.dtype == "fp16" and plan.strategy != "torch" else 0
+
+
+def _input_precision(plan: Plan) -> str:
+    """`input_precision` of a product of fp32 operands; tf32 alone loses the loss at large scales."""
+    if plan.dtype != "fp32" or plan.problem.precision == "exact" or plan.target == "rocm":
+        return "ieee"
+    return {"default": "tf32x3", "tf32": "tf32"}[plan.problem.precision]
+
+
+def _split_positive(term: Expr) -> tuple[Expr, Expr]:
+    """A key term, linear in p, as the part without p and the part with it."""
+    with_positive = term.diff(p) * p
+    return (term - with_positive).expand(), with_positive
+
+
+def _identifier(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", name):
+        return name
+    return "file" + hashlib.sha256(name.encode()).hexdigest()[:8]

@@ -1,0 +1,132 @@
+"""Package specification -> source text.
+
+Templates hold what has to vary and nothing else; runtime files are copied verbatim. The text depends on the
+specification only: no date, no path of this machine, no order of a hash table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from infcl_gen.emission.lower import RUNTIME_FOLDER, PackageSpec
+
+LINE_WIDTH = 180  # of a literal: a record a line, as in a table
+_PACKAGE = Path(__file__).resolve().parent.parent
+_DIGEST_LINE = re.compile(r'^    "digest": "[0-9a-f]*",\n', re.MULTILINE)
+
+
+def render(spec: PackageSpec) -> dict[str, str]:
+    """The text of every file of the package by its path in the package, except for the manifest.
+
+    SPEC["digest"] is `content_digest` of the other text, so it identifies the whole package.
+    """
+    environment = _environment()
+    files = {}
+    for file in spec.files:
+        parts = [environment.get_template(name).render(file.context) for name in file.templates]
+        files[file.path] = _tidy("\n\n\n".join(part.strip("\n") for part in parts))
+    for name in spec.runtime_files:
+        files[f"_runtime/{name}"] = (RUNTIME_FOLDER / name).read_text(encoding="utf-8")
+    files["spec.py"] = _DIGEST_LINE.sub(
+        f'    "digest": "{content_digest(files)}",\n', files["spec.py"], count=1
+    )
+    return dict(sorted(files.items()))
+
+
+def _tidy(text: str) -> str:
+    """Without what an absent optional piece leaves behind: blanks at the end of a line, a third empty line."""
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
+
+
+def content_digest(files: Mapping[str, str]) -> str:
+    """sha256 over the sorted paths and texts, leaving out the digest line of spec.py and the manifest."""
+    digest = hashlib.sha256()
+    for path, text in sorted(files.items()):
+        if path == "manifest.json":
+            continue
+        if path == "spec.py":
+            text = _DIGEST_LINE.sub("", text, count=1)
+        content = text.encode()
+        digest.update(f"{path}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
+    """`value` as a readable Python literal, broken over lines where it is longer than LINE_WIDTH.
+
+    `indent` is the column of the enclosing line, `prefix` what already stands on it. Only None, bool, int,
+    finite floats, str, tuple, list and dict are literals; anything else is a TypeError. Text is always ASCII.
+    """
+    flat = _flat(value)
+    if (
+        indent + prefix + len(flat) + 1 <= LINE_WIDTH
+        or not isinstance(value, dict | list | tuple)
+        or not value
+    ):
+        return flat
+    return _broken(value, indent)
+
+
+def broken_literal(value: Any) -> str:
+    """`literal`, with the outermost container always broken: one line for each of its items."""
+    return _broken(value, 0)
+
+
+def _broken(value: dict[Any, Any] | list[Any] | tuple[Any, ...], indent: int) -> str:
+    inner = indent + 4
+    if isinstance(value, dict):
+        opening, closing = "{", "}"
+        rows = [(f"{_flat(key)}: ", item) for key, item in value.items()]
+    else:
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        rows = [("", item) for item in value]
+    lines = [f"{' ' * inner}{key}{literal(item, inner, len(key))},\n" for key, item in rows]
+    return f"{opening}\n{''.join(lines)}{' ' * indent}{closing}"
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, str):
+        plain = re.fullmatch(r'[^"\\]*', value) and value.isascii() and value.isprintable()
+        return f'"{value}"' if plain else ascii(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TypeError(f"{value!r} has no literal")
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_flat(key)}: {_flat(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_flat, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flat, value)) + "]"
+    raise TypeError(f"{type(value).__name__} has no literal")
+
+
+def template_folder() -> Path:
+    """`templates/`: inside the package in a wheel, beside it in a checkout."""
+    installed = _PACKAGE / "_templates"
+    return installed if installed.is_dir() else _PACKAGE.parent / "templates"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template_folder()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters["literal"] = literal
+    environment.filters["broken_literal"] = broken_literal
+    return environment

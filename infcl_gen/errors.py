@@ -1,0 +1,54 @@
+"""The errors of infcl_gen: a small family, each with the exit code that the command line gives for it.
+
+Messages say what was wrong, where, and what would be valid. Anything that is not an `InfclError` is a defect
+of the program itself (exit code 1).
+"""
+
+from __future__ import annotations
+
+
+class InfclError(Exception):
+    """Base of all errors that are meant for the user."""
+
+    exit_code = 1
+
+
+class InputError(InfclError):
+    """A flag, a file or an argument is invalid; the message names it."""
+
+    exit_code = 2
+
+
+class InfeasibleError(InfclError):
+    """No plan fits the memory budget.
+
+    `smallest_budget_bytes` is feasible for the same problem, and `largest_batch` (global queries) for the
+    same budget; None where there is no such figure (not even one row fits, say).
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self, message: str, smallest_budget_bytes: int | None = None, largest_batch: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.smallest_budget_bytes = smallest_budget_bytes
+        self.largest_batch = largest_batch
+
+
+class ToolchainError(InfclError):
+    """Hardware, a library or a compiler that the command needs is missing or too old."""
+
+    exit_code = 4
+
+
+class VerificationError(InfclError):
+    """A generated package is not what it should be, or its numbers are wrong."""
+
+    exit_code = 5
+
+
+class LockTimeoutError(InfclError):
+    """Another process held a lock for too long."""
+
+    exit_code = 6

@@ -1,0 +1,148 @@
+"""What `infcl-gen doctor` reports: devices, links, versions, what works here, and what to do about the
+rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from infcl_gen.errors import InfclError
+from infcl_gen.hardware.detection import detect, find_device
+
+_MINIMUM = {"torch": (2, 11), "triton": (3, 6)}
+_COPY_BYTES = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the report. `state` is "ok", "missing", "old" or "broken"; `advice` is empty where it is
+    "ok"."""
+
+    subject: str
+    state: str
+    detail: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything that is known about this machine. Never raises for something missing: that is a finding."""
+    findings = [
+        Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    ]
+    findings += [_version(name) for name in _MINIMUM]
+    if importlib.util.find_spec("torch") is None:
+        return findings
+    try:
+        findings += _torch()
+    except (
+        Exception
+    ) as error:  # a broken installation shows itself as anything, from OSError to AttributeError
+        findings.append(Finding("torch", "broken", f"{type(error).__name__}: {error}", "reinstall torch"))
+    return findings
+
+
+def _version(name: str) -> Finding:
+    least = _MINIMUM[name]
+    wanted = ".".join(map(str, least))
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        need = "runs packages" if name == "torch" else "compiles kernels for GPUs"
+        return Finding(name, "missing", f"{name} {need}", f"install {name} {wanted} or newer")
+    numbers = tuple(int(number) for number in re.findall(r"[0-9]+", version)[:2])
+    if numbers < least:
+        return Finding(name, "old", version, f"install {name} {wanted} or newer")
+    return Finding(name, "ok", version)
+
+
+def _torch() -> Iterator[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    found = find_device()
+    if found is None:
+        yield Finding(
+            "gpu",
+            "missing",
+            "no GPU that torch can use",
+            "the cpu target works; for GPUs, a driver and its torch build",
+        )
+    else:
+        for index in range(torch.cuda.device_count()):
+            properties: Any = torch.cuda.get_device_properties(index)
+            memory = f"{properties.total_memory / 2**30:.1f} GiB"
+            count = f"{properties.multi_processor_count} multiprocessors"
+            yield Finding(f"gpu {index}", "ok", f"{properties.name}, {found.arch}, {memory}, {count}")
+    try:
+        profile = detect()
+        yield Finding(
+            "device profile", "ok", f"{profile.name} ({profile.arch}), used for --device-profile auto"
+        )
+    except InfclError as error:
+        yield Finding("device profile", "missing", str(error), "describe the device in a TOML file")
+    if found is not None and torch.cuda.device_count() > 1:
+        yield from _links(torch)
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield (
+        Finding("gloo", "ok", "rings of CPU processes")
+        if gloo
+        else Finding(
+            "gloo",
+            "missing",
+            "rings of CPU processes, and the ranks' agreement",
+            "install torch with distributed support",
+        )
+    )
+    if found is not None:
+        nccl = dist.is_available() and dist.is_nccl_available()
+        yield (
+            Finding("nccl", "ok", "rings of GPUs")
+            if nccl
+            else Finding("nccl", "missing", "rings of GPUs", "install torch with NCCL")
+        )
+    yield from _triton(found is not None)
+
+
+def _links(torch: Any) -> Iterator[Finding]:
+    devices = range(torch.cuda.device_count())
+    pairs = [(a, b) for a in devices for b in devices if a != b]
+    direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda:1")
+    target.copy_(source)
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    start = time.perf_counter()
+    for _ in range(8):
+        target.copy_(source)
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    rate = 8 * _COPY_BYTES / (time.perf_counter() - start) / 1e9
+    detail = f"{len(direct)} of {len(pairs)} pairs direct; copy 0 to 1: {rate:.0f} GB/s"
+    if len(direct) == len(pairs):
+        yield Finding("links", "ok", detail)
+    else:
+        yield Finding("links", "missing", detail, "rings work through the host, slower; check the topology")
+
+
+def _triton(gpu: bool) -> Iterator[Finding]:
+    if importlib.util.find_spec("triton") is None:
+        return
+    try:
+        from triton.backends import backends
+    except Exception as error:
+        yield Finding("triton backends", "broken", f"{type(error).__name__}: {error}", "reinstall triton")
+        return
+    yield Finding(
+        "ahead of time", "ok", f"infcl-gen verify --aot can compile for: {', '.join(sorted(backends))}"
+    )
+    if importlib.util.find_spec("numpy") is None:
+        yield Finding("interpreter", "missing", "kernels on the CPU, for tests", "install numpy")
+    elif not gpu:
+        yield Finding("interpreter", "ok", "TRITON_INTERPRET=1 runs kernels on the CPU, slowly, for tests")

@@ -1,0 +1,213 @@
+"""Device profiles: what the planner knows about a device, as data in `profiles/*.toml`.
+
+Every peak carries its source: "measured: ...", "vendor: dense ..." (never the figure with sparsity),
+"derived: ..." (from clocks and counts) or "assumed: ...".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from infcl_gen.errors import InputError
+from infcl_gen.problem import check_text, read_text_file, show, suggestion
+
+if TYPE_CHECKING:
+    from infcl_gen.problem import Problem
+
+MATMUL_KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
+_VENDORS = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
+_SOURCES = ("measured: ", "vendor: ", "derived: ", "assumed: ")
+_ARCHITECTURES = {"nvidia": r"sm_[0-9]{2,3}a?", "amd": r"gfx[0-9a-f]{3,5}", "cpu": r"[a-z0-9_]{2,32}"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """A rate that the device can reach, and where the figure comes from."""
+
+    value: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProfile:
+    """One kind of device. Sizes in bytes, rates in the units of their names; `exp_gops` in 1e9 exponentials a
+    second.
+
+    `link_gbs` is the rate of a ring's hop per direction between devices of a node, `node_link_gbs` between
+    nodes; `matmul_tflops` has every key of MATMUL_KINDS ("fp32" without reduced-precision products).
+    `library_workspace_bytes` is what the library's matrix product keeps allocated. `shared_bytes_per_block`
+    is the opt-in limit.
+    """
+
+    name: str
+    vendor: str
+    target: str
+    arch: str
+    multiprocessors: int
+    memory_bytes: int
+    l2_bytes: int
+    shared_bytes_per_block: int
+    registers_per_thread: int
+    warp_size: int
+    max_warps_per_block: int
+    tensor_descriptors: bool
+    library_workspace_bytes: int
+    bandwidth_gbs: Peak
+    matmul_tflops: dict[str, Peak]
+    exp_gops: Peak
+    launch_us: Peak
+    link_gbs: Peak
+    node_link_gbs: Peak
+
+    def __post_init__(self) -> None:
+        problem = _defect(self)
+        if problem:
+            raise InputError(f"--device-profile: {show(self.name)}: {problem}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """`devices` equal devices in all, spread evenly over `nodes`."""
+
+    devices: int
+    nodes: int
+    profile: DeviceProfile
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.devices // self.nodes
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles that come with infcl_gen, sorted."""
+    files = resources.files("infcl_gen.hardware").joinpath("profiles").iterdir()
+    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+
+
+def load_profile(name_or_path: str) -> DeviceProfile:
+    """The profile of that name (case, spaces and dashes do not matter), or the one in a file `FILE.toml`.
+
+    A name such as "h100-114mp-79gib" is that board with another number of multiprocessors and another memory:
+    compute rates are scaled. Raises InputError naming what is unknown, missing or out of range.
+    """
+    text = check_text("--device-profile", name_or_path)
+    if text.endswith(".toml"):
+        return _decode(read_text_file("--device-profile", text), text)
+    size = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]{0,3})mp-([1-9][0-9]{0,4})gib", text)
+    name = size[1] if size else re.sub(r"[ _-]", "", text.lower())
+    if name not in profile_names():
+        near = suggestion(name, profile_names())
+        raise InputError(f"--device-profile: {show(text)} is unknown{near}; or give a FILE.toml")
+    file = resources.files("infcl_gen.hardware").joinpath("profiles", f"{name}.toml")
+    profile = _decode(file.read_text(encoding="utf-8"), file.name)
+    return _resized(profile, text, int(size[2]), int(size[3]) * 2**30) if size else profile
+
+
+def resolve_cluster(problem: Problem) -> Cluster:
+    """The cluster that `problem` is planned for; looks at this machine only if the device profile is "auto".
+
+    Raises InputError where target, profile, dtype and precision contradict each other, and ToolchainError
+    where "auto" finds no device of the wanted target.
+    """
+    from infcl_gen.hardware.detection import detect
+
+    if problem.device_profile != "auto":
+        profile = load_profile(problem.device_profile)
+    elif problem.target == "cpu":
+        profile = load_profile("cpu")
+    else:
+        profile = detect(problem.target)
+    if problem.target not in ("auto", profile.target):
+        raise InputError(
+            f"--target: {problem.target} contradicts --device-profile {profile.name}"
+            f" (a {profile.target} device)"
+        )
+    if problem.dtype == "fp64" and profile.target != "cpu":
+        raise InputError(
+            f"--dtype: fp64 is for --target cpu, not {profile.target}; valid there: bf16, fp16, fp32"
+        )
+    if problem.precision == "tf32" and profile.vendor != "nvidia":
+        raise InputError(
+            f"--precision: tf32 is for --target cuda, not {profile.target}; give default or exact"
+        )
+    return Cluster(problem.devices, problem.nodes, profile)
+
+
+def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_bytes: int) -> DeviceProfile:
+    ratio = multiprocessors / profile.multiprocessors
+    source = f"derived: {profile.name}, {multiprocessors} of {profile.multiprocessors} multiprocessors"
+    return dataclasses.replace(
+        profile,
+        name=name,
+        multiprocessors=multiprocessors,
+        memory_bytes=memory_bytes,
+        matmul_tflops={
+            kind: Peak(peak.value * ratio, source) for kind, peak in profile.matmul_tflops.items()
+        },
+        exp_gops=Peak(profile.exp_gops.value * ratio, source),
+    )
+
+
+def _decode(text: str, where: str) -> DeviceProfile:
+    import msgspec
+
+    try:
+        table = msgspec.toml.decode(text)
+        known = [field.name for field in dataclasses.fields(DeviceProfile)]
+        for key, value in table.items():
+            if key not in known:
+                raise InputError(
+                    f"--device-profile: unknown key {show(key)} in {show(where)}{suggestion(key, known)}"
+                )
+            for inner in _unknown_inner_keys(key, value):
+                raise InputError(f"--device-profile: unknown key {show(inner)} in {show(where)}")
+        return msgspec.convert(table, DeviceProfile, strict=True)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        # An InputError of __post_init__ arrives wrapped when msgspec builds the dataclass.
+        cause = error.__cause__
+        raise (cause if isinstance(cause, InputError) else None) or InputError(
+            f"--device-profile: {show(where)}: {error}"
+        ) from None
+
+
+def _unknown_inner_keys(key: str, value: object) -> list[str]:
+    # msgspec forbids unknown fields for its own structs only; a misspelt key of a peak must not pass either.
+    if not isinstance(value, dict):
+        return []
+    if key == "matmul_tflops":
+        return [f"{key}.{kind}" for kind in value if kind not in MATMUL_KINDS] + [
+            inner for kind, peak in value.items() for inner in _unknown_inner_keys(f"{key}.{kind}", peak)
+        ]
+    return [f"{key}.{name}" for name in value if name not in ("value", "source")]
+
+
+def _defect(profile: DeviceProfile) -> str | None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", profile.name):
+        return "name must be lower-case letters, digits, '_', '.', '-', at most 64"
+    if _VENDORS.get(profile.vendor) != profile.target:
+        return f"vendor and target must be one of {', '.join(f'{v}/{t}' for v, t in _VENDORS.items())}"
+    if not re.fullmatch(_ARCHITECTURES[profile.vendor], profile.arch):
+        return f"arch {show(profile.arch)} is not an architecture of vendor {profile.vendor}"
+    for field in dataclasses.fields(DeviceProfile):
+        value = getattr(profile, field.name)
+        zero_is_valid = field.name == "library_workspace_bytes" or profile.vendor == "cpu"
+        if type(value) is int and not (0 if zero_is_valid else 1) <= value <= 2**50:
+            return f"{field.name} = {value} is out of range"
+    if profile.multiprocessors < 1 or profile.memory_bytes < 1:
+        return "multiprocessors and memory_bytes must be at least 1"
+    if set(profile.matmul_tflops) != set(MATMUL_KINDS):
+        return f"matmul_tflops must have {', '.join(MATMUL_KINDS)}"
+    peaks = {f"matmul_tflops.{kind}": peak for kind, peak in profile.matmul_tflops.items()}
+    peaks |= {
+        f.name: v for f in dataclasses.fields(profile) if isinstance(v := getattr(profile, f.name), Peak)
+    }
+    for name, peak in peaks.items():
+        if not (math.isfinite(peak.value) and 0 < peak.value < 1e12):
+            return f"{name}: value {peak.value} must be finite and above 0"
+        if not peak.source.startswith(_SOURCES) or not peak.source.isprintable() or len(peak.source) > 200:
+            return f"{name}: source must start with one of {', '.join(s.strip() for s in _SOURCES)}"
+    return None

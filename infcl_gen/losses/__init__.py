@@ -1,0 +1,30 @@
+"""Losses as formulas: the language, the built-in losses, their derivation by SymPy, and the printers.
+
+    spec = load_loss("clip")            # or "infonce", or "FILE.py:NAME" for your own LossSpec
+    derivation = derive(spec)           # the gradient of the loss, in a numerically stable form
+    triton_code(derivation.logit)       # expressions as source text
+"""
+from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE
+from infcl_gen.losses.derive import Derivation, derive, loss_template_context, pair_gradient
+from infcl_gen.losses.language import LossError, LossSpec
+from infcl_gen.losses.load import load_loss, parse_formula, spec_as_dict, spec_from_dict
+from infcl_gen.losses.printers import python_code, torch_code, triton_code
+
+__all__ = [
+    "BUILTIN_LOSSES",
+    "CLIP",
+    "INFONCE",
+    "Derivation",
+    "LossError",
+    "LossSpec",
+    "derive",
+    "load_loss",
+    "loss_template_context",
+    "pair_gradient",
+    "parse_formula",
+    "python_code",
+    "spec_as_dict",
+    "spec_from_dict",
+    "torch_code",
+    "triton_code",
+]

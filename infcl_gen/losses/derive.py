@@ -1,0 +1,342 @@
+"""From a loss's formula to what the kernels need: the gradient of one logit, in a numerically stable form.
+
+For the losses that have kernels, the formula is a weighted sum of means over queries of e(r, p) and means over keys of
+e(c, p), where r and c are log-sum-exps of one logit x = f(z, scale, bias) and p is the positive's logit. Its derivative
+is then, with M queries,
+
+    dL/dx_ij = 1/M * (query_share * exp(x_ij - r_i) + key_share * exp(x_ij - c_j) + positive_share * [j = positive(i)])
+
+and everything else follows from it: dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j, dk_j = sum_i dL/dz_ij q_i.
+SymPy differentiates; nothing here is specific to one loss.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from sympy import Dummy, Expr, Integer, Symbol, diff, exp
+
+from infcl_gen.losses.language import (
+    LOSS_FUNCTIONS,
+    ROW_FUNCTIONS,
+    LossError,
+    LossSpec,
+    bias,
+    is_positive,
+    keys,
+    logsumexp_over_keys,
+    logsumexp_over_queries,
+    mean_over_keys,
+    mean_over_queries,
+    positive,
+    queries,
+    scale,
+    z,
+)
+from infcl_gen.losses.printers import c, dense_code, display, p, python_code, r, torch_code, triton_code, x
+
+SUPPORTED = (
+    "kernels exist for mean_over_queries and mean_over_keys of constant multiples of logsumexp_over_keys(x), "
+    "logsumexp_over_queries(x) and positive(x), without masks, of one logit x of z, scale and bias"
+)
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """What a loss means to the generator. Expressions are SymPy, over z, scale, bias and x, r, c, p (see `printers`).
+
+    logit            x as a function of z, scale, bias.
+    slope, shift     x = slope * z + shift where the logit is affine in z, else None.
+    gradient_factor  the factor of dx/dz that is the same for all pairs: the slope if affine, scale for f(scale * z),
+                     else 1. It is applied once, to the finished sums (and g cannot overflow fp16 because of it).
+    dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
+    query_term       the loss is 1/M * (sum over queries of query_term(r, p) + sum over keys of key_term(c, p)).
+    key_term         0 if no key reduction occurs.
+    query_share, key_share, positive_share   constants of dL/dx_ij (module docstring).
+    dscale_factor    dL/dscale = dscale_factor * sum_i q_i . (sum_j dL/dx_ij * dlogit_dz * k_j).
+    dbias            dL/dbias of the whole batch, a constant.
+    """
+
+    spec: LossSpec
+    logit: Expr
+    slope: Expr | None
+    shift: Expr | None
+    dlogit_dz: Expr
+    query_term: Expr
+    key_term: Expr
+    has_queries: bool
+    has_keys: bool
+    query_share: float
+    key_share: float
+    positive_share: float
+    gradient_factor: Expr
+    dscale_factor: Expr
+    dbias: Expr
+
+    def formulas(self) -> dict[str, str]:
+        """The derivation for people: names of quantities to ASCII formulas."""
+        pair = {"x": "x_ij", "z": "z_ij", "r": "r_i", "c": "c_j", "p": "p_i"}
+        share = [
+            f"{_signed(value, index == 0)}{text}"
+            for index, (value, text) in enumerate(
+                (value, text)
+                for value, text in (
+                    (self.query_share, "exp(x_ij - r_i)"),
+                    (self.key_share, "exp(x_ij - c_j)"),
+                    (self.positive_share, "[j = positive(i)]"),
+                )
+                if value
+            )
+        ]
+        terms = []
+        if self.has_queries:
+            terms.append(f"sum_i ({display(self.query_term, pair)})")
+        if self.has_keys:
+            terms.append(f"sum_j ({display(self.key_term, {**pair, 'p': 'p_j'})})")
+        slope = display(diff(self.logit, z), pair)
+        slope = "" if slope == "1" else f" * {_wrapped(slope)}"
+        dx_dscale = display(diff(self.logit, scale), pair)
+        formulas = {"logit": f"x_ij = {display(self.logit, pair)}, z_ij = q_i . k_j"}
+        if self.has_queries:
+            formulas["query_statistic"] = "r_i = logsumexp_j x_ij"
+        if self.has_keys:
+            formulas["key_statistic"] = "c_j = logsumexp_i x_ij"
+        formulas |= {
+            "positive": "p_i = x_ii" if self.spec.positives == "diagonal" else "p_i = x_ij where j = labels[i]",
+            "loss": f"L = 1/M * ({' + '.join(terms)})",
+            "dL/dx": f"g_ij = 1/M * ({' '.join(share)})",
+            "dq": f"dq_i = sum_j g_ij{slope} * k_j",
+            "dk": f"dk_j = sum_i g_ij{slope} * q_i",
+            "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)} = {self._dscale_text()}",
+            "dbias": f"dbias = {display(self.dbias)}",
+        }
+        return formulas
+
+    def _dscale_text(self) -> str:
+        if self.dscale_factor == 0:
+            return "0"
+        factor = display(self.dscale_factor / self.gradient_factor)
+        return f"{'' if factor == '1' else factor + ' * '}sum_i q_i . dq_i"
+
+
+@lru_cache(maxsize=64)
+def derive(spec: LossSpec) -> Derivation:
+    """Derive everything the planner and the templates need from the formula.
+
+    Raises LossError, in one sentence, for a loss that is not well formed or for which no kernel exists.
+    """
+    logit = find_logit(spec)
+    formula = _over_x(spec, logit)
+    query_term, key_term = _terms(spec, formula)
+    has_queries, has_keys = query_term.has(r), key_term.has(c)
+    if has_keys and spec.positives != "diagonal":
+        raise _refused(spec, "key reductions need positives='diagonal' (as many keys as queries)")
+    if key_term != 0 and not has_keys:
+        raise _refused(spec, "mean_over_keys without logsumexp_over_queries: use mean_over_queries")
+    if not (has_queries or has_keys):
+        raise _refused(spec, "neither logsumexp_over_keys nor logsumexp_over_queries occurs")
+    shares = _shares(spec, formula)
+    total = sum(shares, Integer(0))  # M * sum_j dL/dx_ij, summed over i and divided by M: the weight of a constant
+
+    dx_dz = diff(logit, z)
+    if dx_dz == 0:
+        raise LossError(f"loss {spec.name}: the logit {display(logit)} does not depend on z")
+    affine = not dx_dz.has(z)
+    slope = dx_dz if affine else None
+    shift = sympy.expand(logit - dx_dz * z) if affine else None
+    gradient_factor = dx_dz if affine else scale if logit.has(scale) else Integer(1)
+    derivation = Derivation(
+        spec=spec,
+        logit=logit,
+        slope=slope,
+        shift=shift,
+        dlogit_dz=dx_dz / gradient_factor,
+        query_term=query_term,
+        key_term=key_term,
+        has_queries=has_queries,
+        has_keys=has_keys,
+        query_share=float(shares[0]),
+        key_share=float(shares[1]),
+        positive_share=float(shares[2]),
+        gradient_factor=gradient_factor,
+        dscale_factor=_dscale_factor(spec, logit, slope, shift, total),
+        dbias=_dbias(spec, logit, total),
+    )
+    for expression in (
+        logit,
+        derivation.dlogit_dz,
+        query_term,
+        key_term,
+        gradient_factor,
+        derivation.dscale_factor,
+    ):
+        for printer in (triton_code, torch_code, python_code):
+            printer(expression)  # refuses here, by name, rather than in the middle of an emission
+    return derivation
+
+
+def pair_gradient(spec: LossSpec) -> Expr:
+    """The derivative of the whole loss with respect to z of one pair (i, j), for any loss of the language.
+
+    Reductions stay in it as functions: logsumexp_over_keys(x) is that of the pair's query. Also answers for losses that
+    `derive` refuses because no kernel exists yet.
+    """
+    return diff(spec.formula, z)
+
+
+def find_logit(spec: LossSpec) -> Expr:
+    """The one expression that log-sum-exps and positives are taken of. Raises LossError if there are several."""
+    foreign = sorted({f.func.__name__ for f in spec.formula.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS)} - _WITH_KERNELS)
+    if foreign:
+        raise _refused(spec, f"{', '.join(foreign)} has no kernel yet")
+    if spec.positives == "id":
+        raise _refused(spec, "positives='id' has no kernel yet")
+    reductions = spec.formula.atoms(logsumexp_over_keys, logsumexp_over_queries, positive)
+    if any(len(reduction.args) > 1 for reduction in reductions):
+        raise _refused(spec, "masks (where=) have no kernel yet")
+    logits = sorted({reduction.args[0] for reduction in reductions}, key=sympy.default_sort_key)
+    if len(logits) != 1:
+        listed = "; ".join(map(str, logits)) or "none"
+        raise _refused(spec, f"a loss needs exactly one logit, and this one has {len(logits)} ({listed})")
+    (logit,) = logits
+    unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
+    if unknown or logit.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS):
+        inside = ", ".join(unknown) or "another reduction"
+        raise _refused(spec, f"the logit {logit} depends on {inside}, not only on z, scale and bias")
+    return logit
+
+
+_WITH_KERNELS = {
+    function.__name__
+    for function in (mean_over_queries, mean_over_keys, logsumexp_over_keys, logsumexp_over_queries, positive)
+}
+
+
+def _refused(spec: LossSpec, why: str) -> LossError:
+    return LossError(f"loss {spec.name}: {why}; {SUPPORTED}")
+
+
+def _over_x(spec: LossSpec, logit: Expr) -> Expr:
+    """The formula with the logit replaced by the symbol x; nothing else may depend on z, scale or bias."""
+    formula = spec.formula.replace(
+        lambda e: isinstance(e, (logsumexp_over_keys, logsumexp_over_queries, positive)), lambda e: e.func(x)
+    )
+    outside = sorted(map(str, formula.free_symbols - {x}))
+    if outside:
+        raise _refused(spec, f"{', '.join(outside)} occurs outside the logit")
+    return formula
+
+
+def _over_statistics(expression: Expr) -> Expr:
+    return expression.xreplace({logsumexp_over_keys(x): r, logsumexp_over_queries(x): c, positive(x): p})
+
+
+def _terms(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr]:
+    """query_term(r, p) and key_term(c, p): what is averaged over queries and over keys, with its coefficients."""
+    means = sorted(formula.atoms(mean_over_queries, mean_over_keys), key=sympy.default_sort_key)
+    dummies = {mean: Dummy(f"mean_{index}") for index, mean in enumerate(means)}
+    linear = sympy.expand_mul(formula.xreplace(dummies))
+    terms = {mean_over_queries: Integer(0), mean_over_keys: Integer(0)}
+    rest = linear
+    for mean, dummy in dummies.items():
+        if mean.args[0].atoms(mean_over_queries, mean_over_keys):
+            raise _refused(spec, "a mean of a mean")
+        coefficient = diff(linear, dummy)
+        if not coefficient.is_number:
+            raise _refused(spec, "the loss is not a sum of constant multiples of means")
+        terms[mean.func] += coefficient * _over_statistics(mean.args[0])
+        rest -= coefficient * dummy
+    if sympy.expand(rest) != 0:
+        raise _refused(spec, "something stands outside the means, or a mean is not multiplied by a constant")
+    query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in (mean_over_queries, mean_over_keys))
+    for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
+        if term.has(other) or term.has(x):
+            raise _refused(spec, f"mean_over_{side} of a value that there is not one of for each of the {side}")
+        if any(not diff(term, statistic).is_number for statistic in (own, p)):
+            raise _refused(spec, f"mean_over_{side} of {display(term)}, which is not linear in its statistics")
+    return sympy.factor_terms(query_term), sympy.factor_terms(key_term)
+
+
+def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
+    """The constants of dL/dx_ij, read off the derivative that SymPy takes of the formula."""
+    gradient = sympy.expand_mul(_over_statistics(diff(formula, x)) * queries)
+    if spec.positives == "diagonal":
+        gradient = sympy.expand_mul(gradient.xreplace({keys: queries}))
+    parts = (exp(x - r), exp(x - c), is_positive)
+    stand_ins = [Dummy(f"part_{index}") for index in range(len(parts))]
+    linear = gradient.xreplace(dict(zip(parts, stand_ins, strict=True)))
+    shares = tuple(diff(linear, dummy) for dummy in stand_ins)
+    rest = sympy.expand(linear - sum(s * d for s, d in zip(shares, stand_ins, strict=True)))
+    if rest != 0 or not all(share.is_number and share.is_finite and share.is_real for share in shares):
+        raise _refused(spec, f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares")
+    return shares[0], shares[1], shares[2]
+
+
+def _dscale_factor(spec: LossSpec, logit: Expr, slope: Expr | None, shift: Expr | None, total: Expr) -> Expr:
+    if not logit.has(scale):
+        return Integer(0)
+    if slope is not None and shift is not None:
+        # dx/dscale = slope' z + shift'; the second summand meets the constant `total`, which is 0 for a proper loss.
+        if shift.has(scale) and total != 0:
+            raise _refused(spec, "the part of the logit without z depends on scale, and the shares do not sum to 0")
+        return diff(slope, scale)
+    # f(scale * z): dx/dscale = z * dx/dz / scale
+    u = Symbol("u", real=True)
+    if sympy.expand(logit.subs(z, u / scale)).has(scale):
+        raise _refused(spec, "scale occurs in a non-affine logit other than as scale * z")
+    return Integer(1)
+
+
+def _dbias(spec: LossSpec, logit: Expr, total: Expr) -> Expr:
+    """sum_ij dL/dx_ij dx/dbias over the whole batch."""
+    slope = diff(logit, bias)
+    if slope == 0 or (total == 0 and not slope.has(z)):
+        return Integer(0)
+    if slope.is_number:
+        return total * slope
+    raise _refused(spec, "dL/dbias is not a constant (bias must be added to the logit)")
+
+
+def loss_template_context(derivation: Derivation) -> dict[str, Any]:
+    """What `templates/torch/loss.py.jinja` needs: plain strings, numbers and booleans."""
+    spec = derivation.spec
+    over_x = _over_x(spec, derivation.logit)
+    positives = "x.diagonal()" if spec.positives == "diagonal" else "x.gather(1, labels[:, None]).squeeze(1)"
+    reductions = (
+        ("r", derivation.has_queries, "torch.logsumexp(x, dim=1)"),
+        ("c", derivation.has_keys, "torch.logsumexp(x, dim=0)"),
+        ("p", over_x.has(positive), positives),
+    )
+    return {
+        "name": spec.name,
+        "positives": spec.positives,
+        "formulas": derivation.formulas(),
+        "has_queries": derivation.has_queries,
+        "has_keys": derivation.has_keys,
+        "query_share": repr(derivation.query_share),
+        "key_share": repr(derivation.key_share),
+        "positive_share": repr(derivation.positive_share),
+        "dbias": repr(float(derivation.dbias)),
+        "logit": torch_code(derivation.logit),
+        "dlogit_dz": torch_code(derivation.dlogit_dz),
+        "affine": derivation.slope is not None,
+        "query_term": torch_code(derivation.query_term),
+        "key_term": torch_code(derivation.key_term),
+        "gradient_factor": torch_code(derivation.gradient_factor),
+        "dscale_factor": torch_code(derivation.dscale_factor),
+        "reductions": [(name, code) for name, used, code in reductions if used],
+        "loss": dense_code(_over_statistics(over_x)),
+    }
+
+
+def _signed(value: float, first: bool) -> str:
+    sign = "-" if value < 0 else ("" if first else "+")
+    space = "" if first else " "
+    magnitude = "" if abs(value) == 1 else f"{abs(value)!r} * "
+    return f"{sign}{space}{magnitude}"
+
+
+def _wrapped(text: str) -> str:
+    return f"({text})" if any(operator in text for operator in (" + ", " - ", " / ", " * ")) else text

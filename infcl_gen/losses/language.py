@@ -1,0 +1,298 @@
+"""The loss language: a loss is a formula over the similarities z_ij = q_i . k_j, written with SymPy objects.
+
+    x = scale * z + bias                                             # the logit of one pair
+    infonce = mean_over_queries(logsumexp_over_keys(x) - positive(x))
+
+An expression in `z` describes every pair (i, j) at once. Functions of the language say what is reduced along which
+side, and each is opaque: SymPy never looks inside, but each knows its derivative, so `formula.diff(...)` yields the
+gradient of the whole loss with respect to the logit of one pair, in the stable form exp(x_ij - r_i).
+
+| written                              | one value per | means                                                        |
+|--------------------------------------|---------------|--------------------------------------------------------------|
+| `z`, or `similarity(...)`            | pair          | q_i . k_j (or another block of similarities, or a prefix of D) |
+| `is_positive`, `is_self`, `same_id`  | pair          | 1 or 0: which pairs are positive, one sample, of one id      |
+| `logsumexp_over_keys(x, where=1)`    | query         | r_i = log sum_j where_ij exp(x_ij)                           |
+| `logsumexp_over_queries(x, where=1)` | key           | c_j = log sum_i where_ij exp(x_ij)                           |
+| `positive(x)`                        | query or key  | x at the positive                                            |
+| `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
+| `mean_of_keys(x)`                    | query         | mean of x over all keys                                      |
+| `mean_over_queries(e)`               | loss          | 1/M sum_i e_i                                                |
+| `mean_over_keys(e)`                  | loss          | 1/N sum_j e_j                                                |
+| `sum_over_pairs(e)`                  | loss          | sum_ij e_ij                                                  |
+| `softplus`, `sigmoid`, `exp`, `log`, `tanh`, `step` | same | the usual functions, evaluated stably; step(u) = [u > 0] |
+| `scale`, `bias`                      | number        | what the caller passes (learnable)                           |
+| `queries`, `keys`                    | number        | M and N                                                      |
+| `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
+
+What the language can say is more than what kernels exist for; `derive` tells, in one sentence, what it refuses and why.
+"""
+from __future__ import annotations
+
+import keyword
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from sympy import Expr, Function, Integer, Symbol, exp, log, tanh
+from sympy.core.function import ArgumentIndexError
+
+from infcl_gen.errors import InputError
+
+__all__ = [
+    "FUNCTIONS",
+    "SYMBOLS",
+    "LossError",
+    "LossSpec",
+    "bias",
+    "exp",
+    "is_positive",
+    "is_self",
+    "key_weight",
+    "keys",
+    "log",
+    "logsumexp_over_keys",
+    "logsumexp_over_queries",
+    "mean_of_keys",
+    "mean_over_keys",
+    "mean_over_positives",
+    "mean_over_queries",
+    "positive",
+    "positives_of_query",
+    "queries",
+    "query_weight",
+    "same_id",
+    "scale",
+    "sigmoid",
+    "similarity",
+    "softplus",
+    "step",
+    "sum_over_pairs",
+    "tanh",
+    "z",
+]
+
+Positives = Literal["diagonal", "label", "id"]
+
+
+class LossError(InputError):
+    """A loss that is not well formed, or that says something no kernel implements."""
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss: its name, its formula, and which key is the positive of a query.
+
+    name       ASCII identifier; it appears in generated code.
+    formula    a SymPy expression of the language above, with one value for the whole batch.
+    positives  "diagonal": key i for query i, hence as many keys as queries; "label": the key that `labels[i]` names;
+               "id": every key with the query's id.
+    doc        one sentence for people.
+
+    Raises LossError where a field is of the wrong type or the formula uses a symbol that is not in the language.
+    """
+
+    name: str
+    formula: Expr
+    positives: Positives = "diagonal"
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        if not is_identifier(self.name):
+            raise LossError(f"loss name {self.name!r} is not an ASCII identifier")
+        if not isinstance(self.doc, str):
+            raise LossError(f"loss {self.name}: doc must be a string, not {type(self.doc).__name__}")
+        if self.positives not in get_args(Positives):
+            valid = ", ".join(map(repr, get_args(Positives)))
+            raise LossError(f"loss {self.name}: positives={self.positives!r} is not one of {valid}")
+        if not isinstance(self.formula, Expr):
+            raise LossError(
+                f"loss {self.name}: the formula must be a SymPy expression, not {type(self.formula).__name__}"
+            )
+        for symbol in sorted(self.formula.free_symbols, key=str):
+            if symbol not in SYMBOLS.values() and symbol != similarity_symbol(symbol.name):
+                raise LossError(
+                    f"loss {self.name}: unknown symbol {str(symbol)!r}; import {', '.join(sorted(SYMBOLS))} "
+                    "from infcl_gen.losses.language instead of making symbols"
+                )
+        if not self.formula.atoms(*LOSS_FUNCTIONS):
+            raise LossError(
+                f"loss {self.name}: the formula is not reduced to one number; "
+                "use mean_over_queries, mean_over_keys or sum_over_pairs"
+            )
+
+
+def is_identifier(name: object) -> bool:
+    """True for a string that is an ASCII Python identifier, no keyword, of at most 64 characters."""
+    return (
+        isinstance(name, str)
+        and name.isascii()
+        and name.isidentifier()
+        and not keyword.iskeyword(name)
+        and len(name) <= 64
+    )
+
+
+def _symbol(name: str) -> Symbol:
+    return Symbol(name, real=True)
+
+
+z = _symbol("z")
+scale = _symbol("scale")
+bias = _symbol("bias")
+queries = _symbol("queries")
+keys = _symbol("keys")
+is_positive = _symbol("is_positive")
+is_self = _symbol("is_self")
+same_id = _symbol("same_id")
+positives_of_query = _symbol("positives_of_query")
+query_weight = _symbol("query_weight")
+key_weight = _symbol("key_weight")
+
+SYMBOLS: dict[str, Symbol] = {
+    str(symbol): symbol
+    for symbol in (
+        z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight,
+    )
+}  # fmt: skip
+
+
+def similarity(
+    rows: Literal["query", "key"] = "query", columns: Literal["query", "key"] = "key", first: int | None = None
+) -> Symbol:
+    """The dot products between two sides, of the first `first` features if given; `similarity()` is `z`.
+
+    Several blocks in one denominator are `log(exp(logsumexp_over_keys(...)) + exp(...))` of such symbols.
+    """
+    for side in (rows, columns):
+        if side not in ("query", "key"):
+            raise LossError(f"similarity of {side!r}: the sides are 'query' and 'key'")
+    if first is not None and (not isinstance(first, int) or first < 1):
+        raise LossError(f"similarity of the first {first!r} features: give a positive integer")
+    name = "z" if (rows, columns) == ("query", "key") else f"z_{rows}_{columns}"
+    return _symbol(name if first is None else f"{name}_first_{first}")
+
+
+def is_similarity(name: str) -> bool:
+    """True for the names that `similarity` gives its symbols."""
+    head, _, first = name.partition("_first_")
+    whole = head == name or (first.isdecimal() and first.isascii() and first[0] != "0")
+    return whole and head in ("z", "z_query_query", "z_key_key", "z_key_query")
+
+
+def similarity_symbol(name: str) -> Symbol | None:
+    """The symbol that `similarity` gives this name, if any."""
+    return _symbol(name) if is_similarity(name) else None
+
+
+class _Opaque(Function):
+    """A function that SymPy leaves alone; subclasses define `_slope`, the derivative in the first argument.
+
+    Reductions define it *for one pair*: how the reduced value that the pair (i, j) belongs to changes with
+    the pair's own argument. The chain rule of SymPy then gives dL/dx_ij of a whole formula.
+    """
+
+    @classmethod
+    def eval(cls, *arguments: Expr) -> None:
+        return None
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        if argindex != 1:  # masks select pairs; they do not depend on the features
+            raise ArgumentIndexError(self, argindex)
+        return self._slope()
+
+    def _slope(self) -> Expr:
+        raise NotImplementedError
+
+    @property
+    def where(self) -> Expr:
+        return self.args[1] if len(self.args) > 1 else Integer(1)
+
+
+class logsumexp_over_keys(_Opaque):  # noqa: N801 - functions of a formula
+    nargs = (1, 2)
+
+    def _slope(self) -> Expr:
+        return self.where * exp(self.args[0] - self)
+
+
+class logsumexp_over_queries(_Opaque):  # noqa: N801
+    nargs = (1, 2)
+
+    def _slope(self) -> Expr:
+        return self.where * exp(self.args[0] - self)
+
+
+class positive(_Opaque):  # noqa: N801
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return is_positive
+
+
+class mean_over_positives(_Opaque):  # noqa: N801
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return is_positive / positives_of_query
+
+
+class mean_of_keys(_Opaque):  # noqa: N801
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return 1 / keys
+
+
+class mean_over_queries(_Opaque):  # noqa: N801
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return 1 / queries
+
+
+class mean_over_keys(_Opaque):  # noqa: N801
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return 1 / keys
+
+
+class sum_over_pairs(_Opaque):  # noqa: N801
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return Integer(1)
+
+
+class softplus(_Opaque):  # noqa: N801
+    """log(1 + exp(u)), evaluated without overflow."""
+
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return sigmoid(self.args[0])
+
+
+class sigmoid(_Opaque):  # noqa: N801
+    """1 / (1 + exp(-u)), evaluated without overflow."""
+
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return self * sigmoid(-self.args[0])
+
+
+class step(_Opaque):  # noqa: N801
+    """1 where u > 0, else 0; its derivative is 0."""
+
+    nargs = 1
+
+    def _slope(self) -> Expr:
+        return Integer(0)
+
+
+LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
+ROW_FUNCTIONS = (logsumexp_over_keys, logsumexp_over_queries, positive, mean_over_positives, mean_of_keys)
+FUNCTIONS: dict[str, Any] = {
+    function.__name__: function
+    for function in (*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step, exp, log, tanh)
+}

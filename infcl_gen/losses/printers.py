@@ -1,0 +1,231 @@
+"""Expressions as source text: for Triton kernels, for torch, for plain Python, and for people.
+
+Every printer refuses (LossError) what it does not know, so that nothing unexpected reaches generated code: only the
+symbols of the language and x, r, c, p; only functions with a stated translation; only finite numbers. Terms and
+factors are sorted, so the text does not depend on hashing; numbers are printed with `repr`, so they read back exactly.
+"""
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from sympy import Expr, Symbol
+from sympy.core.sorting import default_sort_key
+
+from infcl_gen.losses import language
+from infcl_gen.losses.language import LossError
+
+# The statistics a derived expression is written in: x is the logit of a pair, r = logsumexp over a query's keys,
+# c = logsumexp over a key's queries, p the positive's logit.
+x, r, c, p = (Symbol(name, real=True) for name in "xrcp")
+STATISTICS: dict[str, Symbol] = {"x": x, "r": r, "c": c, "p": p}
+
+_SUM, _PRODUCT, _POWER, _ATOM = range(4)
+
+
+def triton_code(expression: Expr, names: Mapping[str, str] | None = None) -> str:
+    """The expression as Triton source (`tl.*`, fp32 arithmetic), valid in Triton 3.6 and newer.
+
+    names   what a symbol is called in the kernel, by its name in the language; others keep their name.
+    Raises LossError for a symbol, function or number that has no translation.
+    """
+    return _TRITON.text(expression, names)
+
+
+def torch_code(expression: Expr, names: Mapping[str, str] | None = None) -> str:
+    """The expression as torch source; symbols stand for tensors. Raises LossError like `triton_code`."""
+    return _TORCH.text(expression, names)
+
+
+def python_code(expression: Expr, names: Mapping[str, str] | None = None) -> str:
+    """The expression as Python source over floats and `math`. Raises LossError like `triton_code`."""
+    return _PYTHON.text(expression, names)
+
+
+def display(expression: Expr, names: Mapping[str, str] | None = None) -> str:
+    """The expression for people, `exp(x - r) / 2 - is_positive`; `load.parse_formula` reads a formula back."""
+    return _DISPLAY.text(expression, names)
+
+
+def dense_code(expression: Expr) -> str:
+    """A formula over r (M,), c (N,), p (M,) as torch source; means become `.mean()`. Raises LossError as above."""
+    return _DENSE.text(expression, None)
+
+
+Translation = Callable[..., str]
+
+
+@dataclass(frozen=True)
+class _Printer:
+    target: str
+    functions: Mapping[Any, Translation]
+    integers: bool = True  # print 2 rather than 2.0
+    formulas: bool = False  # whole formulas: functions of several arguments, other blocks of similarities
+    power: Callable[[str, int], str] = lambda base, exponent: f"{base}**{exponent}"
+    square_root: Translation = lambda text: f"sqrt({text})"
+    symbols: Mapping[str, Symbol] = field(default_factory=lambda: {**language.SYMBOLS, **STATISTICS})
+
+    def text(self, expression: Expr, names: Mapping[str, str] | None) -> str:
+        return self._print(sympy.sympify(expression), names or {})[0]
+
+    def _print(self, expression: Expr, names: Mapping[str, str]) -> tuple[str, int]:
+        """The text, and how tightly its outermost operation binds."""
+        if isinstance(expression, Symbol):
+            return self._symbol(expression, names), _ATOM
+        if expression.is_number and (expression.is_Atom or not self.formulas):
+            return self._number(expression)
+        if expression.is_Add:
+            return self._sum(expression, names), _SUM
+        if expression.is_Mul:
+            return self._product(expression, names)
+        if expression.is_Pow:
+            return self._pow(expression, names)
+        translation = self.functions.get(expression.func)
+        if translation is not None and (len(expression.args) == 1 or self.formulas):
+            text = translation(*(self._print(argument, names)[0] for argument in expression.args))
+            return text, (_SUM if _is_sum(text) else _ATOM)
+        raise LossError(f"{self.target} has no translation for {expression.func.__name__} in {expression}")
+
+    def _bound(self, expression: Expr, names: Mapping[str, str], level: int) -> str:
+        text, binds = self._print(expression, names)
+        return text if binds >= level else f"({text})"
+
+    def _symbol(self, symbol: Symbol, names: Mapping[str, str]) -> str:
+        known = self.symbols.get(symbol.name) == symbol
+        if not known and not (self.formulas and symbol == language.similarity_symbol(symbol.name)):
+            raise LossError(f"{self.target} does not know the symbol {symbol.name!r}")
+        text = names.get(symbol.name, symbol.name)
+        return text if re.fullmatch(r"[A-Za-z_]\w*(\[[^\[\]]*\])?", text) else f"({text})"
+
+    def _number(self, number: Expr) -> tuple[str, int]:
+        try:
+            value = float(number)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise LossError(f"{self.target}: {str(number)[:80]} has no value as a float") from error
+        if not math.isfinite(value):
+            raise LossError(f"{self.target}: the number {str(number)[:80]} is not finite")
+        if number.is_Rational and self.integers:
+            if number.is_Integer:
+                return str(number), (_ATOM if value >= 0 else _SUM)
+            return f"{number.p} / {number.q}", (_PRODUCT if value > 0 else _SUM)
+        return repr(value), (_ATOM if value >= 0 else _SUM)
+
+    def _sum(self, expression: Expr, names: Mapping[str, str]) -> str:
+        def order(term: Expr) -> tuple[Any, ...]:
+            return (_is_negative(term), -len(term.free_symbols), default_sort_key(term))
+
+        first, *rest = sorted(expression.args, key=order)
+        text = self._bound(first, names, _SUM)
+        for term in rest:
+            negative = _is_negative(term)
+            text += (" - " if negative else " + ") + self._bound(-term if negative else term, names, _PRODUCT)
+        return text
+
+    def _product(self, expression: Expr, names: Mapping[str, str]) -> tuple[str, int]:
+        if _is_negative(expression):
+            return f"-{self._bound(-expression, names, _PRODUCT)}", _SUM
+        above: list[str] = []
+        below: list[str] = []
+        for factor in sorted(expression.args, key=lambda factor: (not factor.is_number, default_sort_key(factor))):
+            if factor.is_Rational and not factor.is_Integer:
+                if factor.p != 1:
+                    above.append(self._number(sympy.Integer(factor.p))[0])
+                below.append(self._number(sympy.Integer(factor.q))[0])
+            elif factor.is_Pow and _is_negative(factor.exp):
+                below.append(self._bound(1 / factor, names, _POWER))
+            else:
+                above.append(self._bound(factor, names, _POWER))
+        text = " * ".join(above) or self._number(sympy.Integer(1))[0]
+        if below:
+            text += f" / {below[0]}" if len(below) == 1 else f" / ({' * '.join(below)})"
+        return text, _PRODUCT
+
+    def _pow(self, expression: Expr, names: Mapping[str, str]) -> tuple[str, int]:
+        base, exponent = expression.args
+        if _is_negative(exponent):
+            one = self._number(sympy.Integer(1))[0]
+            return f"{one} / {self._bound(1 / expression, names, _POWER)}", _PRODUCT
+        if exponent == sympy.Rational(1, 2):
+            return self.square_root(self._print(base, names)[0]), _ATOM
+        if exponent.is_Integer and 2 <= exponent <= 4:
+            text = self.power(self._bound(base, names, _ATOM), int(exponent))
+            return text, (_POWER if "**" in text else _PRODUCT)
+        raise LossError(f"{self.target} has no translation for the power {expression}")
+
+
+def _is_negative(term: Expr) -> bool:
+    return bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
+
+
+def _is_sum(text: str) -> bool:
+    """True if a translation is not one call such as f(u) and so needs parentheses inside other operations."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and character == ")" and index + 1 < len(text) and text[index + 1] != ".":
+            return True
+    return text.startswith("-") or not text.endswith(")")
+
+
+def _repeated(base: str, exponent: int) -> str:
+    return " * ".join([base] * exponent)  # Triton has no power
+
+
+_TRITON = _Printer(
+    target="Triton",
+    integers=False,
+    power=_repeated,
+    square_root=lambda u: f"tl.sqrt({u})",
+    functions={
+        sympy.exp: lambda u: f"tl.exp({u})",
+        sympy.log: lambda u: f"tl.log({u})",
+        # tl has no tanh that every backend knows; this one saturates correctly and is exact to fp32 rounding of 1.
+        sympy.tanh: lambda u: f"2.0 * tl.sigmoid(2.0 * ({u})) - 1.0",
+        language.sigmoid: lambda u: f"tl.sigmoid({u})",
+        language.softplus: lambda u: f"tl.maximum({u}, 0.0) + tl.log(1.0 + tl.exp(-tl.abs({u})))",
+    },
+)
+_TORCH_FUNCTIONS: dict[Any, Translation] = {
+    sympy.exp: lambda u: f"torch.exp({u})",
+    sympy.log: lambda u: f"torch.log({u})",
+    sympy.tanh: lambda u: f"torch.tanh({u})",
+    language.sigmoid: lambda u: f"torch.sigmoid({u})",
+    # Not functional.softplus: it turns linear beyond 20, which is 2e-9 off.
+    language.softplus: lambda u: f"-torch.nn.functional.logsigmoid(-({u}))",
+}
+_TORCH = _Printer(target="torch", functions=_TORCH_FUNCTIONS, square_root=lambda u: f"torch.sqrt({u})")
+_DENSE = _Printer(
+    target="the dense reference",
+    functions={
+        **_TORCH_FUNCTIONS,
+        language.mean_over_queries: lambda e: f"({e}).mean()",
+        language.mean_over_keys: lambda e: f"({e}).mean()",
+    },
+    square_root=lambda u: f"torch.sqrt({u})",
+)
+_PYTHON = _Printer(
+    target="Python",
+    square_root=lambda u: f"math.sqrt({u})",
+    functions={
+        sympy.exp: lambda u: f"math.exp({u})",
+        sympy.log: lambda u: f"math.log({u})",
+        sympy.tanh: lambda u: f"math.tanh({u})",
+        language.sigmoid: lambda u: f"(0.5 + 0.5 * math.tanh(0.5 * ({u})))",
+        language.softplus: lambda u: f"(max({u}, 0.0) + math.log1p(math.exp(-abs({u}))))",
+    },
+)
+
+
+def _named(name: str) -> Translation:
+    return lambda *arguments: f"{name}({', '.join(arguments)})"
+
+
+_DISPLAY = _Printer(
+    target="the display",
+    formulas=True,
+    functions={function: _named(name) for name, function in language.FUNCTIONS.items()},
+)

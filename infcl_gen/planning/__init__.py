@@ -1,0 +1,9 @@
+"""Planning: from a problem, a derivation and a cluster to a plan, with neither torch nor triton."""
+
+from __future__ import annotations
+
+from infcl_gen.planning.levels import KERNELS, Block, violations
+from infcl_gen.planning.planner import Plan, Reason, plan
+from infcl_gen.planning.schedule import Hop, Schedule, simulate
+
+__all__ = ["KERNELS", "Block", "Hop", "Plan", "Reason", "Schedule", "plan", "simulate", "violations"]

@@ -1,0 +1,554 @@
+"""The cost model: memory and time of a plan as SymPy expressions. Numbers, explanations and documentation all come
+from the same terms.
+
+Memory is one term per buffer; the peak is "both" + max("forward", "backward", "finish"). It is an upper bound on what
+the runtime allocates: each allocation of 1 MiB or more is counted with 1 MiB of allocator slack on GPUs, smaller ones
+are rounded up to 512 bytes. Time is one term per phase: max(flops / (peak * efficiency), bytes / bandwidth,
+exponentials / rate), whose largest is what bounds the phase, plus its launches. Phases follow one another, so they add;
+communication counts where it is not hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from sympy import Expr, Integer, Max, Min, Rational
+
+from infcl_gen.problem import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from infcl_gen.hardware import DeviceProfile
+    from infcl_gen.planning.levels import Block
+
+MIB = 2**20
+
+LEGEND = {
+    "m": "query rows of this rank",
+    "n": "key rows of this rank",
+    "W": "ranks in the ring",
+    "D": "embedding",
+    "P": "embedding, padded to the depth of a block (fused: to a power of two)",
+    "e": "bytes of a feature",
+    "s": "bytes of a statistic or an accumulator element",
+    "F": "rows of a forward panel",
+    "G": "keys of a forward panel",
+    "R": "rows of a backward panel",
+    "C": "keys of a backward panel",
+    "S": "query rows whose tiles are kept from forward to backward (stash)",
+    "Bf": "rows of a forward block",
+    "Kf": "keys of a forward block",
+    "Bg": "rows of a gradient block",
+    "Kg": "keys of a gradient block",
+    "Bu": "rows of a fused block",
+    "Bo": "rows of a finish block",
+    "U": "multiprocessors",
+    "w": "bytes of the matrix library's workspace",
+}
+_SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in LEGEND}
+m, n, W, D, P, e, s, F, G, R, C, S, Bf, Kf, Bg, Kg, Bu, Bo, U, w = _SYMBOLS.values()
+
+
+class ceil_div(sympy.Function):
+    """ceil_div(a, b) = ceil(a / b), exact for integers."""
+
+    nargs = 2
+
+    def _latex(self, printer: Any, **_: Any) -> str:
+        return rf"\left\lceil {printer._print(self.args[0] / self.args[1])} \right\rceil"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What decides which terms exist. `separate`: accumulators are wider than the features, so the returned gradients
+    are buffers of their own. `library`: products by the matrix library. `affine`: the logit is slope * z + shift."""
+
+    strategy: str
+    has_keys: bool = True
+    labels: bool = False
+    ring: bool = False
+    separate: bool = True
+    library: bool = False
+    affine: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferTerm:
+    """`pieces` tensors of one shape. `phase`: "both" (lives from forward to the end of backward), "forward",
+    "backward", or "finish" (after a ring's last hop, when what travelled is gone and the gradients are written)."""
+
+    name: str
+    phase: str
+    shape: tuple[Any, ...]
+    dtype: str  # "features", "statistics", or a dtype by name
+    why: str
+    pieces: int = 1
+
+    @property
+    def bytes(self) -> Expr:
+        sizes = {"features": e, "statistics": s, "int32": 4, "int64": 8, "uint8": 1}
+        return sympy.prod(self.shape) * sizes[self.dtype] * self.pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeTerm:
+    """Work of one phase of one rank over all hops. `rate`: which peak the flops run at ("triton" or "product")."""
+
+    name: str
+    flops: Any = 0
+    bytes: Any = 0
+    exponentials: Any = 0
+    efficiency: Any = 1
+    rate: str = "triton"
+    launches: Any = 0
+
+
+# Fraction of the peak that a kernel reaches as a function of the embedding. Measured on one H200 (peak 765): forward
+# 569 TFLOP/s at D = 768 and 4.3 ms at B = 65 536, D = 128; gradient 518 and 615 at 512 and 768; fused 595 and 679 at
+# 128 and 256; dq 690, dk 652 at 768. A product's efficiency falls faster at small D: output and panel bind there.
+EFFICIENCY = {
+    "forward": P / (P + 264),
+    "gradient": P / (P + 210),
+    "fused": P / (P + 36),
+    "dq": Rational(95, 100) * D**2 / (D**2 + 190**2),
+    "dk": Rational(91, 100) * D**2 / (D**2 + 190**2),
+    "torch": Rational(7, 10),
+}
+# Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.
+PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
+# A vendor's figure is not reached by any product: 765 of 989 on the H200.
+VENDOR_FRACTION = 0.77
+# Rate of a product of fp32 operands on NVIDIA, of the peak named: tf32x3 is three products (81 TFLOP/s measured at
+# D = 768 where 88 is a third), ieee has no tensor cores (1 TFLOP/s measured).
+FP32_MODES = {"default": ("tf32", 0.31), "tf32": ("tf32", 1.0), "exact": ("fp32", 0.02)}
+LIBRARY_FP32_MODES = {
+    "default": ("fp32", 0.8),
+    "tf32": ("tf32", 1.0),
+    "exact": ("fp32", 0.8),
+}  # no split there
+TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured
+
+
+@functools.cache
+def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
+    """Everything that the loss allocates beyond its inputs, in the order of its life."""
+    v = variant
+    ring, both, forward, backward, finish = v.ring, "both", "forward", "backward", "finish"
+    rows, keys = Min(R, m), Min(C, n)
+    forward_rows, forward_keys = Min(F, m), Min(G, n)
+    terms = [
+        BufferTerm("query_statistics", both, (3, m), "statistics", "r_i as a wide float, z of the positive"),
+        v.has_keys and BufferTerm("key_statistics", both, (2, n), "statistics", "c_j as a wide float"),
+        v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
+        BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
+        v.library and BufferTerm("workspace", both, (w,), "uint8", "the matrix library keeps it"),
+    ]
+    if v.strategy == "stash":
+        terms += [
+            BufferTerm(
+                "stash",
+                both,
+                (Min(S, m), 16 * ceil_div(n, 16) + 16 * ceil_div(2 * ceil_div(n, Kf), 16)),
+                "features",
+                "kept tiles and the reference of each",
+            ),
+        ]
+    if ring:
+        visiting = "two buffers: one in use, one in flight"
+        statistics = BufferTerm("visiting_statistics", forward, (2, n), "statistics", visiting, pieces=2)
+        terms += [
+            BufferTerm("visiting_keys", forward, (n, D), "features", visiting, pieces=2),
+            v.has_keys and statistics,
+            BufferTerm("visiting_keys", backward, (n, D), "features", visiting, pieces=2),
+            v.has_keys and dataclasses.replace(statistics, phase=backward),
+        ]
+    if v.strategy == "torch":
+        for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
+            why = "similarities and their exponentials"
+            terms.append(BufferTerm("panel", phase, (a, b), "statistics", why, pieces=2))
+            terms.append(
+                BufferTerm("vectors", phase, (8, a + b), "statistics", "weights along a panel's sides")
+            )
+            if not v.affine:
+                terms.append(BufferTerm("strips", phase, (3, 64, b), "statistics", "terms of the logit"))
+            if v.separate:
+                terms += [
+                    BufferTerm(
+                        "widened_queries", phase, (a, D), "statistics", "a panel's rows, in full precision"
+                    ),
+                    BufferTerm(
+                        "widened_keys", phase, (b, D), "statistics", "a panel's keys, in full precision"
+                    ),
+                ]
+    else:
+        row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
+        why = "partial sums of one panel, merged in a fixed order"
+        terms += [
+            BufferTerm("row_partials", forward, (2, key_blocks, forward_rows), "statistics", why),
+            v.has_keys
+            and BufferTerm("key_partials", forward, (2, row_blocks, forward_keys), "statistics", why),
+            BufferTerm("flags", forward, (row_blocks, key_blocks), "int32", "tiles of wide range"),
+        ]
+    if v.strategy in ("panel", "stash"):
+        shape = (rows, 16 * ceil_div(keys, 16))
+        tiles = (ceil_div(rows, Bg), ceil_div(shape[1], Kg))
+        terms += [
+            BufferTerm("gradient_panel", backward, shape, "features", "gradients of one panel's logits"),
+            BufferTerm("gradient_flags", backward, tiles, "int32", "tiles of wide range"),
+        ]
+    if v.strategy == "fused":
+        programs = Max(ceil_div(rows, Bu), ceil_div(n, Bu))
+        terms.append(BufferTerm("gradient_flags", backward, (2, programs), "int32", "programs of wide range"))
+    dq, dk = (
+        BufferTerm(name, backward, (x, D), "features", "returned") for name, x in (("dq", m), ("dk", n))
+    )
+    total_dq = BufferTerm(
+        "dq_accumulator", backward, (m if ring else rows, D), "statistics", "dq of the rows in work"
+    )
+    total_dk = BufferTerm("dk_accumulator", backward, (n, D), "statistics", "dk over all query panels")
+    if ring:  # the results are written after the last hop, when the visiting buffers are gone
+        travels = dataclasses.replace(
+            total_dk, why="travels with its keys: one in use, one in flight", pieces=2
+        )
+        written = (total_dq, total_dk, dq, dk) if v.separate else (total_dq, total_dk)
+        terms += [total_dq, travels, *(dataclasses.replace(term, phase=finish) for term in written)]
+        if v.strategy == "torch":
+            terms.append(BufferTerm("finish_rows", finish, (2, rows, D), "statistics", "products for dscale"))
+    else:
+        terms += [total_dq, total_dk, dq, dk] if v.separate else [dq, dk]
+    terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "statistics", "partial sums of dscale"))
+    return tuple(term for term in terms if term)
+
+
+@functools.cache
+def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
+    """The phases of one forward and one backward sweep, without communication."""
+    v = variant
+    pairs = m * n * W
+    terms: list[Any] = []
+    if v.strategy == "torch":
+        product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"]}
+        panels = ceil_div(m, R) * ceil_div(n, C) * W
+        sides = 2 if v.has_keys else 1
+        # Passes over a panel of z: maximum, difference and exponential, and sum per side; backward one exponential per
+        # side, their weighted sum, and the positives.
+        return (
+            TimeTerm("forward product", **product, launches=panels),
+            TimeTerm(
+                "statistics",
+                bytes=(2 + 4 * sides) * s * pairs,
+                exponentials=sides * pairs,
+                launches=12 * panels,
+            ),
+            TimeTerm("gradient product", **product, launches=panels),
+            TimeTerm(
+                "gradient", bytes=6 * sides * s * pairs, exponentials=sides * pairs, launches=8 * panels
+            ),
+            TimeTerm("dq product", **product, rate="product", launches=panels),
+            TimeTerm("dk product", **product, rate="product", launches=panels),
+            TimeTerm("finish", bytes=(m + n) * D * (2 * s + e), launches=4),
+        )
+    sides = 2 if v.has_keys else 1
+    forward_panels = ceil_div(m, F) * ceil_div(n, G) * W
+    rows, keys = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf
+    kept = Min(S, m) if v.strategy == "stash" else Integer(0)
+    partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, Bf) if v.has_keys else 0))
+    features = W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F))
+    terms.append(
+        TimeTerm(
+            "forward product",
+            flops=2 * rows * keys * W * P,
+            bytes=features + partials,
+            exponentials=pairs,
+            efficiency=EFFICIENCY["forward"],
+            launches=2 * forward_panels,
+        )
+    )
+    launches = sides * forward_panels + W + 1
+    terms.append(TimeTerm("statistics", bytes=partials + 2 * W * m * D * e, launches=launches))
+    if v.strategy == "fused":
+        slices = ceil_div(m, R) * W
+        for name, owned, other in (("fused dq", Min(R, m), n), ("fused dk", n, Min(R, m))):
+            programs = ceil_div(owned, Bu)
+            terms.append(
+                TimeTerm(
+                    name,
+                    flops=4 * slices * programs * Bu * other * P,
+                    bytes=slices * owned * D * (e + 2 * s),
+                    exponentials=slices * programs * Bu * other,
+                    efficiency=EFFICIENCY["fused"] * programs / (U * ceil_div(programs, U)),
+                    launches=2 * slices,
+                )
+            )
+    else:
+        panels = ceil_div(m, R) * ceil_div(n, C) * W
+        rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
+        fraction = (m - kept) / m
+        terms += [
+            TimeTerm(
+                "gradient",
+                flops=2 * rows * keys * W * P * fraction,
+                bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
+                exponentials=pairs * fraction,
+                efficiency=EFFICIENCY["gradient"] * PANEL_EFFICIENCY,
+                launches=3 * panels,
+            ),
+            # Written in the forward epilogue, which nothing hides; read and overwritten by g in the backward.
+            v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),
+            TimeTerm(
+                "dq product",
+                flops=2 * pairs * D,
+                bytes=e * pairs + W * D * (2 * s * m * ceil_div(n, C) + e * n * ceil_div(m, R)),
+                efficiency=EFFICIENCY["dq"] * PANEL_EFFICIENCY,
+                rate="product",
+                launches=panels,
+            ),
+            TimeTerm(
+                "dk product",
+                flops=2 * pairs * D,
+                bytes=e * pairs + W * D * (2 * s * n * ceil_div(m, R) + e * m * ceil_div(n, C)),
+                efficiency=EFFICIENCY["dk"] * PANEL_EFFICIENCY,
+                rate="product",
+                launches=panels,
+            ),
+        ]
+    terms.append(
+        TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2)
+    )
+    return tuple(term for term in terms if term)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One line of the memory plan. `bytes` counts all its pieces, without allocator slack."""
+
+    name: str
+    phase: str
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseTime:
+    """Predicted time of one phase and what bounds it: "product", "memory", "exponentials", "launches" or "link"."""
+
+    name: str
+    time_s: float
+    bound: str
+    flops: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The tile sizes that the planner varies: forward panel, backward panel, stash."""
+
+    forward_rows: int
+    forward_keys: int
+    panel_rows: int
+    panel_keys: int
+    stash_rows: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """The model of one strategy for one problem on one device: `peak_bytes` and `time_s` of any `Sizes`."""
+
+    variant: Variant
+    profile: DeviceProfile
+    rows: int
+    keys: int
+    world_size: int
+    nodes: int
+    dim: int
+    dtype: str
+    precision: str
+    blocks: Mapping[str, Block]
+
+    def peak_bytes(self, sizes: Sizes) -> int:
+        """Upper bound on what one rank allocates beyond its inputs, from forward to the end of backward."""
+        totals = self._by_phase(sizes)
+        return totals["both"] + max(totals["forward"], totals["backward"], totals["finish"])
+
+    def forward_fits(self, sizes: Sizes) -> bool:
+        """Whether the forward phase takes no more than the backward phase, which is there anyway."""
+        totals = self._by_phase(sizes)
+        return totals["forward"] <= max(totals["backward"], totals["finish"])
+
+    def buffers(self, sizes: Sizes) -> tuple[Buffer, ...]:
+        """The memory plan by buffer."""
+        values = self._values(sizes)
+        names = {"features": self.dtype, "statistics": "fp64" if self.dtype == "fp64" else "fp32"}
+        found = []
+        lengths = iter(_shapes(self.variant)(*values))
+        for term, size in zip(buffer_terms(self.variant), _memory(self.variant)(*values), strict=True):
+            shape = tuple(next(lengths) for _ in term.shape)
+            shape = (term.pieces, *shape) if term.pieces > 1 else shape
+            found.append(
+                Buffer(term.name, term.phase, size, shape, names.get(term.dtype, term.dtype), term.why)
+            )
+        return tuple(found)
+
+    def time_s(self, sizes: Sizes) -> float:
+        """Predicted time of one forward and backward."""
+        return math.fsum(phase.time_s for phase in self.phases(sizes))
+
+    def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
+        """Time by phase; the last two are what of the communication is not hidden."""
+        terms = time_terms(self.variant)
+        numbers = _time(self.variant)(*self._values(sizes))
+        bandwidth = self.profile.bandwidth_gbs.value * 1e9
+        found = []
+        for index, term in enumerate(terms):
+            flops, moved, exponentials, efficiency, launches = numbers[5 * index : 5 * index + 5]
+            times = {
+                "product": flops / (self._rate(term.rate) * efficiency),
+                "memory": moved / bandwidth,
+                "exponentials": exponentials / (self.profile.exp_gops.value * 1e9),
+            }
+            bound = max(times, key=lambda name: times[name])
+            launch_s = launches * self.profile.launch_us.value * 1e-6
+            bound = "launches" if launch_s > times[bound] else bound
+            found.append(PhaseTime(term.name, _rounded(max(times.values()) + launch_s), bound, flops, moved))
+        if self.variant.ring:
+            forward = sum(phase.time_s for phase in found[:2])
+            backward = sum(phase.time_s for phase in found[2:])
+            found += [self._link("forward", forward), self._link("backward", backward)]
+        return tuple(found)
+
+    def _link(self, phase: str, compute_s: float) -> PhaseTime:
+        """Each hop's transfer runs beside work; only the longer of the two counts. The last one goes home, unhidden."""
+        link = self.profile.link_gbs if self.nodes == 1 else self.profile.node_link_gbs
+        accumulators = self.dim * self._accumulator_bytes if phase == "backward" else 0
+        statistics = 2 * self._accumulator_bytes * self.variant.has_keys
+        home = self.keys * (accumulators or statistics)
+        hop = self.keys * (self.dim * DTYPE_BYTES[self.dtype] + statistics + accumulators)
+        latency_s = self.profile.launch_us.value * 1e-6
+        hop_s, home_s = (size / (link.value * 1e9) + latency_s for size in (hop, home))
+        hidden = compute_s / self.world_size
+        exposed = (self.world_size - 1) * max(0.0, hop_s - hidden) + home_s
+        total = (self.world_size - 1) * hop + home
+        return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
+
+    @property
+    def _accumulator_bytes(self) -> int:
+        return 8 if self.dtype == "fp64" else 4
+
+    def _by_phase(self, sizes: Sizes) -> dict[str, int]:
+        totals = {"both": 0, "forward": 0, "backward": 0, "finish": 0}
+        gpu = self.profile.target != "cpu"
+        for (phase, pieces), size in zip(
+            _pieces(self.variant), _memory(self.variant)(*self._values(sizes)), strict=True
+        ):
+            totals[phase] += allocated_bytes(size, pieces, gpu)
+        return totals
+
+    def _values(self, sizes: Sizes) -> tuple[int, ...]:
+        block = dict.fromkeys(("forward", "gradient", "fused", "finish"), (64, 64, 64)) | {
+            name: (block.rows, block.keys, block.depth) for name, block in self.blocks.items()
+        }
+        depth = block["forward"][2] if self.variant.strategy != "fused" else block["fused"][2]
+        padded = -(-self.dim // depth) * depth
+        return (
+            self.rows, self.keys, self.world_size, self.dim, padded, DTYPE_BYTES[self.dtype], self._accumulator_bytes,
+            sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys, sizes.stash_rows,
+            *block["forward"][:2], *block["gradient"][:2], block["fused"][0], block["finish"][0],
+            self.profile.multiprocessors, self.profile.library_workspace_bytes,
+        )  # fmt: skip
+
+    def _rate(self, rate: str) -> float:
+        """Peak of a product in FLOP/s: the kind of unit that the dtype and the precision allow."""
+        kind, fraction = self.dtype, 1.0
+        library = rate == "product" and self.variant.library
+        if self.dtype == "fp32" and self.profile.vendor == "nvidia" and self.variant.strategy != "torch":
+            kind, fraction = LIBRARY_FP32_MODES[self.precision] if library else FP32_MODES[self.precision]
+        if rate == "product" and self.variant.strategy != "torch" and not library:
+            fraction *= TRITON_PRODUCT_FRACTION
+        peak = self.profile.matmul_tflops[kind]
+        return peak.value * 1e12 * fraction * (VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0)
+
+
+def allocated_bytes(size: int, pieces: int, gpu: bool) -> int:
+    """Upper bound on what the caching allocator takes for `size` bytes in `pieces` tensors."""
+    if not gpu:
+        return size
+    rounded = size + 511 * pieces if pieces > 1 else -(-size // 512) * 512
+    return rounded + pieces * MIB if size >= MIB else rounded
+
+
+def describe(variant: Variant) -> str:
+    """The formulas of one variant as plain text."""
+    lines = [f"{term.phase:9} {term.name:20} {term.bytes}" for term in buffer_terms(variant)]
+    lines += ["peak      both + max(forward, backward, finish)"]
+    for term in time_terms(variant):
+        parts = [
+            f"{name} = {value}" for name, value in _quantities(term) if value != int(name == "efficiency")
+        ]
+        lines.append(f"time      {term.name:20} {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
+def markdown(variants: Sequence[Variant] | None = None) -> str:
+    """The whole model as a page: legend, memory by buffer and time by phase for each variant."""
+    if variants is None:
+        names = ("panel", "fused", "stash", "torch")
+        variants = [Variant(name) for name in names] + [Variant("panel", ring=True)]
+    lines = ["# Cost model", "", "| symbol | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in LEGEND.items()]
+    for variant in variants:
+        lines += ["", f"## {variant.strategy}{', ring' if variant.ring else ''}", ""]
+        lines += ["| buffer | phase | bytes | why |", "|---|---|---|---|"]
+        lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(variant)]
+        lines += [
+            "",
+            "| phase | FLOPs | bytes | exponentials | efficiency | launches |",
+            "|---|---|---|---|---|---|",
+        ]
+        for term in time_terms(variant):
+            lines.append(
+                "| " + " | ".join([term.name, *(f"`{value}`" for _, value in _quantities(term))]) + " |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _quantities(term: TimeTerm) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (name, getattr(term, name)) for name in ("flops", "bytes", "exponentials", "efficiency", "launches")
+    )
+
+
+def _compile(expressions: Sequence[Any]) -> Callable[..., list[Any]]:
+    names = {"ceil_div": lambda a, b: -(-a // b), "Min": min, "Max": max}
+    function = sympy.lambdify(tuple(_SYMBOLS.values()), list(expressions), modules=[names, "math"])
+    return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _memory(variant: Variant) -> Callable[..., list[int]]:
+    return _compile([term.bytes for term in buffer_terms(variant)])
+
+
+@functools.cache
+def _pieces(variant: Variant) -> tuple[tuple[str, int], ...]:
+    return tuple((term.phase, term.pieces) for term in buffer_terms(variant))
+
+
+@functools.cache
+def _shapes(variant: Variant) -> Callable[..., list[int]]:
+    return _compile([length for term in buffer_terms(variant) for length in term.shape])
+
+
+@functools.cache
+def _time(variant: Variant) -> Callable[..., list[float]]:
+    return _compile([value for term in time_terms(variant) for _, value in _quantities(term)])
+
+
+def _rounded(time_s: float) -> float:
+    """Six digits: enough, and the same on machines whose last digit differs."""
+    return float(f"{time_s:.6g}")

@@ -1,0 +1,265 @@
+"""Tiles inside one device: the blocks of each kernel, their defaults, and the one predicate that says what is legal.
+
+    level 2  panel   R x C   g of one panel lives in memory (or in L2)        chosen by the planner from the budget
+    level 3  block   rows x keys x depth   one program; shared memory         `Block`, this module
+    level 4  warps   warps, stages         registers, pipeline                `Block`, this module
+
+Planner, tuner and tests ask `violations`; nothing else decides whether a block is legal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from infcl_gen.errors import InputError
+from infcl_gen.problem import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from infcl_gen.hardware import DeviceProfile
+
+FUSED_DIM_LIMIT = 256  # fused keeps the whole padded embedding in one block dimension
+PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
+
+# The kernels that have a block, by strategy.
+KERNELS = ("forward", "gradient", "product", "fused", "positive", "finish")
+KERNELS_OF = {
+    "panel": ("forward", "gradient", "product", "positive", "finish"),
+    "stash": ("forward", "gradient", "product", "positive", "finish"),
+    "fused": ("forward", "fused", "positive", "finish"),
+    "torch": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Tile of one program. forward, gradient: `rows` queries x `keys` keys, `depth` of the embedding at a time.
+
+    product (g times features): `rows` x `keys` of the output, `depth` along the panel. fused: `rows` owned x `keys`
+    visiting, `depth` is the whole padded embedding. positive: the diagonal of a tile of `rows` = `keys`. finish:
+    `rows` x `depth` of an accumulator (`keys` has no meaning there).
+    """
+
+    rows: int
+    keys: int
+    depth: int
+    warps: int
+    stages: int
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+
+def padded_dim(dim: int) -> int:
+    """The next power of two, at least 16 (the smallest block dimension)."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def default_blocks(
+    strategy: str, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool
+) -> dict[str, Block]:
+    """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs.
+
+    Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
+    """
+    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if DTYPE_BYTES[dtype] == 2 else 4]
+    blocks = {}
+    for kernel in KERNELS_OF[strategy]:
+        if kernel == "fused":
+            base = dataclasses.replace(
+                table["fused128" if padded_dim(dim) <= 128 else "fused256"], depth=padded_dim(dim)
+            )
+        elif kernel == "product":
+            base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, padded_dim(dim)))
+        else:
+            base = dataclasses.replace(table[kernel], depth=min(table[kernel].depth, padded_dim(dim)))
+        blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors)
+    return blocks
+
+
+def shared_bytes(kernel: str, block: Block, dtype: str) -> int:
+    """Shared memory that the block's operand tiles take, over all pipeline stages."""
+    size = DTYPE_BYTES[dtype]
+    if kernel == "finish":
+        return 0
+    if kernel == "fused":  # the owned rows stay, the visiting ones are pipelined
+        return (block.rows + block.stages * block.keys) * block.depth * size
+    return block.stages * (block.rows + block.keys) * block.depth * size
+
+
+def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
+    """fp32 accumulator registers of one thread: the tile of z, for fused also the owned gradient rows."""
+    elements = block.rows * (block.depth if kernel == "finish" else block.keys)
+    if kernel == "fused":
+        elements += block.rows * block.depth
+    return -(-elements // (block.warps * warp_size))
+
+
+def violations(
+    kernel: str, block: Block, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool
+) -> tuple[str, ...]:
+    """Why the block is illegal for this kernel on this board, naming field and limit; () if it is legal."""
+    found: list[str] = []
+    if kernel not in KERNELS:
+        return (f"unknown kernel {kernel!r}; valid: {', '.join(KERNELS)}",)
+    for name in ("rows", "keys", "depth"):
+        value = getattr(block, name)
+        if value < 16 or value & (value - 1):
+            found.append(f"{name} = {value} is not a power of two of at least 16")
+    if block.warps < 1 or block.warps & (block.warps - 1) or block.warps > profile.max_warps_per_block:
+        found.append(f"warps = {block.warps} is not a power of two from 1 to {profile.max_warps_per_block}")
+    if not 1 <= block.stages <= 8:
+        found.append(f"stages = {block.stages} is not between 1 and 8")
+    if kernel == "fused" and dim > FUSED_DIM_LIMIT:
+        found.append(
+            f"the embedding of {dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
+        )
+    if kernel == "fused" and DTYPE_BYTES[dtype] != 2:
+        found.append(f"{dtype} needs more registers than a fused program has; valid: bf16, fp16")
+    if kernel == "fused" and block.depth != padded_dim(dim):
+        found.append(f"depth = {block.depth} is not the whole padded embedding, {padded_dim(dim)}")
+    if kernel in ("forward", "gradient", "positive", "finish") and block.depth > padded_dim(dim):
+        found.append(f"depth = {block.depth} is more than the padded embedding, {padded_dim(dim)}")
+    if kernel == "product" and block.keys > padded_dim(dim):
+        found.append(
+            f"keys = {block.keys} (output columns) is more than the padded embedding, {padded_dim(dim)}"
+        )
+    if kernel == "positive" and block.rows != block.keys:
+        found.append(
+            f"rows = {block.rows} and keys = {block.keys} differ: positives are the diagonal of a square tile"
+        )
+    if found:
+        return tuple(found)  # the estimates below are about well-formed blocks
+    shared = shared_bytes(kernel, block, dtype)
+    if shared > profile.shared_bytes_per_block:
+        found.append(
+            f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}"
+        )
+    registers = accumulator_registers(kernel, block, profile.warp_size)
+    limit = (
+        profile.registers_per_thread * 3 // (4 if DTYPE_BYTES[dtype] == 2 else 8)
+    )  # fp32 operands are split
+    if registers > limit:
+        found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
+    if descriptors and kernel in ("forward", "gradient", "fused"):
+        for name in ("rows", "keys", "depth"):
+            if getattr(block, name) > 256:
+                found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
+        if dim * DTYPE_BYTES[dtype] % 16:
+            found.append(
+                f"a row of {dim} {dtype} is not a multiple of 16 bytes, which tensor descriptors need"
+            )
+    return tuple(found)
+
+
+def _shrink(
+    kernel: str, block: Block, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool
+) -> Block:
+    """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn."""
+    order = ("stages", "keys", "rows") if kernel == "fused" else ("stages", "keys", "depth", "rows")
+    smallest = {"stages": 2, "keys": 16, "depth": 16, "rows": 16}
+    if kernel == "positive":
+        block = dataclasses.replace(block, keys=block.rows)
+    while found := violations(kernel, block, profile, dtype, dim, descriptors):
+        wider = [name for name in order if getattr(block, name) > smallest[name]]
+        if block.warps > profile.max_warps_per_block:
+            change: dict[str, Any] = {"warps": block.warps // 2}
+        elif not wider:
+            raise InputError(f"the {kernel} kernel has no legal block on {profile.name}: {'; '.join(found)}")
+        elif "stages" in wider:
+            change = {"stages": block.stages - 1}
+        else:
+            widest = max(wider, key=lambda name: (getattr(block, name), -order.index(name)))
+            change = {widest: getattr(block, widest) // 2}
+        if kernel == "positive" and ("keys" in change or "rows" in change):
+            change = {"rows": block.rows // 2, "keys": block.keys // 2}
+        block = dataclasses.replace(block, **change)
+    return block
+
+
+def _family(profile: DeviceProfile) -> str:
+    fallback = {"nvidia": "small", "amd": "cdna3"}.get(profile.vendor, "small")
+    return _FAMILY.get(profile.arch, fallback)
+
+
+_FAMILY = {
+    "sm_80": "ampere", "sm_86": "small", "sm_89": "small", "sm_120": "small", "sm_90": "hopper", "sm_100": "hopper",
+    "gfx942": "cdna3", "gfx950": "cdna4",
+}  # fmt: skip
+
+# Block(rows, keys, depth, warps, stages) by family and bytes per element. Hopper at 2 bytes is measured (H200): forward
+# 569 and gradient 615 TFLOP/s at D = 768, fused 595 at D = 128 and 679 at D = 256. The others are what fits: operand
+# tiles in shared memory (101 376 bytes for "small", 65 536 for cdna3), accumulators in registers without spills.
+_ELEMENTWISE = {"finish": Block(32, 16, 128, 4, 1)}
+_TABLE: dict[tuple[str, int], dict[str, Block]] = {
+    ("hopper", 2): {
+        "forward": Block(128, 256, 64, 8, 3),
+        "gradient": Block(128, 256, 64, 8, 3),
+        "product": Block(128, 128, 64, 8, 3),
+        "fused128": Block(128, 128, 128, 8, 2),
+        "fused256": Block(64, 128, 256, 8, 2),
+        "positive": Block(64, 64, 64, 4, 2),
+    },
+    ("hopper", 4): {
+        "forward": Block(128, 64, 32, 8, 3),
+        "gradient": Block(128, 64, 32, 8, 3),
+        "product": Block(128, 64, 32, 8, 3),
+        "positive": Block(32, 32, 32, 4, 2),
+    },
+    ("ampere", 2): {
+        "forward": Block(128, 128, 64, 8, 3),
+        "gradient": Block(128, 128, 64, 8, 3),
+        "product": Block(128, 128, 64, 8, 3),
+        "fused128": Block(128, 64, 128, 8, 3),
+        "fused256": Block(64, 64, 256, 8, 2),
+        "positive": Block(64, 64, 64, 4, 2),
+    },
+    ("ampere", 4): {
+        "forward": Block(64, 64, 32, 4, 3),
+        "gradient": Block(64, 64, 32, 4, 3),
+        "product": Block(64, 64, 32, 4, 3),
+        "positive": Block(32, 32, 32, 4, 2),
+    },
+    ("small", 2): {
+        "forward": Block(128, 128, 64, 8, 2),
+        "gradient": Block(128, 128, 64, 8, 2),
+        "product": Block(128, 128, 64, 8, 3),
+        "fused128": Block(128, 64, 128, 8, 2),
+        "fused256": Block(64, 64, 256, 8, 2),
+        "positive": Block(64, 64, 64, 4, 2),
+    },
+    ("small", 4): {
+        "forward": Block(64, 64, 32, 4, 3),
+        "gradient": Block(64, 64, 32, 4, 3),
+        "product": Block(64, 64, 32, 4, 3),
+        "positive": Block(32, 32, 32, 4, 2),
+    },
+    ("cdna3", 2): {
+        "forward": Block(128, 128, 64, 8, 2),
+        "gradient": Block(128, 128, 64, 8, 2),
+        "product": Block(128, 128, 64, 8, 2),
+        "fused128": Block(64, 64, 128, 4, 2),
+        "fused256": Block(64, 32, 256, 4, 2),
+        "positive": Block(64, 64, 64, 4, 2),
+    },
+    ("cdna3", 4): {
+        "forward": Block(64, 64, 32, 4, 2),
+        "gradient": Block(64, 64, 32, 4, 2),
+        "product": Block(64, 64, 32, 4, 2),
+        "positive": Block(32, 32, 32, 4, 2),
+    },
+    ("cdna4", 2): {
+        "forward": Block(128, 128, 64, 8, 2),
+        "gradient": Block(128, 128, 64, 8, 2),
+        "product": Block(128, 128, 64, 8, 2),
+        "fused128": Block(128, 64, 128, 8, 2),
+        "fused256": Block(64, 64, 256, 8, 2),
+        "positive": Block(64, 64, 64, 4, 2),
+    },
+    ("cdna4", 4): {
+        "forward": Block(64, 64, 32, 4, 2),
+        "gradient": Block(64, 64, 32, 4, 2),
+        "product": Block(64, 64, 32, 4, 2),
+        "positive": Block(32, 32, 32, 4, 2),
+    },
+}  # fmt: skip

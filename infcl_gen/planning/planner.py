@@ -1,0 +1,598 @@
+"""The planner: one problem, one derivation, one cluster -> one `Plan` with every level of tiling decided and explained.
+
+It enumerates candidates (strategy, panel, stash), drops those whose predicted peak exceeds the budget, and takes the
+fastest by the cost model; among those within 0.1 % of it, the smallest. So more budget never gives a slower plan, and
+what is feasible is decided by the same figures that the plan reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.planning.cost import Buffer, CostModel, PhaseTime, Sizes, Variant
+from infcl_gen.planning.levels import (
+    FUSED_DIM_LIMIT,
+    KERNELS,
+    KERNELS_OF,
+    PANEL_UNIT,
+    Block,
+    default_blocks,
+    shared_bytes,
+    violations,
+)
+from infcl_gen.planning.schedule import Schedule, ring_schedule
+from infcl_gen.problem import BLOCK_FIELDS, DTYPE_BYTES, MAX_BATCH, SETTINGS, parse_count
+
+if TYPE_CHECKING:
+    from infcl_gen.hardware import Cluster
+    from infcl_gen.losses import Derivation
+    from infcl_gen.problem import Problem
+
+PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
+FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
+TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
+AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
+_TOLERANCE = 1.001
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a level is tiled as it is. Levels: 0 cluster, 1 node, 2 device, 3 multiprocessor, 4 warps."""
+
+    level: int
+    decision: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that emission needs to know. Bytes and times are per rank.
+
+    `predicted_peak_bytes` bounds what the loss allocates beyond its inputs and never exceeds `budget_bytes`.
+    `largest_batch` is feasible under the same `--memory-budget` ("auto": 1/8 of the device's memory), and the next
+    larger one is not. `stash_rows` is 0 without a stash; `blocks` is empty for torch.
+    """
+
+    problem: Problem
+    strategy: str
+    target: str
+    dtype: str
+    products: str
+    descriptors: bool
+    rows_per_rank: int
+    keys_per_rank: int
+    world_size: int
+    forward_rows: int
+    forward_keys: int
+    panel_rows: int
+    panel_keys: int
+    stash_rows: int
+    blocks: dict[str, Block]
+    buffers: tuple[Buffer, ...]
+    predicted_peak_bytes: int
+    phases: tuple[PhaseTime, ...]
+    predicted_time_s: float
+    reasons: tuple[Reason, ...]
+    budget_bytes: int
+    smallest_budget_bytes: int
+    largest_batch: int
+    schedule: Schedule
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as literals: dictionaries, lists, text and numbers."""
+        literals = _literals(dataclasses.asdict(self))
+        assert isinstance(literals, dict)
+        return literals
+
+
+def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
+    """The fastest plan by the cost model whose predicted peak keeps the budget.
+
+    Raises InputError (a flag or setting is invalid for this loss or device) or InfeasibleError (nothing fits; it
+    carries the smallest feasible budget and the largest feasible batch).
+    """
+    _check(problem, derivation, cluster)
+    ceiling = problem.memory_budget_bytes
+    if ceiling is None:
+        ceiling = cluster.profile.memory_bytes // AUTO_FRACTION
+    options = _options(problem, derivation, cluster)
+    smallest = min(option.smallest_peak(problem) for option in options)
+    largest = _largest_batch(problem, options, ceiling)
+    if smallest > ceiling:
+        raise InfeasibleError(
+            _infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest
+        )
+    candidates = _candidates(problem, options, ceiling)
+    best = _best(candidates)
+    option, sizes, peak = best.option, best.sizes, best.peak_bytes
+    model = option.model(problem)
+    return Plan(
+        problem=problem,
+        strategy=option.strategy,
+        target=cluster.profile.target,
+        dtype=problem.dtype,
+        products=option.products,
+        descriptors=option.descriptors,
+        rows_per_rank=model.rows,
+        keys_per_rank=model.keys,
+        world_size=model.world_size,
+        forward_rows=sizes.forward_rows,
+        forward_keys=sizes.forward_keys,
+        panel_rows=sizes.panel_rows,
+        panel_keys=sizes.panel_keys,
+        stash_rows=sizes.stash_rows,
+        blocks=dict(option.blocks),
+        buffers=model.buffers(sizes),
+        predicted_peak_bytes=peak,
+        phases=model.phases(sizes),
+        predicted_time_s=best.time_s,
+        reasons=_reasons(problem, best, candidates, ceiling),
+        budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
+        smallest_budget_bytes=smallest,
+        largest_batch=problem.batch_size if largest is None else largest,
+        schedule=ring_schedule(model.world_size, derivation.has_keys),
+    )
+
+
+def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
+    if derivation.has_keys and problem.total_keys != problem.batch_size:
+        raise InputError(
+            f"--keys: the loss {problem.loss!r} reduces over queries as well, so each key needs its query:"
+            f" --keys {problem.total_keys} must equal --batch-size {problem.batch_size} (or be left out)"
+        )
+    if problem.dtype != "fp32" and problem.precision == "tf32":
+        raise InputError(f"--precision: tf32 applies to --dtype fp32 only, not to {problem.dtype}")
+    if problem.dtype == "fp64" and cluster.profile.target != "cpu":
+        raise InputError("--dtype: fp64 is supported with --target cpu only; valid here: bf16, fp16, fp32")
+    if problem.precision == "tf32" and cluster.profile.vendor != "nvidia":
+        raise InputError(f"--precision: tf32 needs an NVIDIA GPU, not {cluster.profile.name}")
+    kernels = {key.partition(".")[0] for key in problem.setting if "." in key}
+    for kernel in sorted(kernels - set(KERNELS)):
+        raise InputError(f"--set {kernel}: unknown kernel {kernel!r}; valid: {', '.join(KERNELS)}")
+    known = {*SETTINGS, *(f"{kernel}.{field}" for kernel in KERNELS for field in BLOCK_FIELDS)}
+    for key in sorted(set(problem.setting) - known):
+        raise InputError(f"--set {key}: unknown; valid: {', '.join(sorted(known))}")
+
+
+# ---------------------------------------------------------------------------------------------- strategies
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """One strategy with its blocks, before sizes are chosen."""
+
+    strategy: str
+    products: str
+    descriptors: bool
+    blocks: dict[str, Block]
+    derivation: Derivation
+    cluster: Cluster
+    stash_by_default: bool
+
+    def model(self, problem: Problem) -> CostModel:
+        world = self.cluster.devices
+        variant = Variant(
+            strategy=self.strategy,
+            has_keys=self.derivation.has_keys,
+            labels=self.derivation.spec.positives == "label",
+            ring=world > 1,
+            separate=DTYPE_BYTES[problem.dtype] < 4,
+            library=self.products == "library",
+            affine=self.derivation.slope is not None,
+        )
+        return CostModel(
+            variant, self.cluster.profile, -(-problem.batch_size // world), -(-problem.total_keys // world), world,
+            self.cluster.nodes, problem.dim, problem.dtype, problem.precision, self.blocks,
+        )  # fmt: skip
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """What panel rows and panel keys are multiples of: whole blocks of every kernel that walks a panel."""
+        if self.strategy == "torch":
+            return 64, 64
+        b = self.blocks
+        if self.strategy == "fused":
+            return max(PANEL_UNIT, b["fused"].rows, b["forward"].rows), max(
+                b["fused"].keys, b["forward"].keys
+            )
+        rows = max(PANEL_UNIT, b["forward"].rows, b["gradient"].rows, b["product"].rows, b["product"].depth)
+        return rows, max(b["forward"].keys, b["gradient"].keys, b["product"].rows, b["product"].depth)
+
+    def smallest_peak(self, problem: Problem) -> int:
+        """The least memory that any sizes need: the peak grows with each of them."""
+        model = self.model(problem)
+        row_unit, key_unit = self.units
+        rows = _fixed(problem, "panel_rows", row_unit, model.rows) or row_unit
+        keys = _fixed(problem, "panel_keys", key_unit, model.keys) or key_unit
+        keys = _padded(model.keys, key_unit) if self.strategy == "fused" else keys
+        return min(
+            model.peak_bytes(sizes) for sizes in self._with_stash(problem, model, rows, keys, smallest=True)
+        )
+
+    def sizes(self, problem: Problem) -> Iterator[Sizes]:
+        """All candidates, the smallest among them."""
+        model = self.model(problem)
+        row_unit, key_unit = self.units
+        cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(self.strategy, PANEL_CAP)
+        fixed_rows = _fixed(problem, "panel_rows", row_unit, model.rows)
+        fixed_keys = _fixed(problem, "panel_keys", key_unit, model.keys)
+        all_rows = [fixed_rows] if fixed_rows else _splits(model.rows, row_unit, cap)
+        if self.strategy == "fused":
+            all_keys = [_padded(model.keys, key_unit)]  # a program walks all keys
+        else:
+            all_keys = [fixed_keys] if fixed_keys else _splits(model.keys, key_unit, cap)
+        if self.strategy == "stash":  # a third dimension: coarser steps in the other two, the smallest kept
+            all_rows, all_keys = (
+                sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys)
+            )
+        for rows in all_rows:
+            for keys in all_keys:
+                # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
+                lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
+                if not lean or self.strategy == "fused":
+                    yield from self._with_stash(problem, model, rows, keys, smallest=False)
+
+    def _with_stash(
+        self, problem: Problem, model: CostModel, rows: int, keys: int, smallest: bool
+    ) -> Iterator[Sizes]:
+        if self.strategy != "stash":
+            yield self._with_forward(model, rows, keys, 0)
+            return
+        slices = -(-model.rows // rows)
+        if "stash_rows" in problem.setting:
+            stash = parse_count(problem.setting["stash_rows"], "--set stash_rows")
+            if stash % rows == 0:
+                yield self._with_forward(model, rows, keys, min(stash, slices * rows))
+            elif smallest or "panel_rows" in problem.setting:
+                raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {rows}")
+        else:
+            counts = {1} if smallest else {1, slices, *(slices * step // 6 or 1 for step in range(1, 6))}
+            for count in sorted(counts):
+                yield self._with_forward(model, rows, keys, count * rows)
+
+    def _with_forward(self, model: CostModel, rows: int, keys: int, stash_rows: int) -> Sizes:
+        """The largest forward panel whose buffers take no more than the backward phase, which is there anyway.
+
+        A stash is filled by whole panels of the backward sweep; the torch strategy uses one panel for both.
+        """
+        if self.strategy in ("torch", "stash"):
+            return Sizes(rows, keys, rows, keys, stash_rows)
+        row_unit, key_unit = self.blocks["forward"].rows, self.blocks["forward"].keys
+        row_cap = key_cap = PANEL_CAP
+        while True:
+            forward = (_split(model.rows, row_unit, row_cap), _split(model.keys, key_unit, key_cap))
+            sizes = Sizes(*forward, rows, keys, 0)
+            if model.forward_fits(sizes) or (row_cap, key_cap) == (row_unit, key_unit):
+                return sizes
+            row_cap, key_cap = (
+                (row_cap, max(key_unit, key_cap // 2)) if key_cap >= row_cap and key_cap > key_unit
+                else (max(row_unit, row_cap // 2), key_cap)
+            )  # fmt: skip
+
+
+def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list[_Option]:
+    """The strategies that problem, device and settings allow, in order of preference at equal predicted time."""
+    wanted = problem.setting.get("strategy")
+    profile = cluster.profile
+    if wanted is None:
+        names = ("torch",) if profile.target == "cpu" else ("fused", "panel", "stash")
+    else:
+        names = (wanted,)
+        reason = _impossible(wanted, problem, derivation, cluster)
+        if reason:
+            raise InputError(f"--set strategy: {wanted} {reason}")
+    possible = [name for name in names if not _impossible(name, problem, derivation, cluster)]
+    usable = [name for name in possible if set(problem.setting) <= _settings_of(name)]
+    if not usable:
+        name = possible[-1] if wanted is None and len(possible) == 1 else wanted or "panel"
+        extra = sorted(set(problem.setting) - _settings_of(name))
+        raise InputError(
+            f"--set {extra[0] if extra else sorted(problem.setting)[0]}: does not apply to the strategies possible here"
+            f" ({', '.join(possible)}); valid: {', '.join(sorted(set().union(*map(_settings_of, possible))))}"
+        )
+    asked = wanted == "stash" or "stash_rows" in problem.setting
+    if "stash_rows" in problem.setting:
+        usable = [name for name in usable if name == "stash"]
+    elif problem.memory_budget_bytes is None and wanted is None:
+        usable = [name for name in usable if name != "stash"]
+    found = []
+    for name in usable:
+        try:
+            found.append(_option(name, problem, derivation, cluster, asked))
+        except InputError:
+            if name == usable[-1] and not found:
+                raise
+    return found
+
+
+def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluster, asked: bool) -> _Option:
+    descriptors = _descriptors(problem, cluster) if name != "torch" else False
+    blocks = default_blocks(name, cluster.profile, problem.dtype, problem.dim, descriptors)
+    for key, word in problem.settings:
+        kernel, dot, field = key.partition(".")
+        if dot:
+            value = parse_count(word, f"--set {key}")
+            blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: value})
+    if name == "stash":  # its tiles are those of the forward
+        same = ("rows", "keys")
+        if "gradient.rows" in problem.setting or "gradient.keys" in problem.setting:
+            raise InputError("--set gradient.rows, gradient.keys: a stash keeps the forward's tiles; set forward.* instead")
+        blocks["gradient"] = dataclasses.replace(
+            blocks["gradient"], **{field: getattr(blocks["forward"], field) for field in same}
+        )
+    for key in (key for key, _ in problem.settings if "." in key):
+        kernel = key.partition(".")[0]
+        found = violations(kernel, blocks[kernel], cluster.profile, problem.dtype, problem.dim, descriptors)
+        if found:
+            raise InputError(f"--set {key}: the {kernel} block is illegal: {'; '.join(found)}")
+    return _Option(name, _products(name, problem, cluster), descriptors, blocks, derivation, cluster, asked)
+
+
+def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
+    """Why a strategy cannot be used, as the end of a sentence; None if it can."""
+    if name == "torch":
+        return None
+    if cluster.profile.target == "cpu":
+        return "needs a GPU target; on the CPU the strategy is torch"
+    if name == "fused" and problem.dim > FUSED_DIM_LIMIT:
+        return f"holds the whole embedding in one block: --dim at most {FUSED_DIM_LIMIT}, not {problem.dim}"
+    if name == "fused" and DTYPE_BYTES[problem.dtype] != 2:
+        return f"keeps a whole gradient row in registers, too many of them for {problem.dtype}; valid: bf16, fp16"
+    if name == "stash" and cluster.devices > 1:
+        return "keeps tiles of the rank's own keys, and needs --devices 1"
+    if name == "stash" and DTYPE_BYTES[problem.dtype] != 2:
+        return (
+            f"keeps 2 bytes per element, which would lose the accuracy of {problem.dtype}; valid: bf16, fp16"
+        )
+    return None
+
+
+def _settings_of(name: str) -> set[str]:
+    """The keys of `--set` that mean something to a strategy."""
+    keys = {"strategy", "panel_rows"}
+    keys |= {f"{kernel}.{field}" for kernel in KERNELS_OF[name] for field in BLOCK_FIELDS}
+    if name != "fused":
+        keys |= {"panel_keys"}
+    if name != "torch":
+        keys |= {"descriptors"}
+    if name in ("panel", "stash"):
+        keys |= {"products"}
+    return keys | {"stash_rows"} if name == "stash" else keys
+
+
+def _products(name: str, problem: Problem, cluster: Cluster) -> str:
+    if name in ("torch", "fused"):
+        return {"torch": "torch", "fused": "triton"}[name]
+    wanted = problem.setting.get("products")
+    if wanted == "library" and cluster.profile.target != "cuda":
+        raise InputError(
+            f"--set products: {cluster.profile.target} has no library product with fp32 output; valid: triton"
+        )
+    split = problem.dtype == "fp32" and problem.precision != "exact"  # products of split operands: the library has none
+    return wanted or ("library" if cluster.profile.target == "cuda" and not split else "triton")
+
+
+def _descriptors(problem: Problem, cluster: Cluster) -> bool:
+    aligned = problem.dim * DTYPE_BYTES[problem.dtype] % 16 == 0
+    wanted = problem.setting.get("descriptors")
+    if wanted == "on" and not cluster.profile.tensor_descriptors:
+        raise InputError(f"--set descriptors: {cluster.profile.name} has no tensor descriptors; valid: off")
+    if wanted == "on" and not aligned:
+        raise InputError(
+            f"--set descriptors: a row of {problem.dim} {problem.dtype} is not a multiple of 16 bytes; valid: off"
+        )
+    return wanted != "off" and cluster.profile.tensor_descriptors and aligned
+
+
+# ---------------------------------------------------------------------------------------------- sizes
+
+
+def _padded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def _split(count: int, unit: int, cap: int) -> int:
+    """Rows of equal panels, each at most `cap` (a multiple of `unit`), that cover `count` rows."""
+    panels = -(-count // cap)
+    return _padded(-(-count // panels), unit)
+
+
+def _splits(count: int, unit: int, cap: int) -> list[int]:
+    """Panel sizes to consider, largest first, down to the unit: equal panels, in ever larger steps of their number.
+
+    Large panels are rounded to an eighth of the next lower power of two: whole waves of blocks suit matrix products.
+    """
+    found = []
+    panels = -(-count // cap)
+    while True:
+        rows = -(-count // panels)
+        rows = min(_padded(rows, max(unit, (1 << rows.bit_length() - 1) // 8)), _padded(count, unit))
+        found.append(rows)
+        if rows == unit:
+            return sorted(set(found), reverse=True)
+        panels = max(panels + 1, panels * 4 // 3)
+
+
+def _fixed(problem: Problem, key: str, unit: int, count: int) -> int | None:
+    """The panel size that `--set` asks for, never more than the padded problem; None if it does not."""
+    if key not in problem.setting:
+        return None
+    value = parse_count(problem.setting[key], f"--set {key}")
+    if value % unit:
+        raise InputError(f"--set {key}: {value} must be a multiple of {unit}, the blocks that walk a panel")
+    return min(value, _padded(count, unit))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    time_s: float
+    peak_bytes: int
+    order: int
+    option: _Option
+    sizes: Sizes
+
+
+def _candidates(problem: Problem, options: list[_Option], ceiling: int) -> list[_Candidate]:
+    """Everything that keeps the budget."""
+    found = []
+    for order, option in enumerate(options):
+        model = option.model(problem)
+        for sizes in option.sizes(problem):
+            peak = model.peak_bytes(sizes)
+            if peak <= ceiling:
+                found.append(_Candidate(model.time_s(sizes), peak, order, option, sizes))
+    return found
+
+
+def _best(candidates: list[_Candidate]) -> _Candidate:
+    """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order."""
+    limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
+    return min(
+        (candidate for candidate in candidates if candidate.time_s <= limit),
+        key=lambda c: (c.peak_bytes, c.time_s, c.order, dataclasses.astuple(c.sizes)),
+    )
+
+
+def _largest_batch(problem: Problem, options: list[_Option], ceiling: int) -> int | None:
+    """The largest global batch that some option can plan within the ceiling; None if not even one row fits."""
+
+    @functools.cache
+    def fits(batch: int) -> bool:
+        # With --keys the keys stay, unless the loss needs them equal to the queries.
+        keys = batch if problem.keys is not None and options[0].derivation.has_keys else problem.keys
+        other = dataclasses.replace(problem, batch_size=batch, keys=keys)
+        return any(option.smallest_peak(other) <= ceiling for option in options)
+
+    if not fits(1):
+        return None
+    low, high = 1, MAX_BATCH + 1  # low fits, high does not
+    probe = problem.batch_size
+    while high - low > 1:
+        low, high = (probe, high) if fits(probe) else (low, probe)
+        probe = (low + high) // 2 if high <= MAX_BATCH else min(2 * low, MAX_BATCH)
+    return low
+
+
+# ---------------------------------------------------------------------------------------------- explanation
+
+
+def _infeasible_message(
+    problem: Problem, cluster: Cluster, ceiling: int, smallest: int, largest: int | None
+) -> str:
+    budget = f"--memory-budget {bytes_text(ceiling)}"
+    if problem.memory_budget_bytes is None:
+        budget += f" (auto: 1/{AUTO_FRACTION} of {cluster.profile.name}'s memory)"
+    return (
+        f"{budget}: no plan fits --batch-size {problem.batch_size}, --dim {problem.dim} on {cluster.devices} device(s);"
+        f" the smallest feasible budget is {smallest} bytes ({bytes_text(smallest)}), "
+        + (f"the largest feasible batch is {largest}" if largest else "no batch fits this budget")
+    )
+
+
+def _reasons(
+    problem: Problem, best: _Candidate, candidates: list[_Candidate], ceiling: int
+) -> tuple[Reason, ...]:
+    option, sizes = best.option, best.sizes
+    model = option.model(problem)
+    world, cluster = model.world_size, option.cluster
+    found = []
+    if cluster.nodes > 1:
+        text = f"ring of {cluster.nodes} nodes; keys visit, queries stay"
+        why = "ranks in node order: one device's traffic per node crosses the network at each hop"
+    else:
+        text, why = "one node", "nothing crosses the network"
+    found.append(Reason(0, text, why))
+    if world > 1:
+        exposed = sum(phase.time_s for phase in model.phases(sizes) if phase.bound == "link")
+        why = f"two buffers of {model.keys} keys hide all but {1e3 * exposed:.3g} ms of the transfers behind the work"
+        found.append(
+            Reason(1, f"ring of {cluster.devices // cluster.nodes} devices, {world} hops in all", why)
+        )
+    else:
+        found.append(Reason(1, "one device", "a group of one runs without communication"))
+    found.append(Reason(2, f"strategy {option.strategy}", _strategy_why(problem, best, candidates)))
+    tiles = -(-model.rows // sizes.panel_rows) * -(-model.keys // sizes.panel_keys)
+    if option.strategy == "fused":
+        why = "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"
+        found.append(Reason(2, f"{sizes.panel_rows} query rows x all keys", why))
+    else:
+        area = sizes.panel_rows * sizes.panel_keys
+        larger = any(
+            c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates
+        )
+        if {"panel_rows", "panel_keys"} & set(problem.setting):
+            why = "set by --set"
+        else:
+            why = (
+                "larger ones are not faster"
+                if larger
+                else "larger ones exceed the budget, the problem or the cap"
+            )
+        why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
+        found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
+    as_backward = option.strategy in ("torch", "stash")
+    why = "as the backward panel" if as_backward else "its partial sums fit where backward needs more"
+    found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
+    if sizes.stash_rows:
+        why = "kept tiles need no recomputation in backward"
+        found.append(
+            Reason(2, f"stash of {min(sizes.stash_rows, model.rows)} of {model.rows} query rows", why)
+        )
+    if option.strategy in ("panel", "stash"):
+        library = "the library's product with fp32 output is the fastest here"
+        why = library if option.products == "library" else "no library product with fp32 output here"
+        why = "set by --set" if "products" in problem.setting else why
+        found.append(Reason(3, f"products by {option.products}", why))
+    for kernel, block in option.blocks.items():
+        changed = sorted(key for key in problem.setting if key.startswith(kernel + "."))
+        size = shared_bytes(kernel, block, problem.dtype)
+        why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
+        why = f"set by {', '.join(changed)}; {why}" if changed else why
+        found.append(Reason(3, f"{kernel} block {block.rows} x {block.keys} x {block.depth}", why))
+        registers = f"a register budget of {cluster.profile.registers_per_thread} per thread"
+        found.append(
+            Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", f"keeps to {registers}")
+        )
+    if option.blocks:
+        on = option.descriptors
+        why = "rows are multiples of 16 bytes" if on else "not on this board, for this row size, or by --set"
+        found.append(Reason(4, f"tensor descriptors {'on' if on else 'off'}", why))
+    return tuple(found)
+
+
+def _strategy_why(problem: Problem, best: _Candidate, candidates: list[_Candidate]) -> str:
+    if "strategy" in problem.setting:
+        return "set by --set"
+    if best.option.strategy == "torch":
+        return "no GPU: panels with torch's matrix products"
+    times: dict[str, float] = {}
+    for candidate in candidates:
+        if candidate.order != best.order:
+            name = candidate.option.strategy
+            times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
+    others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
+    text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")
+    if problem.dim > FUSED_DIM_LIMIT:
+        text += f"; fused needs --dim at most {FUSED_DIM_LIMIT}"
+    return text
+
+
+def bytes_text(size: int) -> str:
+    """A size for people: "512 bytes", "1.5 GiB"."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{math.ceil(10 * size / factor) / 10:g} {unit}"  # rounded up: a budget of it is enough
+    return f"{size} bytes"
+
+
+def _literals(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _literals(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literals(inner) for inner in value]
+    return value

@@ -1,0 +1,356 @@
+"""The problem: what a loss package is generated for. All parsing and validation of user input is here.
+
+`make_problem` turns flags (strings from the command line, values from Python or from a TOML file) into one
+`Problem`; `Problem` itself refuses values out of range, so that every later stage can rely on them. Each
+message names the flag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.errors import InputError
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+PRECISIONS = ("default", "tf32", "exact")
+TARGETS = ("auto", "cpu", "cuda", "rocm")
+
+MAX_BATCH = 2**40
+MAX_DIM = 65536
+MAX_DEVICES = 65536
+MAX_BUDGET_BYTES = 2**50
+_MAX_TEXT = 1024
+_MAX_FILE_BYTES = 2**20
+
+# What `--set` may steer: the words that are valid, or None for a count.
+SETTINGS: dict[str, tuple[str, ...] | None] = {
+    "strategy": ("panel", "fused", "stash", "torch"),
+    "products": ("library", "triton"),
+    "descriptors": ("on", "off"),
+    "panel_rows": None,
+    "panel_keys": None,
+    "stash_rows": None,
+}
+BLOCK_FIELDS = ("rows", "keys", "depth", "warps", "stages")  # `--set <kernel>.<field>=count`
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One problem: sizes are global (over all devices), the memory budget is per device.
+
+    `batch_size` counts queries (M), `keys` keys (N; None: as many as queries). `memory_budget_bytes` None
+    lets the planner take what helps, up to 1/8 of the device's memory. `device_profile` is a name, the path
+    of a TOML file, or "auto". `settings` are the pairs of `--set`, sorted by key. Raises InputError for
+    anything out of range.
+    """
+
+    batch_size: int
+    dim: int
+    loss: str = "clip"
+    keys: int | None = None
+    devices: int = 1
+    nodes: int = 1
+    memory_budget_bytes: int | None = None
+    dtype: str = "bf16"
+    precision: str = "default"
+    target: str = "auto"
+    device_profile: str = "auto"
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_integer("--batch-size", self.batch_size, 1, MAX_BATCH)
+        if self.keys is not None:
+            _check_integer("--keys", self.keys, 1, MAX_BATCH)
+        _check_integer("--dim", self.dim, 1, MAX_DIM)
+        _check_integer("--devices", self.devices, 1, MAX_DEVICES)
+        _check_integer("--nodes", self.nodes, 1, MAX_DEVICES)
+        if self.devices % self.nodes:
+            raise InputError(
+                f"--nodes: {self.nodes} nodes cannot hold {self.devices} devices evenly;"
+                " --devices (the total) must be a multiple of --nodes"
+            )
+        if self.memory_budget_bytes is not None:
+            _check_integer("--memory-budget", self.memory_budget_bytes, 1, MAX_BUDGET_BYTES)
+        _check_word("--dtype", self.dtype, tuple(DTYPE_BYTES))
+        _check_word("--precision", self.precision, PRECISIONS)
+        _check_word("--target", self.target, TARGETS)
+        if self.precision == "tf32" and self.dtype != "fp32":
+            raise InputError(f"--precision: tf32 is for --dtype fp32, not {self.dtype}; give 'default'")
+        _check_loss(self.loss)
+        check_text("--device-profile", self.device_profile)
+        _check_settings(self.settings)
+
+    @property
+    def total_keys(self) -> int:
+        """Global number of keys, N."""
+        return self.batch_size if self.keys is None else self.keys
+
+    @property
+    def setting(self) -> dict[str, str]:
+        """The pairs of `--set` as a dictionary."""
+        return dict(self.settings)
+
+
+def make_problem(**flags: Any) -> Problem:
+    """`Problem` from flags as users write them: sizes as "64k" or numbers, `memory_budget` as "2GiB" or
+    "auto".
+
+    Keywords are the flags with underscores (`batch_size`, `dim`, `loss`, `keys`, `devices`, `nodes`,
+    `memory_budget`, `dtype`, `precision`, `target`, `device_profile`, `set`) and the fields
+    `memory_budget_bytes` and `settings`; None means "not given". `set` is a mapping, or an iterable of
+    "key=value" or of pairs. Raises InputError naming the flag.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    known = (*(field.name for field in dataclasses.fields(Problem)), "memory_budget", "set")
+    for name in given:
+        if name not in known:
+            raise InputError(f"{flag_name(name)}: unknown option{suggestion(name, known)}")
+    for name in ("batch_size", "dim"):
+        if name not in given:
+            raise InputError(f"{flag_name(name)}: is required")
+    for short, full in (("memory_budget", "memory_budget_bytes"), ("set", "settings")):
+        if short in given and full in given:
+            raise InputError(f"{flag_name(short)}: give either {short} or {full}, not both")
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in ("batch_size", "keys", "dim", "devices", "nodes"):
+            values[name] = parse_count(value, flag_name(name))
+        elif name in ("memory_budget", "memory_budget_bytes"):
+            values["memory_budget_bytes"] = None if value == "auto" else parse_bytes(value, "--memory-budget")
+        elif name in ("set", "settings"):
+            values["settings"] = parse_settings(value)
+        elif name in ("loss", "device_profile") and isinstance(value, os.PathLike):
+            values[name] = os.fspath(value)
+        else:
+            values[name] = value
+    return Problem(**values)
+
+
+def parse_count(value: object, flag: str = "count") -> int:
+    """65536, "65536", "64k" or "4M" (k = 1024) as an integer >= 0. Raises InputError naming `flag`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", value) if isinstance(value, str) else None
+    if match is None:
+        raise InputError(
+            f"{flag}: {show(value)} is not a count; give for example 65536, 64k or 4M (k = 1024)"
+        )
+    return int(match[1]) << 10 * (" kmg".index(match[2].lower() or " "))
+
+
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in ((letter + "ib", 1024), (letter + "b", 1000))
+}
+
+
+def parse_bytes(value: object, flag: str = "size") -> int:
+    """512 (bytes), "512MiB", "1.5GiB" or "1GB" (10**9) as bytes. Raises InputError naming `flag`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = (
+        re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})? ?([A-Za-z]{0,3})", value)
+        if isinstance(value, str)
+        else None
+    )
+    factor: int | None = _BYTE_UNITS.get(match[3].lower()) if match else None
+    if match is None or factor is None:
+        raise InputError(f"{flag}: {show(value)} is not a size; give for example 512MiB, 2GiB or 1GB")
+    fraction = match[2][1:] if match[2] else ""
+    return int(match[1] + fraction) * factor // int(10 ** len(fraction))
+
+
+def parse_settings(value: object) -> tuple[tuple[str, str], ...]:
+    """The pairs of `--set`, sorted by key, from a mapping or from "key=value" strings or pairs."""
+    if isinstance(value, Mapping):
+        items: list[object] = list(value.items())
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        items = list(value)
+    else:
+        raise InputError(f"--set: {show(value)} is not a list of key=value")
+    pairs: list[tuple[str, str]] = []
+    for item in items:
+        if isinstance(item, str) and "=" in item:
+            key, _, word = item.partition("=")
+        elif isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str):
+            key, word = item[0], item[1]
+            word = str(word) if isinstance(word, int) and not isinstance(word, bool) else word
+        else:
+            raise InputError(f"--set: {show(item)} is not key=value")
+        if any(key == other for other, _ in pairs):
+            raise InputError(f"--set: {show(key)} is given twice")
+        pairs.append((key, word))
+    _check_settings(tuple(pairs))
+    return tuple(sorted(pairs))
+
+
+def check_text(flag: str, value: object) -> str:
+    """`value` if it is a printable, non-empty text of moderate length; control characters, newlines and
+    invisible direction marks are refused because the text may be shown, or written into a package as a
+    literal."""
+    if not isinstance(value, str):
+        raise InputError(f"{flag}: expected text, got {show(value)}")
+    if not value or len(value) > _MAX_TEXT or not value.isprintable():
+        raise InputError(
+            f"{flag}: {show(value)} is empty, longer than {_MAX_TEXT}, or has unprintable characters"
+        )
+    return value
+
+
+def read_text_file(flag: str, path: str | os.PathLike[str]) -> str:
+    """The text of a small regular UTF-8 file. Raises InputError naming `flag` (also for a device or a pipe,
+    which would block)."""
+    name = check_text(flag, os.fspath(path))
+    try:
+        mode = os.stat(name).st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError(f"{flag}: {show(name)} is not a regular file")
+        with open(name, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{flag}: cannot read {show(name)}: {error.strerror or error}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise InputError(f"{flag}: {show(name)} is larger than {_MAX_FILE_BYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{flag}: {show(name)} is not UTF-8 text (byte {error.start})") from None
+
+
+CONFIG_FLAGS: dict[str, Any] = {
+    "loss": str,
+    "batch_size": int | str,
+    "keys": int | str,
+    "dim": int | str,
+    "devices": int | str,
+    "nodes": int | str,
+    "memory_budget": int | str,
+    "dtype": str,
+    "precision": str,
+    "target": str,
+    "device_profile": str,
+    "set": dict[str, int | str] | list[str],
+    "output": str,
+    "force": bool,
+    "ranks": int | str,
+    "aot": str | list[str],
+    "json": bool,
+    "quiet": bool,
+    "verbose": bool,
+}
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The flags given in a TOML file, by their names with underscores (dashes are accepted as well).
+
+    One file may serve every command: a flag that the running command does not have is checked, and unused.
+    Raises InputError naming the key that is unknown, given twice, or has a wrong type.
+    """
+    import msgspec
+
+    text = read_text_file("--config", path)
+    where = show(os.fspath(path))
+    try:
+        table = msgspec.toml.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"--config: {where} is not valid TOML: {error}") from None
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in CONFIG_FLAGS:
+            raise InputError(f"--config: unknown key {show(key)} in {where}{suggestion(name, CONFIG_FLAGS)}")
+        if name in values:
+            raise InputError(f"--config: {show(key)} is given twice in {where}")
+        try:
+            values[name] = msgspec.convert(value, CONFIG_FLAGS[name], strict=True)
+        except msgspec.ValidationError as error:
+            raise InputError(f"--config: key {show(key)} in {where}: {error}") from None
+    return values
+
+
+def flag_name(name: str) -> str:
+    """ "batch_size" -> "--batch-size", as it is shown in messages."""
+    return "--" + clean(name.removesuffix("_bytes")).replace("_", "-")
+
+
+def show(value: object) -> str:
+    """`value` for a message: its repr, on one line, printable and not too long."""
+    try:
+        text = clean(repr(value))
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 120 else text[:80] + "..." + text[-30:]
+
+
+def clean(text: str) -> str:
+    """`text` with everything unprintable escaped: safe to write to a terminal, and one line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?" or the list of what is valid."""
+    known = list(known)
+    close = difflib.get_close_matches(name[:64], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(known)}"
+
+
+def _check_integer(flag: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{flag}: expected an integer from {low} to {high}, got {show(value)}")
+    if not low <= value <= high:
+        raise InputError(f"{flag}: {_short_integer(value)} is out of range; valid: {low} to {high}")
+
+
+def _short_integer(value: int) -> str:
+    # str() of an integer beyond 4300 digits raises.
+    return str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"
+
+
+def _check_word(flag: str, value: object, valid: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in valid:
+        raise InputError(f"{flag}: {show(value)} is unknown; valid: {', '.join(valid)}")
+
+
+def _check_loss(value: object) -> None:
+    text = check_text("--loss", value)
+    name = text
+    if ":" in text:
+        path, _, name = text.rpartition(":")
+        if Path(path).suffix != ".py":
+            raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME")
+    if not (name.isascii() and name.isidentifier()):
+        raise InputError(
+            f"--loss: {show(text)} must be a name or FILE.py:NAME, with NAME an ASCII identifier"
+        )
+
+
+def _check_settings(pairs: object) -> None:
+    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise InputError(f"--set: expected pairs of key and value, got {show(pairs)}")
+    seen = set()
+    for key, word in pairs:
+        if not isinstance(key, str) or not isinstance(word, str):
+            raise InputError(f"--set: expected text for key and value, got {show((key, word))}")
+        if key in seen:
+            raise InputError(f"--set: {show(key)} is given twice")
+        seen.add(key)
+        _, dot, field = key.partition(".")
+        if dot and re.fullmatch(r"[a-z][a-z_]*\.[a-z]+", key) and field in BLOCK_FIELDS:
+            words = None
+        elif key in SETTINGS:
+            words = SETTINGS[key]
+        else:
+            known = [*SETTINGS, *(f"<kernel>.{name}" for name in BLOCK_FIELDS)]
+            raise InputError(f"--set: {show(key)} is unknown{suggestion(key, known)}")
+        if words is not None:
+            _check_word(f"--set {key}", word, words)
+        elif not 1 <= parse_count(word, f"--set {key}") <= MAX_BATCH:
+            raise InputError(f"--set {key}: {show(word)} is out of range; valid: 1 to {MAX_BATCH}")

@@ -1,0 +1,1 @@
+"""What ships inside every generated package: validation, custom operators, the ring. Needs torch only."""

@@ -1,0 +1,478 @@
+"""Forward and backward of the loss over one device or over the ring, through the package's device sweep.
+
+The device sweep is the package's `schedule` module; this file decides which blocks of queries and keys it is given,
+where accumulators live, and what the results are weighted with. A group of one never communicates, never copies its
+inputs and, on CUDA, never waits for the device.
+
+Gradient convention. The loss of the whole batch is L = 1/M * (sum of terms of queries and of keys). Rank p returns
+W * (the terms of its own rows) with grad_sync="mean": averaging parameter gradients over ranks, as DDP and FSDP do,
+then gives exactly the gradient of L, for uneven ranks and for scale and bias too. grad_sync="sum" leaves out the W.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import ring as rings
+from .statistics import clear, view
+
+_labels_checked_alone: set[str] = set()  # packages whose labels were looked at once, in a group of one
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Package:
+    """One generated package: what it was made for, its derived mathematics and its device sweep."""
+
+    name: str
+    digest: str
+    loss_name: str
+    dtype: torch.dtype
+    dim: int
+    batch_size: int
+    key_count: int
+    rows_per_rank: int
+    keys_per_rank: int
+    any_device: bool  # False: Triton kernels, for CUDA and ROCm
+    product_precision: str  # of fp32 library products: "ieee" or "tf32"
+    regenerate: str  # the command for another problem
+    loss: Any
+    schedule: Any
+
+    @property
+    def labelled(self) -> bool:
+        return bool(self.loss.POSITIVES == "label")
+
+
+class Options(NamedTuple):
+    """How a call wants its result: `grad_sync` "mean" or "sum" (module docstring); `reduction` "mean" or "sum" (times
+    M); `check_ranks` "first", "always" or "never"."""
+
+    group_name: str = ""
+    grad_sync: str = "mean"
+    reduction: str = "mean"
+    check_ranks: str = "first"
+
+
+class Saved(NamedTuple):
+    """What backward needs of forward, besides the inputs.
+
+    query_statistics  (3, m): exponent, mantissa, z of the positive
+    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none
+    stash             the part of the tile matrix that is kept, of shape (0,) if none is
+    layout            int64 (W, 2) on the host: rows and keys of each rank; for a group of one (0, 2), on the device
+    """
+
+    query_statistics: Tensor
+    key_statistics: Tensor
+    stash: Tensor
+    layout: Tensor
+
+
+class Layout(NamedTuple):
+    """Rows and keys of each rank. The batch is their concatenation in group-rank order."""
+
+    rank: int
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    def row_offset(self) -> int:
+        return sum(self.rows[: self.rank])
+
+    def key_offset(self, owner: int) -> int:
+        return sum(self.keys[:owner])
+
+
+def forward(
+    package: Package,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    gradients: int,
+) -> tuple[Tensor, Saved]:
+    """This rank's loss (0-dim, statistics dtype) and what backward needs.
+
+    q (m, D), k (n, D) of the package's dtype on one device, any strides, m and n possibly 0 in a ring; scale, bias
+    0-dim, statistics dtype, on that device; labels int64 (m,), global, or None; `gradients`: bits of the inputs that
+    want one, 0 if none does. Raises, on every rank, ValueError for sizes that the package cannot take and RuntimeError
+    where ranks disagree.
+    """
+    ring = rings.find_ring(options.group_name)
+    layout = _agree(package, ring, q, k, labels, options, gradients)
+    rows, keys = q.shape[0], k.shape[0]
+    schedule = package.schedule
+    with _device_state(package, q.device):
+        positives = _positives(package, layout, labels, q.device)
+        query_statistics = q.new_empty((3, rows), dtype=schedule.STATISTICS_DTYPE)
+        queries, positive_z = clear(query_statistics), query_statistics[2].fill_(float("nan"))
+        key_statistics = q.new_empty(
+            (2, keys if package.loss.HAS_KEYS else 0), dtype=schedule.STATISTICS_DTYPE
+        )
+        stash = _new_stash(package, q, k) if ring is None and gradients else q.new_empty(0)
+        if ring is None:
+            own = clear(key_statistics) if package.loss.HAS_KEYS else None
+            kept = stash if stash.numel() else None
+            schedule.forward_block(q, k, scale, bias, positives, 0, queries, own, positive_z, stash=kept)
+        else:
+            largest = max(layout.keys)
+            parcel = q.new_empty((largest, package.dim))
+            parcel[:keys].copy_(k)
+            sums = None
+            if package.loss.HAS_KEYS:
+                sums = q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE)
+                clear(sums)
+            rotation = rings.Rotation(ring, "forward", [parcel], sums)
+            for owner in rotation:
+                valid = layout.keys[owner]
+                if not (rows and valid):
+                    continue
+                block = None if rotation.accumulator is None else view(rotation.accumulator, 0, valid)
+                visiting, offset = rotation.parcels[0][:valid], layout.key_offset(owner)
+                schedule.forward_block(
+                    q, visiting, scale, bias, positives, offset, queries, block, positive_z
+                )
+            if rotation.accumulator is not None:
+                key_statistics.copy_(rotation.accumulator[:, :keys])
+        if package.labelled:
+            # A label that names no key leaves the NaN in positive_z: let it reach the gradients too.
+            queries.mantissa.add_(positive_z * 0.0)
+        weight = _weight(layout, options)
+        loss = schedule.loss_terms(
+            queries,
+            view(key_statistics) if package.loss.HAS_KEYS else None,
+            positive_z,
+            scale,
+            bias,
+            weight,
+            weight,
+        )
+    if ring is None:
+        sizes = q.new_empty((0, 2), dtype=torch.int64)
+    else:
+        sizes = torch.tensor(list(zip(layout.rows, layout.keys, strict=True)), dtype=torch.int64)
+    return loss, Saved(query_statistics, key_statistics, stash, sizes)
+
+
+def backward(
+    package: Package,
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    saved: Saved,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq (m, D), dk (n, D) in the features' dtype, dscale, dbias 0-dim in the statistics dtype), times `upstream`, the
+    gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it."""
+    ring = rings.find_ring(options.group_name)
+    rows, keys = q.shape[0], k.shape[0]
+    if ring is None:
+        layout = Layout(0, (rows,), (keys,))
+    else:
+        sizes = saved.layout.tolist()
+        layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
+    schedule, statistics = package.schedule, package.schedule.STATISTICS_DTYPE
+    weight = _weight(layout, options)
+    with _device_state(package, q.device):
+        upstream = upstream.to(statistics).contiguous()
+        dots = q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=statistics)
+        positives = _positives(package, layout, labels, q.device)
+        sweep = _Backward(package, q, k, scale, bias, positives, saved, upstream, weight)
+        dq, dk = sweep.alone(dots) if ring is None else sweep.over(ring, layout, dots)
+        sum_of_dots = dots.sum(dtype=torch.float64).to(statistics)
+        unit = upstream * weight
+        factor = package.loss.dscale_factor(scale, bias)
+        dscale = unit * factor * (sum_of_dots * 2.0**-schedule.GRADIENT_EXPONENT)
+        dbias = unit * (package.loss.DBIAS * rows) + sum_of_dots * 0.0  # the last term keeps a NaN
+    return dq, dk, dscale, dbias
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The arguments of the backward sweep, and its two drivers."""
+
+    package: Package
+    q: Tensor
+    k: Tensor
+    scale: Tensor
+    bias: Tensor
+    positives: Tensor | int
+    saved: Saved
+    upstream: Tensor
+    weight: float
+
+    def alone(self, dots: Tensor) -> tuple[Tensor, Tensor]:
+        """One device. The query gradient of PANEL_ROWS rows at a time accumulates in the statistics dtype."""
+        schedule, q, k = self.package.schedule, self.q, self.k
+        step = min(schedule.PANEL_ROWS, q.shape[0])
+        dq, dk = (x.new_empty(x.shape) for x in (q, k))  # contiguous, whatever the strides of the input
+        in_place = q.dtype == schedule.STATISTICS_DTYPE
+        dk_sum = dk if in_place else k.new_empty(k.shape, dtype=schedule.STATISTICS_DTYPE)
+        dq_panel = None if in_place else q.new_empty((step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+        dk_sum.zero_()
+        keys = view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
+        for start in range(0, q.shape[0], step):
+            stop = min(start + step, q.shape[0])
+            out = dq[start:stop]
+            total = (out if dq_panel is None else dq_panel[: stop - start]).zero_()
+            self._block(start, stop, k, 0, keys, total, dk_sum)
+            first = start // schedule.FINISH_ROWS
+            count = -(-(stop - start) // schedule.FINISH_ROWS)
+            self._finish(total, q[start:stop], out, dots[first : first + count])
+        self._finish(dk_sum, k, dk)
+        return dq, dk
+
+    def over(self, ring: rings.Ring, layout: Layout, dots: Tensor) -> tuple[Tensor, Tensor]:
+        """The ring. Accumulators for all rows, then the results."""
+        q, k = self.q, self.k
+        dq_sum, dk_sum = self._travel(ring, layout)
+        in_place = q.dtype == self.package.schedule.STATISTICS_DTYPE
+        dq = dq_sum if in_place else q.new_empty(q.shape)
+        dk = dk_sum if in_place else k.new_empty(k.shape)
+        if q.shape[0]:
+            self._finish(dq_sum, q, dq, dots)
+        if k.shape[0]:
+            self._finish(dk_sum, k, dk)
+        return dq, dk
+
+    def _travel(self, ring: rings.Ring, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Unweighted sums for dq and dk. Those for dq stay; those for dk travel with the keys and come home."""
+        schedule, q, k = self.package.schedule, self.q, self.k
+        rows, keys, largest = q.shape[0], k.shape[0], max(layout.keys)
+        dq_sum = q.new_zeros(q.shape, dtype=schedule.STATISTICS_DTYPE)
+        parcels = [q.new_empty((largest, self.package.dim))]
+        parcels[0][:keys].copy_(k)
+        if self.package.loss.HAS_KEYS:
+            parcels.append(q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE))
+            parcels[1][:, :keys].copy_(self.saved.key_statistics)
+        dk_sum = q.new_zeros((largest, self.package.dim), dtype=schedule.STATISTICS_DTYPE)
+        rotation = rings.Rotation(ring, "backward", parcels, dk_sum)
+        for owner in rotation:
+            valid = layout.keys[owner]
+            if not (rows and valid):
+                continue
+            assert rotation.accumulator is not None
+            statistics = view(rotation.parcels[1], 0, valid) if self.package.loss.HAS_KEYS else None
+            visiting, total = rotation.parcels[0][:valid], rotation.accumulator[:valid]
+            self._block(0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total)
+        assert rotation.accumulator is not None
+        return dq_sum, rotation.accumulator[:keys]
+
+    def _block(
+        self, start: int, stop: int, k: Tensor, key_offset: int, keys: Any, dq_sum: Tensor, dk_sum: Tensor
+    ) -> None:
+        positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
+        statistics = self.saved.query_statistics
+        stash = self.saved.stash[start:stop]
+        self.package.schedule.backward_block(
+            self.q[start:stop], k, self.scale, self.bias, positives, key_offset, view(statistics, start, stop), keys,
+            statistics[2, start:stop], dq_sum, dk_sum, stash=stash if stash.numel() else None,
+        )  # fmt: skip
+
+    def _finish(self, total: Tensor, x: Tensor, out: Tensor, dots: Tensor | None = None) -> None:
+        self.package.schedule.finish(
+            total, x, self.scale, self.bias, self.upstream, self.weight, out, dots=dots
+        )
+
+
+def announce_rejection(package: Package, q: object, k: object, labels: object, options: Options) -> None:
+    """Tells the other ranks that this one is about to raise for its own arguments, so that they raise too.
+
+    Raises RuntimeError if the reason is one that the ranks can name together (such as differing dtypes).
+    """
+    ring = rings.find_ring(options.group_name)
+    if ring is not None:
+        header = _header(package, q, k, labels, options, 0, (0, -1), accepted=False)
+        difference = rings.disagreement(ring.exchange(header), everything=True)
+        if difference is not None and "differs" in difference:
+            raise RuntimeError(f"ranks disagree: {difference}")
+
+
+def _agree(
+    package: Package,
+    ring: rings.Ring | None,
+    q: Tensor,
+    k: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    gradients: int,
+) -> Layout:
+    """Everybody's sizes, after comparing what must be equal and checking what must fit."""
+    if ring is None:
+        layout = Layout(0, (q.shape[0],), (k.shape[0],))
+        _check_sizes(package, layout, labels is not None)
+        _check_labels([_label_range(package, labels, _labels_checked_alone)], layout)
+        return layout
+    ring.check_device(q.device)
+    label_range = _label_range(package, labels, ring.labels_checked)
+    headers = ring.exchange(_header(package, q, k, labels, options, gradients, label_range))
+    if options.check_ranks != "never":
+        everything = options.check_ranks == "always" or package.digest not in ring.agreed
+        difference = rings.disagreement(headers, everything)
+        if difference is not None:
+            raise RuntimeError(f"ranks disagree: {difference}")
+        ring.agreed.add(package.digest)
+    elif not all(header["accepted"] for header in headers):
+        raise RuntimeError(f"ranks disagree: {rings.disagreement(headers, True)}")
+    layout = Layout(
+        ring.rank, tuple(header["rows"] for header in headers), tuple(header["keys"] for header in headers)
+    )
+    _check_sizes(package, layout, labels is not None)
+    _check_labels([(header["first label"], header["last label"]) for header in headers], layout)
+    return layout
+
+
+def _header(
+    package: Package,
+    q: object,
+    k: object,
+    labels: object,
+    options: Options,
+    gradients: int,
+    label_range: tuple[int, int],
+    accepted: bool = True,
+) -> Mapping[str, Any]:
+    features = q if isinstance(q, Tensor) else torch.empty(0, 0)
+    keys = k if isinstance(k, Tensor) else torch.empty(0, 0)
+    return {
+        "accepted": accepted,
+        "protocol": rings.PROTOCOL,
+        "package digest": package.digest[:14],
+        "torch version": str(torch.__version__)[:14],
+        "loss": package.loss_name[:14],
+        "dtype": str(features.dtype if features.dtype != package.dtype else keys.dtype).removeprefix(
+            "torch."
+        ),
+        "embedding dimension": features.shape[-1] if features.dim() else 0,
+        "labels given": labels is not None,
+        "gradients wanted": gradients,
+        "grad_sync": options.grad_sync,
+        "reduction": options.reduction,
+        "rows": features.shape[0] if features.dim() else 0,
+        "keys": keys.shape[0] if keys.dim() else 0,
+        "first label": label_range[0],
+        "last label": label_range[1],
+    }
+
+
+def _check_sizes(package: Package, layout: Layout, labels_given: bool) -> None:
+    """From global figures only, so that every rank comes to the same conclusion."""
+    queries, keys = sum(layout.rows), sum(layout.keys)
+    if not queries or not keys:
+        raise ValueError(f"the batch needs at least one query and one key; it has {queries} and {keys}")
+    if queries > package.batch_size or keys > package.key_count:
+        raise ValueError(
+            f"{package.name} was generated for at most {package.batch_size} queries and {package.key_count} keys, but "
+            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(queries=queries, keys=keys)}"
+        )
+    if not package.labelled and queries != keys:
+        raise ValueError(
+            f"{package.loss_name} pairs query i with key i, but there are {queries} queries and {keys} keys"
+        )
+    if package.labelled and not labels_given and queries > keys:
+        raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
+    over = max(layout.rows) > package.rows_per_rank or max(layout.keys) > package.keys_per_rank
+    if over and package.digest not in _warned:
+        _warned.add(package.digest)
+        warnings.warn(
+            f"{package.name} was planned for {package.rows_per_rank} queries and {package.keys_per_rank} keys per "
+            f"rank; with {max(layout.rows)} and {max(layout.keys)} it may take more memory than predicted",
+            stacklevel=2,
+        )
+
+
+def _label_range(package: Package, labels: Tensor | None, checked: set[str]) -> tuple[int, int]:
+    """Smallest and largest label of this rank; (0, -1) if there is none, or where looking would stall the device.
+
+    Labels on a device are looked at on first use only; later an out-of-range label gives NaN.
+    """
+    if labels is None or not labels.numel():
+        return 0, -1
+    if labels.device.type != "cpu":
+        if package.digest in checked:
+            return 0, -1
+        checked.add(package.digest)
+    first, last = torch.aminmax(labels)
+    return int(first), int(last)
+
+
+def _check_labels(ranges: list[tuple[int, int]], layout: Layout) -> None:
+    keys = sum(layout.keys)
+    for rank, (first, last) in enumerate(ranges):
+        if last >= keys or first < 0:
+            where = f" on rank {rank}" if len(ranges) > 1 else ""
+            raise ValueError(
+                f"labels{where} range from {first} to {last}; there are {keys} keys (0..{keys - 1})"
+            )
+
+
+def _positives(package: Package, layout: Layout, labels: Tensor | None, device: torch.device) -> Tensor | int:
+    """The global index of each query's positive: an int64 tensor, or for "diagonal" losses that of local row 0."""
+    offset = layout.row_offset()
+    if not package.labelled:
+        return offset
+    if labels is None:
+        return torch.arange(offset, offset + layout.rows[layout.rank], device=device)
+    return labels.to(device, non_blocking=True)
+
+
+def _weight(layout: Layout, options: Options) -> float:
+    """What a term of this rank counts in its loss."""
+    ranks = len(layout.rows) if options.grad_sync == "mean" else 1
+    return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
+
+
+def _new_stash(package: Package, q: Tensor, k: Tensor) -> Tensor:
+    """Room for the tiles of the first rows, as the device sweep wants it: (rows, keys) in the features' dtype."""
+    shape = package.schedule.stash_shape(q.shape[0], k.shape[0])
+    return q.new_empty(0 if shape is None else shape)
+
+
+@contextlib.contextmanager
+def _device_state(package: Package, device: torch.device) -> Iterator[None]:
+    """No graph, no autocast (it would round inside the sweep), and the tensors' device current."""
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), current:
+        with _precisions[device.type == "cuda"].of_products(package.product_precision):
+            yield
+
+
+class _Precision:
+    """torch's process-wide switch for fp32 matrix products, held at a value while anybody needs it there.
+
+    Whatever the process has chosen for its own products ("medium" rounds them to bf16 on some CPUs) must not reach ours.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._switch, self._lock, self._users, self._before = library.matmul, threading.Lock(), 0, ""
+
+    @contextlib.contextmanager
+    def of_products(self, precision: str) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                self._before = self._switch.fp32_precision
+            self._users += 1
+            self._switch.fp32_precision = precision
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._switch.fp32_precision = self._before
+
+
+_precisions = (_Precision(torch.backends.mkldnn), _Precision(torch.backends.cuda))

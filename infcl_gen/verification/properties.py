@@ -1,0 +1,189 @@
+"""Inputs that break contrastive losses, drawn from a seed, and the check of a package against them.
+
+A `Case` says in a few words what an input is like; `tensors` builds it. `random_cases` draws cases with the standard
+library alone (`infcl-gen verify`); tests let hypothesis draw the same fields, so that a failure shrinks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from infcl_gen.verification.gate import GateRow, gate, truth_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DIMS = (1, 3, 16, 64, 96, 100, 384, 640, 768, 1152)
+ROWS = (1, 2, 17, 63, 64, 65, 100, 127, 129, 130)
+SCALES = (1e-3, 1.0, 14.3, 100.0, 1000.0)
+BIASES = (None, 0.0, -10.0, 3.5)
+FEATURES = ("unit", "matched", "unnormalised", "negative", "duplicate", "zero_rows", "tiny")
+LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input: sizes, numbers, and what its features and its memory look like.
+
+    features  unit: random directions. matched: positives almost equal, so loss and gradient nearly vanish.
+              unnormalised: norms over four powers of two. negative: every similarity is about -1. duplicate: few
+              distinct rows. zero_rows: every third row is 0. tiny: norms about 1e-3.
+    layout    how the tensors lie in memory: row-major; column-major; every second row and column; a column slice of
+              something wider (rows not 16-byte aligned); one row seen M times (stride 0).
+    """
+
+    queries: int
+    keys: int
+    dim: int
+    dtype: str = "fp32"
+    scale: float = 1.0
+    bias: float | None = None
+    features: str = "unit"
+    layout: str = "contiguous"
+    seed: int = 0
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    scale: float
+    bias: float | None
+    labels: Tensor | None
+
+
+def tensors(case: Case, positives: str = "diagonal", device: torch.device | str = "cpu") -> Inputs:
+    """Build a case's input; for "label" losses with explicit, repeating labels on odd seeds (always if N < M)."""
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype = DTYPES[case.dtype]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = normal(case.queries, case.dim), normal(case.keys, case.dim)
+    q, k = (x / x.norm(dim=1, keepdim=True).clamp(min=1e-6) for x in (q, k))
+    labels = None
+    if positives == "label" and (case.seed % 2 or case.keys < case.queries):
+        labels = torch.randint(case.keys, (case.queries,), generator=generator)
+    if case.features == "matched":
+        own = torch.arange(case.queries) if labels is None else labels
+        q = k[own % case.keys] + 0.05 * q
+    elif case.features == "unnormalised":
+        q, k = (x * torch.exp2(4 * torch.rand(len(x), 1, generator=generator).to(x) - 2) for x in (q, k))
+    elif case.features == "negative":
+        q, k = q[:1] + 0.02 * q, -(q[:1] + 0.02 * k)
+    elif case.features == "duplicate":
+        q, k = q[torch.arange(len(q)) % 3 % len(q)], k[torch.arange(len(k)) % 2 % len(k)]
+    elif case.features == "zero_rows":
+        q[::3], k[1::3] = 0.0, 0.0
+    elif case.features == "tiny":
+        q, k = 1e-3 * q, 1e-3 * k
+    q, k = (_laid_out(x.to(dtype), case.layout, device) for x in (q, k))
+    return Inputs(q, k, case.scale, case.bias, None if labels is None else labels.to(device))
+
+
+def random_cases(
+    examples: int,
+    dim: int,
+    dtype: str,
+    largest_queries: int,
+    largest_keys: int,
+    positives: str = "diagonal",
+    seed: int = 0,
+    rows: Iterable[int] = ROWS,
+) -> Iterator[Case]:
+    """`examples` cases that a package of this dimension, dtype and size must get right; the same for the same seed."""
+    draw = random.Random(seed)
+    sizes = [size for size in rows if size <= min(largest_queries, largest_keys)] or [1]
+    for index in range(examples):
+        queries = draw.choice(sizes)
+        yield Case(
+            queries=queries,
+            keys=queries if positives == "diagonal" else draw.choice(sizes),
+            dim=dim,
+            dtype=dtype,
+            scale=draw.choice(SCALES),
+            bias=draw.choice(BIASES),
+            features=FEATURES[index % len(FEATURES)],  # in turn, so that a few examples see all of them
+            layout=draw.choice(LAYOUTS),
+            seed=draw.randrange(2**31),
+        )
+
+
+class Verdict(NamedTuple):
+    case: Case
+    rows: list[GateRow]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+
+def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu", **options: Any) -> Verdict:
+    """Run one case through a package, by autograd on odd seeds and by `loss_and_grads` on even ones, and judge it."""
+    inputs = tensors(case, module.SPEC["positives"], device)
+    run = partial(autograd_results, module) if case.seed % 2 else module.loss_and_grads
+    result = run(inputs.q, inputs.k, inputs.scale, inputs.bias, labels=inputs.labels, **options)
+    truth = truth_of(module, *inputs, precision=module.SPEC["problem"]["precision"])
+    return Verdict(case, gate(result, truth))
+
+
+def check_package(
+    module: ModuleType, device: torch.device | str = "cpu", examples: int = 14, seed: int = 0, **draw: Any
+) -> list[Verdict]:
+    """The numerics gate over `examples` random cases of an imported package, in the sizes it was generated for."""
+    problem = module.SPEC["problem"]
+    cases = random_cases(
+        examples,
+        dim=problem["dim"],
+        dtype=problem["dtype"],
+        largest_queries=problem["batch_size"],
+        largest_keys=problem["keys"] or problem["batch_size"],
+        positives=module.SPEC["positives"],
+        seed=seed,
+        **draw,
+    )
+    return [check_case(module, case, device) for case in cases]
+
+
+def autograd_results(
+    module: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    bias: float | None = None,
+    labels: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd, with all four asking for gradients."""
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+    numbers = [torch.tensor(0.0 if value is None else value, dtype=statistics, device=q.device) for value in (scale, bias)]
+    leaves = (q, k, *(number.requires_grad_() for number in numbers))
+    loss = module.contrastive_loss(*leaves, labels=labels, **options)
+    return (loss.detach(), *torch.autograd.grad(loss, leaves))
+
+
+def _laid_out(x: Tensor, layout: str, device: torch.device | str) -> Tensor:
+    """The values of x in another memory layout ("expanded" takes the first row for all)."""
+    x = x.to(device)
+    rows, columns = x.shape
+    if layout == "transposed":
+        return x.T.contiguous().T
+    if layout == "expanded":
+        return x[:1].expand(rows, columns)
+    if layout == "strided":
+        wide = x.new_full((2 * rows, 2 * columns), float("nan"))
+        view = wide[::2, ::2]
+    elif layout == "sliced":
+        wide = x.new_full((rows + 2, columns + 3), float("nan"))
+        view = wide[1:-1, 1:-2]
+    else:
+        return x.contiguous()
+    view.copy_(x)
+    return view

@@ -1,0 +1,171 @@
+"""One process of `infcl-gen verify`: runs a package's code and writes what it found to a file.
+
+    python -m infcl_gen.verification.worker JOB.json RANK
+
+A job is a `Job` as JSON. Running packages in processes of their own keeps a crash, a hang, a leak or an environment
+variable (TRITON_INTERPRET) out of the process that verifies.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infcl_gen.emission import import_package
+from infcl_gen.verification.gate import failures, gate, truth_of
+from infcl_gen.verification.memory import PeakMeter
+from infcl_gen.verification.oracle import LossAndGrads
+from infcl_gen.verification.properties import ROWS, Case, Inputs, check_package, random_cases, tensors
+
+SMALL_ROWS = (1, 17, 64, 65, 130)  # under the Triton interpreter
+LARGE_ROWS = (*ROWS, 1000, 2049, 4096)  # on a GPU
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do: "numerics" (the gate on one device), "memory" (the peak at the planned size), or "ring"."""
+
+    kind: str
+    package: str
+    device: str  # "cpu", "interpreter" (CPU, with TRITON_INTERPRET=1 in the environment), or "cuda"
+    examples: int
+    folder: str  # a scratch folder that the processes of the job share
+    world_size: int = 1
+    timeout_s: float = 120.0
+
+
+def main() -> None:
+    job, rank = Job(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
+    torch.set_num_threads(max(1, torch.get_num_threads() // job.world_size))
+    module = import_package(Path(job.package))
+    rows = {"numerics": numerics, "memory": memory, "ring": ring}[job.kind](job, module, rank)
+    if rank == 0:
+        Path(job.folder, "rows.json").write_text(json.dumps(rows))
+
+
+def numerics(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
+    sizes = {"cuda": LARGE_ROWS, "interpreter": SMALL_ROWS}.get(job.device, ROWS)
+    device = "cpu" if job.device == "interpreter" else job.device
+    verdicts = check_package(module, device, job.examples, rows=sizes)
+    rows = []
+    for quantity in LossAndGrads._fields:
+        judged = [(verdict.case, row) for verdict in verdicts for row in verdict.rows if row.quantity == quantity]
+        bad = [(case, row) for case, row in judged if not row.passed]
+        ratio = max((row.error / row.tolerance if row.tolerance else 0.0) for _, row in judged)
+        detail = f"{len(judged)} inputs on {job.device}, largest error {ratio:.2f} of what is allowed"
+        if bad:
+            detail = f"{len(bad)} of {len(judged)} inputs fail, first {bad[0][0]}: {bad[0][1].detail}"
+        rows.append({"check": f"numerics {quantity}", "passed": not bad, "detail": detail})
+    return rows
+
+
+def memory(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
+    """The measured peak at the planned size against the predicted one; the size is what one device of the plan holds."""
+    problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
+    case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
+    inputs = tensors(case, module.SPEC["positives"], job.device)
+    arguments = (inputs.q, inputs.k, 14.3)
+    if job.device == "cuda":
+        module.loss_and_grads(*arguments)  # compiles
+    with PeakMeter(job.device) as meter:
+        result = module.loss_and_grads(*arguments)
+    del result
+    detail = f"measured {meter.peak_bytes / 2**20:.2f} MiB, predicted {predicted / 2**20:.2f} MiB"
+    return [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
+
+
+def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
+    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=Path(job.folder, "store").absolute().as_uri(),
+        rank=rank,
+        world_size=job.world_size,
+        timeout=datetime.timedelta(seconds=job.timeout_s),
+    )
+    problem = module.SPEC["problem"]
+    cases = random_cases(
+        job.examples,
+        problem["dim"],
+        problem["dtype"],
+        problem["batch_size"],
+        problem["keys"] or problem["batch_size"],
+        module.SPEC["positives"],
+        rows=SMALL_ROWS if job.device == "interpreter" else ROWS,
+    )
+    bad, ratio, count = [], 0.0, 0
+    try:
+        for case in cases:
+            inputs = tensors(case, module.SPEC["positives"], device)
+            q_cuts, k_cuts = shards(case, module.SPEC["positives"], job.world_size)
+            result = module.loss_and_grads(
+                inputs.q[q_cuts[rank]],
+                inputs.k[k_cuts[rank]],
+                inputs.scale,
+                inputs.bias,
+                labels=None if inputs.labels is None else inputs.labels[q_cuts[rank]],
+            )
+            parts: list[Any] = [None] * job.world_size
+            dist.all_gather_object(parts, [tensor.cpu() for tensor in result])
+            if rank == 0:
+                judged = gate(averaged(parts), _truth(module, inputs))
+                count += 1
+                ratio = max(ratio, *(row.error / row.tolerance if row.tolerance else 0.0 for row in judged))
+                if not all(row.passed for row in judged):
+                    bad.append(f"{asdict(case)}, rows {[cut.stop - cut.start for cut in q_cuts]}: {failures(judged)}")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    detail = f"{count} inputs on {job.world_size} {backend} ranks, largest error {ratio:.2f} of what is allowed"
+    if bad:
+        detail = f"{len(bad)} of {count} inputs fail on {job.world_size} {backend} ranks, first {bad[0]}"
+    return [{"check": f"ring of {job.world_size}", "passed": not bad, "detail": detail}]
+
+
+def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:
+    """Which rows and keys each rank holds: even on even seeds, else cut anywhere, so that some may be empty."""
+    draw = random.Random(case.seed)
+
+    def cut(total: int) -> list[slice]:
+        if case.seed % 2:
+            inner = sorted(draw.randint(0, total) for _ in range(world_size - 1))
+        else:
+            inner = [total * rank // world_size for rank in range(1, world_size)]
+        return [slice(*pair) for pair in itertools.pairwise([0, *inner, total])]
+
+    rows = cut(case.queries)
+    return rows, rows if positives == "diagonal" and case.seed % 3 else cut(case.keys)
+
+
+def averaged(parts: list[list[Tensor]]) -> LossAndGrads:
+    """The ranks' results as data-parallel training uses them: averaged losses and parameter gradients, rows joined."""
+    loss, dq, dk, dscale, dbias = zip(*parts, strict=True)
+    count = len(parts)
+
+    def mean(numbers: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack([number.double() for number in numbers]).mean(0)
+
+    joined = (torch.cat([part.double() for part in rows]) / count for rows in (dq, dk))
+    return LossAndGrads(mean(loss), *joined, mean(dscale), mean(dbias))
+
+
+def _truth(module: ModuleType, inputs: Inputs) -> Any:
+    return truth_of(module, *inputs, precision=module.SPEC["problem"]["precision"])
+
+
+if __name__ == "__main__":
+    main()

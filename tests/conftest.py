@@ -1,0 +1,38 @@
+"""Test tiers and hypothesis profiles.
+
+Default: everything that needs no GPU, with the same examples on every run. `-m gpu` (make test-gpu): the GPU suite.
+`HYPOTHESIS_PROFILE=long -m "long or not gpu"` (make test-long): many more, random examples.
+"""
+
+import os
+
+import hypothesis
+import pytest
+
+_COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
+hypothesis.settings.register_profile("ci", derandomize=True, database=None, max_examples=25, **_COMMON)
+hypothesis.settings.register_profile("gpu", derandomize=True, database=None, max_examples=100, **_COMMON)
+hypothesis.settings.register_profile("long", max_examples=500, **_COMMON)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Workers of pytest-xdist share the cores; a thread pool for each of them only makes them wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip, with the reason, where there is no GPU; they are never silently passed."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no GPU here (make test-gpu on a machine that has one)")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`infcl_gen.load` never touches the user's own cache in a test; one cache for the whole session."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -1,0 +1,224 @@
+"""From a problem to text, and to an imported module: hostile text stays text, and the cache heals itself."""
+
+import ast
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import infcl_gen
+from infcl_gen.emission import build, cache, read_package, rerender, write_package
+from infcl_gen.emission.lower import PackageSpec, lower
+from infcl_gen.emission.pipeline import plan_problem
+from infcl_gen.errors import InfclError, InputError, LockTimeoutError
+from infcl_gen.problem import make_problem
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = {"batch_size": 256, "dim": 32, "dtype": "fp32", "target": "cpu"}
+
+HOSTILE = [
+    'x"); import os; os.abort() #',
+    "x'); import os; os.abort() #",
+    '"""\nimport os\nos.abort()\n"""',
+    "{{ 7 * 7 }}{% for x in y %}",
+    "{# comment",
+    "\\",
+    "\\N{BULLET}\\x00\\u0000",
+    "%s%n%(name)s{0}{x!r}",
+    "ünïcode 漢字",
+    "a b\tc",
+    "\u202egnp.exe",
+    "x" * 900,
+    "__import__",
+    "../../../etc/passwd",
+    "$(reboot)`reboot`",
+]
+LOSS_FILE = """
+from infcl_gen.losses import LossSpec
+from infcl_gen.losses.language import logsumexp_over_keys, mean_over_queries, positive, scale, z
+mine = LossSpec("mine", mean_over_queries(logsumexp_over_keys(scale * z) - positive(scale * z)), "label", {doc!r})
+"""
+
+
+def code_of(files: dict[str, str]) -> str:
+    """Everything that runs: the syntax trees of all files without their string constants."""
+    trees = []
+    for path, text in sorted(files.items()):
+        tree = ast.parse(text, path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                node.value = ""
+        trees.append(ast.dump(tree))
+    return "\n".join(trees)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """As the doc of a loss and in the path of its file: refused with one clear line, or a literal and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text(LOSS_FILE.format(doc="plain"))
+    plain = build(make_problem(**SMALL, loss="plain.py:mine"))
+    Path("doc.py").write_text(LOSS_FILE.format(doc=text))
+    named = re.sub("[/\0]", "_", text)[:60] + ".py"
+    Path(named).write_text(LOSS_FILE.format(doc="plain"))
+    for loss in ("doc.py:mine", f"{named}:mine"):
+        try:
+            files = build(make_problem(**SMALL, loss=loss))
+        except InputError as error:
+            assert "\n" not in str(error)
+            continue
+        assert code_of(files) == code_of(plain)
+        written = write_package(files, tmp_path / "package", force=True)
+        assert read_package(written).spec["problem"]["loss"] == loss
+        assert rerender(written)["spec.py"] == files["spec.py"].encode()
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("field", ["loss", "dtype", "precision", "target", "device_profile", "set"])
+def test_hostile_flags_are_refused_in_one_line(field: str, text: str) -> None:
+    value = [f"strategy={text}"] if field == "set" else text
+    with pytest.raises(InfclError) as raised:
+        build(make_problem(**{**SMALL, "device_profile": "cpu", field: value}))
+    assert raised.value.exit_code in (2, 4)
+    assert str(raised.value).isprintable()
+
+
+def test_device_profile_file_is_text_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = (ROOT / "infcl_gen/hardware/profiles/h200.toml").read_text()
+    hostile = "source = '''\\1: \" + __import__(\"os\").abort() #'''"
+    Path('it\'s "mine".toml').write_text(re.sub(r'source = "(\w+): [^"]*"', hostile, source))
+    flags = {"batch_size": 4096, "dim": 64}
+    files = build(make_problem(**flags, device_profile='it\'s "mine".toml'))
+    assert code_of(files) == code_of(build(make_problem(**flags, device_profile="h200")))
+
+
+def test_lowered_package_is_complete_and_frozen() -> None:
+    planned, derivation = plan_problem(make_problem(**SMALL))
+    spec = lower(planned, derivation)
+    assert isinstance(spec, PackageSpec) and spec.name == "clip_cpu_d32"
+    with pytest.raises(AttributeError):
+        spec.name = "other"  # type: ignore[misc]
+    assert {"engine.py", "ring.py", "ops.py", "api.py"} <= set(spec.runtime_files)
+    assert spec.literals["problem"]["device_profile"] == "cpu"
+
+
+def test_runtime_is_copied_verbatim() -> None:
+    files = build(make_problem(**SMALL))
+    for source in (ROOT / "infcl_gen/runtime").glob("*.py"):
+        assert files[f"_runtime/{source.name}"] == source.read_text()
+
+
+def test_plan_and_generate_take_a_problem_or_flags(tmp_path: Path) -> None:
+    problem = make_problem(**SMALL)
+    first = infcl_gen.generate(problem, tmp_path / "a")
+    second = infcl_gen.generate(output=tmp_path / "b", **SMALL)
+    assert read_package(first).files == read_package(second).files
+    assert infcl_gen.plan(problem) == infcl_gen.plan(**SMALL)
+    for arguments, flags in (((problem,), {"dim": 64}), ((), {"dim": 64}), ((), {**SMALL, "dimm": 3})):
+        with pytest.raises(InputError):
+            infcl_gen.plan(*arguments, **flags)
+    with pytest.raises(InputError, match="output"):
+        infcl_gen.generate(problem)
+
+
+def test_load_generates_once_and_imports() -> None:
+    module = infcl_gen.load(**SMALL)
+    assert infcl_gen.load(**SMALL) is module
+    for name in ("SPEC", "ContrastiveLoss", "contrastive_loss", "loss_and_grads", "reference", "selftest"):
+        assert getattr(module, name).__doc__, name
+    assert module.SPEC["problem"]["batch_size"] == 256
+    assert infcl_gen.load(**{**SMALL, "dim": 33}) is not module
+
+
+@pytest.mark.parametrize("damage", ["cut", "remove", "add", "empty"])
+def test_damaged_cache_entry_is_generated_again(damage: str) -> None:
+    problem = make_problem(**{**SMALL, "batch_size": 100 + sum(damage.encode()), "dim": 5})
+    folder = cache.cache_folder() / cache.cache_key(problem)
+    write_package(build(problem), folder)
+    if damage == "cut":
+        (folder / "loss.py").write_bytes((folder / "loss.py").read_bytes()[:100])
+    elif damage == "remove":
+        (folder / "manifest.json").unlink()
+    elif damage == "add":
+        (folder / "torch.py").write_text("raise SystemExit")
+    else:
+        for file in folder.rglob("*.py"):
+            file.write_bytes(b"")
+    assert infcl_gen.load(problem).SPEC["digest"] == read_package(folder).digest
+
+
+def test_many_processes_load_at_once(tmp_path: Path) -> None:
+    code = f"import infcl_gen; print(infcl_gen.load(**{ {**SMALL, 'dim': 48}!r}).SPEC['digest'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+
+    def load(_: int) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return done.stdout
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(load, range(3)))) == 1
+    folders = [path for path in (tmp_path / "infcl_gen" / "packages").iterdir() if path.is_dir()]
+    assert len(folders) == 1
+
+
+def test_load_gives_up_on_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    import filelock
+
+    from infcl_gen.emission import package
+
+    monkeypatch.setattr(package, "LOCK_TIMEOUT_S", 0.2)
+    problem = make_problem(**{**SMALL, "dim": 47})
+    cache.cache_folder().mkdir(parents=True, exist_ok=True)
+    with (
+        filelock.FileLock(cache.cache_folder() / f"{cache.cache_key(problem)}.lock"),
+        pytest.raises(LockTimeoutError),
+    ):
+        infcl_gen.load(problem)
+
+
+def test_cache_key_follows_the_content(tmp_path: Path) -> None:
+    file = tmp_path / "loss.py"
+    file.write_text(LOSS_FILE.format(doc="one"))
+    problem = make_problem(**SMALL, loss=f"{file}:mine")
+    first = cache.cache_key(problem)
+    assert cache.cache_key(problem) == first
+    file.write_text(LOSS_FILE.format(doc="two"))
+    assert cache.cache_key(problem) != first
+    assert cache.cache_key(make_problem(**SMALL)) != cache.cache_key(make_problem(**{**SMALL, "dim": 31}))
+
+
+def test_rerender_needs_the_problem_only(tmp_path: Path) -> None:
+    written = infcl_gen.generate(output=tmp_path / "p", **SMALL, set=["panel_rows=64"])
+    assert rerender(written) == read_package(written).files
+
+
+@pytest.mark.parametrize(
+    "problem",
+    ["", "[]", "{}", '{"batch_size": "many", "dim": 3}', '{"dim": -1, "batch_size": 1}', '{1: 2}', '{"x": 1}'],
+)  # fmt: skip
+def test_rerender_refuses_a_spec_with_a_wrong_problem(tmp_path: Path, problem: str) -> None:
+    files = build(make_problem(**SMALL))
+    before, _, rest = files["spec.py"].partition('    "problem": ')
+    _, separator, after = rest.partition('    "positives"')
+    files["spec.py"] = (
+        f'{before}    "problem": {problem},\n{separator}{after}' if problem else before + separator + after
+    )
+    from infcl_gen.emission.render import content_digest
+
+    digest = re.search(r'"digest": "([0-9a-f]+)"', files["spec.py"])
+    assert digest
+    files["spec.py"] = files["spec.py"].replace(digest[1], content_digest(files))
+    with pytest.raises(InputError):
+        rerender(write_package(files, tmp_path / "p"))

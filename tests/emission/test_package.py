@@ -1,0 +1,262 @@
+"""Writing and reading packages as folders: complete or absent, checked on reading, nothing foreign touched."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import filelock
+import pytest
+
+from infcl_gen.emission import package
+from infcl_gen.emission.package import read_package, write_package
+from infcl_gen.emission.render import content_digest, literal
+from infcl_gen.errors import InputError, LockTimeoutError
+
+
+def small_package(**extra: str) -> dict[str, str]:
+    files = {
+        "__init__.py": "from .spec import SPEC\n",
+        "_runtime/__init__.py": "",
+        "spec.py": 'SPEC = {\n    "schema_version": 1,\n    "digest": "",\n    "problem": {},\n    "plan": {},\n}\n',
+        **extra,
+    }
+    files["spec.py"] = files["spec.py"].replace('"digest": ""', f'"digest": "{content_digest(files)}"')
+    return files
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_written_package_reads_back(tmp_path: Path) -> None:
+    files = small_package()
+    written = write_package(files, tmp_path / "new" / "clip")
+    assert written == tmp_path / "new" / "clip"
+    assert entries(written.parent) == ["clip"]
+    read = read_package(written)
+    assert {
+        path: content.decode() for path, content in read.files.items() if path != "manifest.json"
+    } == files
+    assert (
+        read.digest == content_digest(files) == json.loads((written / "manifest.json").read_text())["digest"]
+    )
+    assert (written / "spec.py").stat().st_mode & 0o444 == 0o444 & ~_umask()
+
+
+def test_bytecode_caches_are_not_part_of_a_package(tmp_path: Path) -> None:
+    written = write_package(small_package(), tmp_path / "clip")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(
+        [sys.executable, "-c", "import clip"], cwd=tmp_path, check=True, timeout=60, env=environment
+    )
+    assert (written / "__pycache__").exists()
+    read_package(written)
+    write_package(small_package(), written, force=True)
+
+
+def test_existing_package_needs_force(tmp_path: Path) -> None:
+    write_package(small_package(), tmp_path / "clip")
+    changed = small_package(**{"loss.py": "x = 1\n"})
+    with pytest.raises(InputError, match="--force"):
+        write_package(changed, tmp_path / "clip")
+    assert not (tmp_path / "clip" / "loss.py").exists()
+    write_package(changed, tmp_path / "clip", force=True)
+    assert read_package(tmp_path / "clip").files["loss.py"] == b"x = 1\n"
+    assert entries(tmp_path) == ["clip"]
+
+
+@pytest.mark.parametrize("kind", ["text", "home", "package_with_notes", "broken_manifest", "other_manifest"])
+def test_force_never_replaces_what_is_not_a_package(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "target"
+    if kind == "package_with_notes":
+        write_package(small_package(), target)
+        (target / "notes.txt").write_text("mine")
+    else:
+        target.mkdir()
+        name = {"text": "thesis.txt", "home": ".bashrc"}.get(kind, "manifest.json")
+        (target / name).write_text('{"generator": "another"}' if kind == "other_manifest" else "{")
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="--output"):
+        write_package(small_package(), target, force=True)
+    assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
+    assert entries(tmp_path) == ["target"]
+
+
+def test_empty_folder_is_used(tmp_path: Path) -> None:
+    (tmp_path / "clip").mkdir()
+    read_package(write_package(small_package(), tmp_path / "clip"))
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_output_must_be_a_plain_writable_place(tmp_path: Path, force: bool) -> None:
+    real = write_package(small_package(), tmp_path / "real")
+    (tmp_path / "link").symlink_to(real)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("text")
+    for output in ("link", "dangling", "file", "file/inside"):
+        with pytest.raises(InputError, match="--output"):
+            write_package(small_package(), tmp_path / output, force)
+    for output in ("", "  ", "a\0b", "a\nb", "a\x1b[31m", "/", "/proc/clip", "a" * 300):
+        with pytest.raises(InputError, match="--output"):
+            write_package(small_package(), output, force)
+    assert entries(tmp_path) == ["dangling", "file", "link", "real"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_output(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(InputError, match="not writable"):
+        write_package(small_package(), tmp_path / "clip")
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("step", range(1, 12))
+def test_killed_at_any_step_leaves_all_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, existing: bool
+) -> None:
+    """The write dies at its `step`-th file-system operation; the output is as before, or complete."""
+    old, new = small_package(), small_package(**{"loss.py": "x = 1\n"})
+    target = tmp_path / "clip"
+    if existing:
+        write_package(old, target)
+    done = 0
+
+    class Killed(BaseException):
+        pass
+
+    def dying(operation):  # type: ignore[no-untyped-def]
+        def call(*arguments, **keywords):  # type: ignore[no-untyped-def]
+            nonlocal done
+            done += 1
+            if done == step:
+                raise Killed
+            return operation(*arguments, **keywords)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "rename"):
+            patch.setattr(package.os, name, dying(getattr(os, name)))
+        with contextlib.suppress(Killed):
+            write_package(new, target, force=True)
+    if target.exists():
+        written = {path: text.decode() for path, text in read_package(target).files.items()}
+        written.pop("manifest.json")
+        assert written in (([old] if existing else []) + [new])
+    else:
+        assert not existing
+
+
+def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(package.os, "fsync", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        write_package(small_package(), tmp_path / "clip")
+    assert entries(tmp_path) == []
+
+
+def test_two_writers_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "LOCK_TIMEOUT_S", 0.2)
+    lock_file = package._lock_file(tmp_path / "clip")
+    lock_file.parent.mkdir(exist_ok=True)
+    with filelock.FileLock(lock_file), pytest.raises(LockTimeoutError, match="another process") as raised:
+        write_package(small_package(), tmp_path / "clip")
+    assert raised.value.exit_code == 6
+    write_package(small_package(), tmp_path / "clip")
+
+
+SPOILED = {
+    "truncated": lambda root: (root / "spec.py").write_bytes((root / "spec.py").read_bytes()[:40]),
+    "emptied": lambda root: (root / "__init__.py").write_bytes(b""),
+    "edited": lambda root: (root / "__init__.py").write_text("import os\n"),
+    "removed": lambda root: (root / "_runtime/__init__.py").unlink(),
+    "added": lambda root: (root / "extra.py").write_text(""),
+    "linked": lambda root: [
+        (root / "__init__.py").unlink(),
+        (root / "__init__.py").symlink_to(root / "spec.py"),
+    ],
+    "no manifest": lambda root: (root / "manifest.json").unlink(),
+    "manifest cut": lambda root: (root / "manifest.json").write_bytes(
+        (root / "manifest.json").read_bytes()[:-20]
+    ),
+    "manifest is a list": lambda root: (root / "manifest.json").write_text("[]"),
+    "manifest nested": lambda root: (root / "manifest.json").write_text("[" * 100_000),
+    "manifest binary": lambda root: (root / "manifest.json").write_bytes(b"\xff\xfe\0"),
+    "other schema": lambda root: _edit_manifest(root, schema_version=99),
+    "outside": lambda root: _edit_manifest(root, files={"spec.py": "0", "../../etc/passwd": "0"}),
+    "absolute": lambda root: _edit_manifest(root, files={"spec.py": "0", "/etc/passwd": "0"}),
+    "digests of the wrong type": lambda root: _edit_manifest(root, files={"spec.py": 7}),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_spoiled_package_is_refused(tmp_path: Path, how: str) -> None:
+    root = write_package(small_package(), tmp_path / "clip")
+    SPOILED[how](root)
+    with pytest.raises(InputError) as raised:
+        read_package(root)
+    assert "\n" not in str(raised.value)
+
+
+HOSTILE_SPECS = [
+    "",
+    "SPEC = __import__('os').system('false')\n",
+    "SPEC = 1\n",
+    "SPEC = {}\n",
+    "SPEC = {'schema_version': 1, 'digest': 'x', 'problem': {}, 'plan': {}}\nSPEC = {}\n",
+    "SPEC: dict\n",
+    "SPEC = " + "[" * 5000 + "]" * 5000 + "\n",
+    "SPEC = {" * 3 + "\n",
+    "\0",
+    "a, SPEC = 1, {}\n",
+    "SPEC = {'schema_version': 1, 'digest': 'x', 'problem': {}, 'plan': {}}\n",  # the digest is not the content's
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_SPECS, ids=range(len(HOSTILE_SPECS)))
+def test_hostile_spec_is_parsed_never_run(tmp_path: Path, text: str) -> None:
+    """The manifest fits the files, as one who edits both would make it."""
+    root = write_package({**small_package(), "spec.py": text}, tmp_path / "clip")
+    with pytest.raises(InputError) as raised:
+        read_package(root)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1, "b": [1.5, None, True], "c": (), "d": (1,), "e": {}},
+        {"long": ["x" * 30] * 20, "nested": {"more": [{"k": "v" * 100}]}},
+        {'quote"': 'a"b', "escape": "a\\b", "newline": "a\nb", "braces": "{{ x }}{% endif %}", "unicode": "ü\u202e"},
+        {"float": 1e-30, "negative": -0.0, "big": 2**70},
+        "'''\"\"\"",
+    ],
+)  # fmt: skip
+def test_literal_reads_back_and_is_ascii(value: object) -> None:
+    import ast
+
+    text = literal(value)
+    assert ast.literal_eval(text) == value
+    assert text.isascii()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, 2}, b"x", Path("x")])
+def test_literal_refuses_what_is_none(value: object) -> None:
+    with pytest.raises(TypeError):
+        literal({"key": value})
+
+
+def _edit_manifest(root: Path, **changes: object) -> None:
+    manifest = json.loads((root / "manifest.json").read_text())
+    (root / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,107 @@
+"""Losses by name, from a user's file, and as literals; every failure is one line."""
+
+from pathlib import Path
+
+import pytest
+
+from infcl_gen.errors import InputError
+from infcl_gen.losses import BUILTIN_LOSSES, derive, load_loss, spec_as_dict, spec_from_dict
+from tests.losses.test_derive import DERIVABLE, ROADMAP
+
+GOOD = """
+from dataclasses import dataclass
+from infcl_gen.losses.language import *
+
+@dataclass
+class Helper:
+    cap: int = 20
+
+x = Helper().cap * tanh(scale * z / Helper().cap)
+MINE = LossSpec("mine", mean_over_queries(logsumexp_over_keys(x) - positive(x)), "label")
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my losses.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_loss_from_a_file(file: Path) -> None:
+    spec = load_loss(f"{file}:MINE")
+    assert spec.name == "mine" and not derive(spec).has_keys
+    assert [path.name for path in file.parent.iterdir()] == [file.name]  # no bytecode beside it
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN_LOSSES))
+def test_built_in_losses(name: str) -> None:
+    assert load_loss(name) is BUILTIN_LOSSES[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("clipp", "unknown loss 'clipp'; built in are clip, infonce"),
+        ("", "unknown loss"),
+        ("missing.py:X", "no Python file 'missing.py'"),
+        (".:X", "no Python file"),
+        ("nul\0.py:X", "cannot read|no Python file"),
+        ("{file}:", "not an ASCII identifier"),
+        ("{file}:a b", "not an ASCII identifier"),
+        ("{file}:ÄÖ", "not an ASCII identifier"),
+        ("{file}:OTHER", "defines no OTHER; its losses: MINE"),
+        ("{file}:NUMBER", "is a int, not a LossSpec"),
+        ("{file}:__name__", "not a LossSpec"),
+    ],
+)
+def test_wrong_names(file: Path, name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        load_loss(name.replace("{file}", str(file)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (b"def", "SyntaxError"),
+        (b"\xff\xfe", "SyntaxError|UnicodeDecodeError"),
+        (b"a\0b", "ValueError|SyntaxError"),
+        (b"import no_such_module_at_all", "ModuleNotFoundError"),
+        (b"1 / 0", "ZeroDivisionError"),
+        (b"raise SystemExit(0)", "SystemExit"),
+        (b"raise RuntimeError('two\\nlines')", "two lines"),
+        (b"def f(): f()\nf()", "RecursionError"),
+        (b"from infcl_gen.losses.language import *\nX = LossSpec('a b', z)", "not an ASCII identifier"),
+        (b"X = None", "is a NoneType"),
+        (b"", "defines no X; its losses: none"),
+    ],
+)
+def test_files_that_fail(tmp_path: Path, source: bytes, message: str) -> None:
+    path = tmp_path / "bad.py"
+    path.write_bytes(source)
+    with pytest.raises(InputError, match=message) as error:
+        load_loss(f"{path}:X")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(DERIVABLE) + sorted(ROADMAP))
+def test_losses_as_literals(name: str) -> None:
+    spec = DERIVABLE[name] if name in DERIVABLE else ROADMAP[name][0]
+    literals = spec_as_dict(spec)
+    assert all(isinstance(value, str) for value in literals.values())
+    again = spec_from_dict(literals)
+    assert spec_as_dict(again) == literals
+    if name not in ("irrational",):  # pi becomes a number
+        assert again == spec
+
+
+@pytest.mark.parametrize("field", ["name", "formula", "positives"])
+def test_stored_losses_are_checked(field: str) -> None:
+    literals = spec_as_dict(BUILTIN_LOSSES["clip"])
+    for bad in ("__import__('os')", 3, None):
+        with pytest.raises(InputError):
+            spec_from_dict({**literals, field: bad})
+    with pytest.raises(InputError, match=f"lacks {field}"):
+        spec_from_dict({key: value for key, value in literals.items() if key != field})

@@ -1,0 +1,24 @@
+"""What the planning tests share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from infcl_gen.hardware import resolve_cluster
+from infcl_gen.losses import Derivation, derive, load_loss
+from infcl_gen.planning import Plan, plan
+from infcl_gen.problem import Problem, make_problem
+
+
+@functools.cache
+def derivation_of(loss: str) -> Derivation:
+    return derive(load_loss(loss))
+
+
+def plan_problem(problem: Problem) -> Plan:
+    return plan(problem, derivation_of(problem.loss), resolve_cluster(problem))
+
+
+def plan_flags(**flags: Any) -> Plan:
+    return plan_problem(make_problem(**{"device_profile": "h200", "batch_size": 4096, "dim": 768} | flags))

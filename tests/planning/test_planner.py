@@ -1,0 +1,298 @@
+"""The planner's promises: the budget is kept, more of it is never slower, its advice about feasibility is true."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.planning import Plan, simulate, violations
+from infcl_gen.problem import Problem, make_problem
+from tests.planning.conftest import plan_flags, plan_problem
+
+GPU_PROFILES = ("h200", "a100", "l4", "rtx4090", "b200", "mi300x", "mi355x")
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    profile = draw(st.sampled_from(["h200", "h200", "cpu", *GPU_PROFILES]))
+    loss = draw(st.sampled_from(["clip", "infonce"]))
+    nodes = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    return make_problem(
+        loss=loss,
+        batch_size=draw(st.one_of(st.integers(1, 300), st.integers(1, 2**22))),
+        keys=draw(st.one_of(st.none(), st.integers(1, 2**20))) if loss == "infonce" else None,
+        dim=draw(st.sampled_from([1, 3, 16, 64, 96, 100, 128, 256, 384, 640, 768, 1152, 4096])),
+        devices=nodes * draw(st.sampled_from([1, 1, 1, 2, 3, 8])),
+        nodes=nodes,
+        dtype=draw(st.sampled_from(["bf16", "fp16", "fp32", *(["fp64"] if profile == "cpu" else [])])),
+        device_profile=profile,
+    )
+
+
+def with_budget(problem: Problem, budget: int | None) -> Problem:
+    return dataclasses.replace(problem, memory_budget_bytes=budget)
+
+
+def smallest_budget(problem: Problem) -> int:
+    try:
+        plan_problem(with_budget(problem, 1))
+    except InfeasibleError as error:
+        assert error.smallest_budget_bytes is not None
+        return error.smallest_budget_bytes
+    raise AssertionError("a plan in one byte")
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    assert 0 < plan.predicted_peak_bytes <= plan.budget_bytes
+    assert plan.smallest_budget_bytes <= plan.predicted_peak_bytes
+    assert plan.rows_per_rank == -(-problem.batch_size // problem.devices)
+    assert plan.keys_per_rank == -(-problem.total_keys // problem.devices)
+    profile = plan_profile(problem)
+    for kernel, block in plan.blocks.items():
+        assert violations(kernel, block, profile, problem.dtype, problem.dim, plan.descriptors) == ()
+        if kernel == "forward":
+            assert plan.forward_rows % block.rows == plan.forward_keys % block.keys == 0
+        if kernel == "gradient":
+            assert plan.panel_rows % block.rows == plan.panel_keys % block.keys == 0
+    # A panel is never more than one block longer than the problem.
+    assert plan.panel_rows < plan.rows_per_rank + 256 and plan.forward_rows < plan.rows_per_rank + 256
+    assert plan.panel_keys < plan.keys_per_rank + 256 and plan.forward_keys < plan.keys_per_rank + 256
+    if plan.stash_rows:
+        assert plan.stash_rows % plan.panel_rows == 0 and plan.world_size == 1
+    assert {reason.level for reason in plan.reasons} >= ({0, 1, 2, 3, 4} if plan.blocks else {0, 1, 2})
+    assert plan.predicted_time_s == pytest.approx(sum(phase.time_s for phase in plan.phases))
+    simulate(plan.schedule, [(1, 1)] * plan.world_size, has_keys=problem.loss == "clip")
+
+
+def plan_profile(problem: Problem) -> Any:
+    from infcl_gen.hardware import load_profile
+
+    return load_profile(problem.device_profile)
+
+
+def budget_and_monotony(problem: Problem, factors: list[float]) -> None:
+    smallest = smallest_budget(problem)
+    previous: Plan | None = None
+    for factor in sorted([1.0, *factors]):
+        plan = plan_problem(with_budget(problem, int(smallest * factor)))
+        check_plan(problem, plan)
+        assert plan.smallest_budget_bytes == smallest
+        if previous is not None:
+            assert plan.predicted_time_s <= previous.predicted_time_s
+            assert plan.largest_batch >= previous.largest_batch
+        previous = plan
+    if smallest > 1:
+        with pytest.raises(InfeasibleError) as caught:
+            plan_problem(with_budget(problem, smallest - 1))
+        largest = caught.value.largest_batch
+        if largest is not None:
+            assert largest < problem.batch_size
+            check_largest(with_budget(problem, smallest - 1), largest)
+
+
+def check_largest(problem: Problem, largest: int) -> None:
+    """`largest` is feasible, the next is not."""
+    plan = plan_problem(dataclasses.replace(problem, batch_size=largest))
+    check_plan(plan.problem, plan)
+    assert plan.largest_batch == largest
+    with pytest.raises(InfeasibleError):
+        plan_problem(dataclasses.replace(problem, batch_size=largest + 1))
+
+
+def feasibility(problem: Problem) -> None:
+    """The numbers of an InfeasibleError, for budgets drawn anywhere, are true."""
+    try:
+        plan = plan_problem(problem)
+    except InfeasibleError as error:
+        assert error.exit_code == 3
+        assert str(error.smallest_budget_bytes) in str(error)
+        plan_problem(with_budget(problem, error.smallest_budget_bytes))
+        if error.largest_batch is None:
+            with pytest.raises(InfeasibleError):
+                plan_problem(dataclasses.replace(problem, batch_size=1))
+        else:
+            check_largest(problem, error.largest_batch)
+    else:
+        check_plan(problem, plan)
+        if plan.largest_batch < 2**40:
+            check_largest(problem, plan.largest_batch)
+
+
+FACTORS = st.lists(st.floats(1.0, 40.0), max_size=3)
+BUDGETS = st.one_of(st.none(), st.integers(2**10, 2**40), st.integers(2**24, 2**31))
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(), FACTORS)
+def test_budget_kept_and_more_is_never_slower(problem: Problem, factors: list[float]) -> None:
+    budget_and_monotony(problem, factors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), BUDGETS)
+def test_feasibility_figures_are_true(problem: Problem, budget: int | None) -> None:
+    feasibility(with_budget(problem, budget))
+
+
+@pytest.mark.long
+@settings(max_examples=1500, deadline=None)
+@given(problems(), FACTORS)
+def test_budget_kept_and_more_is_never_slower_long(problem: Problem, factors: list[float]) -> None:
+    budget_and_monotony(problem, factors)
+
+
+@pytest.mark.long
+@settings(max_examples=1500, deadline=None)
+@given(problems(), BUDGETS)
+def test_feasibility_figures_are_true_long(problem: Problem, budget: int | None) -> None:
+    feasibility(with_budget(problem, budget))
+
+
+@settings(max_examples=15, deadline=None)
+@given(problems(), st.integers(1, 2**20))
+def test_a_smaller_batch_never_takes_more(problem: Problem, smaller: int) -> None:
+    assume(smaller < problem.batch_size and problem.keys is None)
+    budget = smallest_budget(problem)
+    assert smallest_budget(dataclasses.replace(problem, batch_size=smaller)) <= budget
+
+
+def test_the_target_problem_fits_one_gibibyte() -> None:
+    plan = plan_flags(batch_size="64k", memory_budget="1GiB")
+    assert plan.strategy == "panel" and plan.products == "library" and plan.descriptors
+    assert plan.predicted_time_s < 0.055
+    assert plan.budget_bytes == 2**30
+
+
+def test_auto_takes_an_eighth_at_most() -> None:
+    for profile in GPU_PROFILES:
+        for batch in ("4k", "256k"):
+            plan = plan_flags(batch_size=batch, device_profile=profile)
+            assert plan.budget_bytes == plan.predicted_peak_bytes
+            assert plan.budget_bytes <= plan_profile(plan.problem).memory_bytes // 8
+            assert plan.stash_rows == 0
+
+
+def test_strategies() -> None:
+    assert plan_flags(device_profile="cpu").strategy == "torch"
+    assert plan_flags(device_profile="cpu").products == "torch"
+    assert plan_flags(dim=128, batch_size="64k").strategy == "fused"
+    assert plan_flags(dim=512).strategy == "panel"
+    assert plan_flags(device_profile="mi300x").products == "triton"
+    assert plan_flags(set={"strategy": "torch"}).blocks == {}
+    assert plan_flags(batch_size="64k", memory_budget="16GiB").strategy == "stash"
+    assert plan_flags(batch_size="64k", memory_budget="16GiB", devices=2).strategy == "panel"
+    assert plan_flags(batch_size="64k", memory_budget="16GiB", dtype="fp32").strategy == "panel"
+    stash = plan_flags(batch_size="64k", set={"strategy": "stash"})
+    assert stash.stash_rows > 0 and set(stash.blocks) == {
+        "forward",
+        "gradient",
+        "product",
+        "positive",
+        "finish",
+    }
+    assert set(plan_flags(dim=64, batch_size="64k").blocks) == {"forward", "fused", "positive", "finish"}
+    assert not plan_flags(dim=100, set={"strategy": "panel"}).descriptors
+
+
+def test_settings_are_honoured() -> None:
+    plan = plan_flags(
+        batch_size="64k",
+        set=[
+            "panel_rows=4096",
+            "panel_keys=2k",
+            "products=triton",
+            "descriptors=off",
+            "gradient.keys=128",
+            "forward.stages=2",
+        ],
+    )
+    assert (plan.panel_rows, plan.panel_keys) == (4096, 2048)
+    assert plan.products == "triton" and not plan.descriptors
+    assert plan.blocks["gradient"].keys == 128 and plan.blocks["forward"].stages == 2
+    assert plan_flags(set={"stash_rows": "2048", "panel_rows": "1024"}).stash_rows == 2048
+    assert plan_flags(set={"panel_rows": "1M"}).panel_rows == 4096  # never more than the problem
+    assert plan_flags(dim=128, set={"fused.keys": "64"}).strategy == "fused"
+    assert plan_flags(dim=128, set={"gradient.keys": "64"}).strategy == "panel"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"keys": 100}, "--keys: .*'clip'.* must equal --batch-size 4096"),
+        ({"set": {"strategy": "fused"}}, "--set strategy: fused .*at most 256, not 768"),
+        ({"set": {"strategy": "panel"}, "device_profile": "cpu"}, "--set strategy: panel needs a GPU"),
+        ({"set": {"strategy": "stash"}, "devices": 2}, "--set strategy: stash .*--devices 1"),
+        ({"set": {"strategy": "stash"}, "dtype": "fp32"}, "--set strategy: stash keeps 2 bytes"),
+        ({"set": {"stash_rows": "1024"}, "devices": 2}, "--set stash_rows: does not apply"),
+        ({"set": {"stash_rows": "1000"}}, "--set stash_rows: 1000 must be a multiple"),
+        ({"set": {"stash_rows": "1024", "panel_rows": "2048"}}, "--set stash_rows: 1024 must be a multiple"),
+        ({"set": {"panel_rows": "1000"}}, "--set panel_rows: 1000 must be a multiple of 128"),
+        ({"set": {"panel_keys": "100"}}, "--set panel_keys: 100 must be a multiple of 256"),
+        ({"set": {"panel_keys": "256", "strategy": "fused"}, "dim": 128}, "--set panel_keys: does not apply"),
+        ({"set": {"nothing.rows": "64"}}, "--set nothing: unknown kernel .*valid: forward, gradient"),
+        ({"set": {"gradient.rows": "100"}}, r"--set gradient.rows: .*power of two"),
+        ({"set": {"gradient.depth": "128"}}, r"--set gradient.depth: .*shared memory"),
+        ({"set": {"fused.rows": "64"}}, r"--set fused.rows: does not apply"),
+        ({"set": {"forward.rows": "64"}, "device_profile": "cpu"}, r"--set forward.rows: does not apply"),
+        ({"set": {"products": "library"}, "device_profile": "mi300x"}, "--set products: rocm"),
+        ({"set": {"descriptors": "on"}, "device_profile": "a100"}, "--set descriptors: a100 has no"),
+        ({"set": {"descriptors": "on"}, "dim": 100}, "--set descriptors: a row of 100 bf16"),
+        ({"dtype": "fp64"}, "--dtype"),
+    ],
+)
+def test_bad_inputs(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan_flags(**flags)
+
+
+def test_infonce_takes_any_keys() -> None:
+    assert plan_flags(loss="infonce", keys=100_000).keys_per_rank == 100_000
+
+
+def test_as_dict_holds_literals_only() -> None:
+    for flags in ({}, {"devices": 8, "nodes": 2}, {"dim": 64}, {"device_profile": "cpu"}):
+        plan = plan_flags(**flags)
+        assert ast.literal_eval(repr(plan.as_dict())) == plan.as_dict()
+
+
+def test_deterministic_under_any_hash_seed() -> None:
+    code = (
+        "from tests.planning.conftest import plan_flags;"
+        "print(plan_flags(batch_size='64k', memory_budget='4GiB').as_dict(), plan_flags(dim=96, devices=4).as_dict())"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "77")
+    }
+    assert len(outputs) == 1
+
+
+def test_planning_imports_neither_torch_nor_triton() -> None:
+    code = (
+        "import sys; from tests.planning.conftest import plan_flags; plan_flags();"
+        "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_planning_is_quick() -> None:
+    plan_flags(batch_size="64k", memory_budget="8GiB")
+    start = time.perf_counter()
+    plan_flags(batch_size="128k", memory_budget="16GiB", dim=256)
+    assert time.perf_counter() - start < 0.5

@@ -1,0 +1,58 @@
+"""Packages to run the runtime in: generated once per session, for the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import infcl_gen
+
+SOFT_CAPPED = """
+from infcl_gen.losses.language import *
+
+x = 20 * tanh(scale * z / 20) + bias
+SOFT = LossSpec(
+    name="soft",
+    formula=mean_over_queries(logsumexp_over_keys(x) - positive(x)) / 2
+    + mean_over_keys(logsumexp_over_queries(x) - positive(x)) / 2,
+    positives="diagonal",
+    doc="CLIP with capped logits: not affine in z.",
+)
+"""
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ModuleType]]:
+    """`packages(loss, dtype, dim, batch_size=..., panel=...)` -> the imported package, generated on first use."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "soft.py").write_text(SOFT_CAPPED)
+    sys.path.insert(0, str(folder))
+
+    def get(
+        loss: str = "clip", dtype: str = "fp64", dim: int = 8, batch_size: int = 300, panel: tuple[int, int] = (64, 64)
+    ) -> ModuleType:
+        name = f"{loss}_{dtype}_{dim}_{batch_size}_{panel[0]}x{panel[1]}"
+        if not (folder / name).exists():
+            infcl_gen.generate(
+                loss=f"{folder}/soft.py:SOFT" if loss == "soft" else loss,
+                batch_size=batch_size,
+                dim=dim,
+                dtype=dtype,
+                target="cpu",
+                settings=(("panel_rows", str(panel[0])), ("panel_keys", str(panel[1]))),
+                output=folder / name,
+            )
+        return importlib.import_module(name)
+
+    yield get
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="session")
+def folder_of() -> Callable[[ModuleType], Path]:
+    return lambda module: Path(str(module.__file__)).parent

@@ -1,0 +1,250 @@
+"""What a process of the test ring does: it takes jobs from a pipe and answers with results or the error it met.
+
+Jobs are the functions below; all processes of a group get the same job at the same time. Uninitialised memory is
+filled with NaN throughout, so that reading past the valid rows of a buffer shows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+HIDDEN = 5
+
+
+def main(rank: int, world: int, store: str, folder: str, timeout_s: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    sys.path.insert(0, folder)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    pipe.send("ready")
+    while (job := pipe.recv()) is not None:
+        name, arguments = job
+        try:
+            pipe.send(("ok", globals()[name](**arguments)))
+        except Exception as error:
+            pipe.send((type(error).__name__, str(error)))
+    pipe.close()
+    os._exit(0)  # destroy_process_group would wait for ranks that a test has killed
+
+
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+def group_of(ranks: tuple[int, ...]) -> Any:
+    """The group of these global ranks, in this order."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=list(ranks) == sorted(ranks))
+    return _groups[ranks]
+
+
+class Model(nn.Module):
+    """Two linear encoders and learnable scalars: every kind of parameter that a wrapper averages."""
+
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.image, self.text = (
+            nn.Parameter(torch.randn(HIDDEN, dim, generator=generator, dtype=torch.float64).to(dtype)) for _ in range(2)
+        )
+        self.log_scale = nn.Parameter(torch.tensor(0.7, dtype=dtype))
+        self.bias = nn.Parameter(torch.tensor(-0.3, dtype=dtype))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return x @ self.image, y @ self.text, self.log_scale.exp(), self.bias
+
+
+def batch(rows: list[int], keys: list[int], labelled: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The global batch: inputs of both encoders, and labels."""
+    generator = torch.Generator().manual_seed(sum(rows))
+    x, y = (torch.randn(sum(n), HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, keys))
+    return x, y, torch.randint(sum(keys), (sum(rows),), generator=generator) if labelled else None
+
+
+def shard(x: Tensor | None, sizes: list[int], rank: int) -> Tensor | None:
+    return None if x is None else x[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+
+
+def reference_gradients(package: ModuleType, rows: list[int], keys: list[int], labelled: bool) -> list[Tensor]:
+    """loss and its gradients by Model's parameters, for the whole batch in one process, dense, in fp64."""
+    model = Model(package.SPEC["problem"]["dim"], torch.float64)
+    x, y, labels = batch(rows, keys, labelled, torch.float64)
+    loss = package.reference(*model(x, y), labels=labels)
+    return [loss.detach(), *gradients_or_zeros(loss, model)]
+
+
+def gradients_or_zeros(loss: Tensor, model: nn.Module) -> list[Tensor]:
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def gradients(
+    package: str,
+    ranks: tuple[int, ...],
+    rows: list[int],
+    keys: list[int],
+    labelled: bool = False,
+    repeats: int = 1,
+    how: str = "function",
+    **options: Any,
+) -> list[Tensor]:
+    """This rank's loss and gradients by the parameters. `rows` and `keys` are in group-rank order."""
+    module = importlib.import_module(package)
+    group = group_of(ranks)
+    rank = dist.get_rank(group)
+    model = Model(module.SPEC["problem"]["dim"], torch.float64)
+    x, y, labels = batch(rows, keys, labelled, torch.float64)
+    x_own, y_own = shard(x, rows, rank), shard(y, keys, rank)
+    own_labels = shard(labels, rows, rank)
+    assert x_own is not None and y_own is not None
+    results: list[list[Tensor]] = []
+    for _ in range(repeats):
+        if how == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+            loss = module.ContrastiveLoss(group=group, **options)(*wrapped(x_own, y_own), labels=own_labels)
+            model.zero_grad()
+            loss.backward()
+            found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+        elif how == "compiled":
+            loss_function = module.ContrastiveLoss(group=group, **options)
+            step = torch.compile(lambda x, y: loss_function(*model(x, y)), fullgraph=True, backend="aot_eager")
+            loss = step(x_own, y_own)
+            found = gradients_or_zeros(loss, model)
+        elif how == "loss_and_grads":
+            with torch.no_grad():
+                features = model(x_own, y_own)
+            loss, *feature_gradients = module.loss_and_grads(*features, labels=own_labels, group=group, **options)
+            features = model(x_own, y_own)
+            found = list(torch.autograd.grad(features, list(model.parameters()), feature_gradients))
+        else:
+            mesh = dist.DeviceMesh("cpu", list(ranks)) if how == "mesh" else group
+            loss = module.contrastive_loss(*model(x_own, y_own), labels=own_labels, group=mesh, **options)
+            found = gradients_or_zeros(loss, model)
+        results.append([loss.detach().clone(), *(g.clone() for g in found)])
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"
+    return results[0]
+
+
+def call(
+    package: str,
+    ranks: tuple[int, ...],
+    dtype: str = "float64",
+    dim: int = 8,
+    rows: int = 4,
+    keys: int | None = None,
+    labels: list[int] | None = None,
+    grad: bool = False,
+    torch_version: str | None = None,
+    backward: bool = False,
+    scale: Any = 2.0,
+    **options: Any,
+) -> float:
+    """One call with arguments that may be wrong on some ranks. Returns the loss."""
+    module = importlib.import_module(package)
+    group = group_of(ranks)
+    q = torch.ones(rows, dim, dtype=getattr(torch, dtype), requires_grad=grad)
+    k = torch.ones(rows if keys is None else keys, dim, dtype=getattr(torch, dtype))
+    version = torch.__version__
+    try:
+        torch.__version__ = torch_version or version
+        given = None if labels is None else torch.tensor(labels)
+        loss = module.contrastive_loss(q, k, scale, labels=given, group=group, **options)
+    finally:
+        torch.__version__ = version
+    if backward:
+        loss.backward()
+    return float(loss)
+
+
+def outside(package: str, ranks: tuple[int, ...], how: str) -> float:
+    """A call by a process that is not in the group."""
+    module = importlib.import_module(package)
+    group: Any = dist.new_group(list(ranks))  # all processes take part; those outside get a marker
+    if how == "mesh":
+        group = dist.DeviceMesh("cpu", list(ranks))
+    return float(module.contrastive_loss(torch.ones(2, 8).double(), torch.ones(2, 8).double(), group=group))
+
+
+def alone(package: str) -> list[Tensor]:
+    """Results in a group of one, with every way to communicate taken away."""
+    module = importlib.import_module(package)
+    group = group_of((dist.get_rank(),))
+    with Silence():
+        q, k = torch.arange(80.0).double().sin().view(10, 8), torch.arange(80.0).double().cos().view(10, 8)
+        return list(module.loss_and_grads(q, k, 3.0, group=group)) + [torch.tensor(module.selftest()["ok"])]
+
+
+class Silence:
+    """Any communication inside is an error."""
+
+    def __enter__(self) -> None:
+        self.saved: dict[str, Callable[..., Any]] = {}
+        for name in ("all_gather", "batch_isend_irecv", "isend", "irecv", "new_group"):
+            self.saved[name] = getattr(dist, name)
+            setattr(dist, name, self.refuse)
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self.saved.items():
+            setattr(dist, name, function)
+
+    @staticmethod
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("communication in a group of one")
+
+
+def traffic(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[tuple[str, int, int]]:
+    """(operation, tag, bytes) of each message of this rank, in order, over forward and backward."""
+    module = importlib.import_module(package)
+    ring = importlib.import_module(f"{package}._runtime.ring")
+    seen: list[tuple[str, int, int]] = []
+    post = dist.batch_isend_irecv
+
+    def spy(transfers: list[dist.P2POp]) -> Any:
+        for transfer in transfers:
+            name = "send" if transfer.op is dist.isend else "receive"
+            seen.append((name, transfer.tag, transfer.tensor.numel() * transfer.tensor.element_size()))
+        return post(transfers)
+
+    ring.dist.batch_isend_irecv = spy
+    try:
+        n = rows[dist.get_rank(group_of(ranks))]
+        module.loss_and_grads(torch.ones(n, 8).double(), torch.ones(n, 8).double(), group=group_of(ranks))
+    finally:
+        ring.dist.batch_isend_irecv = post
+    return seen
+
+
+def die(package: str, ranks: tuple[int, ...], victim: int, when: str) -> float:
+    """One rank ends without a word: before the exchange, at a hop of forward, or at a hop of backward."""
+    module = importlib.import_module(package)
+    ring = importlib.import_module(f"{package}._runtime.ring")
+    if dist.get_rank() == victim:
+        if when == "exchange":
+            os._exit(1)
+        original = ring.Rotation.__init__
+
+        def start(self: Any, ring_: Any, phase: str, *arguments: Any) -> None:
+            if phase == when:
+                os._exit(1)
+            original(self, ring_, phase, *arguments)
+
+        ring.Rotation.__init__ = start
+    q = torch.ones(4, 8, dtype=torch.float64, requires_grad=True)
+    loss = module.contrastive_loss(q, q, 2.0, group=group_of(ranks))
+    loss.backward()
+    return float(loss)

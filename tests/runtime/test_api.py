@@ -1,0 +1,360 @@
+"""The public functions and the module: autograd, arguments, autocast, compilation."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import pickle
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+Packages = Callable[..., ModuleType]
+
+
+def features(rows: int = 20, dim: int = 8, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, Tensor]:
+    q, k = (torch.randn(rows, dim, dtype=torch.float64).to(dtype) for _ in range(2))
+    return q.requires_grad_(grad), k.requires_grad_(grad)
+
+
+def scalar(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(value, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_equal_the_reference(packages: Packages, reduction: str) -> None:
+    package = packages("clip")
+    leaves = (*features(), scalar(3.0), scalar(-1.0))
+    loss = package.contrastive_loss(*leaves, reduction=reduction)
+    ours = torch.autograd.grad(loss, leaves)
+    reference = package.reference(*leaves) * (20 if reduction == "sum" else 1)
+    torch.testing.assert_close(loss, reference, rtol=1e-13, atol=1e-13)
+    for a, b in zip(ours, torch.autograd.grad(reference, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_scalars_have_their_dtype(packages: Packages, dtype: torch.dtype) -> None:
+    package = packages("clip", dtype="fp32")
+    q, k = features(dtype=torch.float32)
+    scale, bias = scalar(2.0, dtype), scalar(0.5, dtype)
+    package.contrastive_loss(q, k, scale, bias).backward()
+    assert scale.grad is not None and scale.grad.dtype == dtype and scale.grad != 0
+    assert bias.grad is not None and bias.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("wanted", range(1, 16))
+def test_only_what_is_wanted_gets_a_gradient(packages: Packages, wanted: int) -> None:
+    package = packages("clip")
+    leaves = [*features(), scalar(3.0), scalar(-1.0)]
+    for bit, leaf in enumerate(leaves):
+        leaf.requires_grad_(bool(wanted >> bit & 1))
+    package.contrastive_loss(*leaves).backward()
+    assert [leaf.grad is not None for leaf in leaves] == [bool(wanted >> bit & 1) for bit in range(4)]
+
+
+def test_nothing_is_kept_and_no_gradient_computed_without_need(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = packages("clip")
+    engine = sys.modules[f"{package.__name__}._runtime.engine"]
+    monkeypatch.setattr(engine, "backward", None)  # must not be called
+    q, k = features()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: pytest.fail("a tensor was saved"), lambda x: x):
+        with torch.no_grad():
+            assert package.contrastive_loss(q, k, 2.0).grad_fn is None
+        assert package.contrastive_loss(q.detach(), k.detach(), 2.0).grad_fn is None
+        assert not package.ContrastiveLoss().eval()(q.detach(), k.detach(), 2.0).requires_grad
+
+
+@pytest.mark.parametrize("shape", ["expanded", "scaled", "double"])
+def test_incoming_gradients_of_any_stride(packages: Packages, shape: str) -> None:
+    package = packages("clip", dtype="fp32")
+    q, k = features(dtype=torch.float32)
+    loss = package.contrastive_loss(q, k, 2.0)
+    if shape == "expanded":
+        loss.expand(5, 3).mean().backward()
+        factor = 1.0
+    elif shape == "scaled":
+        torch.stack([loss, loss]).sum().backward()
+        factor = 2.0
+    else:
+        (loss.double() * 3.0).backward()
+        factor = 3.0
+    expected = package.loss_and_grads(q, k, 2.0)
+    torch.testing.assert_close(q.grad, expected[1] * factor, rtol=1e-5, atol=1e-8)
+
+
+def test_second_backward_and_second_derivative_raise(packages: Packages) -> None:
+    package = packages("clip")
+    q, k = features()
+    scale = scalar(2.0)
+    loss = package.contrastive_loss(q, k, scale)
+    loss.backward(retain_graph=True)
+    once = q.grad.clone()  # type: ignore[union-attr]
+    loss.backward()
+    assert torch.equal(q.grad, 2 * once)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    (dq,) = torch.autograd.grad(package.contrastive_loss(q, k, scale), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="twice"):
+        torch.autograd.grad(
+            torch.autograd.grad(package.contrastive_loss(q.detach(), k.detach(), scale), scale, create_graph=True)[0], scale
+        )
+
+
+def test_a_changed_input_is_noticed(packages: Packages) -> None:
+    q, k = features()
+    loss = packages("clip").contrastive_loss(q, k)
+    with torch.no_grad():
+        q.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autocast_casts_features_and_rounds_nothing_else(packages: Packages) -> None:
+    """A peer's positive logit is rounded to bf16 under autocast: at scale 100 the loss is off in the third digit."""
+    package = packages("clip", dtype="bf16")
+    q, k = (nn.functional.normalize(x.detach(), dim=1).requires_grad_() for x in features(100, dtype=torch.float32))
+    scale = scalar(100.0, torch.float32)
+    outside = package.contrastive_loss(q.bfloat16(), k.bfloat16(), scale)
+    grads = torch.autograd.grad(outside, (q, k, scale))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = package.contrastive_loss(q, k, scale)
+        assert torch.equal(inside, outside) and inside.dtype == torch.float32
+        for a, b in zip(torch.autograd.grad(inside, (q, k, scale)), grads, strict=True):
+            assert torch.equal(a, b) and a.dtype == torch.float32
+    truth = package.reference(q.bfloat16(), k.bfloat16(), 100.0)
+    assert float(inside) == pytest.approx(float(truth), rel=1e-5)
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="dtype"):
+        package.contrastive_loss(q, k, scale)
+    exact = packages("clip", dtype="fp32")
+    with torch.autocast("cpu", torch.bfloat16):
+        q32, k32 = q.detach(), k.detach()
+        assert float(exact.contrastive_loss(q32, k32, 100.0)) == pytest.approx(float(exact.reference(q32, k32, 100.0)), rel=1e-5)
+
+
+def test_labels(packages: Packages) -> None:
+    package = packages("infonce")
+    q, _ = features(20)
+    _, k = features(31)
+    labels = torch.randint(31, (20,))
+    ours = torch.autograd.grad(package.contrastive_loss(q, k, 3.0, labels=labels), (q, k))
+    for a, b in zip(ours, torch.autograd.grad(package.reference(q, k, 3.0, labels=labels), (q, k)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_an_unchecked_wrong_label_gives_nan_everywhere(packages: Packages) -> None:
+    """Labels on a device are looked at once only: afterwards a wrong one must not give finite numbers."""
+    package = packages("infonce")
+    engine = sys.modules[f"{package.__name__}._runtime.engine"]
+    q, k = features(20, grad=False)
+    labels = torch.arange(20)
+    labels[7] = 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_label_range", lambda *_: (0, -1))
+        loss, dq, dk, dscale, _ = package.loss_and_grads(q, k, 2.0, labels=labels)
+    assert loss.isnan() and dscale.isnan() and dk.isnan().all()
+    assert dq[7].isnan().all()
+
+
+def test_module_is_a_drop_in_for_open_clip(packages: Packages) -> None:
+    package = packages("clip")
+    q, k = features()
+    module = package.ContrastiveLoss(
+        local_loss=True, gather_with_grad=True, cache_labels=True, rank=0, world_size=1, use_horovod=False
+    )
+    loss = module(q, k, torch.tensor(2.0), logit_bias=torch.tensor(-10.0))
+    assert torch.equal(loss, package.contrastive_loss(q, k, 2.0, -10.0))
+    result = module(image_features=q, text_features=k, logit_scale=2.0, logit_bias=-10.0, output_dict=True)
+    assert list(result) == ["contrastive_loss"] and torch.equal(result["contrastive_loss"], loss)
+    assert copy.deepcopy(module)(q, k, 2.0).isfinite()
+    assert pickle.loads(pickle.dumps(module))(q, k, 2.0).isfinite()
+    assert list(module.parameters()) == [] and package.__name__.split("_")[0] in repr(module)
+
+
+BAD_MODULES = [
+    ({"use_horovod": True}, ValueError, "horovod"),
+    ({"world_size": 4}, ValueError, "wrong world size"),
+    ({"world_size": 1, "rank": 3}, ValueError, "wrong rank"),
+    ({"grad_sync": "average"}, ValueError, "grad_sync must be one of 'mean', 'sum'"),
+    ({"check_ranks": True}, ValueError, "check_ranks"),
+    ({"group": "world"}, TypeError, "group must be a ProcessGroup"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_MODULES)
+def test_bad_module_arguments(
+    packages: Packages, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        packages("clip").ContrastiveLoss(**arguments)
+
+
+X = torch.randn(6, 8, dtype=torch.float64)
+BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ("clip", ([[1.0]], X), {}, TypeError, "q must be a tensor, not list"),
+    ("clip", (X, None), {}, TypeError, "k must be a tensor"),
+    ("clip", (X[0], X), {}, ValueError, r"q must have shape \(rows, 8\)"),
+    ("clip", (X, X[:, :7]), {}, ValueError, "embedding dimension 7.*regenerate it with --dim 7"),
+    ("clip", (X.float(), X), {}, ValueError, "q has dtype torch.float32"),
+    ("clip", (X, X.bfloat16()), {}, ValueError, "k has dtype torch.bfloat16"),
+    ("clip", (X.long(), X), {}, ValueError, "dtype torch.int64"),
+    ("clip", (X, X.to_sparse()), {}, ValueError, "dense"),
+    ("clip", (X, X.to("meta")), {}, ValueError, "on one device"),
+    ("clip", (X, X[:5]), {}, ValueError, "pairs query i with key i.*6 queries and 5 keys"),
+    ("clip", (X[:0], X[:0]), {}, ValueError, "at least one query"),
+    ("clip", (X.repeat(51, 1), X.repeat(51, 1)), {}, ValueError, "at most 300.*infcl-gen generate.*--batch-size 306"),
+    ("clip", (X, X, "big"), {}, TypeError, "scale must be a number or a 0-dim tensor, not str"),
+    ("clip", (X, X, True), {}, TypeError, "scale"),
+    ("clip", (X, X, torch.ones(1)), {}, ValueError, r"scale must be a 0-dim .* \(1,\)"),
+    ("clip", (X, X, torch.tensor(3)), {}, ValueError, "scale must be a 0-dim floating-point"),
+    ("clip", (X, X, 1.0, torch.ones(2)), {}, ValueError, "bias must be a 0-dim"),
+    ("clip", (X, X), {"labels": torch.arange(6)}, ValueError, "labels are not supported"),
+    ("infonce", (X, X), {"labels": [0, 1]}, TypeError, "labels must be an int64 tensor"),
+    ("infonce", (X, X), {"labels": torch.arange(6).int()}, ValueError, "int64"),
+    ("infonce", (X, X), {"labels": torch.arange(5)}, ValueError, r"shape \(6,\)"),
+    ("infonce", (X, X), {"labels": torch.arange(6) + 1}, ValueError, "labels range from 1 to 6; there are 6 keys"),
+    ("infonce", (X, X), {"labels": torch.arange(6) - 1}, ValueError, "labels range from -1"),
+    ("infonce", (X, X[:5]), {}, ValueError, "labels are needed"),
+    ("clip", (X, X), {"grad_sync": "none"}, ValueError, "grad_sync"),
+    ("clip", (X, X), {"reduction": "none"}, ValueError, "reduction must be one of 'mean', 'sum', not 'none'"),
+    ("clip", (X, X), {"check_ranks": "maybe"}, ValueError, "check_ranks"),
+    ("clip", (X, X), {"group": -100}, (TypeError, ValueError), "group|member"),  # type: ignore[list-item]
+    ("clip", (X, X), {"group": object()}, TypeError, "group"),
+]
+
+
+@pytest.mark.parametrize(("loss", "arguments", "keywords", "error", "message"), BAD_CALLS)
+def test_bad_arguments(
+    packages: Packages,
+    loss: str,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        packages(loss).contrastive_loss(*arguments, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_rows_per_rank_than_planned_are_announced(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = packages("clip")
+    engine = sys.modules[f"{package.__name__}._runtime.engine"]
+    monkeypatch.setattr(engine, "_warned", set())
+    layout = engine.Layout(0, (200,), (200,))
+    planned = engine.Package(**{**vars(_bound(package)), "rows_per_rank": 100})
+    with pytest.warns(UserWarning, match="may take more memory than predicted"):
+        engine._check_sizes(planned, layout, False)
+
+
+def _bound(package: ModuleType) -> Any:
+    return package.ContrastiveLoss._package
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_compiles_without_a_graph_break(packages: Packages, loss: str) -> None:
+    package = packages(loss)
+    module = package.ContrastiveLoss()
+    q, k = features()
+    scale = scalar(2.0)
+    extra = {"labels": torch.arange(20).flip(0)} if loss == "infonce" else {}
+
+    def step(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
+        return module(nn.functional.normalize(q, dim=1), nn.functional.normalize(k, dim=1), scale.exp(), **extra)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    ours, expected = (torch.autograd.grad(f(q, k, scale), (q, k, scale)) for f in (compiled, step))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    plain = torch.compile(lambda q, k: package.contrastive_loss(q, k, 2.0, -1.0, **extra), fullgraph=True, backend="aot_eager")
+    assert torch.equal(plain(q, k), package.contrastive_loss(q, k, 2.0, -1.0, **extra))
+
+
+def test_compiles_under_autocast(packages: Packages) -> None:
+    package = packages("clip", dtype="bf16")
+    q, k = features(dtype=torch.float32)
+
+    def step(q: Tensor, k: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return package.contrastive_loss(q, k, 2.0)  # type: ignore[no-any-return]
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, k), step(q, k))
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_operators_are_well_formed(packages: Packages, loss: str) -> None:
+    package = packages(loss)
+    q, k = features()
+    labels = torch.arange(20) if loss == "infonce" else None
+    forward = package.ContrastiveLoss._operators.forward
+    # The gradient formula is checked above; "aot_dispatch" also differentiates the statistics, which have none.
+    torch.library.opcheck(
+        forward, (q, k, scalar(2.0), scalar(0.0), labels, "", "mean", "mean", "first", 15),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+    with torch.no_grad():
+        loss_value, *saved = forward(q, k, torch.tensor(2.0).double(), torch.zeros(()).double(), labels, "", "mean", "mean", "first", 15)
+    plain = [x.detach() for x in (loss_value, q, k, scalar(2.0), scalar(0.0))]
+    torch.library.opcheck(
+        package.ContrastiveLoss._operators.backward, (*plain, labels, *saved, "", "mean", "mean"),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+
+def test_the_same_package_may_be_imported_twice(
+    packages: Packages, folder_of: Callable[[ModuleType], Path], tmp_path: Path
+) -> None:
+    package = packages("clip")
+    shutil.copytree(folder_of(package), tmp_path / "copied")
+    spec = importlib.util.spec_from_file_location("copied", tmp_path / "copied" / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    again = importlib.util.module_from_spec(spec)
+    sys.modules["copied"] = again
+    try:
+        spec.loader.exec_module(again)
+        q, k = features()
+        ours = torch.autograd.grad(again.contrastive_loss(q, k, 2.0), q)[0]
+        assert torch.equal(ours, torch.autograd.grad(package.contrastive_loss(q, k, 2.0), q)[0])
+        assert all(torch.equal(a, b) for a, b in zip(again.loss_and_grads(q, k), package.loss_and_grads(q, k), strict=True))
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "copied"]:
+            del sys.modules[name]
+
+
+def test_accumulation_does_not_multiply_the_gradient_of_the_scale(packages: Packages) -> None:
+    package = packages("clip")
+    scale, halves = scalar(2.0), [features(10) for _ in range(2)]
+    for q, k in halves:
+        (package.contrastive_loss(q, k, scale) / 2).backward()
+    expected = sum(package.loss_and_grads(q, k, 2.0)[3] for q, k in halves) / 2
+    torch.testing.assert_close(scale.grad, expected, rtol=1e-12, atol=0)
+
+
+def test_threads_share_a_package(packages: Packages) -> None:
+    package = packages("clip")
+    q, k = features(100, grad=False)
+    expected, results = package.loss_and_grads(q, k, 2.0), []
+    threads = [threading.Thread(target=lambda: results.append(package.loss_and_grads(q, k, 2.0))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(torch.equal(a, b) for r in results for a, b in zip(r, expected, strict=True))
+
+
+def test_python_floats_need_not_be_finite(packages: Packages) -> None:
+    q, k = features()
+    assert packages("clip").contrastive_loss(q, k, math.inf).isnan()

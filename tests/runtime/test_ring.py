@@ -1,0 +1,292 @@
+"""The ring on real gloo processes: a pool of four, started once."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import ring_worker
+
+Packages = Callable[..., ModuleType]
+TIMEOUT_S = 15
+
+
+class Pool:
+    """Processes that each run `ring_worker.main`."""
+
+    def __init__(self, world: int, store: Path, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world, str(store), str(folder), timeout_s, theirs)
+            process = context.Process(target=ring_worker.main, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        for rank in range(world):
+            assert self._receive(rank) == "ready"
+
+    def run(self, job: str, on: tuple[int, ...], /, each: dict[int, dict[str, Any]] | None = None, **arguments: Any) -> list[Any]:
+        """[("ok", result) or (error's type, message)] of these processes, in this order; `each` adds to one rank's
+        arguments."""
+        for rank in on:
+            self.pipes[rank].send((job, {**arguments, **(each or {}).get(rank, {})}))
+        return [self._receive(rank) for rank in on]
+
+    def _receive(self, rank: int) -> Any:
+        if not self.pipes[rank].poll(TIMEOUT_S):
+            raise TimeoutError(f"rank {rank} hangs")
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            return ("dead", "")
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def names(packages: Packages) -> dict[str, str]:
+    """Import names of the packages that the pool uses; its processes import them from the same folder."""
+    made = {
+        "clip": packages("clip"),
+        "infonce": packages("infonce"),
+        "other": packages("clip", panel=(128, 64)),
+        "bf16": packages("clip", dtype="bf16"),
+    }
+    return {key: module.__name__ for key, module in made.items()}
+
+
+@pytest.fixture(scope="module")
+def pool(
+    names: dict[str, str], packages: Packages, folder_of: Callable[[ModuleType], Path], tmp_path_factory: Any
+) -> Iterator[Pool]:
+    pool = Pool(4, tmp_path_factory.mktemp("store") / "file", folder_of(packages("clip")).parent)
+    yield pool
+    pool.close()
+
+
+def results(answers: list[Any]) -> list[Any]:
+    assert all(kind == "ok" for kind, _ in answers), answers
+    return [value for _, value in answers]
+
+
+def average(per_rank: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(values).mean(0) for values in zip(*per_rank, strict=True)]
+
+
+def assert_equal(ours: list[Tensor], truth: list[Tensor]) -> None:
+    for a, b in zip(ours, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+SHARDS = [
+    ((0,), [9]),
+    ((0, 1), [8, 8]),
+    ((0, 1), [1, 70]),
+    ((0, 1), [0, 5]),
+    ((0, 1, 2), [6, 6, 6]),
+    ((0, 1, 2), [65, 0, 3]),
+    ((0, 1, 2, 3), [16, 16, 16, 16]),
+    ((0, 1, 2, 3), [3, 64, 1, 20]),
+    ((0, 1, 2, 3), [0, 0, 7, 0]),
+    ((1, 3), [4, 9]),
+    ((3, 0, 2), [5, 1, 0]),
+    ((2, 3, 1, 0), [5, 9, 0, 70]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rows"), SHARDS)
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_averaged_gradients_are_those_of_the_global_loss(
+    pool: Pool, packages: Packages, names: dict[str, str], loss: str, ranks: tuple[int, ...], rows: list[int]
+) -> None:
+    """Parameters, scale and bias, for any world size, uneven and empty ranks, sub-groups and permuted ranks."""
+    labelled = loss == "infonce"
+    keys = [n + 3 for n in reversed(rows)] if labelled else rows
+    arguments = {"package": names[loss], "ranks": ranks, "rows": rows, "keys": keys, "labelled": labelled}
+    truth = ring_worker.reference_gradients(packages(loss), rows, keys, labelled)
+    assert_equal(average(results(pool.run("gradients", ranks, repeats=2, **arguments))), truth)
+    summed = results(pool.run("gradients", ranks, grad_sync="sum", **arguments))
+    assert_equal([value * len(ranks) for value in average(summed)], truth)
+
+
+def test_keys_and_queries_may_be_sharded_differently(pool: Pool, packages: Packages, names: dict[str, str]) -> None:
+    rows, keys = [10, 0, 2, 3], [0, 7, 7, 1]
+    truth = ring_worker.reference_gradients(packages("clip"), rows, keys, False)
+    ours = pool.run("gradients", (0, 1, 2, 3), package=names["clip"], ranks=(0, 1, 2, 3), rows=rows, keys=keys)
+    assert_equal(average(results(ours)), truth)
+
+
+@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "mesh"])
+def test_other_ways_in(pool: Pool, packages: Packages, names: dict[str, str], how: str) -> None:
+    rows, ranks = [3, 0, 8], (0, 1, 2)
+    truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
+    ours = pool.run("gradients", ranks, package=names["clip"], ranks=ranks, rows=rows, keys=rows, how=how)
+    assert_equal(average(results(ours)), truth)
+
+
+def test_sum_reduction(pool: Pool, packages: Packages, names: dict[str, str]) -> None:
+    rows, ranks = [3, 5], (0, 1)
+    truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
+    ours = pool.run(
+        "gradients", ranks, package=names["clip"], ranks=ranks, rows=rows, keys=rows, reduction="sum"
+    )
+    assert_equal(average(results(ours)), [value * 8 for value in truth])
+
+
+def test_a_group_of_one_does_not_communicate(pool: Pool, packages: Packages, names: dict[str, str]) -> None:
+    (alone,) = results(pool.run("alone", (2,), package=names["clip"]))
+    q, k = torch.arange(80.0).double().sin().view(10, 8), torch.arange(80.0).double().cos().view(10, 8)
+    assert alone.pop()
+    assert_equal(alone, list(packages("clip").loss_and_grads(q, k, 3.0)))
+
+
+def test_messages_have_a_constant_size(pool: Pool, names: dict[str, str]) -> None:
+    """Always the largest shard: keys W - 1 times, what accumulates W times."""
+    ranks, rows, size = (0, 1, 2), [2, 9, 0], 9
+    keys, pair = size * 8 * 8, 2 * size * 8
+    forward = [(0, keys), (1, pair), (0, keys), (1, pair), (1, pair)]
+    backward = [(0, keys), (1, pair), (2, keys), (0, keys), (1, pair), (2, keys), (2, keys)]
+    expected = [(what, *message) for message in forward + backward for what in ("send", "receive")]
+    for seen in results(pool.run("traffic", ranks, package=names["clip"], ranks=ranks, rows=rows)):
+        assert seen == expected
+
+
+MISMATCHES: list[tuple[str, dict[str, Any], str]] = [
+    ("clip", {"dtype": "float32"}, r"dtype differs \(rank 0: float64, rank 1: float32, rank 2: float64\)"),
+    ("clip", {"dim": 7}, r"embedding dimension differs \(rank 0: 8, rank 1: 7, rank 2: 8\)"),
+    ("clip", {"torch_version": "2.11.0+cu128"}, r"torch version differs .*rank 1: 2.11.0\+cu128"),
+    ("clip", {"grad_sync": "sum"}, r"grad_sync differs \(rank 0: mean, rank 1: sum, rank 2: mean\)"),
+    ("clip", {"reduction": "sum"}, "reduction differs"),
+    ("clip", {"grad": True}, "gradients wanted differs"),
+    ("infonce", {"labels": [0, 1, 2, 3]}, r"labels given differs \(rank 0: False, rank 1: True"),
+    ("clip", {"scale": "large"}, "the arguments of rank 1 are invalid|scale must be a number"),
+    ("infonce", {"labels": [0]}, r"labels given differs"),
+]
+
+
+@pytest.mark.parametrize(("loss", "wrong", "message"), MISMATCHES)
+def test_mismatched_ranks_raise_everywhere(
+    pool: Pool, names: dict[str, str], loss: str, wrong: dict[str, Any], message: str
+) -> None:
+    ranks = (0, 1, 2)
+    answers = pool.run("call", ranks, each={1: wrong}, package=names[loss], ranks=ranks, check_ranks="always")
+    for rank, (kind, text) in enumerate(answers):
+        assert kind == "RuntimeError" or (rank == 1 and kind in ("TypeError", "ValueError")), answers
+        assert re.search(message, text), answers
+    # and the ring is usable again
+    results(pool.run("call", ranks, package=names[loss], ranks=ranks))
+
+
+def test_different_packages_and_losses_raise_everywhere(pool: Pool, names: dict[str, str]) -> None:
+    for other, message in (("other", "package digest differs"), ("infonce", "loss differs")):
+        answers = pool.run("call", (0, 2), each={2: {"package": names[other]}}, package=names["clip"], ranks=(0, 2))
+        assert all(kind == "RuntimeError" and message in text for kind, text in answers), answers
+
+
+def test_fp16_against_bf16_raises_everywhere(pool: Pool, names: dict[str, str]) -> None:
+    answers = pool.run(
+        "call", (0, 1), each={1: {"dtype": "float16"}}, package=names["bf16"], ranks=(0, 1), dtype="bfloat16"
+    )
+    assert all(kind == "RuntimeError" and "rank 1: float16" in text for kind, text in answers), answers
+
+
+GLOBAL_ERRORS: list[tuple[str, dict[str, Any], dict[int, dict[str, Any]], str]] = [
+    ("clip", {"rows": 150}, {1: {"rows": 151}}, "at most 300 queries.*regenerate: infcl-gen generate.*--batch-size 301"),
+    ("clip", {"rows": 4}, {1: {"keys": 5}}, "8 queries and 9 keys"),
+    ("clip", {"rows": 0}, {}, "at least one query"),
+    ("infonce", {"labels": [0, 1, 2, 3]}, {1: {"labels": [0, 1, 2, 8]}}, "labels on rank 1 range from 0 to 8; there are 8"),
+    ("infonce", {"labels": [0, 1, 2, 3]}, {0: {"labels": [0, 1, 2, -1]}}, "labels on rank 0 range from -1"),
+]
+
+
+@pytest.mark.parametrize(("loss", "arguments", "each", "message"), GLOBAL_ERRORS)
+def test_wrong_global_sizes_raise_everywhere(
+    pool: Pool, names: dict[str, str], loss: str, arguments: Any, each: Any, message: str
+) -> None:
+    answers = pool.run("call", (0, 1), each=each, package=names[loss], ranks=(0, 1), **arguments)
+    assert all(kind == "ValueError" and re.search(message, text) for kind, text in answers), answers
+
+
+def test_labels_may_name_keys_of_other_ranks(pool: Pool, names: dict[str, str]) -> None:
+    results(pool.run("call", (0, 1), each={0: {"labels": [7, 6, 5, 4]}}, package=names["infonce"], ranks=(0, 1), labels=[3, 2, 1, 0]))
+
+
+def test_unchecked_ranks_still_know_each_others_sizes(pool: Pool, names: dict[str, str]) -> None:
+    arguments = {"package": names["clip"], "ranks": (0, 1), "check_ranks": "never"}
+    first, second = results(pool.run("call", (0, 1), each={1: {"rows": 7}}, **arguments))
+    checked = results(pool.run("call", (0, 1), each={1: {"rows": 7}}, package=names["clip"], ranks=(0, 1)))
+    assert [first, second] == checked
+
+
+@pytest.mark.parametrize("how", ["group", "mesh"])
+def test_a_process_outside_the_group_is_told_so(pool: Pool, names: dict[str, str], how: str) -> None:
+    answers = pool.run("outside", (0, 1, 2, 3), package=names["clip"], ranks=(1, 2), how=how)
+    assert [kind for kind, _ in answers] == ["ValueError", "ok", "ok", "ValueError"], answers
+    assert "not a member" in answers[0][1] and "not a member" in answers[3][1]
+
+
+@pytest.mark.parametrize("when", ["exchange", "forward", "backward"])
+def test_a_killed_peer_is_an_error_and_no_hang(
+    names: dict[str, str], packages: Packages, folder_of: Callable[[ModuleType], Path], tmp_path: Path, when: str
+) -> None:
+    pool = Pool(3, tmp_path / "file", folder_of(packages("clip")).parent, timeout_s=5)
+    try:
+        ranks = (0, 1, 2)
+        answers = pool.run("die", ranks, package=names["clip"], ranks=ranks, victim=1, when=when)
+        assert answers[1] == ("dead", "")
+        for rank in (0, 2):
+            kind, text = answers[rank]
+            assert kind == "RuntimeError", answers
+            assert ("control exchange" if when == "exchange" else f"{when} ring, hop") in text, answers
+            assert f"rank {rank}" in text
+    finally:
+        pool.close()
+
+
+def test_the_ring_follows_the_planned_schedule() -> None:
+    """The hop loop and the planner's schedule, which is checked by simulation, say the same."""
+    from infcl_gen.planning.schedule import ring_schedule, simulate
+    from infcl_gen.runtime.ring import Rotation
+
+    class Place:
+        def __init__(self, rank: int, size: int) -> None:
+            self.rank, self.size = rank, size
+
+    for size in range(2, 9):
+        schedule = ring_schedule(size, has_keys=True)
+        simulate(schedule, [(1, 1)] * size)
+        for rank in range(size):
+            owners = list(Rotation(Place(rank, size), "forward", []))  # type: ignore[arg-type]
+            assert owners == [schedule.owner(rank, hop) for hop in schedule.hops]
+        assert {(hop.send_offset % size, hop.recv_offset % size) for hop in schedule.hops} == {(1 % size, size - 1)}
+
+
+def test_headers_survive_the_trip() -> None:
+    from infcl_gen.runtime import ring
+
+    for accepted, text, number in itertools.product([True, False], ["", "2.13.0+cpu", "x" * 14], [0, -1, 2**62]):
+        header = {
+            field: {bool: accepted, str: text, int: number}[kind] for field, kind in ring._HEADER.items()
+        }
+        assert ring._decode(ring._encode(header)) == header

@@ -1,0 +1,341 @@
+"""The command line: every command, its JSON, exit codes and streams. Bad inputs are in test_bad_inputs.py."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import infcl_gen
+from infcl_gen import cli
+from infcl_gen.errors import InfeasibleError, LockTimeoutError, ToolchainError, VerificationError
+from infcl_gen.hardware import doctor
+from infcl_gen.problem import make_problem
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ("--batch-size", "256", "--dim", "16", "--target", "cpu")
+COMMANDS = ("plan", "generate", "inspect", "verify", "doctor")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def subprocess_of(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "infcl_gen", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "package"
+    done = run("generate", *SMALL, "-o", str(folder))
+    assert done.exit_code == 0, done.stderr
+    return folder
+
+
+def test_help_and_version_of_every_command() -> None:
+    for arguments in ([], *([command] for command in COMMANDS)):
+        done = run(*arguments, "--help")
+        assert done.exit_code == 0 and "Usage: infcl-gen" in done.stdout and not done.stderr
+    assert run("--version").stdout == f"infcl-gen {infcl_gen.__version__}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom infcl_gen.cli import main\n"
+        "try:\n    main(['plan', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'triton', 'sympy', 'jinja2', 'numpy', 'rich', 'msgspec'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stderr == "[]\n"
+
+
+def test_plan_prints_tiles_memory_time_and_the_largest_batch() -> None:
+    done = run(
+        "plan", "--batch-size", "64k", "--dim", "768", "--device-profile", "h200", "--memory-budget", "1GiB"
+    )
+    assert done.exit_code == 0 and not done.stderr
+    for part in ("Tiles", "Blocks", "Memory per device", "Time", "bound by", "largest batch for this budget"):
+        assert part in done.stdout
+    plan = infcl_gen.plan(
+        make_problem(batch_size="64k", dim=768, device_profile="h200", memory_budget="1GiB")
+    )
+    for reason in plan.reasons:
+        assert reason.why in done.stdout
+    for buffer in plan.buffers:
+        assert buffer.name in done.stdout
+    assert str(plan.largest_batch) in done.stdout
+
+
+def test_plan_as_json() -> None:
+    done = run("plan", *SMALL, "--json")
+    assert done.exit_code == 0 and not done.stderr
+    result = json.loads(done.stdout)
+    assert result["schema_version"] == 1
+    assert result["plan"]["strategy"] == "torch"
+    assert result["plan"]["predicted_peak_bytes"] <= result["plan"]["budget_bytes"]
+
+
+def test_generate_inspect_and_their_json(package: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    done = run("generate", *SMALL, "--json", "--output", str(again))
+    assert json.loads(done.stdout) == {"schema_version": 1, "path": str(again)}
+    files = sorted(path.relative_to(package) for path in package.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
+    assert all((package / file).read_bytes() == (again / file).read_bytes() for file in files)
+
+    shown = json.loads(run("inspect", str(package), "--json").stdout)
+    assert shown["schema_version"] == 1
+    assert shown["spec"]["problem"]["batch_size"] == 256
+    assert set(shown["files"]) == {str(file) for file in files}
+    text = run("inspect", str(package)).stdout
+    assert "digest" in text and "spec.py" in text and "loss.py" in text
+
+
+def test_inspect_lists_kernels(tmp_path: Path) -> None:
+    folder = tmp_path / "h200"
+    flags = ("--batch-size", "64k", "--dim", "768", "--device-profile", "h200", "-o", str(folder))
+    assert run("generate", *flags).exit_code == 0
+    kernels = json.loads(run("inspect", str(folder), "--json").stdout)["kernels"]
+    assert kernels and all(kernel["line"] > 0 and kernel["arguments"] for kernel in kernels)
+
+
+def test_inspect_never_imports(package: Path, tmp_path: Path) -> None:
+    before = set(sys.modules)
+    assert run("inspect", str(package)).exit_code == 0
+    assert not [name for name in set(sys.modules) - before if "package" in name and "infcl_gen" not in name]
+    assert not list(package.rglob("__pycache__"))
+
+
+def test_force_replaces(package: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "package"
+    for flags, code in (((), 0), ((), 2), (("--force",), 0)):
+        assert run("generate", *SMALL, "-o", str(folder), *flags).exit_code == code
+
+
+def test_quiet_is_quiet(tmp_path: Path) -> None:
+    done = run("generate", *SMALL, "-q", "-o", str(tmp_path / "p"))
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_config_file_gives_every_flag_and_flags_win(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(
+        'batch-size = "1k"\ndim = 16\ntarget = "cpu"\nloss = "infonce"\nkeys = 2048\ndtype = "fp32"\njson = true\n'
+        'memory-budget = "64MiB"\ndevices = 2\nranks = 2\n[set]\nstrategy = "torch"\npanel_rows = 64\n'
+    )
+    done = run("plan", "--config", str(config), "--dim", "32", "--set", "panel_rows=128")
+    assert done.exit_code == 0, done.stderr
+    problem = json.loads(done.stdout)["plan"]["problem"]
+    assert (problem["batch_size"], problem["dim"], problem["keys"]) == (1024, 32, 2048)
+    assert (problem["loss"], problem["dtype"], problem["devices"]) == ("infonce", "fp32", 2)
+    assert dict(map(tuple, problem["settings"])) == {"strategy": "torch", "panel_rows": "128"}
+
+
+def test_an_infeasible_budget_states_feasible_numbers() -> None:
+    flags = ("plan", "--dim", "256", "--target", "cpu")
+    done = run(*flags, "--batch-size", "64k", "--memory-budget", "1MiB", "--json")
+    assert done.exit_code == 3
+    assert len(done.stderr.splitlines()) == 1
+    error = json.loads(done.stdout)["error"]
+    assert error["kind"] == "InfeasibleError" and error["exit_code"] == 3
+    budget, batch = error["smallest_budget_bytes"], error["largest_batch"]
+    assert str(budget) in done.stderr and str(batch) in done.stderr
+    assert run(*flags, "--batch-size", "64k", "--memory-budget", str(budget)).exit_code == 0
+    assert run(*flags, "--batch-size", "64k", "--memory-budget", str(budget - 1)).exit_code == 3
+    assert run(*flags, "--batch-size", str(batch), "--memory-budget", "1MiB").exit_code == 0
+    assert run(*flags, "--batch-size", str(batch + 1), "--memory-budget", "1MiB").exit_code == 3
+
+
+def test_an_infeasible_plan_writes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    done = run("generate", *SMALL, "--memory-budget", "1KiB", "-o", str(folder))
+    assert done.exit_code == 3 and not folder.exists()
+
+
+@dataclasses.dataclass
+class Report:
+    rows: list[dict[str, Any]]
+
+    @property
+    def passed(self) -> bool:
+        return all(row["passed"] for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, "rows": self.rows}
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_verify_reports_rows(package: Path, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
+    import infcl_gen.verification.verify as module
+
+    seen = {}
+
+    def fake(path: str, ranks: int | None = None, aot: list[str] | None = None) -> Report:
+        seen.update(ranks=ranks, aot=aot)
+        bytes_row = {"check": "bytes", "passed": True, "detail": "-"}
+        return Report([bytes_row, {"check": "loss", "passed": passed, "detail": "x"}])
+
+    monkeypatch.setattr(module, "verify_package", fake)
+    done = run("verify", str(package), "--ranks", "2", "--aot", "sm_90, gfx942,sm_90", "--json")
+    assert seen == {"ranks": 2, "aot": ["sm_90", "gfx942"]}
+    assert done.exit_code == (0 if passed else 5)
+    assert json.loads(done.stdout)["passed"] is passed
+    assert done.stderr == ("" if passed else "infcl-gen: error: 1 of 2 checks failed: loss\n")
+
+
+def test_verify_for_real(package: Path) -> None:
+    done = run("verify", str(package), "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["rows"]
+
+
+def test_doctor() -> None:
+    done = run("doctor", "--json")
+    assert done.exit_code == 0, done.stderr
+    findings = {row["subject"]: row for row in json.loads(done.stdout)["findings"]}
+    assert findings["torch"]["state"] == findings["gloo"]["state"] == "ok"
+    assert all(row["advice"] for row in findings.values() if row["state"] != "ok")
+    assert "python" in run("doctor").stdout
+
+
+def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    done = run("doctor", "--json")
+    states = {row["subject"]: row["state"] for row in json.loads(done.stdout)["findings"]}
+    assert (states["torch"], states["triton"]) == ("missing", "missing")
+    assert done.exit_code == 4 and "torch is missing" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [("2.10.1", "old"), ("2.11.0a0+git", "ok"), ("2.13.0+cpu", "ok"), ("3.0", "ok"), ("1", "old")],
+)
+def test_doctor_compares_versions_as_numbers(
+    monkeypatch: pytest.MonkeyPatch, version: str, state: str
+) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    assert doctor._version("torch").state == state
+
+
+def test_doctor_survives_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("libcudart.so: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "find_device", broken)
+    done = run("doctor")
+    assert done.exit_code == 0 and "broken" in done.stdout and "libcudart" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (
+            InfeasibleError("too small", 2048, None),
+            3,
+            "too small; smallest feasible --memory-budget: 2048 (2KiB)",
+        ),
+        (ToolchainError("no ptxas"), 4, "no ptxas"),
+        (VerificationError("bytes differ"), 5, "bytes differ"),
+        (LockTimeoutError("held"), 6, "held"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 4, "torch is not installed"),
+        (RuntimeError("a\nb\x1b[31m"), 1, "internal error: RuntimeError: a b\\x1b[31m (-v shows where)"),
+        (RecursionError("deep"), 1, "internal error: RecursionError"),
+        (MemoryError(), 1, "internal error: MemoryError"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (click.Abort(), 130, "interrupted"),
+    ],
+)
+def test_every_error_is_one_line_and_its_code(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(infcl_gen, "plan", fail)
+    done = run("plan", *SMALL)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"infcl-gen: error: {message}") and len(done.stderr.splitlines()) == 1
+    payload = json.loads(run("plan", *SMALL, "--json").stdout)["error"]
+    assert payload["exit_code"] == code and message in payload["message"]
+
+
+def test_verbose_shows_where_an_internal_error_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infcl_gen, "plan", lambda *_: 1 // 0)
+    assert "Traceback" in run("plan", *SMALL, "-v").stderr
+    assert "Traceback" not in run("plan", *SMALL).stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    process = subprocess_of("plan", *SMALL, "--json")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.wait(60)
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
+    loss = tmp_path / "slow.py"
+    loss.write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_suffix('.started').touch()\ntime.sleep(60)\n"
+    )
+    process = subprocess_of("plan", *SMALL, "--loss", f"{loss}:loss")
+    started = loss.with_suffix(".started")
+    while not started.exists() and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "infcl-gen: error: interrupted\n")
+
+
+def test_text_in_tables_cannot_break_lines() -> None:
+    table = cli._table(("a", "b"), [("x\ny", "\x1b[31mred"), ("1", "2")])
+    assert len(table.splitlines()) == 3 and "\x1b" not in table
+
+
+def test_shown_sizes_suffice() -> None:
+    from infcl_gen.problem import parse_bytes
+
+    for size in (1, 1023, 1025, 1048577, 123456789, 5 * 2**30 + 1):
+        assert parse_bytes(cli._bytes(size)) >= size
+
+
+def test_counts_and_times_are_short() -> None:
+    assert (cli._count(2.5e15), cli._count(3e12), cli._count(10)) == ("2.5 P", "3 T", "10 ")
+    assert (cli._time(0.0123), cli._time(4e-6)) == ("12.3 ms", "4 us")
+
+
+def test_kernels_are_found_by_parsing() -> None:
+    source = (
+        '@triton.jit\ndef forward(q, k):\n    """First line.\n\n    More."""\n\n\ndef host():\n    pass\n'
+    )
+    assert cli._kernels(source) == [
+        {"name": "forward", "line": 2, "summary": "First line.", "arguments": ["q", "k"]}
+    ]
+    assert cli._kernels("") == []
+
+
+def test_module_runs_as_script() -> None:
+    process = subprocess_of("--version")
+    out, _ = process.communicate(timeout=60)
+    assert out.startswith("infcl-gen ")

@@ -1,0 +1,146 @@
+"""The structure that design decisions rest on: imports run one way, and planning needs neither torch nor triton."""
+
+import ast
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "infcl_gen"
+# A part may import itself and what stands before it. Modules at the bottom may be used by all.
+BOTTOM = ("version", "errors")
+ORDER = (
+    "problem",
+    "hardware",
+    "losses",
+    "planning",
+    "emission",
+    "runtime",
+    "verification",
+    "tuning",
+    "cli",
+    "__main__",
+    "demo",
+)
+MODULES = sorted(path for path in SOURCE.rglob("*.py"))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of all modules that a file imports anywhere in it, except under `if TYPE_CHECKING`."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, *([node.module] if node.module else [])])
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_run_one_way(path: Path) -> None:
+    part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    if part == "__init__":
+        return  # the driver: it calls the parts, and no part imports it (below)
+    parts = {name.split(".")[1] for name in imports_of(path) if name.startswith("infcl_gen.")} - set(BOTTOM)
+    if part in BOTTOM:
+        assert not parts
+        return
+    known = parts & set(ORDER)
+    later = {other for other in known if ORDER.index(other) > ORDER.index(part)}
+    assert not later, f"{part} imports {later}, which come after it"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "runtime").glob("*.py")), ids=lambda path: path.name)
+def test_runtime_stands_alone(path: Path) -> None:
+    """It is copied into packages that must not need infcl_gen: only the standard library, torch and triton."""
+    outside = {
+        name.split(".")[0] for name in imports_of(path) if not name.startswith("infcl_gen.runtime")
+    } - set(sys.stdlib_module_names)
+    assert outside <= {"torch", "triton"}
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("profile", ["cpu", "h200"])
+def test_planning_and_emission_import_neither_torch_nor_triton(profile: str) -> None:
+    done = run_python(
+        "import sys\n"
+        "import infcl_gen, infcl_gen.emission as emission\n"
+        "from infcl_gen.problem import make_problem\n"
+        f"emission.build(make_problem(batch_size=1024, dim=64, device_profile={profile!r}))\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'triton'}))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_project_is_cheap() -> None:
+    done = run_python(
+        "import sys, infcl_gen\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} &"
+        " {'torch', 'triton', 'sympy', 'jinja2', 'click'}))\n"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def seconds(*arguments: str) -> float:
+    """Median over three runs of the processor time of a command and its children: other load does not count."""
+    times = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run(
+            [sys.executable, *arguments], capture_output=True, check=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        after = os.times()
+        times.append(
+            after.children_user + after.children_system - before.children_user - before.children_system
+        )
+    return statistics.median(times)
+
+
+# A shared test machine is slower than the machine that the limits are for.
+SLOW_MACHINE = 2.0
+
+
+def test_help_answers_at_once() -> None:
+    assert seconds("-m", "infcl_gen.cli", "--help") < 0.3 * SLOW_MACHINE
+
+
+def test_generate_takes_under_three_seconds(tmp_path: Path) -> None:
+    code = (
+        "import infcl_gen\n"
+        f"output = {str(tmp_path / 'p')!r}\n"
+        "infcl_gen.generate(batch_size='64k', dim=768, device_profile='h200', output=output, force=True)"
+    )
+    started = time.monotonic()
+    assert seconds("-c", code) < 3 * SLOW_MACHINE
+    assert time.monotonic() - started < 60

@@ -1,0 +1,219 @@
+"""The gate lets through what a correct kernel computes and stops planted bugs, each a bug that a peer has had."""
+
+import dataclasses
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from tests.verification.dense import by_shares, dense_package
+
+from infcl_gen.losses import CLIP, INFONCE, LossSpec
+from infcl_gen.losses.language import (
+    bias,
+    logsumexp_over_keys,
+    mean_over_queries,
+    positive,
+    scale,
+    tanh,
+    z,
+)
+from infcl_gen.verification.gate import failures, gate, truth_of
+from infcl_gen.verification.oracle import LossAndGrads
+from infcl_gen.verification.properties import (
+    BIASES,
+    DTYPES,
+    FEATURES,
+    LAYOUTS,
+    SCALES,
+    Case,
+    Inputs,
+    random_cases,
+    tensors,
+)
+
+_capped = 30 * tanh(scale * z / 30) + bias
+SOFT_CAPPED = LossSpec(
+    "soft_capped", mean_over_queries(logsumexp_over_keys(_capped) - positive(_capped)), "label"
+)
+PACKAGES = {spec.name: dense_package(spec) for spec in (CLIP, INFONCE, SOFT_CAPPED)}
+
+cases = st.builds(
+    Case,
+    queries=st.integers(1, 130),
+    keys=st.integers(1, 130),
+    dim=st.sampled_from([1, 3, 16, 64, 100]),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    scale=st.sampled_from(SCALES),
+    bias=st.sampled_from(BIASES),
+    features=st.sampled_from(FEATURES),
+    layout=st.sampled_from(LAYOUTS),
+    seed=st.integers(0, 2**31),
+)
+
+
+@pytest.mark.parametrize("loss", sorted(PACKAGES))
+@hypothesis.given(case=cases)
+def test_a_correct_computation_passes(loss: str, case: Case) -> None:
+    package = PACKAGES[loss]
+    if package.loss.POSITIVES == "diagonal":
+        case = dataclasses.replace(case, keys=case.queries)
+    inputs = tensors(case, package.loss.POSITIVES)
+    assert not failures(gate(by_shares(package, *inputs), truth_of(package, *inputs)))
+
+
+def judged(package, inputs: Inputs, result: LossAndGrads) -> set[str]:
+    """The quantities that fail the gate."""
+    return {row.quantity for row in gate(result, truth_of(package, *inputs)) if not row.passed}
+
+
+def example(dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: str = "unit", **more) -> Inputs:
+    return tensors(Case(rows, rows, more.pop("dim", 64), dtype, scale, features=features, **more))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("quantity", ["dq", "dk", "dscale", "loss"])
+def test_a_wrong_factor_of_the_world_size_fails(dtype: str, scale: float, factor: float, quantity: str) -> None:
+    inputs = example(dtype, scale=scale)
+    right = by_shares(PACKAGES["clip"], *inputs)
+    wrong = right._replace(**{quantity: getattr(right, quantity) * factor})
+    assert judged(PACKAGES["clip"], inputs, wrong) == {quantity}
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("rows", [2, 64, 300])
+def test_a_missed_positive_fails(dtype: str, scale: float, rows: int) -> None:
+    inputs = example(dtype, rows, scale)
+    right = by_shares(PACKAGES["clip"], *inputs)
+    dq, last = right.dq.clone(), inputs.k[-1].double() * scale / rows
+    dq[-1] = (dq[-1].double() + last).to(dq.dtype)
+    assert judged(PACKAGES["clip"], inputs, right._replace(dq=dq)) == {"dq"}
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("quantity", ["dq", "dk"])
+def test_a_lost_row_fails(dtype: str, scale: float, quantity: str) -> None:
+    inputs = example(dtype, 300, scale)
+    right = by_shares(PACKAGES["clip"], *inputs)
+    lost = getattr(right, quantity).clone()
+    lost[17] = 0.0
+    assert judged(PACKAGES["clip"], inputs, right._replace(**{quantity: lost})) == {quantity}
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("rows", [65, 129, 1000])
+def test_a_key_that_no_query_sees_fails(dtype: str, rows: int) -> None:
+    """The last key missing from the denominators, as with a mask that lacks the block's offset."""
+    inputs = example(dtype, rows, 1.0)
+    short = tensors(Case(rows, rows, 64, dtype, 1.0))
+    right = by_shares(PACKAGES["infonce"], *inputs)
+    x = inputs.q.double() @ inputs.k.double().T
+    missed = (x.logsumexp(1) - x[:, :-1].logsumexp(1)).mean()
+    assert torch.equal(short.q, inputs.q)
+    assert "loss" in judged(PACKAGES["infonce"], inputs, right._replace(loss=right.loss - missed))
+
+
+@pytest.mark.parametrize("rows", [128, 1000])
+def test_tf32_at_scale_100_fails_unless_asked_for(rows: int) -> None:
+    inputs = example("fp32", rows, 100.0, dim=768)
+    cut = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (inputs.q, inputs.k)]
+    result = by_shares(PACKAGES["clip"], *cut, *inputs[2:])
+    assert {"dq", "dk"} <= judged(PACKAGES["clip"], inputs, result)
+    asked_for = truth_of(PACKAGES["clip"], *inputs, precision="tf32")
+    assert not failures(gate(result, asked_for))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_underflow_of_a_fixed_reference_fails(dtype: str) -> None:
+    inputs = example(dtype, 128, 100.0, "negative")
+    right = by_shares(PACKAGES["clip"], *inputs)
+    x = 100.0 * (inputs.q.float() @ inputs.k.float().T)
+    r = 100.0 + (x - 100.0).exp().sum(1).log()
+    g = (x - r[:, None]).exp()
+    assert r.isinf().all()
+    wrong = right._replace(loss=(r - x.diagonal()).mean(), dq=(g @ inputs.k.float()).to(inputs.q.dtype))
+    assert judged(PACKAGES["clip"], inputs, wrong) == {"loss", "dq"}
+
+
+def test_a_bf16_rounded_logit_of_the_positive_fails() -> None:
+    inputs = example("bf16", 64, 100.0, "matched")
+    x = 100.0 * (inputs.q.float() @ inputs.k.float().T)
+    rounded = (x.logsumexp(1) - x.diagonal().bfloat16().float()).mean() / 2
+    rounded = rounded + (x.logsumexp(0) - x.diagonal().bfloat16().float()).mean() / 2
+    right = by_shares(PACKAGES["clip"], *inputs)
+    assert judged(PACKAGES["clip"], inputs, right._replace(loss=rounded)) == {"loss"}
+
+
+def test_accumulation_in_bf16_fails() -> None:
+    inputs = example("bf16", 1024, 1.0)
+    right = by_shares(PACKAGES["clip"], *inputs)
+    x = inputs.q.float() @ inputs.k.float().T
+    g = ((x.softmax(1) + x.softmax(0)) / 2 - torch.eye(1024)) / 1024
+    dq = torch.zeros_like(inputs.q)
+    for start in range(0, 1024, 4):
+        dq += (g[:, start : start + 4] @ inputs.k[start : start + 4].float()).bfloat16()
+    assert judged(PACKAGES["clip"], inputs, right._replace(dq=dq)) == {"dq"}
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("scale", SCALES)
+def test_zeros_fail_at_any_scale(dtype: str, scale: float) -> None:
+    inputs = example(dtype, 100, scale)
+    zeros = LossAndGrads(*map(torch.zeros_like, by_shares(PACKAGES["clip"], *inputs)))
+    assert judged(PACKAGES["clip"], inputs, zeros) >= {"loss", "dq", "dk", "dscale"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("quantity", LossAndGrads._fields)
+def test_one_bad_element_fails(bad: float, quantity: str) -> None:
+    inputs = example("fp32")
+    right = by_shares(PACKAGES["clip"], *inputs)
+    value = getattr(right, quantity).clone()
+    value.view(-1)[-1] = bad
+    assert judged(PACKAGES["clip"], inputs, right._replace(**{quantity: value})) == {quantity}
+
+
+def test_nan_must_come_out_where_it_went_in() -> None:
+    inputs = example("fp32")
+    inputs.q[3, 5] = math.nan
+    package = PACKAGES["infonce"]
+    right = by_shares(package, *inputs)
+    truth = truth_of(package, *inputs)
+    assert truth.reference.dq[3].isnan().all() and not truth.reference.dq[:3].isnan().any()
+    dbias = right.dbias * math.nan
+    assert not failures(gate(right._replace(dbias=dbias), truth))
+    finite = right._replace(dbias=dbias, dq=right.dq.nan_to_num(0.0))
+    assert [row.quantity for row in gate(finite, truth) if not row.passed] == ["dq"]
+
+
+def test_a_wrong_shape_fails() -> None:
+    inputs = example("fp32")
+    right = by_shares(PACKAGES["clip"], *inputs)
+    assert judged(PACKAGES["clip"], inputs, right._replace(dq=right.dq[:-1], loss=right.loss[None])) == {
+        "dq",
+        "loss",
+    }
+
+
+def test_cases_are_the_same_for_the_same_seed_and_see_every_structure() -> None:
+    first, second = (list(random_cases(40, 64, "bf16", 500, 500, "label", seed=3)) for _ in range(2))
+    assert first == second
+    assert {case.features for case in first} == set(FEATURES)
+    assert {case.layout for case in first} == set(LAYOUTS)
+    assert any(case.keys < case.queries for case in first) and any(case.keys > case.queries for case in first)
+    for a, b in zip(tensors(first[5], "label")[:2], tensors(second[5], "label")[:2], strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_hold_the_same_values(layout: str) -> None:
+    plain, laid_out = (tensors(Case(7, 7, 5, "fp32", layout=name)).q for name in ("contiguous", layout))
+    if layout == "expanded":
+        assert laid_out.stride(0) == 0 and torch.equal(laid_out, plain[:1].expand(7, 5))
+    else:
+        assert torch.equal(laid_out, plain) and (layout == "contiguous") == laid_out.is_contiguous()

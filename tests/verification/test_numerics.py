@@ -1,0 +1,127 @@
+"""The numerics gate over generated packages: the CPU target here, Triton kernels under the interpreter and on a GPU."""
+
+import dataclasses
+import functools
+import types
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import infcl_gen
+from infcl_gen.problem import make_problem
+from infcl_gen.verification.gate import failures
+from infcl_gen.verification.properties import (
+    BIASES,
+    DIMS,
+    DTYPES,
+    FEATURES,
+    LAYOUTS,
+    ROWS,
+    SCALES,
+    Case,
+    Inputs,
+    autograd_results,
+    check_case,
+    tensors,
+)
+from infcl_gen.verification.verify import verify_package
+
+LARGEST = 300  # rows of the CPU packages: a panel and some more
+
+
+@functools.cache
+def package(loss: str, dtype: str, dim: int, target: str = "cpu", largest: int = LARGEST, **flags: str) -> types.ModuleType:
+    settings = {"settings": tuple(flags.items())} if flags else {}
+    profile = {"cpu": "cpu"}.get(target, "auto")
+    return infcl_gen.load(
+        loss=loss, batch_size=largest, dim=dim, dtype=dtype, target=target, device_profile=profile, **settings
+    )
+
+
+def cases(dims: tuple[int, ...], dtypes: tuple[str, ...], rows: st.SearchStrategy[int]) -> st.SearchStrategy[Case]:
+    return st.builds(
+        Case,
+        queries=rows,
+        keys=rows,
+        dim=st.sampled_from(dims),
+        dtype=st.sampled_from(dtypes),
+        scale=st.sampled_from(SCALES),
+        bias=st.sampled_from(BIASES),
+        features=st.sampled_from(FEATURES),
+        layout=st.sampled_from(LAYOUTS),
+        seed=st.integers(0, 2**31),
+    )
+
+
+def checked(module: types.ModuleType, case: Case, device: str) -> None:
+    if module.SPEC["positives"] == "diagonal":
+        case = dataclasses.replace(case, keys=case.queries)
+    verdict = check_case(module, case, device)
+    assert verdict.passed, f"{verdict.case}: {failures(verdict.rows)}"
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@hypothesis.given(case=cases(DIMS, tuple(DTYPES), st.one_of(st.sampled_from(ROWS), st.integers(1, LARGEST))))
+def test_the_cpu_target(loss: str, case: Case) -> None:
+    checked(package(loss, case.dtype, case.dim), case, "cpu")
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_autograd_and_loss_and_grads_agree_to_the_bit_on_every_repeat(loss: str, dtype: str) -> None:
+    module = package(loss, dtype, 64)
+    q, k, scale, bias, labels = tensors(Case(129, 129, 64, dtype, 14.3, -1.0, seed=1), module.SPEC["positives"])
+    first = module.loss_and_grads(q, k, scale, bias, labels=labels)
+    for _ in range(100 if dtype == "fp32" else 3):
+        again = module.loss_and_grads(q, k, scale, bias, labels=labels)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    by_autograd = autograd_results(module, q, k, scale, bias, labels)
+    assert all(torch.equal(a, b) for a, b in zip(first, by_autograd, strict=True))
+    assert first[1].dtype == first[2].dtype == q.dtype and first[0].dim() == first[3].dim() == 0
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_nan_in_nan_out(loss: str) -> None:
+    module = package(loss, "fp32", 16)
+    inputs = tensors(Case(65, 65, 16, "fp32", 14.3), module.SPEC["positives"])
+    for which in (0, 1):
+        poisoned = Inputs(*(x.clone() if isinstance(x, torch.Tensor) else x for x in inputs))
+        poisoned[which][7, 3] = float("nan")
+        result = module.loss_and_grads(*poisoned[:4], labels=poisoned.labels)
+        truth = module.reference(*poisoned[:4], labels=poisoned.labels)
+        assert truth.isnan() and result[0].isnan() and result[3].isnan()
+        assert result[1][7].isnan().all() if which == 0 else result[1].isnan().all()
+        assert result[2].isnan().all()
+
+
+INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that the interpreter can do
+    ("panel", "clip", "bf16", 64),
+    ("panel", "infonce", "fp16", 100),
+    ("fused", "clip", "fp32", 16),
+    ("fused", "infonce", "bf16", 64),
+    ("stash", "clip", "fp16", 64),
+]
+
+
+@pytest.mark.parametrize(("strategy", "loss", "dtype", "dim"), INTERPRETED)
+def test_the_kernels_under_the_interpreter(tmp_path: Path, strategy: str, loss: str, dtype: str, dim: int) -> None:
+    problem = make_problem(
+        loss=loss, batch_size=130, dim=dim, dtype=dtype, device_profile="h200", settings=(("strategy", strategy),)
+    )
+    report = verify_package(infcl_gen.generate(problem, tmp_path / "package"), device="interpreter", examples=7)
+    assert report.passed, [row for row in report.rows if not row["passed"]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["auto", "panel", "fused", "stash"])
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@hypothesis.settings(hypothesis.settings.get_profile("gpu"))
+@hypothesis.given(
+    case=cases(DIMS, ("bf16", "fp16", "fp32"), st.one_of(st.sampled_from([*ROWS, 1000, 4097]), st.integers(1, 2049)))
+)
+def test_a_gpu(loss: str, strategy: str, case: Case) -> None:
+    flags = {} if strategy == "auto" else {"strategy": strategy}
+    checked(package(loss, case.dtype, case.dim, "auto", 8192, **flags), case, "cuda")
