@@ -15,6 +15,8 @@ venv: $(STAMP)
 # torch comes first and alone, so that no other package can pull another build of it; then everything
 # else at the versions of requirements.lock, and the project itself (editable) without resolving anything.
 $(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
+	  { echo "Python 3.11 or 3.12 is needed; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint requirements.lock $(TORCH)
 	$(PIP) install --quiet -r requirements.lock
@@ -28,7 +30,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS)
 
 test-long: $(STAMP)
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -n $(JOBS) -m "long or not gpu"
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" --timeout 3600
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu

@@ -1,7 +1,7 @@
 """Test tiers and hypothesis profiles.
 
 Default: everything that needs no GPU, with the same examples on every run. `-m gpu` (make test-gpu): the GPU suite.
-`HYPOTHESIS_PROFILE=long -m "long or not gpu"` (make test-long): many more, random examples.
+`HYPOTHESIS_PROFILE=long -m "not gpu"` (make test-long): many more, random examples.
 """
 
 import os

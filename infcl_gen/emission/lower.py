@@ -145,8 +145,9 @@ def kernel_specs(plan: Plan) -> tuple[KernelSpec, ...]:
                 continue
             if isinstance(family, int):
                 specs.append(KernelSpec(name, family, 1))
-            elif name.endswith("_wide"):  # two references a row: twice the warps, or the registers spill
-                specs.append(KernelSpec(name, 2 * plan.blocks[family].warps, 2))
+            elif name.endswith("_wide"):  # two references hold more registers: more warps share a tile, or it spills
+                more = 1 if family == "fused" else 2
+                specs.append(KernelSpec(name, more * plan.blocks[family].warps, 2))
             else:
                 specs.append(KernelSpec(name, plan.blocks[family].warps, plan.blocks[family].stages))
     return tuple(specs)

@@ -1,9 +1,10 @@
 """Losses as formulas: the language, the built-in losses, their derivation by SymPy, and the printers.
 
-    spec = load_loss("clip")            # or "infonce", or "FILE.py:NAME" for your own LossSpec
-    derivation = derive(spec)           # the gradient of the loss, in a numerically stable form
-    triton_code(derivation.logit)       # expressions as source text
+spec = load_loss("clip")            # or "infonce", or "FILE.py:NAME" for your own LossSpec
+derivation = derive(spec)           # the gradient of the loss, in a numerically stable form
+triton_code(derivation.logit)       # expressions as source text
 """
+
 from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE
 from infcl_gen.losses.derive import Derivation, derive, loss_template_context, pair_gradient
 from infcl_gen.losses.language import LossError, LossSpec

@@ -1,4 +1,5 @@
 """The losses that come with the generator, each as its formula."""
+
 from __future__ import annotations
 
 from infcl_gen.losses.language import (

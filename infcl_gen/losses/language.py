@@ -9,7 +9,7 @@ gradient of the whole loss with respect to the logit of one pair, in the stable 
 
 | written                              | one value per | means                                                        |
 |--------------------------------------|---------------|--------------------------------------------------------------|
-| `z`, or `similarity(...)`            | pair          | q_i . k_j (or another block of similarities, or a prefix of D) |
+| `z`, or `similarity(...)`            | pair          | q_i . k_j (or of other sides, or of a prefix of D)           |
 | `is_positive`, `is_self`, `same_id`  | pair          | 1 or 0: which pairs are positive, one sample, of one id      |
 | `logsumexp_over_keys(x, where=1)`    | query         | r_i = log sum_j where_ij exp(x_ij)                           |
 | `logsumexp_over_queries(x, where=1)` | key           | c_j = log sum_i where_ij exp(x_ij)                           |
@@ -19,13 +19,15 @@ gradient of the whole loss with respect to the logit of one pair, in the stable 
 | `mean_over_queries(e)`               | loss          | 1/M sum_i e_i                                                |
 | `mean_over_keys(e)`                  | loss          | 1/N sum_j e_j                                                |
 | `sum_over_pairs(e)`                  | loss          | sum_ij e_ij                                                  |
-| `softplus`, `sigmoid`, `exp`, `log`, `tanh`, `step` | same | the usual functions, evaluated stably; step(u) = [u > 0] |
+| `exp`, `log`, `tanh`                 | as they come  | the usual functions                                          |
+| `softplus`, `sigmoid`, `step`        | as they come  | evaluated stably; step(u) is 1 where u > 0, else 0           |
 | `scale`, `bias`                      | number        | what the caller passes (learnable)                           |
 | `queries`, `keys`                    | number        | M and N                                                      |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
 
 What the language can say is more than what kernels exist for; `derive` tells, in one sentence, what it refuses and why.
 """
+
 from __future__ import annotations
 
 import keyword
@@ -156,7 +158,9 @@ SYMBOLS: dict[str, Symbol] = {
 
 
 def similarity(
-    rows: Literal["query", "key"] = "query", columns: Literal["query", "key"] = "key", first: int | None = None
+    rows: Literal["query", "key"] = "query",
+    columns: Literal["query", "key"] = "key",
+    first: int | None = None,
 ) -> Symbol:
     """The dot products between two sides, of the first `first` features if given; `similarity()` is `z`.
 
@@ -207,63 +211,63 @@ class _Opaque(Function):
         return self.args[1] if len(self.args) > 1 else Integer(1)
 
 
-class logsumexp_over_keys(_Opaque):  # noqa: N801 - functions of a formula
+class logsumexp_over_keys(_Opaque):
     nargs = (1, 2)
 
     def _slope(self) -> Expr:
         return self.where * exp(self.args[0] - self)
 
 
-class logsumexp_over_queries(_Opaque):  # noqa: N801
+class logsumexp_over_queries(_Opaque):
     nargs = (1, 2)
 
     def _slope(self) -> Expr:
         return self.where * exp(self.args[0] - self)
 
 
-class positive(_Opaque):  # noqa: N801
+class positive(_Opaque):
     nargs = 1
 
     def _slope(self) -> Expr:
         return is_positive
 
 
-class mean_over_positives(_Opaque):  # noqa: N801
+class mean_over_positives(_Opaque):
     nargs = 1
 
     def _slope(self) -> Expr:
         return is_positive / positives_of_query
 
 
-class mean_of_keys(_Opaque):  # noqa: N801
+class mean_of_keys(_Opaque):
     nargs = 1
 
     def _slope(self) -> Expr:
         return 1 / keys
 
 
-class mean_over_queries(_Opaque):  # noqa: N801
+class mean_over_queries(_Opaque):
     nargs = 1
 
     def _slope(self) -> Expr:
         return 1 / queries
 
 
-class mean_over_keys(_Opaque):  # noqa: N801
+class mean_over_keys(_Opaque):
     nargs = 1
 
     def _slope(self) -> Expr:
         return 1 / keys
 
 
-class sum_over_pairs(_Opaque):  # noqa: N801
+class sum_over_pairs(_Opaque):
     nargs = 1
 
     def _slope(self) -> Expr:
         return Integer(1)
 
 
-class softplus(_Opaque):  # noqa: N801
+class softplus(_Opaque):
     """log(1 + exp(u)), evaluated without overflow."""
 
     nargs = 1
@@ -272,7 +276,7 @@ class softplus(_Opaque):  # noqa: N801
         return sigmoid(self.args[0])
 
 
-class sigmoid(_Opaque):  # noqa: N801
+class sigmoid(_Opaque):
     """1 / (1 + exp(-u)), evaluated without overflow."""
 
     nargs = 1
@@ -281,7 +285,7 @@ class sigmoid(_Opaque):  # noqa: N801
         return self * sigmoid(-self.args[0])
 
 
-class step(_Opaque):  # noqa: N801
+class step(_Opaque):
     """1 where u > 0, else 0; its derivative is 0."""
 
     nargs = 1

@@ -1,4 +1,5 @@
-"""Finding a loss by name (a built-in one, or `FILE.py:NAME` from the user's own file) and writing it down as literals."""
+"""Finding a loss by name (built in, or `FILE.py:NAME` from the user's own file), and writing it down as literals."""
+
 from __future__ import annotations
 
 import ast
@@ -35,7 +36,9 @@ def load_loss(name: str) -> LossSpec:
             "a loss of your own is given as FILE.py:NAME"
         )
     if not is_identifier(attribute):
-        raise LossError(f"--loss: {attribute!r} in {name!r} is not an ASCII identifier; expected FILE.py:NAME")
+        raise LossError(
+            f"--loss: {attribute!r} in {name!r} is not an ASCII identifier; expected FILE.py:NAME"
+        )
     module = _execute(file)
     if attribute not in vars(module):
         found = sorted(key for key, value in vars(module).items() if isinstance(value, LossSpec))
@@ -47,7 +50,7 @@ def load_loss(name: str) -> LossSpec:
 
 
 def spec_as_dict(spec: LossSpec) -> dict[str, str]:
-    """The loss as literals, enough to generate again without the user's file. Raises LossError for unknown functions."""
+    """The loss as literals, enough to generate again without the user's file. Raises LossError for what is unknown."""
     return {"name": spec.name, "formula": display(spec.formula), "positives": spec.positives, "doc": spec.doc}
 
 
@@ -73,7 +76,9 @@ def parse_formula(text: str) -> Expr:
 
 def _build(node: ast.expr) -> Expr:
     match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool) and abs(value) < 1e300:
+        case ast.Constant(value=int() | float() as value) if (
+            not isinstance(value, bool) and abs(value) < 1e300
+        ):
             return sympify(value)
         case ast.Name(id=name) if name in SYMBOLS:
             return SYMBOLS[name]
@@ -81,7 +86,9 @@ def _build(node: ast.expr) -> Expr:
             return Symbol(name, real=True)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_build(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if 0 < exponent <= 4:
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if (
+            0 < exponent <= 4
+        ):
             return _build(left) ** exponent
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
             return _OPERATIONS[type(operation)](_build(left), _build(right))

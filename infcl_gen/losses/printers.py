@@ -4,6 +4,7 @@ Every printer refuses (LossError) what it does not know, so that nothing unexpec
 symbols of the language and x, r, c, p; only functions with a stated translation; only finite numbers. Terms and
 factors are sorted, so the text does not depend on hashing; numbers are printed with `repr`, so they read back exactly.
 """
+
 from __future__ import annotations
 
 import math
@@ -130,7 +131,9 @@ class _Printer:
             return f"-{self._bound(-expression, names, _PRODUCT)}", _SUM
         above: list[str] = []
         below: list[str] = []
-        for factor in sorted(expression.args, key=lambda factor: (not factor.is_number, default_sort_key(factor))):
+        for factor in sorted(
+            expression.args, key=lambda factor: (not factor.is_number, default_sort_key(factor))
+        ):
             if factor.is_Rational and not factor.is_Integer:
                 if factor.p != 1:
                     above.append(self._number(sympy.Integer(factor.p))[0])
@@ -158,7 +161,9 @@ class _Printer:
 
 
 def _is_negative(term: Expr) -> bool:
-    return bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
+    return (
+        bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
+    )
 
 
 def _is_sum(text: str) -> bool:

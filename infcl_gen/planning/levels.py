@@ -183,13 +183,13 @@ def _family(profile: DeviceProfile) -> str:
 
 
 _FAMILY = {
-    "sm_80": "ampere", "sm_86": "small", "sm_89": "small", "sm_120": "small", "sm_90": "hopper", "sm_100": "hopper",
+    "sm_80": "ampere", "sm_86": "small", "sm_89": "small", "sm_120": "small", "sm_90": "hopper", "sm_100": "blackwell",
     "gfx942": "cdna3", "gfx950": "cdna4",
 }  # fmt: skip
 
-# Block(rows, keys, depth, warps, stages) by family and bytes per element. Hopper at 2 bytes is measured (H200): forward
-# 569 and gradient 615 TFLOP/s at D = 768, fused 595 at D = 128 and 679 at D = 256. The others are what fits: operand
-# tiles in shared memory (101 376 bytes for "small", 65 536 for cdna3), accumulators in registers without spills.
+# Block(rows, keys, depth, warps, stages) by family and bytes per element. Hopper at 2 bytes is measured on an H200; the
+# others are the largest tiles that compile within shared memory (101 376 bytes for "small", 65 536 for cdna3) and
+# registers without a spill, as `infcl-gen verify --aot` reports.
 _ELEMENTWISE = {"finish": Block(32, 16, 128, 4, 1)}
 _TABLE: dict[tuple[str, int], dict[str, Block]] = {
     ("hopper", 2): {
@@ -206,11 +206,25 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "product": Block(128, 64, 32, 8, 3),
         "positive": Block(32, 32, 32, 4, 2),
     },
+    ("blackwell", 2): {
+        "forward": Block(128, 256, 64, 8, 3),
+        "gradient": Block(128, 256, 64, 8, 3),
+        "product": Block(128, 128, 64, 8, 3),
+        "fused128": Block(128, 64, 128, 8, 2),
+        "fused256": Block(64, 128, 256, 8, 2),
+        "positive": Block(64, 64, 64, 4, 2),
+    },
+    ("blackwell", 4): {
+        "forward": Block(128, 64, 32, 8, 3),
+        "gradient": Block(128, 64, 32, 8, 3),
+        "product": Block(128, 64, 32, 8, 3),
+        "positive": Block(32, 32, 32, 4, 2),
+    },
     ("ampere", 2): {
         "forward": Block(128, 128, 64, 8, 3),
         "gradient": Block(128, 128, 64, 8, 3),
         "product": Block(128, 128, 64, 8, 3),
-        "fused128": Block(128, 64, 128, 8, 3),
+        "fused128": Block(64, 64, 128, 4, 3),
         "fused256": Block(64, 64, 256, 8, 2),
         "positive": Block(64, 64, 64, 4, 2),
     },
@@ -221,10 +235,10 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "positive": Block(32, 32, 32, 4, 2),
     },
     ("small", 2): {
-        "forward": Block(128, 128, 64, 8, 2),
-        "gradient": Block(128, 128, 64, 8, 2),
+        "forward": Block(128, 128, 32, 8, 3),
+        "gradient": Block(128, 128, 32, 8, 3),
         "product": Block(128, 128, 64, 8, 3),
-        "fused128": Block(128, 64, 128, 8, 2),
+        "fused128": Block(64, 64, 128, 4, 2),
         "fused256": Block(64, 64, 256, 8, 2),
         "positive": Block(64, 64, 64, 4, 2),
     },
@@ -239,7 +253,7 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "gradient": Block(128, 128, 64, 8, 2),
         "product": Block(128, 128, 64, 8, 2),
         "fused128": Block(64, 64, 128, 4, 2),
-        "fused256": Block(64, 32, 256, 4, 2),
+        "fused256": Block(32, 32, 256, 4, 2),
         "positive": Block(64, 64, 64, 4, 2),
     },
     ("cdna3", 4): {
@@ -252,8 +266,8 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "forward": Block(128, 128, 64, 8, 2),
         "gradient": Block(128, 128, 64, 8, 2),
         "product": Block(128, 128, 64, 8, 2),
-        "fused128": Block(128, 64, 128, 8, 2),
-        "fused256": Block(64, 64, 256, 8, 2),
+        "fused128": Block(64, 64, 128, 4, 2),
+        "fused256": Block(32, 32, 256, 4, 2),
         "positive": Block(64, 64, 64, 4, 2),
     },
     ("cdna4", 4): {

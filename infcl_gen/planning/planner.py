@@ -339,16 +339,16 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
         return None
     if cluster.profile.target == "cpu":
         return "needs a GPU target; on the CPU the strategy is torch"
+    if derivation.slope is None:
+        return "has kernels only for logits of the form slope * z + shift; use --target cpu for this loss"
     if name == "fused" and problem.dim > FUSED_DIM_LIMIT:
         return f"holds the whole embedding in one block: --dim at most {FUSED_DIM_LIMIT}, not {problem.dim}"
     if name == "fused" and DTYPE_BYTES[problem.dtype] != 2:
         return f"keeps a whole gradient row in registers, too many of them for {problem.dtype}; valid: bf16, fp16"
     if name == "stash" and cluster.devices > 1:
         return "keeps tiles of the rank's own keys, and needs --devices 1"
-    if name == "stash" and DTYPE_BYTES[problem.dtype] != 2:
-        return (
-            f"keeps 2 bytes per element, which would lose the accuracy of {problem.dtype}; valid: bf16, fp16"
-        )
+    if name == "stash" and problem.dtype != "bf16":
+        return f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
     return None
 
 

@@ -445,15 +445,15 @@ def _new_stash(package: Package, q: Tensor, k: Tensor) -> Tensor:
 def _device_state(package: Package, device: torch.device) -> Iterator[None]:
     """No graph, no autocast (it would round inside the sweep), and the tensors' device current."""
     current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), current:
-        with _precisions[device.type == "cuda"].of_products(package.product_precision):
-            yield
+    products = _precisions[device.type == "cuda"].of_products(package.product_precision)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), current, products:
+        yield
 
 
 class _Precision:
     """torch's process-wide switch for fp32 matrix products, held at a value while anybody needs it there.
 
-    Whatever the process has chosen for its own products ("medium" rounds them to bf16 on some CPUs) must not reach ours.
+    What the process has chosen for its own products ("medium" rounds them to bf16 on some CPUs) must not reach ours.
     """
 
     def __init__(self, library: Any) -> None:

@@ -15,9 +15,9 @@ the features' dtype, v that of the statistics (fp32, or fp64 for fp64), w that o
                                    + max(u, w) * (|sum_j (g_ij without positives) k_j| + sqrt(sum_j (g_ij k_j)^2)))
             + u * |dq_i| + half the smallest subnormal of the output
 
-and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). The square roots are the growth of
-rounding in long sums, with room for equal summands, which all round the same way. In words: a logit is wrong by
-the rounding of its own size; a probability by that, relatively; and the difference `probability - positive` of well
+and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). The square roots are the growth
+of rounding in long sums, with room for equal summands, which all round the same way. In words: a logit is wrong by the
+rounding of its own size; a probability by that, relatively; and the difference `probability - positive` of well
 classified rows is accurate to the terms *before* they cancel, because no arithmetic in v can do better, while the
 rounding of g to the features' dtype is relative to g *after* they cancel. So where loss and gradient vanish, the gate
 asks for an absolute error of v of one query's weight and not of u.
@@ -48,7 +48,7 @@ TF32X3_ROUNDOFF = 2.0**-21
 
 @dataclass(frozen=True)
 class GateRow:
-    """The verdict on one quantity; errors are norms relative to `scale_of_reference`, the norm of the oracle's."""
+    """The verdict on one quantity; error, tolerance and plain_error are norms relative to the oracle's norm."""
 
     quantity: str
     passed: bool
@@ -73,10 +73,17 @@ class Truth:
 
 def gate(result: LossAndGrads | tuple[Tensor, ...], truth: Truth, factor: float = 1.0) -> list[GateRow]:
     """Compare (loss, dq, dk, dscale, dbias) with the truth; `factor` widens every tolerance (1 is the gate)."""
-    values = LossAndGrads(*(torch.as_tensor(value) for value in result))
     return [
-        _judge(name, getattr(values, name), *(getattr(part, name) for part in vars(truth).values()), factor)
-        for name in LossAndGrads._fields
+        _judge(name, value, reference, plain, bound, magnitude, factor)
+        for name, value, reference, plain, bound, magnitude in zip(
+            LossAndGrads._fields,
+            result,
+            truth.reference,
+            truth.plain,
+            truth.bound,
+            truth.magnitude,
+            strict=True,
+        )
     ]
 
 
@@ -101,7 +108,13 @@ def failures(rows: list[GateRow]) -> str:
 
 
 def _judge(
-    name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor, factor: float
+    name: str,
+    value: Tensor,
+    reference: Tensor,
+    plain: Tensor,
+    bound: Tensor,
+    magnitude: Tensor,
+    factor: float,
 ) -> GateRow:
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
@@ -111,11 +124,15 @@ def _judge(
     same = torch.where(reference.isnan(), value.isnan(), value == reference)
     if not bool((same | finite).all()) or not bool(value[finite].isfinite().all()):
         wrong = int((~same & ~finite).sum() + (~value[finite].isfinite()).sum())
-        detail = f"{name}: {wrong} of {value.numel()} elements are NaN or infinite where they must not be, or the reverse"
+        detail = (
+            f"{name}: {wrong} of {value.numel()} elements are NaN or infinite and must not be, or the reverse"
+        )
         return GateRow(name, False, math.inf, 0.0, math.inf, detail)
 
     def kept(tensor: Tensor) -> Tensor:  # rows (M, D), or one row for a number, without what is not finite
-        return torch.where(finite, tensor.to(torch.float64), 0.0).reshape(-1, reference.shape[-1] if reference.dim() else 1)
+        return torch.where(finite, tensor.to(torch.float64), 0.0).reshape(
+            -1, reference.shape[-1] if reference.dim() else 1
+        )
 
     difference, plain_difference = kept(value - reference), kept(plain.to(torch.float64) - reference)
     bound, magnitude = kept(bound), kept(magnitude)
@@ -127,7 +144,11 @@ def _judge(
         credit = PLAIN_CREDIT * norm(magnitude)
         plain_error = norm(plain_difference)
         plain_error = torch.where(plain_error.isfinite(), plain_error.minimum(credit), credit)
-        return norm(difference), factor * (PLAIN_FACTOR * plain_error + BOUND_FACTOR * norm(bound)), norm(plain_difference)
+        return (
+            norm(difference),
+            factor * (PLAIN_FACTOR * plain_error + BOUND_FACTOR * norm(bound)),
+            norm(plain_difference),
+        )
 
     error, tolerance, plain_error = (float(number) for number in verdict((0, 1)))
     row_error, row_tolerance, _ = verdict((1,))
@@ -157,16 +178,16 @@ def _error_bound(
     """The bound of the module docstring, and the magnitudes: the sums of the absolute values of what is summed."""
     mathematics = loss_module(module)
     dtype = q.dtype
-    out, statistics = torch.finfo(dtype), torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    out = torch.finfo(dtype)
+    statistics = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
     u, v = out.eps / 2, statistics.eps / 2
     products = {"tf32": TF32_ROUNDOFF, "default": TF32X3_ROUNDOFF, "exact": v}
     w = products[precision] if dtype == torch.float32 else v
 
     with torch.no_grad():
         q, k = q.to(torch.float64), k.to(torch.float64)
-        number = {"dtype": torch.float64, "device": q.device}
-        scale = torch.as_tensor(scale, **number)
-        bias = torch.as_tensor(0.0 if bias is None else bias, **number)
+        scale = torch.as_tensor(scale, dtype=torch.float64, device=q.device)
+        bias = torch.as_tensor(0.0 if bias is None else bias, dtype=torch.float64, device=q.device)
         rows = torch.arange(len(q), device=q.device)
         at_positives = (rows, rows if labels is None else labels.to(q.device))
         z = q @ k.T
@@ -174,7 +195,7 @@ def _error_bound(
         x = mathematics.logit(z, scale, bias)
         r = x.logsumexp(1)
         own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
-        slope = own_slope * torch.as_tensor(mathematics.gradient_factor(scale, bias), **number).abs()
+        slope = own_slope * abs(float(mathematics.gradient_factor(scale, bias)))
 
         # the logits, and through them the probabilities and the loss
         longest = max(z.shape)
@@ -202,7 +223,8 @@ def _error_bound(
         dloss = dloss + abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * x[at_positives].abs()).sum()
 
         # the gradient of a logit, without its rounding, which is added where it is summed
-        underflow = statistics.smallest_normal + out.smallest_normal * u / (2**14 if dtype == torch.float16 else 1)
+        stored_exponent = 14 if dtype == torch.float16 else 0
+        underflow = statistics.smallest_normal + out.smallest_normal * u * 2.0**-stored_exponent
         dg = dprobability + v * uncancelled + underflow
         # The slope of a soft-capped logit cancels too (1 - tanh^2): it is accurate to its value at z = 0.
         at_zero = mathematics.dlogit_dz(torch.zeros_like(z[:1, :1]), scale, bias).abs()
@@ -214,31 +236,42 @@ def _error_bound(
         spread = (g * product).square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
         alike = (probability * product).sum().abs() + (g * product)[at_positives].sum().abs()
         rounding = (g * product).abs().sum().minimum(alike + spread)
-        dscale = (dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum() + max(u, w) * rounding
+        dscale = (dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum()
+        dscale = factor * (dscale + max(u, w) * rounding)
         positive = torch.zeros_like(g)
         positive[at_positives] = g[at_positives]
         sums = (slope * g, slope * probability, slope * positive, slope * dg)
         bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
         tiny = out.smallest_normal * out.eps / 2
+        dq = _sum_bound(*sums, other=k, accumulation=accumulation, unit=max(u, w))
+        dk = _sum_bound(*(part.T for part in sums), other=q, accumulation=accumulation, unit=max(u, w))
+        dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
         bound = LossAndGrads(
             loss=dloss / len(q),
-            dq=_sum_bound(*sums, k, accumulation, max(u, w)) / len(q) + u * reference.dq.abs() + tiny,
-            dk=_sum_bound(*(part.T for part in sums), q, accumulation, max(u, w)) / len(q) + u * reference.dk.abs() + tiny,
-            dscale=factor * dscale / len(q) + v * reference.dscale.abs(),
-            dbias=(bias_slope * (dg + accumulation * g.abs())).sum() / len(q),
+            dq=dq / len(q) + u * reference.dq.abs() + tiny,
+            dk=dk / len(q) + u * reference.dk.abs() + tiny,
+            dscale=dscale / len(q) + v * reference.dscale.abs(),
+            dbias=dbias / len(q) + v * reference.dbias.abs(),
         )
         magnitude = LossAndGrads(
             loss=reference.loss.abs(),
             dq=(slope * g.abs()) @ k.abs() / len(q),
             dk=(slope * g.abs()).T @ q.abs() / len(q),
             dscale=factor * (g * product).abs().sum() / len(q),
-            dbias=torch.zeros((), **number),
+            dbias=reference.dbias.abs(),
         )
     return bound, magnitude
 
 
 def _sum_bound(
-    g: Tensor, probability: Tensor, positive: Tensor, dg: Tensor, other: Tensor, accumulation: float, unit: float
+    g: Tensor,
+    probability: Tensor,
+    positive: Tensor,
+    dg: Tensor,
+    *,
+    other: Tensor,
+    accumulation: float,
+    unit: float,
 ) -> Tensor:
     """The error of g @ other (slopes included), when g is wrong by dg and rounded to `unit`.
 

@@ -83,7 +83,12 @@ def _leaves(
         tensor = torch.as_tensor(value, dtype=dtype, device=q.device).detach().clone()
         return tensor.requires_grad_()
 
-    return leaf(q, dtype), leaf(k, dtype), leaf(scale, statistics), leaf(0.0 if bias is None else bias, statistics)
+    return (
+        leaf(q, dtype),
+        leaf(k, dtype),
+        leaf(scale, statistics),
+        leaf(0.0 if bias is None else bias, statistics),
+    )
 
 
 def _gradients(loss: Tensor, leaves: tuple[Tensor, Tensor, Tensor, Tensor]) -> LossAndGrads:

@@ -163,7 +163,10 @@ def autograd_results(
     """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd, with all four asking for gradients."""
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
-    numbers = [torch.tensor(0.0 if value is None else value, dtype=statistics, device=q.device) for value in (scale, bias)]
+    numbers = [
+        torch.tensor(0.0 if value is None else value, dtype=statistics, device=q.device)
+        for value in (scale, bias)
+    ]
     leaves = (q, k, *(number.requires_grad_() for number in numbers))
     loss = module.contrastive_loss(*leaves, labels=labels, **options)
     return (loss.detach(), *torch.autograd.grad(loss, leaves))

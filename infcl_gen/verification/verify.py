@@ -58,9 +58,9 @@ def verify_package(
 
     Bytes first: the files against their manifest, then against what would be generated now from SPEC. If these fail
     nothing of the package is run. Then the numerics gate over random inputs, on `device` ("cpu", "cuda", "interpreter";
-    None: the GPU for Triton packages if there is one, else the Triton interpreter; the CPU for the torch strategy), and,
-    where that is affordable, the memory peak at the planned size. `ranks`: the same on a ring of so many processes (NCCL
-    if there are as many GPUs, else gloo). `aot`: compile the kernels for these targets, without a GPU.
+    None: the GPU for GPU targets if there is one, else the CPU, where Triton kernels are interpreted), and,
+    where that is affordable, the memory peak at the planned size. `ranks`: the gate on a ring of so many processes
+    (NCCL if there are as many GPUs, else gloo). `aot`: compile the kernels for these targets, without a GPU.
 
     Package code runs in processes of its own, each killed after `timeout_s` seconds, which is a failed check.
     Raises InputError if `path` is no package, or an argument is wrong; ToolchainError if torch is missing.
@@ -80,7 +80,8 @@ def verify_package(
     if _memory_is_affordable(spec, place):
         rows += _run("memory", folder, place, 1, 1, timeout_s)
     if ranks is not None:
-        place = _ring_device(place, ranks)
+        if place == "cuda" and _gpus() < ranks:  # a ring on GPUs needs one for each rank
+            place = "cpu" if spec["plan"]["strategy"] == "torch" else "interpreter"
         rows += _run("ring", folder, place, examples or RING_EXAMPLES[place], ranks, timeout_s)
     if aot:
         from infcl_gen.verification.aot import aot_checks
@@ -120,16 +121,13 @@ def _device(spec: dict[str, Any]) -> str:
     return "cuda" if gpu else "interpreter"
 
 
-def _ring_device(place: str, ranks: int) -> str:
-    """A ring on GPUs needs one for each rank; otherwise processes on the CPU take their place."""
-    return place if place != "cuda" or _gpus() >= ranks else "interpreter"
-
-
 def _gpus() -> int:
     try:
         import torch
     except ImportError as error:
-        raise ToolchainError("torch is missing: packages can be generated here, not run or verified") from error
+        raise ToolchainError(
+            "torch is missing: packages can be generated here, not run or verified"
+        ) from error
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -138,11 +136,8 @@ def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
     keys = problem["keys"] or problem["batch_size"]
     work = 8.0 * problem["batch_size"] * keys * problem["dim"]
     inputs_bytes = 8 * (problem["batch_size"] + keys) * problem["dim"]
-    return (
-        problem["devices"] == 1
-        and work <= MEMORY_WORK.get(place, 0.0)
-        and inputs_bytes <= MEMORY_INPUTS_BYTES
-    )
+    affordable = work <= MEMORY_WORK.get(place, 0.0) and inputs_bytes <= MEMORY_INPUTS_BYTES
+    return bool(problem["devices"] == 1 and affordable)
 
 
 def _run(

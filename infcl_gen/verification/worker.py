@@ -60,7 +60,9 @@ def numerics(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     verdicts = check_package(module, device, job.examples, rows=sizes)
     rows = []
     for quantity in LossAndGrads._fields:
-        judged = [(verdict.case, row) for verdict in verdicts for row in verdict.rows if row.quantity == quantity]
+        judged = [
+            (verdict.case, row) for verdict in verdicts for row in verdict.rows if row.quantity == quantity
+        ]
         bad = [(case, row) for case, row in judged if not row.passed]
         ratio = max((row.error / row.tolerance if row.tolerance else 0.0) for _, row in judged)
         detail = f"{len(judged)} inputs on {job.device}, largest error {ratio:.2f} of what is allowed"
@@ -71,9 +73,11 @@ def numerics(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
 
 
 def memory(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
-    """The measured peak at the planned size against the predicted one; the size is what one device of the plan holds."""
+    """The measured peak at the planned size against the predicted one."""
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
-    case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
+    case = Case(
+        problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"]
+    )
     inputs = tensors(case, module.SPEC["positives"], job.device)
     arguments = (inputs.q, inputs.k, 14.3)
     if job.device == "cuda":
@@ -125,12 +129,16 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
                 count += 1
                 ratio = max(ratio, *(row.error / row.tolerance if row.tolerance else 0.0 for row in judged))
                 if not all(row.passed for row in judged):
-                    bad.append(f"{asdict(case)}, rows {[cut.stop - cut.start for cut in q_cuts]}: {failures(judged)}")
+                    bad.append(
+                        f"{asdict(case)}, rows {[cut.stop - cut.start for cut in q_cuts]}: {failures(judged)}"
+                    )
         dist.barrier()
     finally:
         dist.destroy_process_group()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    detail = f"{count} inputs on {job.world_size} {backend} ranks, largest error {ratio:.2f} of what is allowed"
+    detail = (
+        f"{count} inputs on {job.world_size} {backend} ranks, largest error {ratio:.2f} of what is allowed"
+    )
     if bad:
         detail = f"{len(bad)} of {count} inputs fail on {job.world_size} {backend} ranks, first {bad[0]}"
     return [{"check": f"ring of {job.world_size}", "passed": not bad, "detail": detail}]
@@ -159,8 +167,10 @@ def averaged(parts: list[list[Tensor]]) -> LossAndGrads:
     def mean(numbers: tuple[Tensor, ...]) -> Tensor:
         return torch.stack([number.double() for number in numbers]).mean(0)
 
-    joined = (torch.cat([part.double() for part in rows]) / count for rows in (dq, dk))
-    return LossAndGrads(mean(loss), *joined, mean(dscale), mean(dbias))
+    def joined(rows: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat([part.double() for part in rows]) / count
+
+    return LossAndGrads(mean(loss), joined(dq), joined(dk), mean(dscale), mean(dbias))
 
 
 def _truth(module: ModuleType, inputs: Inputs) -> Any:

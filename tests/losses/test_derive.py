@@ -7,7 +7,6 @@ import pytest
 import sympy
 import torch
 from hypothesis import strategies as st
-from tests.verification.dense import dense_package
 
 from infcl_gen.errors import InputError
 from infcl_gen.losses import CLIP, INFONCE, LossError, LossSpec, derive, loss_template_context, pair_gradient
@@ -36,6 +35,7 @@ from infcl_gen.losses.language import (
     z,
 )
 from infcl_gen.losses.printers import c, p, r, x
+from tests.verification.dense import dense_package
 
 X = scale * z + bias
 INFONCE_OF = lambda logit: mean_over_queries(logsumexp_over_keys(logit) - positive(logit))  # noqa: E731
@@ -90,12 +90,18 @@ DERIVABLE = {
 
 
 @pytest.mark.parametrize("name", sorted(DERIVABLE))
-@hypothesis.given(rows=st.integers(1, 9), scale_value=st.sampled_from([0.01, 1.0, 5.0]), seed=st.integers(0, 99))
-def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_value: float, seed: int) -> None:
+@hypothesis.given(
+    rows=st.integers(1, 9), scale_value=st.sampled_from([0.01, 1.0, 5.0]), seed=st.integers(0, 99)
+)
+def test_the_derived_gradient_is_that_of_autograd(
+    name: str, rows: int, scale_value: float, seed: int
+) -> None:
     loss = dense_package(DERIVABLE[name]).loss
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(rows, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
-    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale_value, 0.3))
+    scale, bias = (
+        torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale_value, 0.3)
+    )
     expected_loss = loss.reference(q, k, scale, bias)
     expected = torch.autograd.grad(expected_loss, (q, k, scale, bias), allow_unused=True)
 
@@ -122,7 +128,9 @@ NT_XENT = similarity("query", "query")
 ROADMAP = {  # sayable today; each is refused by name until there is a kernel for it
     "siglip": (SIGLIP, "sum_over_pairs"),
     "nt_xent": (
-        spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_self) - positive(scale * NT_XENT))),
+        spec(
+            mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_self) - positive(scale * NT_XENT))
+        ),
         "masks",
     ),
     "supcon": (
@@ -136,7 +144,9 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         "masks",
     ),
     "margin": (
-        spec(mean_over_queries(logsumexp_over_keys(X - is_positive / 5) - positive(X) + sympy.Rational(1, 5))),
+        spec(
+            mean_over_queries(logsumexp_over_keys(X - is_positive / 5) - positive(X) + sympy.Rational(1, 5))
+        ),
         "exactly one logit",
     ),
     "label_smoothing": (

@@ -65,7 +65,9 @@ def test_all_printers_agree_with_sympy(expression: sympy.Expr, values: tuple[flo
     exact = exact.replace(softplus, lambda u: sympy.log(1 + sympy.exp(u)))
     truth = complex(exact.subs(dict(zip((z, scale, bias), values, strict=True))).evalf(30))
     hypothesis.assume(abs(truth) < 1e12)
-    tensors = dict(zip(("z", "scale", "bias"), (torch.tensor(v, dtype=torch.float64) for v in values), strict=True))
+    tensors = dict(
+        zip(("z", "scale", "bias"), (torch.tensor(v, dtype=torch.float64) for v in values), strict=True)
+    )
     for text, names in zip(
         texts, (dict(zip(("z", "scale", "bias"), values, strict=True)), tensors, tensors), strict=True
     ):
@@ -145,6 +147,8 @@ def test_text_does_not_depend_on_hashing() -> None:
     texts = set()
     for seed in ("0", "1", "2", "31337"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
         texts.add(result.stdout)
     assert len(texts) == 1 and texts.pop().strip()

@@ -232,7 +232,7 @@ def test_settings_are_honoured() -> None:
         ({"set": {"strategy": "fused"}}, "--set strategy: fused .*at most 256, not 768"),
         ({"set": {"strategy": "panel"}, "device_profile": "cpu"}, "--set strategy: panel needs a GPU"),
         ({"set": {"strategy": "stash"}, "devices": 2}, "--set strategy: stash .*--devices 1"),
-        ({"set": {"strategy": "stash"}, "dtype": "fp32"}, "--set strategy: stash keeps 2 bytes"),
+        ({"set": {"strategy": "stash"}, "dtype": "fp32"}, "--set strategy: stash keeps 8 bits"),
         ({"set": {"stash_rows": "1024"}, "devices": 2}, "--set stash_rows: does not apply"),
         ({"set": {"stash_rows": "1000"}}, "--set stash_rows: 1000 must be a multiple"),
         ({"set": {"stash_rows": "1024", "panel_rows": "2048"}}, "--set stash_rows: 1024 must be a multiple"),

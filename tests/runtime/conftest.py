@@ -34,7 +34,11 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     sys.path.insert(0, str(folder))
 
     def get(
-        loss: str = "clip", dtype: str = "fp64", dim: int = 8, batch_size: int = 300, panel: tuple[int, int] = (64, 64)
+        loss: str = "clip",
+        dtype: str = "fp64",
+        dim: int = 8,
+        batch_size: int = 300,
+        panel: tuple[int, int] = (64, 64),
     ) -> ModuleType:
         name = f"{loss}_{dtype}_{dim}_{batch_size}_{panel[0]}x{panel[1]}"
         if not (folder / name).exists():

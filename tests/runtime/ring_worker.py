@@ -20,18 +20,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 HIDDEN = 5
+GROUPS = (
+    (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3), (3, 0, 2), (2, 3, 1, 0),
+)  # fmt: skip
+_groups: dict[tuple[int, ...], Any] = {}
 
 
-def main(rank: int, world: int, store: str, folder: str, timeout_s: float, pipe: Connection) -> None:
+def main(rank: int, world: int, port: int, folder: str, timeout_s: float, pipe: Connection) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     sys.path.insert(0, folder)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )  # fmt: skip
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    for ranks in GROUPS:  # all processes, in one order: new_group demands it
+        if max(ranks) < world:
+            _groups[ranks] = dist.new_group(list(ranks), sort_ranks=False)
     pipe.send("ready")
-    while (job := pipe.recv()) is not None:
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:  # the test session has ended
+            os._exit(1)
+        if job is None:
+            break
         name, arguments = job
         try:
             pipe.send(("ok", globals()[name](**arguments)))
@@ -41,13 +53,8 @@ def main(rank: int, world: int, store: str, folder: str, timeout_s: float, pipe:
     os._exit(0)  # destroy_process_group would wait for ranks that a test has killed
 
 
-_groups: dict[tuple[int, ...], Any] = {}
-
-
 def group_of(ranks: tuple[int, ...]) -> Any:
     """The group of these global ranks, in this order."""
-    if ranks not in _groups:
-        _groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=list(ranks) == sorted(ranks))
     return _groups[ranks]
 
 
@@ -58,7 +65,8 @@ class Model(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         self.image, self.text = (
-            nn.Parameter(torch.randn(HIDDEN, dim, generator=generator, dtype=torch.float64).to(dtype)) for _ in range(2)
+            nn.Parameter(torch.randn(HIDDEN, dim, generator=generator, dtype=torch.float64).to(dtype))
+            for _ in range(2)
         )
         self.log_scale = nn.Parameter(torch.tensor(0.7, dtype=dtype))
         self.bias = nn.Parameter(torch.tensor(-0.3, dtype=dtype))
@@ -67,10 +75,25 @@ class Model(nn.Module):
         return x @ self.image, y @ self.text, self.log_scale.exp(), self.bias
 
 
-def batch(rows: list[int], keys: list[int], labelled: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+class Unpacked(nn.Module):
+    """A module that takes its arguments as one tuple, so that it can follow another in a Sequential."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, arguments: tuple[Any, ...]) -> Any:
+        return self.inner(*arguments)
+
+
+def batch(
+    rows: list[int], keys: list[int], labelled: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The global batch: inputs of both encoders, and labels."""
     generator = torch.Generator().manual_seed(sum(rows))
-    x, y = (torch.randn(sum(n), HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, keys))
+    x, y = (
+        torch.randn(sum(n), HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, keys)
+    )
     return x, y, torch.randint(sum(keys), (sum(rows),), generator=generator) if labelled else None
 
 
@@ -78,7 +101,9 @@ def shard(x: Tensor | None, sizes: list[int], rank: int) -> Tensor | None:
     return None if x is None else x[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
-def reference_gradients(package: ModuleType, rows: list[int], keys: list[int], labelled: bool) -> list[Tensor]:
+def reference_gradients(
+    package: ModuleType, rows: list[int], keys: list[int], labelled: bool
+) -> list[Tensor]:
     """loss and its gradients by Model's parameters, for the whole batch in one process, dense, in fp64."""
     model = Model(package.SPEC["problem"]["dim"], torch.float64)
     x, y, labels = batch(rows, keys, labelled, torch.float64)
@@ -120,14 +145,15 @@ def gradients(
             loss.backward()
             found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
         elif how == "compiled":
-            loss_function = module.ContrastiveLoss(group=group, **options)
-            step = torch.compile(lambda x, y: loss_function(*model(x, y)), fullgraph=True, backend="aot_eager")
-            loss = step(x_own, y_own)
+            whole = nn.Sequential(Unpacked(model), Unpacked(module.ContrastiveLoss(group=group, **options)))
+            loss = torch.compile(whole, fullgraph=True, backend="aot_eager")((x_own, y_own))
             found = gradients_or_zeros(loss, model)
         elif how == "loss_and_grads":
             with torch.no_grad():
                 features = model(x_own, y_own)
-            loss, *feature_gradients = module.loss_and_grads(*features, labels=own_labels, group=group, **options)
+            loss, *feature_gradients = module.loss_and_grads(
+                *features, labels=own_labels, group=group, **options
+            )
             features = model(x_own, y_own)
             found = list(torch.autograd.grad(features, list(model.parameters()), feature_gradients))
         else:
@@ -174,9 +200,8 @@ def call(
 def outside(package: str, ranks: tuple[int, ...], how: str) -> float:
     """A call by a process that is not in the group."""
     module = importlib.import_module(package)
-    group: Any = dist.new_group(list(ranks))  # all processes take part; those outside get a marker
-    if how == "mesh":
-        group = dist.DeviceMesh("cpu", list(ranks))
+    # All processes take part in making it; those outside get a marker.
+    group: Any = dist.DeviceMesh("cpu", list(ranks)) if how == "mesh" else group_of(ranks)
     return float(module.contrastive_loss(torch.ones(2, 8).double(), torch.ones(2, 8).double(), group=group))
 
 
@@ -186,7 +211,16 @@ def alone(package: str) -> list[Tensor]:
     group = group_of((dist.get_rank(),))
     with Silence():
         q, k = torch.arange(80.0).double().sin().view(10, 8), torch.arange(80.0).double().cos().view(10, 8)
-        return list(module.loss_and_grads(q, k, 3.0, group=group)) + [torch.tensor(module.selftest()["ok"])]
+        return [*module.loss_and_grads(q, k, 3.0, group=group), torch.tensor(module.selftest()["ok"])]
+
+
+def headers(package: str, ranks: tuple[int, ...]) -> list[int]:
+    """Rows of each rank as they arrive over the side group that NCCL groups need."""
+    ring = importlib.import_module(f"{package}._runtime.ring")
+    made = ring.Ring(group_of(ranks))
+    made._backends = {"cuda": "nccl"}
+    blank = {field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in ring._HEADER.items()}
+    return [header["rows"] for header in made.exchange(blank)]
 
 
 class Silence:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 Packages = Callable[..., ModuleType]
 
 
-def features(rows: int = 20, dim: int = 8, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, Tensor]:
+def features(
+    rows: int = 20, dim: int = 8, dtype: torch.dtype = torch.float64, grad: bool = True
+) -> tuple[Tensor, Tensor]:
     q, k = (torch.randn(rows, dim, dtype=torch.float64).to(dtype) for _ in range(2))
     return q.requires_grad_(grad), k.requires_grad_(grad)
 
@@ -110,7 +112,10 @@ def test_second_backward_and_second_derivative_raise(packages: Packages) -> None
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="twice"):
         torch.autograd.grad(
-            torch.autograd.grad(package.contrastive_loss(q.detach(), k.detach(), scale), scale, create_graph=True)[0], scale
+            torch.autograd.grad(
+                package.contrastive_loss(q.detach(), k.detach(), scale), scale, create_graph=True
+            )[0],
+            scale,
         )
 
 
@@ -126,7 +131,10 @@ def test_a_changed_input_is_noticed(packages: Packages) -> None:
 def test_autocast_casts_features_and_rounds_nothing_else(packages: Packages) -> None:
     """A peer's positive logit is rounded to bf16 under autocast: at scale 100 the loss is off in the third digit."""
     package = packages("clip", dtype="bf16")
-    q, k = (nn.functional.normalize(x.detach(), dim=1).requires_grad_() for x in features(100, dtype=torch.float32))
+    q, k = (
+        nn.functional.normalize(x.detach(), dim=1).requires_grad_()
+        for x in features(100, dtype=torch.float32)
+    )
     scale = scalar(100.0, torch.float32)
     outside = package.contrastive_loss(q.bfloat16(), k.bfloat16(), scale)
     grads = torch.autograd.grad(outside, (q, k, scale))
@@ -136,13 +144,15 @@ def test_autocast_casts_features_and_rounds_nothing_else(packages: Packages) -> 
         for a, b in zip(torch.autograd.grad(inside, (q, k, scale)), grads, strict=True):
             assert torch.equal(a, b) and a.dtype == torch.float32
     truth = package.reference(q.bfloat16(), k.bfloat16(), 100.0)
-    assert float(inside) == pytest.approx(float(truth), rel=1e-5)
+    assert inside.item() == pytest.approx(truth.item(), rel=1e-5)
     with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="dtype"):
         package.contrastive_loss(q, k, scale)
     exact = packages("clip", dtype="fp32")
     with torch.autocast("cpu", torch.bfloat16):
         q32, k32 = q.detach(), k.detach()
-        assert float(exact.contrastive_loss(q32, k32, 100.0)) == pytest.approx(float(exact.reference(q32, k32, 100.0)), rel=1e-5)
+        assert float(exact.contrastive_loss(q32, k32, 100.0)) == pytest.approx(
+            float(exact.reference(q32, k32, 100.0)), rel=1e-5
+        )
 
 
 def test_labels(packages: Packages) -> None:
@@ -151,7 +161,9 @@ def test_labels(packages: Packages) -> None:
     _, k = features(31)
     labels = torch.randint(31, (20,))
     ours = torch.autograd.grad(package.contrastive_loss(q, k, 3.0, labels=labels), (q, k))
-    for a, b in zip(ours, torch.autograd.grad(package.reference(q, k, 3.0, labels=labels), (q, k)), strict=True):
+    for a, b in zip(
+        ours, torch.autograd.grad(package.reference(q, k, 3.0, labels=labels), (q, k)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
@@ -215,7 +227,13 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("clip", (X, X.to("meta")), {}, ValueError, "on one device"),
     ("clip", (X, X[:5]), {}, ValueError, "pairs query i with key i.*6 queries and 5 keys"),
     ("clip", (X[:0], X[:0]), {}, ValueError, "at least one query"),
-    ("clip", (X.repeat(51, 1), X.repeat(51, 1)), {}, ValueError, "at most 300.*infcl-gen generate.*--batch-size 306"),
+    (
+        "clip",
+        (X.repeat(51, 1), X.repeat(51, 1)),
+        {},
+        ValueError,
+        "at most 300.*infcl-gen generate.*--batch-size 306",
+    ),
     ("clip", (X, X, "big"), {}, TypeError, "scale must be a number or a 0-dim tensor, not str"),
     ("clip", (X, X, True), {}, TypeError, "scale"),
     ("clip", (X, X, torch.ones(1)), {}, ValueError, r"scale must be a 0-dim .* \(1,\)"),
@@ -225,7 +243,13 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("infonce", (X, X), {"labels": [0, 1]}, TypeError, "labels must be an int64 tensor"),
     ("infonce", (X, X), {"labels": torch.arange(6).int()}, ValueError, "int64"),
     ("infonce", (X, X), {"labels": torch.arange(5)}, ValueError, r"shape \(6,\)"),
-    ("infonce", (X, X), {"labels": torch.arange(6) + 1}, ValueError, "labels range from 1 to 6; there are 6 keys"),
+    (
+        "infonce",
+        (X, X),
+        {"labels": torch.arange(6) + 1},
+        ValueError,
+        "labels range from 1 to 6; there are 6 keys",
+    ),
     ("infonce", (X, X), {"labels": torch.arange(6) - 1}, ValueError, "labels range from -1"),
     ("infonce", (X, X[:5]), {}, ValueError, "labels are needed"),
     ("clip", (X, X), {"grad_sync": "none"}, ValueError, "grad_sync"),
@@ -250,7 +274,9 @@ def test_bad_arguments(
     assert "\n" not in str(caught.value)
 
 
-def test_more_rows_per_rank_than_planned_are_announced(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_per_rank_than_planned_are_announced(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = packages("clip")
     engine = sys.modules[f"{package.__name__}._runtime.engine"]
     monkeypatch.setattr(engine, "_warned", set())
@@ -273,13 +299,17 @@ def test_compiles_without_a_graph_break(packages: Packages, loss: str) -> None:
     extra = {"labels": torch.arange(20).flip(0)} if loss == "infonce" else {}
 
     def step(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-        return module(nn.functional.normalize(q, dim=1), nn.functional.normalize(k, dim=1), scale.exp(), **extra)  # type: ignore[no-any-return]
+        return module(
+            nn.functional.normalize(q, dim=1), nn.functional.normalize(k, dim=1), scale.exp(), **extra
+        )  # type: ignore[no-any-return]
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     ours, expected = (torch.autograd.grad(f(q, k, scale), (q, k, scale)) for f in (compiled, step))
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
-    plain = torch.compile(lambda q, k: package.contrastive_loss(q, k, 2.0, -1.0, **extra), fullgraph=True, backend="aot_eager")
+    plain = torch.compile(
+        lambda q, k: package.contrastive_loss(q, k, 2.0, -1.0, **extra), fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(plain(q, k), package.contrastive_loss(q, k, 2.0, -1.0, **extra))
 
 
@@ -306,7 +336,18 @@ def test_operators_are_well_formed(packages: Packages, loss: str) -> None:
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
     with torch.no_grad():
-        loss_value, *saved = forward(q, k, torch.tensor(2.0).double(), torch.zeros(()).double(), labels, "", "mean", "mean", "first", 15)
+        loss_value, *saved = forward(
+            q,
+            k,
+            torch.tensor(2.0).double(),
+            torch.zeros(()).double(),
+            labels,
+            "",
+            "mean",
+            "mean",
+            "first",
+            15,
+        )
     plain = [x.detach() for x in (loss_value, q, k, scalar(2.0), scalar(0.0))]
     torch.library.opcheck(
         package.ContrastiveLoss._operators.backward, (*plain, labels, *saved, "", "mean", "mean"),
@@ -328,7 +369,10 @@ def test_the_same_package_may_be_imported_twice(
         q, k = features()
         ours = torch.autograd.grad(again.contrastive_loss(q, k, 2.0), q)[0]
         assert torch.equal(ours, torch.autograd.grad(package.contrastive_loss(q, k, 2.0), q)[0])
-        assert all(torch.equal(a, b) for a, b in zip(again.loss_and_grads(q, k), package.loss_and_grads(q, k), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(again.loss_and_grads(q, k), package.loss_and_grads(q, k), strict=True)
+        )
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "copied"]:
             del sys.modules[name]
@@ -347,12 +391,16 @@ def test_threads_share_a_package(packages: Packages) -> None:
     package = packages("clip")
     q, k = features(100, grad=False)
     expected, results = package.loss_and_grads(q, k, 2.0), []
-    threads = [threading.Thread(target=lambda: results.append(package.loss_and_grads(q, k, 2.0))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(package.loss_and_grads(q, k, 2.0))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 4 and all(torch.equal(a, b) for r in results for a, b in zip(r, expected, strict=True))
+    assert len(results) == 4 and all(
+        torch.equal(a, b) for r in results for a, b in zip(r, expected, strict=True)
+    )
 
 
 def test_python_floats_need_not_be_finite(packages: Packages) -> None:

@@ -27,7 +27,10 @@ def test_merging_is_logsumexp_over_any_range(terms: list[float], dtype: torch.dt
 
 
 def test_nothing_is_neutral_and_nan_stays() -> None:
-    nothing, other = empty(3, torch.device("cpu"), torch.float32), empty(3, torch.device("cpu"), torch.float32)
+    nothing, other = (
+        empty(3, torch.device("cpu"), torch.float32),
+        empty(3, torch.device("cpu"), torch.float32),
+    )
     merge(nothing, other.exponent, other.mantissa)
     assert torch.isneginf(nothing.exponent).all() and (nothing.mantissa == 0).all()
     merge(nothing, torch.tensor([5.0, math.nan, 7.0]), torch.tensor([1.5, 1.0, math.nan]))

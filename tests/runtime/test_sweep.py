@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Packages = Callable[..., ModuleType]
 
 
-def dense(package: ModuleType, q: Tensor, k: Tensor, scale: float, bias: float, labels: Tensor | None) -> list[Tensor]:
+def dense(
+    package: ModuleType, q: Tensor, k: Tensor, scale: float, bias: float, labels: Tensor | None
+) -> list[Tensor]:
     leaves = [x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (scale, bias)]
     loss = package.reference(*leaves, labels=labels)
@@ -50,7 +52,9 @@ def test_every_ragged_size_amid_nan(packages: Packages, loss: str, rows: int) ->
 
 @given(data=st.data())
 def test_any_scale_and_features(packages: Packages, data: st.DataObject) -> None:
-    package = packages(data.draw(st.sampled_from(["clip", "infonce"])), dtype=data.draw(st.sampled_from(["fp64", "fp32"])))
+    package = packages(
+        data.draw(st.sampled_from(["clip", "infonce"])), dtype=data.draw(st.sampled_from(["fp64", "fp32"]))
+    )
     rows = data.draw(st.integers(1, 60))
     scale = data.draw(st.sampled_from([1e-3, 1.0, 14.3, 100.0, 1e4]))
     kind = data.draw(st.sampled_from(["unit", "large", "negative", "duplicate", "zero"]))
@@ -120,7 +124,9 @@ def test_products_are_exact_whatever_the_switches(packages: Packages) -> None:
     expected = package.loss_and_grads(q, k, 20.0)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert all(torch.equal(a, b) for a, b in zip(expected, package.loss_and_grads(q, k, 20.0), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(expected, package.loss_and_grads(q, k, 20.0), strict=True)
+        )
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -166,5 +172,7 @@ def test_scratch_is_exactly_what_the_legend_says(packages: Packages, loss: str, 
         schedule.forward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2])
     assert sorted(forward.sizes) == sorted(expected)
     with torch.no_grad(), Allocations(threshold=4 * 300 * 2) as backward:
-        schedule.backward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2], total, total)
+        schedule.backward_block(
+            x, x, scale, bias, positives, 0, statistics, per_key, queries[2], total, total
+        )
     assert sorted(backward.sizes) == sorted(expected)

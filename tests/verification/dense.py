@@ -40,7 +40,7 @@ def by_shares(
     labels: torch.Tensor | None = None,
     positive_share: float | None = None,
 ) -> LossAndGrads:
-    """What a correct kernel computes: the derived gradient, in the statistics' dtype, g rounded to the features' dtype."""
+    """What a correct kernel computes: the derived gradient in the statistics' dtype, g rounded to the features'."""
     loss = package.loss
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
     number = {"dtype": statistics}
@@ -64,4 +64,6 @@ def by_shares(
     factor = loss.gradient_factor(scale, bias) / len(q)
     dscale = loss.dscale_factor(scale, bias) * (upcast_q * acc_q).sum() / len(q)
     dbias = torch.tensor(loss.DBIAS, **number)
-    return LossAndGrads(value / len(q), (acc_q * factor).to(q.dtype), (acc_k * factor).to(q.dtype), dscale, dbias)
+    return LossAndGrads(
+        value / len(q), (acc_q * factor).to(q.dtype), (acc_k * factor).to(q.dtype), dscale, dbias
+    )

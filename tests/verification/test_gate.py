@@ -7,7 +7,6 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from tests.verification.dense import by_shares, dense_package
 
 from infcl_gen.losses import CLIP, INFONCE, LossSpec
 from infcl_gen.losses.language import (
@@ -32,6 +31,7 @@ from infcl_gen.verification.properties import (
     random_cases,
     tensors,
 )
+from tests.verification.dense import by_shares, dense_package
 
 _capped = 30 * tanh(scale * z / 30) + bias
 SOFT_CAPPED = LossSpec(
@@ -68,7 +68,9 @@ def judged(package, inputs: Inputs, result: LossAndGrads) -> set[str]:
     return {row.quantity for row in gate(result, truth_of(package, *inputs)) if not row.passed}
 
 
-def example(dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: str = "unit", **more) -> Inputs:
+def example(
+    dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: str = "unit", **more
+) -> Inputs:
     return tensors(Case(rows, rows, more.pop("dim", 64), dtype, scale, features=features, **more))
 
 
@@ -76,7 +78,9 @@ def example(dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
 @pytest.mark.parametrize("quantity", ["dq", "dk", "dscale", "loss"])
-def test_a_wrong_factor_of_the_world_size_fails(dtype: str, scale: float, factor: float, quantity: str) -> None:
+def test_a_wrong_factor_of_the_world_size_fails(
+    dtype: str, scale: float, factor: float, quantity: str
+) -> None:
     inputs = example(dtype, scale=scale)
     right = by_shares(PACKAGES["clip"], *inputs)
     wrong = right._replace(**{quantity: getattr(right, quantity) * factor})

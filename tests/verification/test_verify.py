@@ -94,47 +94,59 @@ def test_no_package_is_an_input_error(tmp_path: Path, good: Path) -> None:
 
 
 PLANTED = {  # edits of a good package's text, each a bug that a peer has had, and what must notice it
-    "a positive of too little weight": ("loss.py", "POSITIVE_SHARE = -1.0", "POSITIVE_SHARE = -0.98", "numerics dq"),
+    "a positive of too little weight": (
+        "loss.py",
+        "POSITIVE_SHARE = -1.0",
+        "POSITIVE_SHARE = -0.98",
+        "numerics dq",
+    ),
     "a wrong share of the keys": ("loss.py", "KEY_SHARE = 0.5", "KEY_SHARE = 0.51", "numerics dk"),
     "a scale applied twice": (
         "loss.py",
         "def dscale_factor(scale: Tensor, bias: Tensor) -> Tensor | float:",
-        "def dscale_factor(scale: Tensor, bias: Tensor) -> Tensor | float:\n    return scale\n\n\ndef unused(scale, bias):",
+        "def dscale_factor(scale, bias):\n    return scale\n\n\ndef unused(scale, bias):",
         "numerics dscale",
     ),
     "a crash": ("schedule.py", "import torch\n", "import torch\n\nimport os; os.abort()\n", "numerics"),
-    "an exception": ("schedule.py", "import torch\n", "import torch\n\nraise RuntimeError('planted')\n", "numerics"),
+    "an exception": (
+        "schedule.py",
+        "import torch\n",
+        "import torch\n\nraise RuntimeError('planted')\n",
+        "numerics",
+    ),
 }
 
 
 @pytest.mark.parametrize("bug", sorted(PLANTED))
-def test_planted_bugs_are_found(copy: Path, monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+def test_planted_bugs_are_found(copy: Path, bug: str) -> None:
     path, old, new, check = PLANTED[bug]
     text = (copy / path).read_text()
     assert old in text
     (copy / path).write_text(text.replace(old, new, 1))
     resealed(copy)
-    monkeypatch.setattr(verify, "rerender", lambda folder: read_package(folder).files)
-    report = verify_package(copy, examples=7)
-    assert check in [row["check"] for row in report.rows if not row["passed"]]
-    assert all("\n" not in row["detail"] for row in report.rows)
+    rows = verify._run("numerics", copy, "cpu", examples=7, world_size=1, timeout_s=200.0)
+    assert check in [row["check"] for row in rows if not row["passed"]]
+    assert all("\n" not in row["detail"] for row in rows)
 
 
 @pytest.mark.parametrize("how", ["hang", "die"])
-def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     act = "time.sleep(1000)" if how == "hang" else "os._exit(3)"
     engine = copy / "_runtime" / "engine.py"
     text = engine.read_text()
     head = "    ring = rings.find_ring(options.group_name)\n"
     assert head in text
     engine.write_text(
-        text.replace(head, f"{head}    import os, time\n    if ring is not None and ring.rank == 1:\n        {act}\n", 1)
+        text.replace(
+            head,
+            f"{head}    import os, time\n    if ring is not None and ring.rank == 1:\n        {act}\n",
+            1,
+        )
     )
     resealed(copy)
-    monkeypatch.setattr(verify, "rerender", lambda folder: read_package(folder).files)
     started = time.monotonic()
-    report = verify_package(copy, ranks=2, examples=1, timeout_s=12.0)
-    assert time.monotonic() - started < 60
-    failed = {row["check"]: row["detail"] for row in report.rows if not row["passed"]}
-    assert list(failed) == ["ring of 2"]
-    assert "process" in failed["ring of 2"] or "not finished after 12 s" in failed["ring of 2"]
+    limit_s = 12.0 if how == "hang" else 200.0
+    (row,) = verify._run("ring", copy, "cpu", examples=1, world_size=2, timeout_s=limit_s)
+    assert time.monotonic() - started < limit_s + 10
+    assert not row["passed"]
+    assert ("not finished after 12 s" if how == "hang" else "process 1 exited with 3") in row["detail"]

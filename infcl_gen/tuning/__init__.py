@@ -1,0 +1,1 @@
+"""Measuring generated packages on a real device."""

@@ -1,0 +1,84 @@
+"""Guard bands: every buffer that a package allocates, and its inputs, lie between bands of NaN that must stay untouched.
+
+Within `GuardBands`, memory that the package's own Python files ask for (torch.empty, new_zeros, ...) comes from the
+middle of a larger buffer in which every byte is 0xFF: NaN in each floating-point type, -1 in each integer type. The
+memory itself starts that way too, unless it was asked for with a value. A kernel that reads outside, or reads what was never
+written, makes NaN of its result; one that writes outside changes a band. Statistics are separate buffers there: their rows
+(exponents, mantissas, ...) lie in one allocation, but each has bands of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+BAND = 1 << 15  # bytes; more than any tile of the small packages reaches beyond its buffer
+SHIFT = 16  # no buffer is aligned better than to 16 bytes, which is what the kernels may rely on
+UNSET, SET = {"empty", "new_empty", "empty_like"}, {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"}
+STATISTICS = {"forward", "forward_block"}  # functions whose buffers of 2 or 3 rows hold statistics
+
+
+class Buffer(NamedTuple):
+    """`size` bytes are the buffer's own, from each of `starts` on; all else of `memory` is band."""
+
+    what: str
+    memory: Tensor
+    starts: tuple[int, ...]
+    size: int
+
+    def damage(self) -> str:
+        """Which bytes of the bands have changed, or ""."""
+        edges = [0, *(edge for start in self.starts for edge in (start, start + self.size)), len(self.memory)]
+        for number in range(0, len(edges), 2):
+            band = self.memory[edges[number] : edges[number + 1]]
+            if not bool((band == 255).all()):
+                at = (band != 255).nonzero().flatten()
+                first, last = int(at[0]) + edges[number], int(at[-1]) + edges[number]
+                return f"{self.what}: bytes {first} to {last} overwritten; its own are {self.size} from {self.starts}"
+        return ""
+
+
+class GuardBands(TorchFunctionMode):
+    """A context manager. `place` puts an input between bands; `buffers` are all that were made so."""
+
+    def __init__(self, package: Path) -> None:
+        super().__init__()
+        self.package = str(package)
+        self.buffers: list[Buffer] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in UNSET | SET and isinstance(result, Tensor) and result.numel():
+            caller = sys._getframe(1)
+            if caller.f_code.co_filename.startswith(self.package):
+                where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+                split = caller.f_code.co_name in STATISTICS and result.dim() > 1 and len(result) in (2, 3)
+                return self.place(result, where, keep=name in SET, split=split)
+        return result
+
+    def place(self, x: Tensor, what: str = "an input", keep: bool = True, split: bool = False) -> Tensor:
+        """A contiguous copy of x between bands; with `split`, one in which each x[i] is contiguous and has its own."""
+        parts = len(x) if split else 1
+        size = x.numel() // parts * x.element_size()
+        step = (size // SHIFT + 1) * SHIFT + BAND
+        starts = tuple(BAND + SHIFT + part * step for part in range(parts))
+        memory = torch.full((BAND + SHIFT + parts * step,), 255, dtype=torch.uint8, device=x.device)
+        typed = memory[starts[0] :][: (len(memory) - starts[0]) // 16 * 16].view(x.dtype)
+        strides = list(torch.empty(x.shape, device="meta").stride())
+        if split:
+            strides[0] = step // x.element_size()
+        inner = typed.as_strided(x.shape, strides, typed.storage_offset())
+        if keep:
+            inner.copy_(x)
+        self.buffers.append(Buffer(f"{what} {tuple(x.shape)} {x.dtype}", memory, starts, size))
+        return inner
+
+    def damages(self) -> list[str]:
+        """What was overwritten outside the buffers."""
+        return [damage for buffer in self.buffers if (damage := buffer.damage())]

@@ -1,0 +1,104 @@
+"""The packages under test: generated on first use into one folder per process, imported, made small, or spoilt.
+
+A `Made` says what to generate; the same one always gives the same module. `small` gives it tiles and panels so little
+that a hundred rows make several of each, with ragged last ones: for the interpreter. `bug` plants one of `planted.BUGS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import infcl_gen
+from infcl_gen.emission import import_package
+from infcl_gen.planning.levels import padded_dim
+
+FUSED_DIMS = (1, 3, 16, 64, 96, 100)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    strategy: str = "panel"  # torch, panel, fused, stash, or auto: the planner's choice
+    loss: str = "clip"
+    dtype: str = "bf16"
+    dim: int = 16
+    rows: int = 512  # the batch that it is planned for
+    small: bool = True
+    settings: tuple[tuple[str, str], ...] = ()
+    precision: str = "default"
+    profile: str = "h200"
+    bug: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"made_{abs(hash(self)):x}"
+
+
+@functools.cache
+def folder() -> Path:
+    """Where this process generates packages; temporary, and removed when the process ends."""
+    kept = tempfile.TemporaryDirectory(prefix="infcl-gen-kernels-")
+    folder.kept = kept  # type: ignore[attr-defined]
+    return Path(kept.name)
+
+
+@functools.cache
+def generated(made: Made) -> Path:
+    """The folder of a package, generated (and spoilt) on first use."""
+    target = folder() / made.name
+    if made.bug:
+        from tests.kernels.planted import plant
+
+        original = generated(dataclasses.replace(made, bug=""))
+        shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
+        plant(made.bug, target)
+        return target
+    cpu = made.strategy == "torch"
+    return infcl_gen.generate(
+        output=target,
+        loss=made.loss,
+        batch_size=made.rows,
+        dim=made.dim,
+        dtype=made.dtype,
+        precision=made.precision,
+        target="cpu" if cpu else None,
+        device_profile="cpu" if cpu else made.profile,
+        settings=_settings(made),
+    )
+
+
+@functools.cache
+def module(made: Made) -> ModuleType:
+    """The package, imported."""
+    loaded = import_package(generated(made), made.name)
+    if made.small:
+        schedule: Any = loaded._schedule
+        schedule.PANEL_ROWS, schedule.PANEL_KEYS = 64, 64
+        if made.strategy == "stash":  # its forward panels are those of the backward; one is kept, the others are not
+            schedule.FORWARD_ROWS, schedule.FORWARD_KEYS, schedule.STASH_ROWS = 64, 64, 64
+        elif made.strategy == "torch":
+            schedule.FORWARD_ROWS, schedule.FORWARD_KEYS, schedule.FINISH_ROWS = 64, 64, 64
+        else:
+            schedule.FORWARD_ROWS, schedule.FORWARD_KEYS = 96, 128
+    return loaded
+
+
+def _settings(made: Made) -> tuple[tuple[str, str], ...]:
+    chosen = {} if made.strategy in ("auto", "torch") else {"strategy": made.strategy}
+    if made.small and made.strategy != "torch":
+        wide = str(min(64, padded_dim(made.dim)))
+        chosen |= {"forward.rows": "32", "forward.keys": "64", "forward.depth": wide}
+        chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
+        if made.strategy == "panel":
+            chosen |= {"gradient.rows": "64", "gradient.keys": "32"}
+        if made.strategy == "fused":
+            chosen |= {"fused.rows": "32", "fused.keys": "64"}
+        else:
+            chosen |= {"gradient.depth": wide, "product.rows": "64", "product.depth": "32"}
+            chosen |= {"product.keys": str(min(64, padded_dim(made.dim)))}
+    return tuple((chosen | dict(made.settings)).items())

@@ -1,0 +1,79 @@
+"""A process in which Triton interprets kernels on the CPU, and the pipe that checks travel through.
+
+TRITON_INTERPRET is read when triton is imported, and changes it for the whole process: so one process of its own per
+pytest worker, started at its first interpreter test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 280.0
+
+
+class Interpreter:
+    """`interpreter(check, *arguments)` runs a function of `checks` there; what it raises, it raises here as AssertionError."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def __call__(self, check: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._pipe.send((check, arguments))
+            if not self._pipe.poll(TIMEOUT_S):
+                raise TimeoutError(f"{check.__name__} takes more than {TIMEOUT_S:.0f} s")
+            failure = self._pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError, TimeoutError) as error:
+            self.close()
+            code = self._process.exitcode
+            self._start()
+            raise AssertionError(f"the interpreter process ended with {code}: {error!r}") from None
+        if failure:
+            raise AssertionError(failure)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        before = os.environ.get("TRITON_INTERPRET")
+        os.environ["TRITON_INTERPRET"] = "1"
+        try:
+            self._process = context.Process(target=main, args=(theirs,), daemon=True)
+            self._process.start()
+        finally:
+            if before is None:
+                del os.environ["TRITON_INTERPRET"]
+            else:
+                os.environ["TRITON_INTERPRET"] = before
+        theirs.close()
+
+
+def main(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            check, arguments = pipe.recv()
+        except EOFError:
+            break
+        failure = ""
+        try:
+            check(*arguments)
+        except AssertionError as error:
+            failure = str(error) or traceback.format_exc()
+        except Exception:
+            failure = f"not an assertion:\n{traceback.format_exc()}"
+        pipe.send(failure)
+    pipe.close()
