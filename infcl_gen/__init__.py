@@ -61,10 +61,12 @@ def load(problem: Problem | None = None, **flags: Any) -> ModuleType:
 
 def _problem(problem: Problem | None, flags: dict[str, Any]) -> Problem:
     from infcl_gen.errors import InputError
-    from infcl_gen.problem import make_problem
+    from infcl_gen.problem import Problem, make_problem
 
     if problem is None:
         return make_problem(**flags)
     if flags:
         raise InputError(f"give either a Problem or flags, not both (got {', '.join(sorted(flags))})")
+    if not isinstance(problem, Problem):
+        raise InputError(f"problem: expected a Problem or keyword flags, not {type(problem).__name__}")
     return problem

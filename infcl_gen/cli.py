@@ -374,9 +374,13 @@ def _package_text(
     for key, value in spec.items():
         if isinstance(value, Mapping):
             parts.append(f"{key}\n" + _table((), list(_flatten(value))))
-    scalars = [
-        (k, v if isinstance(v, str) else repr(v)) for k, v in spec.items() if not isinstance(v, Mapping)
-    ]
+            parts += [
+                f"{key}: {name}\n"
+                + _table(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
+                for name, items in value.items()
+                if _is_table(items)
+            ]
+    scalars = [(key, _cell(value)) for key, value in spec.items() if not isinstance(value, Mapping)]
     parts.insert(0, _table((), scalars))
     if kernels:
         rows = [(kernel["name"], str(kernel["line"]), kernel["summary"]) for kernel in kernels]
@@ -390,11 +394,20 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             rows += _flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-            rows += [row for i, item in enumerate(value) for row in _flatten(item, f"{prefix}{key}[{i}].")]
-        else:
-            rows.append((f"{prefix}{key}", value if isinstance(value, str) else repr(value)))
+        elif not _is_table(value):
+            rows.append((f"{prefix}{key}", _cell(value)))
     return rows
+
+
+def _is_table(value: object) -> bool:
+    """A list of records with the same fields, as a plan's buffers, phases and reasons are."""
+    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
+        return False
+    return all(isinstance(item, Mapping) and item.keys() == value[0].keys() for item in value)
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
 
 
 def _kernels(source: str) -> list[dict[str, Any]]:

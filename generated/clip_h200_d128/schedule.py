@@ -22,7 +22,11 @@ PANEL_ROWS = 65536  # backward panel; on a group of one the query gradient accum
 PANEL_KEYS = 65536
 FINISH_ROWS = 32
 DESCRIPTORS = True  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
-STASH_ROWS = 0
+
+
+def stash_shape(m, n):
+    """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
+    return None
 
 
 def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, stash=None):
@@ -62,8 +66,8 @@ def loss_terms(queries, keys, positive_z, scale, bias, query_weight, key_weight)
 def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, dq, dk, stash=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted."""
     arguments = (q, k, scale, bias, positives, first_key, queries, keys)
-    _fused(((kernels.fused_queries, 8, 3), (kernels.fused_queries_wide, 8, 3)), True, *arguments, dq)
-    _fused(((kernels.fused_keys, 8, 3), (kernels.fused_keys_wide, 8, 3)), False, *arguments, dk)
+    _fused(((kernels.fused_queries, 8, 2), (kernels.fused_queries_wide, 8, 2)), True, *arguments, dq)
+    _fused(((kernels.fused_keys, 8, 2), (kernels.fused_keys_wide, 8, 2)), False, *arguments, dk)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
@@ -87,7 +91,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, flags):
     kernels.forward_wide[grid](
         q_side.source, k_side.source, scale, bias, *row_parts, *key_parts, flags, m, n, *strides,
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=3)
+        num_warps=16, num_stages=2)
 
 
 def _merge(parts, statistics, first, rows, count):

@@ -23,7 +23,11 @@ PANEL_KEYS = 16384
 FINISH_ROWS = 32
 DESCRIPTORS = False  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
 LIBRARY_PRODUCTS = False
-STASH_ROWS = 0
+
+
+def stash_shape(m, n):
+    """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
+    return None
 
 
 def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, stash=None):
@@ -101,7 +105,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, flags):
     kernels.forward_wide[grid](
         q_side.source, k_side.source, scale, bias, *row_parts, *key_parts, flags, m, n, *strides,
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=2)
+        num_warps=16, num_stages=2)
 
 
 def _merge(parts, statistics, first, rows, count):
@@ -124,7 +128,7 @@ def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, posi
     kernels.gradient_wide[grid](
         q_side.source, k_side.source, scale, bias, *statistics, scratch, flags, m, n, scratch.stride(0),
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=2)
+        num_warps=16, num_stages=2)
     kernels.gradient_positives[(cdiv(m, kernels.VECTOR_ROWS.value),)](
         positives, first_key, positive_z, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
     return scratch[:m, :n]

@@ -4,7 +4,7 @@
     L = 1/M * (sum_i (r_i - p_i))
 
 Planned for batches of up to 32768 queries and 65536 keys of D = 768 (bf16) on 1 device
-of the kind a100, strategy `panel`, at most 910.8 MiB on each beyond the inputs. Any smaller batch and any
+of the kind a100, strategy `panel`, at most 909.8 MiB on each beyond the inputs. Any smaller batch and any
 world size run as well, with no more memory.
 
     ContrastiveLoss    a module with the arguments and results of open_clip's ClipLoss

@@ -1,6 +1,6 @@
 """From a problem to the text of a package, and from the text to a folder.
 
-build(problem)      Problem -> {path: text}: the whole pipeline, five calls
+build(problem)      Problem -> {path: text}: the whole pipeline
 plan_problem        the first three of them
 lower, render       Plan -> PackageSpec -> {path: text}
 write_package       {path: text} -> folder, atomically

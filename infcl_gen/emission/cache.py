@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import shutil
 import sys
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +15,7 @@ from infcl_gen.emission.pipeline import build, resolved
 from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import resolve_cluster
+from infcl_gen.losses import load_loss, spec_as_dict
 from infcl_gen.problem import Problem
 from infcl_gen.version import __version__
 
@@ -73,11 +74,9 @@ def cache_folder() -> Path:
 
 def cache_key(problem: Problem) -> str:
     """Content decides: the problem as resolved here, the files it names, and the generator's own source."""
-    found = resolved(problem, resolve_cluster(problem))
-    digest = hashlib.sha256(repr((__version__, astuple(found))).encode())
-    for named in (found.loss.rpartition(":")[0], found.device_profile):
-        file = Path(named)
-        digest.update(file.read_bytes() if named and file.is_file() else b"-")
+    loss, cluster = load_loss(problem.loss), resolve_cluster(problem)
+    found = (astuple(resolved(problem, loss, cluster)), spec_as_dict(loss), asdict(cluster.profile))
+    digest = hashlib.sha256(repr((__version__, found)).encode())
     source = Path(__file__).resolve().parent.parent
     for root in (source, template_folder()):
         for file in sorted(root.rglob("*")):

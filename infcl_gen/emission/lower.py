@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infcl_gen.losses import loss_template_context, triton_code
+from infcl_gen.losses import loss_template_context, spec_as_dict, triton_code
 from infcl_gen.losses.printers import p
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
     from sympy import Expr
 
+    from infcl_gen.hardware import DeviceProfile
     from infcl_gen.losses import Derivation
     from infcl_gen.planning.planner import Plan
 
@@ -81,11 +82,11 @@ class PackageSpec:
     runtime_files: tuple[str, ...]
 
 
-def lower(plan: Plan, derivation: Derivation) -> PackageSpec:
-    """The package for a plan. `plan.problem` must name its device profile (no "auto"): SPEC is regenerated from it."""
+def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> PackageSpec:
+    """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
     name = package_name(plan, derivation)
     kernels = kernel_specs(plan)
-    literals = spec_literals(plan, derivation, name, kernels)
+    literals = spec_literals(plan, derivation, profile, name, kernels)
     shared = {
         "name": name,
         "spec": literals,
@@ -114,7 +115,7 @@ def lower(plan: Plan, derivation: Derivation) -> PackageSpec:
 
 
 def spec_literals(
-    plan: Plan, derivation: Derivation, name: str, kernels: tuple[KernelSpec, ...]
+    plan: Plan, derivation: Derivation, profile: DeviceProfile, name: str, kernels: tuple[KernelSpec, ...]
 ) -> dict[str, Any]:
     """SPEC of the package: literals only, in a fixed order."""
     planned = plan.as_dict()
@@ -128,6 +129,8 @@ def spec_literals(
         "has_keys": bool(derivation.has_keys),
         "gradient_exponent": _gradient_exponent(plan),
         "descriptors": plan.descriptors,
+        "loss": spec_as_dict(derivation.spec),
+        "device": dataclasses.asdict(profile),
         "derivation": derivation.formulas(),
         "launches": {kernel.name: {"warps": kernel.warps, "stages": kernel.stages} for kernel in kernels},
         "predicted": {"peak_bytes": plan.predicted_peak_bytes, "time_s": plan.predicted_time_s},
@@ -145,7 +148,9 @@ def kernel_specs(plan: Plan) -> tuple[KernelSpec, ...]:
                 continue
             if isinstance(family, int):
                 specs.append(KernelSpec(name, family, 1))
-            elif name.endswith("_wide"):  # two references hold more registers: more warps share a tile, or it spills
+            elif name.endswith(
+                "_wide"
+            ):  # two references hold more registers: more warps share a tile, or it spills
                 more = 1 if family == "fused" else 2
                 specs.append(KernelSpec(name, more * plan.blocks[family].warps, 2))
             else:

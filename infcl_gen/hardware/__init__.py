@@ -6,8 +6,18 @@ from infcl_gen.hardware.profile import (
     DeviceProfile,
     Peak,
     load_profile,
+    profile_from_literals,
     profile_names,
     resolve_cluster,
 )
 
-__all__ = ["Cluster", "DeviceProfile", "Peak", "detect", "load_profile", "profile_names", "resolve_cluster"]
+__all__ = [
+    "Cluster",
+    "DeviceProfile",
+    "Peak",
+    "detect",
+    "load_profile",
+    "profile_from_literals",
+    "profile_names",
+    "resolve_cluster",
+]

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.problem import check_text, read_text_file, show, suggestion
@@ -107,6 +107,11 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     return _resized(profile, text, int(size[2]), int(size[3]) * 2**30) if size else profile
 
 
+def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") -> DeviceProfile:
+    """The profile that `dataclasses.asdict` wrote down. Raises InputError naming what is unknown or out of range."""
+    return _convert(table, where)
+
+
 def resolve_cluster(problem: Problem) -> Cluster:
     """The cluster that `problem` is planned for; looks at this machine only if the device profile is "auto".
 
@@ -157,6 +162,15 @@ def _decode(text: str, where: str) -> DeviceProfile:
 
     try:
         table = msgspec.toml.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"--device-profile: {show(where)}: {error}") from None
+    return _convert(table, where)
+
+
+def _convert(table: dict[str, Any], where: str) -> DeviceProfile:
+    import msgspec
+
+    try:
         known = [field.name for field in dataclasses.fields(DeviceProfile)]
         for key, value in table.items():
             if key not in known:
@@ -166,7 +180,7 @@ def _decode(text: str, where: str) -> DeviceProfile:
             for inner in _unknown_inner_keys(key, value):
                 raise InputError(f"--device-profile: unknown key {show(inner)} in {show(where)}")
         return msgspec.convert(table, DeviceProfile, strict=True)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         # An InputError of __post_init__ arrives wrapped when msgspec builds the dataclass.
         cause = error.__cause__
         raise (cause if isinstance(cause, InputError) else None) or InputError(

@@ -206,20 +206,19 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
     dq, dk = (
         BufferTerm(name, backward, (x, D), "features", "returned") for name, x in (("dq", m), ("dk", n))
     )
-    total_dq = BufferTerm(
-        "dq_accumulator", backward, (m if ring else rows, D), "statistics", "dq of the rows in work"
-    )
-    total_dk = BufferTerm("dk_accumulator", backward, (n, D), "statistics", "dk over all query panels")
     if ring:  # the results are written after the last hop, when the visiting buffers are gone
-        travels = dataclasses.replace(
-            total_dk, why="travels with its keys: one in use, one in flight", pieces=2
-        )
+        total_dq = BufferTerm("dq_accumulator", backward, (m, D), "statistics", "dq over all hops")
+        total_dk = BufferTerm("dk_accumulator", backward, (n, D), "statistics", "dk of this rank, home again")
+        why = "travels with its keys: one in use, one in flight"
+        travels = dataclasses.replace(total_dk, why=why, pieces=2)
         written = (total_dq, total_dk, dq, dk) if v.separate else (total_dq, total_dk)
         terms += [total_dq, travels, *(dataclasses.replace(term, phase=finish) for term in written)]
         if v.strategy == "torch":
             terms.append(BufferTerm("finish_rows", finish, (2, rows, D), "statistics", "products for dscale"))
     else:
-        terms += [total_dq, total_dk, dq, dk] if v.separate else [dq, dk]
+        why = "dk over all query panels, and dq of the panel in work"
+        sums = BufferTerm("accumulators", backward, (n + rows, D), "statistics", why)
+        terms += [sums, dq, dk] if v.separate else [dq, dk]
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "statistics", "partial sums of dscale"))
     return tuple(term for term in terms if term)
 

@@ -63,6 +63,8 @@ def default_blocks(
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
     table = _ELEMENTWISE | _TABLE[_family(profile), 2 if DTYPE_BYTES[dtype] == 2 else 4]
+    if strategy == "fused" and DTYPE_BYTES[dtype] != 2:
+        raise InputError(f"fused keeps a gradient row in registers, too many of them for {dtype}; valid: bf16, fp16")
     blocks = {}
     for kernel in KERNELS_OF[strategy]:
         if kernel == "fused":
@@ -114,8 +116,6 @@ def violations(
         found.append(
             f"the embedding of {dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
         )
-    if kernel == "fused" and DTYPE_BYTES[dtype] != 2:
-        found.append(f"{dtype} needs more registers than a fused program has; valid: bf16, fp16")
     if kernel == "fused" and block.depth != padded_dim(dim):
         found.append(f"depth = {block.depth} is not the whole padded embedding, {padded_dim(dim)}")
     if kernel in ("forward", "gradient", "positive", "finish") and block.depth > padded_dim(dim):
@@ -193,7 +193,7 @@ _FAMILY = {
 _ELEMENTWISE = {"finish": Block(32, 16, 128, 4, 1)}
 _TABLE: dict[tuple[str, int], dict[str, Block]] = {
     ("hopper", 2): {
-        "forward": Block(128, 256, 64, 8, 3),
+        "forward": Block(256, 128, 64, 8, 3),
         "gradient": Block(128, 256, 64, 8, 3),
         "product": Block(128, 128, 64, 8, 3),
         "fused128": Block(128, 128, 128, 8, 2),

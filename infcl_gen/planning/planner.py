@@ -8,8 +8,8 @@ what is feasible is decided by the same figures that the plan reports.
 from __future__ import annotations
 
 import dataclasses
-import math
 import functools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -318,13 +318,11 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
         if dot:
             value = parse_count(word, f"--set {key}")
             blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: value})
-    if name == "stash":  # its tiles are those of the forward
-        same = ("rows", "keys")
-        if "gradient.rows" in problem.setting or "gradient.keys" in problem.setting:
-            raise InputError("--set gradient.rows, gradient.keys: a stash keeps the forward's tiles; set forward.* instead")
-        blocks["gradient"] = dataclasses.replace(
-            blocks["gradient"], **{field: getattr(blocks["forward"], field) for field in same}
-        )
+    if name == "stash":  # the forward keeps the backward's tiles
+        if "forward.rows" in problem.setting or "forward.keys" in problem.setting:
+            raise InputError("--set forward.rows, forward.keys: a stash keeps the gradient's tiles; set gradient.* instead")
+        tile = blocks["gradient"]
+        blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
     for key in (key for key, _ in problem.settings if "." in key):
         kernel = key.partition(".")[0]
         found = violations(kernel, blocks[kernel], cluster.profile, problem.dtype, problem.dim, descriptors)
@@ -348,7 +346,9 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
     if name == "stash" and cluster.devices > 1:
         return "keeps tiles of the rank's own keys, and needs --devices 1"
     if name == "stash" and problem.dtype != "bf16":
-        return f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
+        return (
+            f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
+        )
     return None
 
 
@@ -373,7 +373,9 @@ def _products(name: str, problem: Problem, cluster: Cluster) -> str:
         raise InputError(
             f"--set products: {cluster.profile.target} has no library product with fp32 output; valid: triton"
         )
-    split = problem.dtype == "fp32" and problem.precision != "exact"  # products of split operands: the library has none
+    split = (
+        problem.dtype == "fp32" and problem.precision != "exact"
+    )  # products of split operands: the library has none
     return wanted or ("library" if cluster.profile.target == "cuda" and not split else "triton")
 
 

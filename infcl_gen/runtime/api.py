@@ -384,11 +384,18 @@ def _package(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) ->
 
 def _regenerate(problem: Mapping[str, Any]) -> str:
     """The command that makes the same package for {queries} queries and {keys} keys."""
-    loss = shlex.quote(problem["loss"]).replace("{", "{{").replace("}", "}}")
-    return (
-        f"infcl-gen generate --loss {loss} --batch-size {{queries}} --keys {{keys}} --dim {problem['dim']} "
-        f"--dtype {problem['dtype']} --devices {problem['devices']} -o DIR"
+    loss, profile = (
+        shlex.quote(problem[field]).replace("{", "{{").replace("}", "}}")
+        for field in ("loss", "device_profile")
     )
+    budget, precision = problem["memory_budget_bytes"], problem["precision"]
+    flags = [
+        f"--loss {loss} --batch-size {{queries}} --keys {{keys}} --dim {problem['dim']} --dtype {problem['dtype']}",
+        f"--devices {problem['devices']} --nodes {problem['nodes']} --device-profile {profile}",
+        f"--memory-budget {budget}" if budget is not None else "",
+        f"--precision {precision}" if precision != "default" else "",
+    ]
+    return f"infcl-gen generate {' '.join(flag for flag in flags if flag)} -o DIR"
 
 
 def _default_device(package: Package) -> str:

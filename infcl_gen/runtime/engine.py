@@ -220,8 +220,10 @@ class _Backward:
         step = min(schedule.PANEL_ROWS, q.shape[0])
         dq, dk = (x.new_empty(x.shape) for x in (q, k))  # contiguous, whatever the strides of the input
         in_place = q.dtype == schedule.STATISTICS_DTYPE
-        dk_sum = dk if in_place else k.new_empty(k.shape, dtype=schedule.STATISTICS_DTYPE)
-        dq_panel = None if in_place else q.new_empty((step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+        dk_sum, dq_panel = dk, None
+        if not in_place:  # one allocation: the allocator may round each up by 1 MiB
+            sums = q.new_empty((k.shape[0] + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+            dk_sum, dq_panel = sums[: k.shape[0]], sums[k.shape[0] :]
         dk_sum.zero_()
         keys = view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
         for start in range(0, q.shape[0], step):

@@ -1,4 +1,4 @@
-"""Launch glue between torch tensors and Triton kernels: how a feature matrix is passed, and where a kernel may read it."""
+"""Launch glue between torch tensors and Triton kernels: how a feature matrix is passed to a kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 class Operand(NamedTuple):
-    """A feature matrix (rows, D) as kernel arguments: a tensor descriptor or the tensor itself, and its strides in elements."""
+    """A feature matrix (rows, D) as kernel arguments: tensor descriptor or tensor, and its strides in elements."""
 
     source: Any
     row_stride: int
@@ -20,7 +20,7 @@ class Operand(NamedTuple):
 
 
 def descriptor_legal(x: torch.Tensor) -> bool:
-    """Whether a tensor-memory descriptor may address `x` (rows, D): base and row stride multiples of 16 bytes, last stride 1."""
+    """Whether a tensor descriptor may address `x` (rows, D): base and row stride in 16 bytes, last stride 1."""
     return (
         x.shape[0] > 0
         and x.stride(1) == 1
@@ -30,7 +30,9 @@ def descriptor_legal(x: torch.Tensor) -> bool:
     )
 
 
-def operands(q: torch.Tensor, q_block: list[int], k: torch.Tensor, k_block: list[int], descriptors: bool) -> tuple[Operand, Operand, bool]:
+def operands(
+    q: torch.Tensor, q_block: list[int], k: torch.Tensor, k_block: list[int], descriptors: bool
+) -> tuple[Operand, Operand, bool]:
     """`q` and `k` as kernel operands read in blocks (rows, depth), and whether both go as descriptors."""
     if descriptors and descriptor_legal(q) and descriptor_legal(k):
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -46,7 +48,9 @@ def operands(q: torch.Tensor, q_block: list[int], k: torch.Tensor, k_block: list
 def library_legal(x: torch.Tensor) -> bool:
     """Whether the matrix library takes `x` as it is; otherwise torch would copy it, outside the memory plan."""
     rows, columns = x.shape
-    return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (x.stride(0) == 1 and x.stride(1) >= max(1, rows))
+    return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (
+        x.stride(0) == 1 and x.stride(1) >= max(1, rows)
+    )
 
 
 def cdiv(a: int, b: int) -> int:

@@ -12,6 +12,7 @@ follows after it, and is home after W hops. Everything that touches torch.distri
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", 
 _PER_CALL = ("labels given", "gradients wanted", "grad_sync", "reduction")
 
 _rings: dict[str, Ring] = {}
+# Gloo groups beside NCCL groups, one for all packages of this process: a second one would meet the first one's keys.
+_control_groups: Any = vars(dist).setdefault("_infcl_control_groups", weakref.WeakKeyDictionary())
 
 
 def find_ring(group_name: str) -> Ring | None:
@@ -95,7 +98,6 @@ class Ring:
         self.agreed: set[str] = set()  # digests of the packages whose fingerprint was compared
         self.labels_checked: set[str] = set()
         self._backends = _backends(group)
-        self._control: Any = None
 
     def check_device(self, device: torch.device) -> None:
         """Raises ValueError if tensors on `device` cannot travel in this group."""
@@ -136,16 +138,18 @@ class Ring:
         Not `new_group`: all processes of the job would have to call it, or (with local synchronisation) all ranks would
         have to have made equally many groups before; otherwise it hangs.
         """
-        if self._control is None:
-            if "cpu" in self._backends:
-                self._control = self.group
-            else:
-                store = dist.PrefixStore(
-                    f"infcl/{self.group.group_name}", dist.distributed_c10d._get_default_store()
-                )
-                timeout = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
-                self._control = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-        return self._control
+        if "cpu" in self._backends:
+            return self.group
+        control = _control_groups.get(self.group)
+        if control is None:
+            store = dist.PrefixStore(
+                f"infcl/{self.group.group_name}", dist.distributed_c10d._get_default_store()
+            )
+            timeout = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+            control = _control_groups[self.group] = dist.ProcessGroupGloo(
+                store, self.rank, self.size, timeout
+            )
+        return control
 
 
 class Rotation:

@@ -64,17 +64,21 @@ def measure_package(
     problem, plan, predicted = module.SPEC["problem"], module.SPEC["plan"], module.SPEC["predicted"]
     queries = batch or problem["batch_size"]
     keys = batch or problem["keys"] or problem["batch_size"]
-    q, k = (_features(rows, problem["dim"], problem["dtype"], seed) for seed, rows in enumerate((queries, keys)))
+    q, k = (
+        _features(rows, problem["dim"], problem["dtype"], seed) for seed, rows in enumerate((queries, keys))
+    )
     temperature = torch.tensor(scale, device="cuda", requires_grad=True)
 
-    def step() -> tuple[torch.Tensor, ...]:
+    def step() -> tuple[Any, ...]:
         q.grad = k.grad = temperature.grad = None
         loss = module.contrastive_loss(q, k, temperature)
         loss.backward()
         return loss.detach(), q.grad, k.grad, temperature.grad
 
     warm = [rows.detach()[: min(64, len(rows))].clone().requires_grad_() for rows in (q, k)]
-    module.contrastive_loss(*warm, temperature).backward()  # compiles the kernels; their memory is the driver's
+    module.contrastive_loss(
+        *warm, temperature
+    ).backward()  # compiles the kernels; their memory is the driver's
     temperature.grad = None
     with PeakMeter("cuda") as meter:
         result = step()
@@ -192,13 +196,13 @@ def _floor_ms(plan: dict[str, Any], q: Any, k: Any) -> float:
     a, b = q[:rows], k[:keys]
     g = torch.empty(rows, keys, dtype=q.dtype, device=q.device).normal_()
     dq, dk = (torch.zeros(n, q.shape[1], dtype=torch.float32, device=q.device) for n in (rows, keys))
-    wide = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
+    wide: dict[str, Any] = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
     similarity = statistics.median(_times_ms(lambda: torch.mm(a, b.T, out=g), 5))
     g.normal_()
     products = statistics.median(_times_ms(lambda: torch.addmm(dq, g, b, out=dq, **wide), 5))
     products += statistics.median(_times_ms(lambda: torch.addmm(dk, g.T, a, out=dk, **wide), 5))
     recomputed = 1 - min(plan["stash_rows"], len(q)) / len(q)
-    return panels * ((1 + recomputed) * similarity + products)
+    return float(panels * ((1 + recomputed) * similarity + products))
 
 
 def _errors(module: ModuleType, q: Any, k: Any, scale: float, result: Sequence[Any]) -> dict[str, float]:
@@ -246,7 +250,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--errors", action="store_true")
     arguments = parser.parse_args()
-    row = measure_package(arguments.package, arguments.batch, arguments.scale, arguments.repeats, arguments.errors)
+    row = measure_package(
+        arguments.package, arguments.batch, arguments.scale, arguments.repeats, arguments.errors
+    )
     print(json.dumps(row))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle
 from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, tensors
-from tests.kernels.guard import GuardBands
+from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
 
 
@@ -36,23 +36,28 @@ def fitting(package: ModuleType, case: Case) -> Case:
 
 
 def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, device: str = "cpu") -> None:
-    """At each size: nothing outside a buffer is read or overwritten, and the gate holds."""
+    """At each size: nothing outside a buffer is overwritten, nothing from there is let in, and the gate holds."""
     package = module(made)
     for queries, keys in sizes:
-        case = fitting(package, Case(queries, keys, 0, scale=scale, features="unit", seed=queries))
+        case = fitting(package, Case(queries, keys, 0, scale=scale, seed=queries))
         inputs = tensors(case, package.SPEC["positives"], device)
-        with GuardBands(generated(made)) as bands:
-            # Rows of one 16-byte multiple or not: descriptors and pointers both see bands.
-            q, k = (bands.place(x, name) for x, name in ((inputs.q, "q"), (inputs.k, "k")))
-            labels = None if inputs.labels is None else bands.place(inputs.labels, "labels")
-            result = package.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=labels)
         where = f"{case.queries} queries, {case.keys} keys"
-        damages = bands.damages()
-        assert not damages, f"{where}: {damages}"
-        assert len(bands.buffers) > 10, "the package's allocations were not seen"
-        assert torch.equal(q, inputs.q) and torch.equal(k, inputs.k), f"{where}: an input was overwritten"
-        judged = gate(result, truth(package, inputs))
+        results, flags = [], []
+        for poison in (NAN, HUGE if queries % 2 else LOW):
+            with GuardBands(generated(made), poison) as bands:
+                q, k = (bands.place(x, name) for x, name in ((inputs.q, "q"), (inputs.k, "k")))
+                labels = None if inputs.labels is None else bands.place(inputs.labels, "labels")
+                results.append(package.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=labels))
+            damages = bands.damages()
+            assert not damages, f"{where}: {damages}"
+            assert len(bands.buffers) > 10, "the package's allocations were not seen"
+            assert torch.equal(q, inputs.q) and torch.equal(k, inputs.k), f"{where}: an input was overwritten"
+            flags.append(bands.written(torch.int32))
+        judged = gate(results[0], truth(package, inputs))
         assert all(row.passed for row in judged), f"{where}: {failures(judged)}"
+        same = [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+        assert all(same), f"{where}: what lies outside the buffers shows in {same}"
+        assert all(map(torch.equal, *flags)), f"{where}: what lies outside the buffers decides what is flagged"
 
 
 def not_finite(made: Made, which: str, value: float, device: str = "cpu") -> None:
@@ -99,19 +104,88 @@ def far_rows(made: Made, device: str = "cpu") -> None:
     package = module(made)
     case = fitting(package, Case(70, 70, 0, scale=14.3))
     inputs = tensors(case, package.SPEC["positives"])
-    stride, start = 1 << 25, 1 << 31  # row 64 begins 2^31 elements after row 0
+    stride, start = 1 << 26, 1 << 31  # row 32 begins 2^31 elements after row 0, and a panel has 64
     memory = _sparse(start + (case.queries + 1) * stride, DTYPES[case.dtype], device)
-    memory[: 8 * stride].view(8, stride)[:, : 4 * case.dim] = math.nan  # where offsets of rows 64 and up would wrap to
+    memory[:start].view(-1, stride)[:, : 4 * case.dim] = math.nan
     q, k = (
         memory.as_strided(x.shape, (stride, 1), start + place * 2 * case.dim)
         for place, x in enumerate((inputs.q, inputs.k))
     )
     q.copy_(inputs.q)
     k.copy_(inputs.k)
-    result = package.loss_and_grads(q, k, inputs.scale, inputs.bias)
     labels = None if inputs.labels is None else inputs.labels.to(device)
+    result = package.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=labels)
     judged = gate(result, truth(package, inputs._replace(q=q, k=k, labels=labels)))
     assert all(row.passed for row in judged), failures(judged)
+
+
+def accumulators(made: Made, device: str = "cpu") -> None:
+    """Gradients accumulate in fp32: their sums hold digits that the features' dtype does not have."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(130, 130, 0, scale=14.3)), package.SPEC["positives"], device)
+    sums: list[Tensor] = []
+    finish = package._schedule.finish
+    package._schedule.finish = lambda total, *rest, **more: (sums.append(total.clone()), finish(total, *rest, **more))
+    try:
+        package.loss_and_grads(*inputs[:4], labels=inputs.labels)
+    finally:
+        package._schedule.finish = finish
+    assert len(sums) >= 2
+    for total in sums:
+        kept = (total.to(inputs.q.dtype).to(total.dtype) == total).double().mean()
+        assert total.dtype == torch.float32 and kept < 0.1, f"{kept:.0%} of the sums were rounded to {inputs.q.dtype}"
+
+
+def small_probabilities(made: Made, device: str = "cpu") -> None:
+    """Each negative has a probability of 2.6e-8, which rounds to 0 in fp16; together they are the whole gradient."""
+    package = module(made)
+    q = torch.zeros(8, package.SPEC["problem"]["dim"], device=device, dtype=DTYPES[package.SPEC["problem"]["dtype"]])
+    k = torch.zeros(200, q.shape[1], device=device, dtype=q.dtype)
+    q[:, 0], k[0, 0], k[1:, 1] = 1.0, 1.0, 1.0
+    labels = torch.zeros(8, dtype=torch.int64, device=device)
+    ours, theirs = package.loss_and_grads(q, k, 17.5, labels=labels)[1], oracle(package, q, k, 17.5, labels=labels).dq
+    error = float((ours.double() - theirs).norm() / theirs.norm())
+    assert error < 0.1, f"dq is wrong by {error:.1%}"
+
+
+def upstream(made: Made, device: str = "cpu") -> None:
+    """Gradients are times the incoming one; by a power of two, to the bit."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(70, 70, 0, scale=2.0)), package.SPEC["positives"], device)
+    q, k = inputs.q.requires_grad_(), inputs.k.requires_grad_()
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    for factor in (-4.0, 1.0):
+        loss = package.contrastive_loss(q, k, scale, labels=inputs.labels)
+        found = torch.autograd.grad(factor * loss, (q, k, scale))
+        if factor == 1.0:
+            for name, a, b in zip(("dq", "dk", "dscale"), expected, found, strict=True):
+                assert torch.equal(a, b), f"{name} does not follow the incoming gradient"
+        expected = [x / -4.0 for x in found]
+
+
+def autocast(made: Made, device: str = "cpu") -> None:
+    """Autocast to another dtype than the package's changes no bit."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(70, 70, 0, scale=14.3)), package.SPEC["positives"], device)
+    first = package.loss_and_grads(*inputs[:4], labels=inputs.labels)
+    with torch.autocast(device, torch.bfloat16 if inputs.q.dtype != torch.bfloat16 else torch.float16):
+        second = package.loss_and_grads(*inputs[:4], labels=inputs.labels)
+    for name, a, b in zip(LossAndGrads._fields, first, second, strict=True):
+        assert torch.equal(a, b), f"autocast changes {name}"
+
+
+def second_derivative(made: Made, device: str = "cpu") -> None:
+    """There is none, and that is said instead of returning a wrong one."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(7, 7, 0)), package.SPEC["positives"], device)
+    q = inputs.q.requires_grad_()
+    (gradient,) = torch.autograd.grad(package.contrastive_loss(q, inputs.k), q, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), q)
+    except RuntimeError as error:
+        assert "twice" in str(error), error
+    else:
+        raise AssertionError("a second derivative was returned")
 
 
 def refuses_no_rows(made: Made, device: str = "cpu") -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,12 +38,16 @@ class Made:
         return f"made_{abs(hash(self)):x}"
 
 
-@functools.cache
+_folder: list[Path] = []
+
+
+def use_folder(folder: Path) -> None:
+    """Where this process generates its packages; no other process may."""
+    _folder[:] = [folder]
+
+
 def folder() -> Path:
-    """Where this process generates packages; temporary, and removed when the process ends."""
-    kept = tempfile.TemporaryDirectory(prefix="infcl-gen-kernels-")
-    folder.kept = kept  # type: ignore[attr-defined]
-    return Path(kept.name)
+    return _folder[0]
 
 
 @functools.cache

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 280.0
@@ -19,7 +21,8 @@ TIMEOUT_S = 280.0
 class Interpreter:
     """`interpreter(check, *arguments)` runs a function of `checks` there; what it raises, it raises here as AssertionError."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._start()
 
     def __call__(self, check: Callable[..., Any], *arguments: Any) -> None:
@@ -49,7 +52,7 @@ class Interpreter:
         before = os.environ.get("TRITON_INTERPRET")
         os.environ["TRITON_INTERPRET"] = "1"
         try:
-            self._process = context.Process(target=main, args=(theirs,), daemon=True)
+            self._process = context.Process(target=main, args=(theirs, self.folder), daemon=True)
             self._process.start()
         finally:
             if before is None:
@@ -59,9 +62,12 @@ class Interpreter:
         theirs.close()
 
 
-def main(pipe: Connection) -> None:
+def main(pipe: Connection, folder: Path) -> None:
     import torch
 
+    from tests.kernels.packages import use_folder
+
+    use_folder(Path(tempfile.mkdtemp(dir=folder)))
     torch.set_num_threads(1)
     while True:
         try:

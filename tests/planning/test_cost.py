@@ -68,8 +68,7 @@ def test_memory_by_hand() -> None:
     assert (plan.panel_rows, plan.panel_keys) == (16384, 16384)
     by_name = {buffer.name: buffer.bytes for buffer in plan.buffers}
     assert by_name["gradient_panel"] == 2 * 16384**2
-    assert by_name["dk_accumulator"] == 4 * 65536 * 768
-    assert by_name["dq_accumulator"] == 4 * 16384 * 768
+    assert by_name["accumulators"] == 4 * (65536 + 16384) * 768
     assert by_name["dq"] == by_name["dk"] == 2 * 65536 * 768
     assert by_name["query_statistics"] == 3 * 4 * 65536
     assert plan.predicted_peak_bytes <= 2**30

@@ -28,7 +28,7 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
     profile = load_profile(name)
     for dim in (1, 3, 16, 17, 64, 96, 100, 128, 200, 256, 257, 384, 640, 768, 1152, 4096):
         descriptors = profile.tensor_descriptors and dim * (2 if dtype != "fp32" else 4) % 16 == 0
-        for strategy in ("panel", "stash", *(["fused"] if dim <= 256 else [])):
+        for strategy in ("panel", "stash", *(["fused"] if dim <= 256 and dtype != "fp32" else [])):
             blocks = default_blocks(strategy, profile, dtype, dim, descriptors)
             assert tuple(blocks) == KERNELS_OF[strategy]
             for kernel, block in blocks.items():
@@ -38,13 +38,16 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
 def test_measured_defaults() -> None:
     h200 = load_profile("h200")
     assert default_blocks("panel", h200, "bf16", 768, True)["gradient"] == Block(128, 256, 64, 8, 3)
-    assert default_blocks("fused", h200, "bf16", 128, True)["fused"] == Block(128, 128, 128, 8, 3)
-    assert default_blocks("fused", h200, "bf16", 256, True)["fused"] == Block(128, 64, 256, 8, 3)
+    assert default_blocks("panel", h200, "bf16", 768, True)["forward"] == Block(256, 128, 64, 8, 3)
+    assert default_blocks("fused", h200, "bf16", 128, True)["fused"] == Block(128, 128, 128, 8, 2)
+    assert default_blocks("fused", h200, "bf16", 256, True)["fused"] == Block(64, 128, 256, 8, 2)
 
 
 def test_fused_needs_a_small_embedding() -> None:
     with pytest.raises(InputError, match="no legal block"):
         default_blocks("fused", load_profile("h200"), "bf16", 257, False)
+    with pytest.raises(InputError, match="valid: bf16, fp16"):
+        default_blocks("fused", load_profile("h200"), "fp32", 128, False)
 
 
 @given(

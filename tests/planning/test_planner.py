@@ -236,7 +236,7 @@ def test_settings_are_honoured() -> None:
         ({"set": {"stash_rows": "1024"}, "devices": 2}, "--set stash_rows: does not apply"),
         ({"set": {"stash_rows": "1000"}}, "--set stash_rows: 1000 must be a multiple"),
         ({"set": {"stash_rows": "1024", "panel_rows": "2048"}}, "--set stash_rows: 1024 must be a multiple"),
-        ({"set": {"panel_rows": "1000"}}, "--set panel_rows: 1000 must be a multiple of 128"),
+        ({"set": {"panel_rows": "1000"}}, "--set panel_rows: 1000 must be a multiple of 256"),
         ({"set": {"panel_keys": "100"}}, "--set panel_keys: 100 must be a multiple of 256"),
         ({"set": {"panel_keys": "256", "strategy": "fused"}, "dim": 128}, "--set panel_keys: does not apply"),
         ({"set": {"nothing.rows": "64"}}, "--set nothing: unknown kernel .*valid: forward, gradient"),

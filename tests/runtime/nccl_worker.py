@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import importlib
 import sys
 from typing import Any
@@ -13,11 +14,12 @@ import torch.distributed as dist
 
 def main(rank: int, world: int, port: int, folder: str, cases: list[dict[str, Any]], results: Any) -> None:
     """Puts (rank, [errors of each case]) or (rank, text of the exception) into the queue."""
+    faulthandler.dump_traceback_later(100)  # says where a hanging rank hangs
     try:
         sys.path.insert(0, folder)
         torch.cuda.set_device(rank)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        timeout = datetime.timedelta(seconds=120)
+        timeout = datetime.timedelta(seconds=60)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout)
         results.put((rank, [errors(rank, **case) for case in cases]))
         dist.barrier()

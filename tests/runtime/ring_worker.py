@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -35,7 +36,12 @@ def main(rank: int, world: int, port: int, folder: str, timeout_s: float, pipe: 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     for ranks in GROUPS:  # all processes, in one order: new_group demands it
         if max(ranks) < world:
-            _groups[ranks] = dist.new_group(list(ranks), sort_ranks=False)
+            keep = (
+                {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+            )
+            _groups[ranks] = dist.new_group(
+                list(ranks), **keep
+            )  # before torch 2.12 always in ascending order
     pipe.send("ready")
     while True:
         try:
@@ -72,7 +78,8 @@ class Model(nn.Module):
         self.bias = nn.Parameter(torch.tensor(-0.3, dtype=dtype))
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return x @ self.image, y @ self.text, self.log_scale.exp(), self.bias
+        image, text = x @ self.image, (self.text.T @ y.T).T  # the second one is transposed in memory
+        return image, text, self.log_scale.exp(), self.bias
 
 
 class Unpacked(nn.Module):
@@ -214,13 +221,19 @@ def alone(package: str) -> list[Tensor]:
         return [*module.loss_and_grads(q, k, 3.0, group=group), torch.tensor(module.selftest()["ok"])]
 
 
-def headers(package: str, ranks: tuple[int, ...]) -> list[int]:
-    """Rows of each rank as they arrive over the side group that NCCL groups need."""
-    ring = importlib.import_module(f"{package}._runtime.ring")
-    made = ring.Ring(group_of(ranks))
-    made._backends = {"cuda": "nccl"}
-    blank = {field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in ring._HEADER.items()}
-    return [header["rows"] for header in made.exchange(blank)]
+def headers(packages: list[str], ranks: tuple[int, ...]) -> bool:
+    """Whether everybody's header arrives in group-rank order over the gloo group that stands beside an NCCL group,
+    for several packages in one process, each of which has its own copy of the runtime."""
+    group, right = group_of(ranks), True
+    for package in [*packages, *packages]:
+        ring = importlib.import_module(f"{package}._runtime.ring")
+        made = ring.Ring(group)
+        made._backends = {"cuda": "nccl"}
+        header = {
+            field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in ring._HEADER.items()
+        }
+        right &= [header["rows"] for header in made.exchange(header)] == dist.get_process_group_ranks(group)
+    return right
 
 
 class Silence:

@@ -82,7 +82,7 @@ def test_the_ring_over_nccl_equals_one_device(world: int) -> None:
     for process in processes:
         process.start()
     try:
-        answers = dict(results.get(timeout=240) for _ in range(world))
+        answers = dict(results.get(timeout=150) for _ in range(world))
     finally:
         for process in processes:
             process.join(10)

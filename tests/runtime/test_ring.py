@@ -161,11 +161,9 @@ def test_other_ways_in(pool: Pool, packages: Packages, names: dict[str, str], ho
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (3, 0, 2), (2, 3, 1, 0)])
-def test_the_side_group_of_nccl_groups_keeps_the_order(
-    pool: Pool, names: dict[str, str], ranks: tuple[int, ...]
-) -> None:
-    seen = results(pool.run("headers", ranks, package=names["clip"], ranks=ranks))
-    assert seen == [list(ranks)] * len(ranks)
+def test_the_side_group_of_nccl_groups(pool: Pool, names: dict[str, str], ranks: tuple[int, ...]) -> None:
+    packages = [names["clip"], names["infonce"]]
+    assert all(results(pool.run("headers", ranks, packages=packages, ranks=ranks)))
 
 
 def test_sum_reduction(pool: Pool, packages: Packages, names: dict[str, str]) -> None:
@@ -219,6 +217,13 @@ def test_mismatched_ranks_raise_everywhere(
         assert re.search(message, text), answers
     # and the ring is usable again
     results(pool.run("call", ranks, package=names[loss], ranks=ranks))
+
+
+def test_calls_are_compared_after_the_first_use_too(pool: Pool, names: dict[str, str]) -> None:
+    arguments = {"package": names["clip"], "ranks": (0, 1)}
+    results(pool.run("call", (0, 1), **arguments))
+    answers = pool.run("call", (0, 1), each={1: {"grad_sync": "sum"}}, **arguments)
+    assert all(kind == "RuntimeError" and "grad_sync differs" in text for kind, text in answers), answers
 
 
 def test_different_packages_and_losses_raise_everywhere(pool: Pool, names: dict[str, str]) -> None:

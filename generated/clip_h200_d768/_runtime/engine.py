@@ -12,6 +12,7 @@ then gives exactly the gradient of L, for uneven ranks and for scale and bias to
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -219,8 +220,10 @@ class _Backward:
         step = min(schedule.PANEL_ROWS, q.shape[0])
         dq, dk = (x.new_empty(x.shape) for x in (q, k))  # contiguous, whatever the strides of the input
         in_place = q.dtype == schedule.STATISTICS_DTYPE
-        dk_sum = dk if in_place else k.new_empty(k.shape, dtype=schedule.STATISTICS_DTYPE)
-        dq_panel = None if in_place else q.new_empty((step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+        dk_sum, dq_panel = dk, None
+        if not in_place:  # one allocation: the allocator may round each up by 1 MiB
+            sums = q.new_empty((k.shape[0] + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+            dk_sum, dq_panel = sums[: k.shape[0]], sums[k.shape[0] :]
         dk_sum.zero_()
         keys = view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
         for start in range(0, q.shape[0], step):
@@ -442,15 +445,36 @@ def _new_stash(package: Package, q: Tensor, k: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _device_state(package: Package, device: torch.device) -> Iterator[None]:
-    """No graph, no autocast (it would round inside the sweep), the tensors' device current, and library products in
-    the precision that was asked for, whatever the process-wide switches say."""
-    library: Any = torch.backends.mkldnn if device.type == "cpu" else torch.backends.cuda
-    backend = library.matmul
-    before = backend.fp32_precision
+    """No graph, no autocast (it would round inside the sweep), and the tensors' device current."""
     current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), current:
+    products = _precisions[device.type == "cuda"].of_products(package.product_precision)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), current, products:
+        yield
+
+
+class _Precision:
+    """torch's process-wide switch for fp32 matrix products, held at a value while anybody needs it there.
+
+    What the process has chosen for its own products ("medium" rounds them to bf16 on some CPUs) must not reach ours.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._switch, self._lock, self._users, self._before = library.matmul, threading.Lock(), 0, ""
+
+    @contextlib.contextmanager
+    def of_products(self, precision: str) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                self._before = self._switch.fp32_precision
+            self._users += 1
+            self._switch.fp32_precision = precision
         try:
-            backend.fp32_precision = package.product_precision
             yield
         finally:
-            backend.fp32_precision = before
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._switch.fp32_precision = self._before
+
+
+_precisions = (_Precision(torch.backends.mkldnn), _Precision(torch.backends.cuda))

@@ -12,6 +12,7 @@ follows after it, and is home after W hops. Everything that touches torch.distri
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", 
 _PER_CALL = ("labels given", "gradients wanted", "grad_sync", "reduction")
 
 _rings: dict[str, Ring] = {}
+# Gloo groups beside NCCL groups, one for all packages of this process: a second one would meet the first one's keys.
+_control_groups: Any = vars(dist).setdefault("_infcl_control_groups", weakref.WeakKeyDictionary())
 
 
 def find_ring(group_name: str) -> Ring | None:
@@ -95,8 +98,6 @@ class Ring:
         self.agreed: set[str] = set()  # digests of the packages whose fingerprint was compared
         self.labels_checked: set[str] = set()
         self._backends = _backends(group)
-        self._global_ranks = dist.get_process_group_ranks(group)
-        self._control: dist.ProcessGroup | None = None
 
     def check_device(self, device: torch.device) -> None:
         """Raises ValueError if tensors on `device` cannot travel in this group."""
@@ -109,24 +110,20 @@ class Ring:
             )
 
     def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's header in group-rank order. One small all-gather between hosts; it does not touch the device."""
+        """Every rank's header, in group-rank order. One small all-gather between hosts; the device is not involved."""
         words = torch.tensor(_encode(header), dtype=torch.int64)
         gathered = [torch.empty_like(words) for _ in range(self.size)]
         try:
-            control = self._control_group()
-            dist.all_gather(gathered, words, group=control)
+            self._control_group().allgather([gathered], [words]).wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"the ranks could not compare their arguments: rank {self.rank} of {self.size} failed in the control "
                 f"exchange (a peer has died, hangs, or does not call the loss): {error}"
             ) from error
-        # The side group orders its ranks by global rank, this group perhaps not.
-        order = dist.get_process_group_ranks(control)
-        by_global_rank = {rank: row.tolist() for rank, row in zip(order, gathered, strict=True)}
-        return [_decode(by_global_rank[rank]) for rank in self._global_ranks]
+        return [_decode(row.tolist()) for row in gathered]
 
     def post(self, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
-        """Starts sending to the next rank and receiving from the previous one; the buffers are busy until waited for."""
+        """Starts sending to the next rank and receiving from the previous; both buffers are busy until waited for."""
         send_to, receive_from = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         transfers = [
             dist.P2POp(dist.isend, send, group=self.group, group_peer=send_to, tag=tag),
@@ -135,15 +132,24 @@ class Ring:
         works: list[dist.Work] = dist.batch_isend_irecv(transfers)
         return works
 
-    def _control_group(self) -> dist.ProcessGroup:
-        """A group that carries host tensors: the group itself if it can, else a gloo group of the same ranks."""
-        if self._control is None:
-            if "cpu" in self._backends:
-                self._control = self.group
-            else:
-                ranks = sorted(self._global_ranks)
-                self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return self._control
+    def _control_group(self) -> Any:
+        """What carries host tensors between these ranks: the group itself if it can, else gloo beside it.
+
+        Not `new_group`: all processes of the job would have to call it, or (with local synchronisation) all ranks would
+        have to have made equally many groups before; otherwise it hangs.
+        """
+        if "cpu" in self._backends:
+            return self.group
+        control = _control_groups.get(self.group)
+        if control is None:
+            store = dist.PrefixStore(
+                f"infcl/{self.group.group_name}", dist.distributed_c10d._get_default_store()
+            )
+            timeout = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+            control = _control_groups[self.group] = dist.ProcessGroupGloo(
+                store, self.rank, self.size, timeout
+            )
+        return control
 
 
 class Rotation:

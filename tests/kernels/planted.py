@@ -1,0 +1,388 @@
+"""Bugs that contrastive losses have had, each as an edit of a generated package, and the check that must notice it.
+
+An edit names a file of the package, text that is in it, and what replaces it everywhere there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.verification.properties import Case
+from tests.kernels import checks
+from tests.kernels.packages import Made
+
+Edit = tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """`check(made, *arguments)` must pass, and with the edits fail with a message that contains `says`."""
+
+    made: Made
+    edits: tuple[Edit, ...]
+    check: Callable[..., None]
+    arguments: tuple[Any, ...]
+    says: str = ""
+
+
+def plant(bug: str, package: Path) -> None:
+    """Edit the package in this folder; its digest changes too, so that torch keeps its operators apart."""
+    for name, old, new in BUGS[bug].edits:
+        text = (package / name).read_text()
+        assert old in text, f"{bug}: {name} has no {old!r}"
+        (package / name).write_text(text.replace(old, new))
+    spec = package / "spec.py"
+    head, _, tail = spec.read_text().partition('"digest": "')
+    spec.write_text(f'{head}"digest": "{abs(hash(bug)):016x}{tail[16:]}')
+
+
+def case(scale: float = 14.3, features: str = "unit", layout: str = "contiguous", rows: int = 129) -> Case:
+    return Case(rows, rows - 9, 0, scale=scale, features=features, layout=layout, seed=4)
+
+
+PANEL, FUSED, STASH = Made("panel"), Made("fused"), Made("stash")
+LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
+EXACT = Made("panel", dtype="fp32")
+POINTERS = Made("panel", settings=(("descriptors", "off"),))
+RAGGED = [(33, 70), (65, 65), (100, 97)]
+
+READS = "tl.load(source + offsets, mask=(r < rows)[:, None] & (d < DIM)[None, :], other=0.0)"
+NEVER_FLAGGED = ("kernels.py", "(smallest < SMALLEST_SUM).to(tl.int32)", "(smallest < -1.0).to(tl.int32)")
+MASKED = "MASKED=m % rows != 0 or n % columns != 0"
+
+BUGS: dict[str, Bug] = {
+    # ---- edges: what lies beyond the last row or key
+    "statistics are read past the end, selected, then multiplied": Bug(
+        FUSED,
+        (
+            ("kernels.py", "other_rows = tl.minimum(columns, keys - 1)", "other_rows = columns"),
+            ("kernels.py", "g = tl.where((columns < keys)[None, :], g, 0.0)", "pass"),
+            (
+                "kernels.py",
+                "        b *= tl.exp2(reference - other_e)\n        g = tl.exp2(tl.fma(z, slope, -reference))",
+                "        b *= tl.exp2(reference - other_e)\n"
+                "        g = tl.where((columns < keys)[None, :], tl.exp2(tl.fma(z, slope, -reference)), 0.0)",
+            ),
+        ),
+        checks.guarded,
+        (RAGGED,),
+        "NaN",
+    ),
+    "statistics are read past the end and dropped": Bug(
+        PANEL,
+        (("kernels.py", "own = tl.minimum(rows, queries - 1)", "own = rows"),),
+        checks.guarded,
+        (RAGGED,),
+        "what lies outside the buffers",
+    ),
+    "a mask of a store lacks the block's offset": Bug(
+        PANEL,
+        (("kernels.py", "row_sums, mask=rows < queries)", "row_sums, mask=tl.arange(0, FORWARD_ROWS) < queries)"),),
+        checks.guarded,
+        (RAGGED,),
+        "overwritten",
+    ),
+    "a mask of a load lacks the block's offset": Bug(
+        POINTERS,
+        (("kernels.py", READS, READS.replace("(r < rows)", "(tl.arange(0, ROWS) < rows)")),),
+        checks.guarded,
+        (RAGGED,),
+    ),
+    "zero times what lies beyond the last key": Bug(
+        PANEL,
+        (
+            (
+                "kernels.py",
+                "mask=(i < inner)[:, None] & (d < DIM)[None, :]",
+                "mask=(i >= 0)[:, None] & (d < DIM)[None, :]",
+            ),
+        ),
+        checks.guarded,
+        (RAGGED,),
+        "NaN",
+    ),
+    "zero times what lies beyond the embedding": Bug(
+        Made("fused", dim=3),
+        (("kernels.py", READS, READS.replace("(d < DIM)", "(d >= 0)")),),
+        checks.guarded,
+        (RAGGED,),
+    ),
+    "ragged tiles are taken for whole ones in the forward": Bug(
+        PANEL,
+        (("schedule.py", MASKED, "MASKED=False"),),
+        checks.guarded,
+        (RAGGED,),
+    ),
+    "ragged visiting blocks are taken for whole ones": Bug(
+        FUSED_LABELLED,
+        (("schedule.py", "MASKED=other % kernels.FUSED_KEYS.value != 0", "MASKED=False"),),
+        checks.numerics,
+        (case(1000.0, "negative"),),
+    ),
+    "the last block of keys is not launched": Bug(
+        PANEL,
+        (("schedule.py", "grid = (cdiv(m, rows) * cdiv(n, columns),)", "grid = (cdiv(m, rows) * max(n // columns, 1),)"),),
+        checks.guarded,
+        (RAGGED,),
+    ),
+    "zero padding takes part in the running maximum": Bug(
+        PANEL,
+        (
+            ("kernels.py", "tl.max(z * slope + key_mask[None, :], axis=1)", "tl.max(z * slope, axis=1)"),
+            ("kernels.py", "tl.max(z * slope + row_mask[:, None], axis=0)", "tl.max(z * slope, axis=0)"),
+        ),
+        checks.numerics,
+        (case(1000.0, "negative"),),
+    ),
+    "zero padding takes part in the running maximum of fp32 features": Bug(
+        EXACT,
+        (("kernels.py", "tl.max(z * slope + key_mask[None, :], axis=1)", "tl.max(z * slope, axis=1)"),),
+        checks.numerics,
+        (case(1000.0, "negative"),),
+    ),
+    # ---- addresses
+    "the embedding dimension is the row stride": Bug(
+        PANEL,
+        (("kernels.py", "r.to(tl.int64)[:, None] * row_stride", "r.to(tl.int64)[:, None] * DIM"),),
+        checks.numerics,
+        (case(layout="sliced"),),
+    ),
+    "the embedding dimension is the row stride of positives": Bug(
+        PANEL,
+        (("kernels.py", "columns[:, None] * k_row_stride", "columns[:, None] * DIM"),),
+        checks.numerics,
+        (case(layout="sliced"),),
+    ),
+    "the embedding dimension is the row stride in the product": Bug(
+        PANEL,
+        (("kernels.py", "i[:, None] * x_inner_stride", "i[:, None] * DIM"),),
+        checks.numerics,
+        (case(layout="sliced"),),
+    ),
+    "the embedding dimension is the row stride in finish": Bug(
+        PANEL,
+        (("kernels.py", "r.to(tl.int64)[:, None] * x_row_stride", "r.to(tl.int64)[:, None] * DIM"),),
+        checks.numerics,
+        (case(layout="sliced"),),
+        "dscale",
+    ),
+    "the stride along the embedding is ignored": Bug(
+        FUSED,
+        (("kernels.py", "d.to(tl.int64)[None, :] * depth_stride", "d.to(tl.int64)[None, :]"),),
+        checks.numerics,
+        (case(layout="transposed"),),
+    ),
+    "the stride along the embedding is ignored by positives": Bug(
+        LABELLED,
+        (("kernels.py", "d[None, :] * k_depth_stride", "d[None, :]"),),
+        checks.numerics,
+        (case(layout="transposed"),),
+    ),
+    "the stride along the embedding is ignored by the product": Bug(
+        PANEL,
+        (("kernels.py", "d.to(tl.int64)[None, :] * x_depth_stride,\n                    mask", "d[None, :],\n                    mask"),),
+        checks.numerics,
+        (case(layout="strided"),),
+    ),
+    "an expanded row is read as if it had a stride": Bug(
+        PANEL,
+        (("schedule.py", "*q_side[1:], *k_side[1:]", "max(q_side[1], DIM), q_side[2], *k_side[1:]"),),
+        checks.numerics,
+        (case(layout="expanded"),),
+    ),
+    "32-bit offsets in tiles": Bug(
+        POINTERS,
+        (("kernels.py", "r.to(tl.int64)[:, None] * row_stride", "r[:, None] * row_stride"),),
+        checks.far_rows,
+        (),
+    ),
+    "32-bit offsets of positives": Bug(
+        FUSED,
+        (("kernels.py", "rows.to(tl.int64)[:, None] * q_row_stride", "rows[:, None] * q_row_stride"),),
+        checks.far_rows,
+        (),
+    ),
+    "32-bit offsets in the product": Bug(
+        PANEL,
+        (("kernels.py", "i = (inner0 + tl.arange(0, PRODUCT_DEPTH)).to(tl.int64)", "i = inner0 + tl.arange(0, PRODUCT_DEPTH)"),),
+        checks.far_rows,
+        (),
+    ),
+    "32-bit offsets in finish": Bug(
+        PANEL,
+        (("kernels.py", "r.to(tl.int64)[:, None] * x_row_stride", "r[:, None] * x_row_stride"),),
+        checks.far_rows,
+        (),
+    ),
+    "the second panel's keys are taken for the first's": Bug(
+        PANEL,
+        (("schedule.py", "first_key + key0, own", "first_key, own"),),
+        checks.numerics,
+        (case(),),
+    ),
+    # ---- range
+    "the reference is fixed at the largest possible logit": Bug(
+        PANEL,
+        (("kernels.py", "reference = tl.floor(top * slope) - HEADROOM", "reference = slope"), NEVER_FLAGGED),
+        checks.numerics,
+        (case(100.0, "negative"),),
+        "loss",
+    ),
+    "tiles with a wide spread are not computed again in the forward": Bug(
+        PANEL, (NEVER_FLAGGED,), checks.numerics, (case(1000.0, "unnormalised"),)
+    ),
+    "tiles with a wide spread are not computed again in the backward": Bug(
+        PANEL,
+        (("kernels.py", "(top - low > SPREAD)", "(top - low > 1e30)"),),
+        checks.numerics,
+        (case(1000.0, "unnormalised"),),
+        "dq|dk",
+    ),
+    "programs with a wide spread are not computed again": Bug(
+        FUSED, (("kernels.py", "> SPREAD", "> 1e30"),), checks.numerics, (case(1000.0, "unnormalised"),), "dq|dk"
+    ),
+    "programs with a wide spread among visiting rows are not computed again": Bug(
+        FUSED_LABELLED, (("kernels.py", "spread > SPREAD", "spread > 1e30"),), checks.numerics, (case(1000.0, "unnormalised"),), "dk"
+    ),
+    "stashed tiles with a wide spread are used": Bug(
+        STASH,
+        (("kernels.py", 'usable = tl.where(smallest < SMALLEST_SUM, float("inf"), reference)', "usable = reference"),),
+        checks.numerics,
+        (case(1000.0, "unnormalised"),),
+        "dq|dk",
+    ),
+    "statistics of a panel replace those before it": Bug(
+        PANEL,
+        (("kernels.py", "s = s * tl.exp2(e - top) + part_s", "s = part_s"),),
+        checks.numerics,
+        (case(),),
+        "loss",
+    ),
+    # ---- precision
+    "the positive's logit is rounded to bf16": Bug(
+        PANEL,
+        (("kernels.py", "z, 0.0), axis=1), mask=here)", "z, 0.0), axis=1).to(tl.bfloat16).to(tl.float32), mask=here)"),),
+        checks.numerics,
+        (case(100.0, "matched"),),
+        "loss",
+    ),
+    "the positive's share is added after rounding": Bug(
+        PANEL,
+        (("kernels.py", "    value += POSITIVE_SHARE\n", "    value = value.to(tl.bfloat16).to(tl.float32) + POSITIVE_SHARE\n"),),
+        checks.numerics,
+        (case(100.0, "matched"),),
+        "dq|dk",
+    ),
+    "fp32 products cut their operands to 10 bits": Bug(
+        EXACT,
+        (
+            (
+                "kernels.py",
+                "    if WIDEN:\n        tile = tile.to(tl.float32)\n",
+                "    tile = (tile.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)\n",
+            ),
+        ),
+        checks.numerics,
+        (case(100.0),),
+    ),
+    "gradients accumulate in bf16": Bug(
+        PANEL,
+        (
+            (
+                "kernels.py",
+                "tl.load(total + places, mask=mask, other=0.0) + result,",
+                "(tl.load(total + places, mask=mask, other=0.0) + result).to(tl.bfloat16).to(tl.float32),",
+            ),
+        ),
+        checks.accumulators,
+        (),
+        "rounded to",
+    ),
+    "fp16 gradients of logits underflow": Bug(
+        Made("panel", "infonce", "fp16"),
+        (
+            ("kernels.py", "QUERY_SHARE = tl.constexpr(16384.0)", "QUERY_SHARE = tl.constexpr(1.0)"),
+            ("kernels.py", "POSITIVE_SHARE = tl.constexpr(-16384.0)", "POSITIVE_SHARE = tl.constexpr(-1.0)"),
+            ("schedule.py", "GRADIENT_EXPONENT = 14", "GRADIENT_EXPONENT = 0"),
+        ),
+        checks.small_probabilities,
+        (),
+    ),
+    # ---- what must reach the result, and what must not
+    "a NaN is swallowed by the tiles": Bug(
+        PANEL,
+        (("kernels.py", "    return z\n", "    return tl.where(z == z, z, 0.0)\n"),),
+        checks.not_finite,
+        ("q", math.nan),
+    ),
+    "a NaN is swallowed by the backward": Bug(
+        FUSED,
+        (("kernels.py", "result = tl.dot(g.to(", "result = tl.dot(tl.where(g == g, g, 0.0).to("),),
+        checks.not_finite,
+        ("k", math.nan),
+        "dq|dk",
+    ),
+    "products replace what earlier panels added": Bug(
+        PANEL,
+        (("kernels.py", "tl.load(total + places, mask=mask, other=0.0) + result,", "result,"),),
+        checks.numerics,
+        (case(),),
+    ),
+    "the stash of another panel is used": Bug(
+        STASH,
+        (
+            ("schedule.py", "stash[row0:, : _padded(n)], stash[row0 ::", "stash[0:, : _padded(n)], stash[0 ::"),
+            ("schedule.py", "row0 >= stash.shape[0]", "False"),
+        ),
+        checks.numerics,
+        (case(),),
+    ),
+    "the incoming gradient is ignored": Bug(
+        PANEL, (("kernels.py", "tl.load(upstream).to(tl.float32) * weight", "weight"),), checks.upstream, ()
+    ),
+    "the gradient of the scale is times the rows": Bug(
+        PANEL, (("_runtime/engine.py", "dscale = unit * factor", "dscale = unit * rows * factor"),), checks.numerics, (case(),), "dscale"
+    ),
+    "results depend on the order of events": Bug(
+        FUSED,
+        (("schedule.py", "    return loss\n", "    return loss * (1.0 + 2e-7 * torch.rand(()))\n"),),
+        checks.repeatable,
+        (case(), 5),
+        "differs",
+    ),
+    "memory is used before it is written": Bug(
+        PANEL,
+        (("_runtime/engine.py", "dk_sum.zero_()", "pass"),),
+        checks.guarded,
+        (RAGGED,),
+    ),
+    # ---- around the kernels
+    "autocast rounds inside the sweep": Bug(
+        Made("torch", dtype="fp32"),
+        (("_runtime/engine.py", "torch.autocast(device.type, enabled=False)", "contextlib.nullcontext()"),),
+        checks.autocast,
+        (),
+    ),
+    "the second derivative is silently wrong": Bug(
+        Made("torch", dtype="fp32"),
+        (("_runtime/ops.py", "raise RuntimeError(f\"trying", "return (None,) * 13\n        raise RuntimeError(f\"trying"),),
+        checks.second_derivative,
+        (),
+    ),
+    "a process group is needed where scale is a tensor": Bug(
+        Made("torch", dtype="fp32"),
+        (("_runtime/ring.py", "if not (dist.is_available() and dist.is_initialized()):", "if False:"),),
+        checks.upstream,
+        (),
+    ),
+    "a batch without rows is accepted": Bug(
+        Made("torch", dtype="fp32"),
+        (("_runtime/engine.py", "if not queries or not keys:", "if False:"),),
+        checks.refuses_no_rows,
+        (),
+    ),
+}

@@ -1,0 +1,43 @@
+"""Every ragged size 1..130 amid NaN: nothing leaks in, nothing outside a buffer is overwritten."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import checks
+from tests.kernels.packages import Made
+from tests.kernels.worker import Interpreter
+
+SIZES = range(1, 131)
+PACKAGES = {
+    "panel": Made("panel"),
+    "panel, pointers": Made("panel", "infonce", "fp16", settings=(("descriptors", "off"),)),
+    "panel, fp32": Made("panel", dtype="fp32", dim=8),
+    "fused": Made("fused", "infonce"),
+    "fused, pointers": Made("fused", dim=3),
+    "stash": Made("stash"),
+}
+EVERY = ("panel", "fused")  # the sizes of the others are every seventh, which takes in each remainder of a block
+
+
+@pytest.mark.parametrize("first", [1, 14, 27, 40, 53, 66, 79, 92, 105, 118])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_ragged_size(interpreted: Interpreter, name: str, first: int) -> None:
+    """Both sides: where the loss allows it the keys run down while the queries run up."""
+    interpreted(checks.guarded, PACKAGES[name], [(n, 131 - n) for n in range(first, first + 13)])
+
+
+@pytest.mark.parametrize("name", sorted(set(PACKAGES) - set(EVERY)))
+def test_ragged_sizes_of_other_kernels(interpreted: Interpreter, name: str) -> None:
+    interpreted(checks.guarded, PACKAGES[name], [(n, (n * 37) % 131) for n in range(1, 131, 7)])
+
+
+@pytest.mark.parametrize("name", ["panel", "fused", "stash"])
+def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> None:
+    """At this scale rows differ by more than a tile's one exponential can hold."""
+    interpreted(checks.guarded, PACKAGES[name], [(70, 45), (129, 131)], 1000.0)
+
+
+def test_the_cpu_target() -> None:
+    for loss in ("clip", "infonce"):
+        checks.guarded(Made("torch", loss), [(n, 131 - n) for n in range(1, 131, 3)])

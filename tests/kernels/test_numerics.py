@@ -1,0 +1,83 @@
+"""The numerics gate on every kernel strategy, under the interpreter: tiles and panels so small that all edges occur.
+
+The CPU target has the same test in tests/verification, a GPU in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from infcl_gen.verification.properties import BIASES, DIMS, FEATURES, LAYOUTS, SCALES, Case
+from tests.kernels import checks
+from tests.kernels.packages import FUSED_DIMS, Made
+from tests.kernels.tiers import examples
+from tests.kernels.worker import Interpreter
+
+DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",)}
+ROWS = (1, 63, 64, 65, 100, 127, 129)
+
+
+def made(strategy: str, loss: str) -> st.SearchStrategy[Made]:
+    return st.builds(
+        Made,
+        strategy=st.just(strategy),
+        loss=st.just(loss),
+        dtype=st.sampled_from(DTYPES_OF[strategy]),
+        dim=st.sampled_from(FUSED_DIMS if strategy == "fused" else DIMS),
+    )
+
+
+CASES = st.builds(
+    Case,
+    queries=st.sampled_from([*ROWS, 200]),
+    keys=st.sampled_from([*ROWS, 200]),
+    dim=st.just(0),
+    scale=st.sampled_from(SCALES),
+    bias=st.sampled_from(BIASES),
+    features=st.sampled_from(FEATURES),
+    layout=st.sampled_from(LAYOUTS),
+    seed=st.integers(0, 2**31),
+)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@examples(ci=20, long=300)
+@hypothesis.given(data=st.data())
+def test_as_accurate_as_the_dtypes_allow(
+    interpreted: Interpreter, strategy: str, loss: str, data: st.DataObject
+) -> None:
+    interpreted(checks.numerics, data.draw(made(strategy, loss)), data.draw(CASES))
+
+
+@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
+@pytest.mark.parametrize("scale", [0.0, -1.0, -14.3, -1000.0])
+def test_scales_that_are_not_positive(interpreted: Interpreter, strategy: str, scale: float) -> None:
+    for features in ("unit", "unnormalised", "negative"):
+        interpreted(checks.numerics, Made(strategy), Case(129, 129, 0, scale=scale, features=features))
+
+
+@pytest.mark.parametrize("precision", ["default", "exact", "tf32"])
+def test_precisions_of_fp32_features(interpreted: Interpreter, precision: str) -> None:
+    for scale in (1.0, 100.0):
+        interpreted(checks.numerics, Made(dtype="fp32", precision=precision), Case(65, 65, 0, scale=scale))
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [(s, d) for s in DTYPES_OF for d in DTYPES_OF[s] if d != "fp32"])
+def test_sums_of_gradients_are_fp32(interpreted: Interpreter, strategy: str, dtype: str) -> None:
+    interpreted(checks.accumulators, Made(strategy, dtype=dtype))
+
+
+@pytest.mark.parametrize("strategy", ["panel", "fused"])
+def test_small_probabilities_in_fp16(interpreted: Interpreter, strategy: str) -> None:
+    interpreted(checks.small_probabilities, Made(strategy, "infonce", "fp16"))
+
+
+@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_selftest_of_the_planned_tiles(interpreted: Interpreter, strategy: str, loss: str) -> None:
+    """The blocks and panels that the planner chose, not the small ones."""
+    interpreted(checks.selftest, Made(strategy, loss, dim=64, small=False))

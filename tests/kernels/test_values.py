@@ -1,0 +1,64 @@
+"""What is not finite stays so, equal inputs give equal bits, and the edges of the interface are told, on every strategy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from infcl_gen.verification.properties import Case
+from tests.kernels import checks
+from tests.kernels.packages import Made
+from tests.kernels.worker import Interpreter
+
+EACH = [Made(strategy, loss) for strategy in ("panel", "fused", "stash") for loss in ("clip", "infonce")]
+EACH.append(Made("panel", dtype="fp32"))
+CPU = [Made("torch", loss, dtype) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
+
+
+def named(made: Made) -> str:
+    return f"{made.strategy}-{made.loss}-{made.dtype}"
+
+
+@pytest.mark.parametrize("made", EACH, ids=named)
+def test_not_finite_in_not_finite_out(interpreted: Interpreter, made: Made) -> None:
+    for which in ("q", "k"):
+        for value in (math.nan, math.inf, -math.inf):
+            interpreted(checks.not_finite, made, which, value)
+    for value in (math.nan, math.inf):
+        interpreted(checks.not_finite_scale, made, value)
+
+
+@pytest.mark.parametrize("made", EACH, ids=named)
+def test_the_same_bits_on_every_repeat(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.repeatable, made, Case(129, 127, 0, scale=14.3, bias=-1.0, seed=1), 5)
+
+
+@pytest.mark.parametrize("made", CPU, ids=named)
+def test_the_same_bits_on_100_repeats_of_the_cpu_target(made: Made) -> None:
+    checks.repeatable(made, Case(129, 127, 0, scale=14.3, bias=-1.0, seed=1), 100)
+
+
+@pytest.mark.parametrize("made", EACH, ids=named)
+def test_offsets_beyond_31_bits(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.far_rows, made)
+
+
+@pytest.mark.parametrize("made", EACH[::2], ids=named)
+def test_interface_of_the_kernels(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.upstream, made)
+    interpreted(checks.refuses_no_rows, made)
+    interpreted(checks.second_derivative, made)
+
+
+@pytest.mark.parametrize("made", CPU, ids=named)
+def test_the_cpu_target(made: Made) -> None:
+    for which in ("q", "k"):
+        for value in (math.nan, math.inf, -math.inf):
+            checks.not_finite(made, which, value)
+    checks.not_finite_scale(made, math.nan)
+    checks.far_rows(made)
+    checks.autocast(made)
+    checks.refuses_no_rows(made)
+    for scale in (0.0, -14.3, -1000.0):
+        checks.numerics(made, Case(65, 63, 0, scale=scale))

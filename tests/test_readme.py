@@ -1,0 +1,65 @@
+"""README.md shows commands, files and code that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from infcl_gen.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text()
+SHELL = [line.strip().split("  #")[0] for line in TEXT.splitlines() if line.startswith("    ")]
+COMMANDS = [line.split(";")[0] for line in SHELL if line.startswith("infcl-gen ")]
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(COMMANDS) > 5 and len(PYTHON) == 2
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_exist_with_their_flags(line: str) -> None:
+    flags = [value for value in re.findall(r'^    P="(.*)"$', TEXT, re.MULTILINE)]
+    for variant in flags if "$P" in line else [""]:
+        _, name, *arguments = shlex.split(line.replace("$P", variant))
+        command = main.commands[name]
+        with click.Context(main, obj={}) as parent:
+            command.make_context(name, arguments, parent=parent)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"(?:^    |`)make ([a-z-]+)", TEXT, re.MULTILINE)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_files_exist() -> None:
+    named = re.findall(r"\b((?:generated|tests|infcl_gen|templates)/[\w./-]*\w)", TEXT)
+    missing = sorted({name for name in named if not (ROOT / name).exists()})
+    assert not missing
+
+
+def test_every_command_is_described() -> None:
+    for name in main.commands:
+        assert f"| `infcl-gen {name}" in TEXT, name
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=lambda code: code.partition("\n")[0])
+def test_code_compiles(code: str) -> None:
+    compile(code, "README.md", "exec")
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    from infcl_gen.losses import derive, load_loss
+
+    file = tmp_path / "weighted.py"
+    file.write_text(PYTHON[1])
+    derivation = derive(load_loss(f"{file}:weighted"))
+    assert f"g_ij = {derivation.formulas()['dL/dx'].removeprefix('g_ij = ')}" in TEXT
+
+
+def test_measured_figures_have_their_place() -> None:
+    assert TEXT.index("<!-- measured:begin -->") < TEXT.index("<!-- measured:end -->")
