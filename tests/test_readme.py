@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -61,5 +63,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert f"g_ij = {derivation.formulas()['dL/dx'].removeprefix('g_ij = ')}" in TEXT
 
 
-def test_measured_figures_have_their_place() -> None:
+def test_measured_figures_are_those_of_the_files() -> None:
     assert TEXT.index("<!-- measured:begin -->") < TEXT.index("<!-- measured:end -->")
+    check = [sys.executable, str(ROOT / "tune" / "readme_figures.py"), "--check"]
+    assert subprocess.run(check, timeout=60, check=False).returncode == 0, "run python tune/readme_figures.py"

@@ -64,7 +64,9 @@ def default_blocks(
     """
     table = _ELEMENTWISE | _TABLE[_family(profile), 2 if DTYPE_BYTES[dtype] == 2 else 4]
     if strategy == "fused" and DTYPE_BYTES[dtype] != 2:
-        raise InputError(f"fused keeps a gradient row in registers, too many of them for {dtype}; valid: bf16, fp16")
+        raise InputError(
+            f"fused keeps a gradient row in registers, too many of them for {dtype}; valid: bf16, fp16"
+        )
     blocks = {}
     for kernel in KERNELS_OF[strategy]:
         if kernel == "fused":

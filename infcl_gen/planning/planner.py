@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from infcl_gen.problem import Problem
 
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
+PANEL_LIMIT = (
+    1 << 22
+)  # kernels address a tile of a panel with 32 bits: 256 rows of this many elements stay below 2^31
 FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
@@ -320,7 +323,9 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
             blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: value})
     if name == "stash":  # the forward keeps the backward's tiles
         if "forward.rows" in problem.setting or "forward.keys" in problem.setting:
-            raise InputError("--set forward.rows, forward.keys: a stash keeps the gradient's tiles; set gradient.* instead")
+            raise InputError(
+                "--set forward.rows, forward.keys: a stash keeps the gradient's tiles; set gradient.* instead"
+            )
         tile = blocks["gradient"]
         blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
     for key in (key for key, _ in problem.settings if "." in key):
@@ -345,6 +350,8 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
         return f"keeps a whole gradient row in registers, too many of them for {problem.dtype}; valid: bf16, fp16"
     if name == "stash" and cluster.devices > 1:
         return "keeps tiles of the rank's own keys, and needs --devices 1"
+    if name == "stash" and problem.total_keys > PANEL_LIMIT:
+        return f"addresses its rows with 32 bits: --keys at most {PANEL_LIMIT}, not {problem.total_keys}"
     if name == "stash" and problem.dtype != "bf16":
         return (
             f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
@@ -427,6 +434,8 @@ def _fixed(problem: Problem, key: str, unit: int, count: int) -> int | None:
     value = parse_count(problem.setting[key], f"--set {key}")
     if value % unit:
         raise InputError(f"--set {key}: {value} must be a multiple of {unit}, the blocks that walk a panel")
+    if min(value, count) > PANEL_LIMIT:
+        raise InputError(f"--set {key}: at most {PANEL_LIMIT}; {PANEL_CAP} is already as fast")
     return min(value, _padded(count, unit))
 
 

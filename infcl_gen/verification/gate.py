@@ -15,7 +15,8 @@ the features' dtype, v that of the statistics (fp32, or fp64 for fp64), w that o
                                    + max(u, w) * (|sum_j (g_ij without positives) k_j| + sqrt(sum_j (g_ij k_j)^2)))
             + u * |dq_i| + half the smallest subnormal of the output
 
-and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). The square roots are the growth
+and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). A package with a stash rounds g
+twice: 2 u there. The square roots are the growth
 of rounding in long sums, with room for equal summands, which all round the same way. In words: a logit is wrong by the
 rounding of its own size; a probability by that, relatively; and the difference `probability - positive` of well
 classified rows is accurate to the terms *before* they cancel, because no arithmetic in v can do better, while the
@@ -223,6 +224,8 @@ def _error_bound(
         dloss = dloss + abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * x[at_positives].abs()).sum()
 
         # the gradient of a logit, without its rounding, which is added where it is summed
+        # g is rounded when it is stored, and before that where a stash keeps its probabilities
+        rounded = max(u * (2 if module.SPEC.get("plan", {}).get("stash_rows") else 1), w)
         stored_exponent = 14 if dtype == torch.float16 else 0
         underflow = statistics.smallest_normal + out.smallest_normal * u * 2.0**-stored_exponent
         dg = dprobability + v * uncancelled + underflow
@@ -237,14 +240,14 @@ def _error_bound(
         alike = (probability * product).sum().abs() + (g * product)[at_positives].sum().abs()
         rounding = (g * product).abs().sum().minimum(alike + spread)
         dscale = (dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum()
-        dscale = factor * (dscale + max(u, w) * rounding)
+        dscale = factor * (dscale + rounded * rounding)
         positive = torch.zeros_like(g)
         positive[at_positives] = g[at_positives]
         sums = (slope * g, slope * probability, slope * positive, slope * dg)
         bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
         tiny = out.smallest_normal * out.eps / 2
-        dq = _sum_bound(*sums, other=k, accumulation=accumulation, unit=max(u, w))
-        dk = _sum_bound(*(part.T for part in sums), other=q, accumulation=accumulation, unit=max(u, w))
+        dq = _sum_bound(*sums, other=k, accumulation=accumulation, unit=rounded)
+        dk = _sum_bound(*(part.T for part in sums), other=q, accumulation=accumulation, unit=rounded)
         dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
         bound = LossAndGrads(
             loss=dloss / len(q),

@@ -15,6 +15,7 @@ from infcl_gen.emission import build, cache, read_package, rerender, write_packa
 from infcl_gen.emission.lower import PackageSpec, lower
 from infcl_gen.emission.pipeline import plan_problem
 from infcl_gen.errors import InfclError, InputError, LockTimeoutError
+from infcl_gen.hardware import resolve_cluster
 from infcl_gen.problem import make_problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -73,7 +74,9 @@ def test_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             continue
         assert code_of(files) == code_of(plain)
         written = write_package(files, tmp_path / "package", force=True)
-        assert read_package(written).spec["problem"]["loss"] == loss
+        spec = read_package(written).spec
+        assert spec["problem"]["loss"] == spec["loss"]["name"] == "mine"
+        assert spec["loss"]["doc"] == (text if loss == "doc.py:mine" else "plain")
         assert rerender(written)["spec.py"] == files["spec.py"].encode()
 
 
@@ -98,8 +101,9 @@ def test_device_profile_file_is_text_too(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_lowered_package_is_complete_and_frozen() -> None:
-    planned, derivation = plan_problem(make_problem(**SMALL))
-    spec = lower(planned, derivation)
+    problem = make_problem(**SMALL)
+    planned, derivation = plan_problem(problem)
+    spec = lower(planned, derivation, resolve_cluster(problem).profile)
     assert isinstance(spec, PackageSpec) and spec.name == "clip_cpu_d32"
     with pytest.raises(AttributeError):
         spec.name = "other"  # type: ignore[misc]

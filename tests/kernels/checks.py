@@ -5,9 +5,11 @@ Each takes what to check (`Made`) first and the device last, so that a test read
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import mmap
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -44,7 +46,7 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
         where = f"{case.queries} queries, {case.keys} keys"
         results, flags = [], []
         for poison in (NAN, HUGE if queries % 2 else LOW):
-            with GuardBands(generated(made), poison) as bands:
+            with GuardBands(generated(made), poison) as bands, _accumulators_between(bands, package):
                 q, k = (bands.place(x, name) for x, name in ((inputs.q, "q"), (inputs.k, "k")))
                 labels = None if inputs.labels is None else bands.place(inputs.labels, "labels")
                 results.append(package.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=labels))
@@ -204,6 +206,33 @@ def refuses_no_rows(made: Made, device: str = "cpu") -> None:
 def selftest(made: Made, device: str = "cpu") -> None:
     report = module(made).selftest(device)
     assert report["ok"], report
+
+
+@contextlib.contextmanager
+def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[None]:
+    """The engine cuts accumulators out of one buffer: each gets bands of its own while the device sweep works on it."""
+    schedule: Any = package._schedule
+    backward_block, finish = schedule.backward_block, schedule.finish
+
+    def guarded_block(*arguments: Any, **more: Any) -> None:
+        *head, dq, dk = arguments
+        kept = [bands.place(total, "an accumulator") for total in (dq, dk)]
+        backward_block(*head, *kept, **more)
+        dq.copy_(kept[0])
+        dk.copy_(kept[1])
+
+    def guarded_finish(total: Tensor, *arguments: Any, **more: Any) -> None:
+        out = arguments[-1]
+        kept = bands.place(total, "an accumulator")
+        finish(kept, *arguments[:-1], kept if out is total else out, **more)
+        if out is total:
+            out.copy_(kept)
+
+    schedule.backward_block, schedule.finish = guarded_block, guarded_finish
+    try:
+        yield
+    finally:
+        schedule.backward_block, schedule.finish = backward_block, finish
 
 
 def truth(package: ModuleType, inputs: Inputs) -> Any:

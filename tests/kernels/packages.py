@@ -55,11 +55,11 @@ def generated(made: Made) -> Path:
     """The folder of a package, generated (and spoilt) on first use."""
     target = folder() / made.name
     if made.bug:
-        from tests.kernels.planted import plant
+        from tests.kernels.planted import BUGS, plant
 
         original = generated(dataclasses.replace(made, bug=""))
         shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
-        plant(made.bug, target)
+        plant(made.bug, BUGS[made.bug].edits, target)
         return target
     cpu = made.strategy == "torch"
     return infcl_gen.generate(
@@ -95,8 +95,11 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     chosen = {} if made.strategy in ("auto", "torch") else {"strategy": made.strategy}
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
-        chosen |= {"forward.rows": "32", "forward.keys": "64", "forward.depth": wide}
-        chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
+        chosen |= {"forward.depth": wide, "positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
+        if made.strategy == "stash":  # the forward's tiles are those of the backward
+            chosen |= {"gradient.rows": "32", "gradient.keys": "64"}
+        else:
+            chosen |= {"forward.rows": "32", "forward.keys": "64"}
         if made.strategy == "panel":
             chosen |= {"gradient.rows": "64", "gradient.keys": "32"}
         if made.strategy == "fused":

@@ -1,0 +1,161 @@
+"""Bugs that other rings have had, planted into a package: the tests of the ring must notice each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.kernels.planted import Edit, plant
+
+from . import ring_worker, test_ring
+from .test_ring import Packages, Pool, assert_equal, average, results
+
+ENGINE, RING, API = "_runtime/engine.py", "_runtime/ring.py", "_runtime/api.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """With these edits, gradients over `ranks` that hold `rows` rows each are wrong, or fail."""
+
+    edits: tuple[Edit, ...]
+    ranks: tuple[int, ...] = (0, 1, 2)
+    rows: tuple[int, ...] = (5, 0, 9)
+    loss: str = "clip"
+    breaks: bool = False  # one rank fails and the others wait for it: no further test may use these processes
+
+
+WEIGHT = "return ranks / sum(layout.rows) if"
+BUGS = {
+    "the gradient of the scale is summed over the ranks, then averaged": Bug(
+        ((ENGINE, "dscale = unit * factor", "dscale = len(layout.rows) * unit * factor"),)
+    ),
+    "averaging divides feature gradients by the ranks": Bug(
+        ((ENGINE, 'ranks = len(layout.rows) if options.grad_sync == "mean" else 1', "ranks = 1"),)
+    ),
+    "each rank weighs its own mean equally": Bug(
+        ((ENGINE, WEIGHT, "return 1 / max(1, layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
+    ),
+    "the batch is as large as the ranks times this one's": Bug(
+        ((ENGINE, WEIGHT, "return ranks / max(1, len(layout.rows) * layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
+    ),
+    "the group is hard-wired": Bug(
+        ((API, "    name: str = group.group_name\n    return name", '    return ""'),), (2, 3, 1, 0), (5, 9, 0, 20), "infonce"
+    ),
+    "a rank without rows stays out of the ring": Bug(
+        ((ENGINE, "        if ring is None:\n            own = clear", "        if ring is None or not rows:\n            own = clear"),),
+        breaks=True,
+    ),
+    "padding of a short shard is computed": Bug(
+        ((ENGINE, "rotation.parcels[0][:valid], layout", "rotation.parcels[0], layout"),
+         (ENGINE, "view(rotation.accumulator, 0, valid)", "view(rotation.accumulator)")),
+        (0, 1),
+        (3, 8),
+    ),
+    "statistics of the visiting keys do not travel": Bug(
+        ((ENGINE, "parcels[1][:, :keys].copy_(self.saved.key_statistics)", "pass"),)
+    ),
+    "the accumulator does not come home": Bug(
+        ((RING, "if self.accumulator is not None and self._spare_accumulator is not None:",
+          "if self.accumulator is not None and self._spare_accumulator is not None and hop < size - 1:"),)
+    ),
+    "a buffer is used before its message has arrived": Bug(
+        ((RING, "            self._wait(hop, works)\n", "            pass\n"),), (0, 1), (40, 40), breaks=True
+    ),
+    "keys go the wrong way round": Bug(
+        ((RING, "send_to, receive_from = (self.rank + 1) % self.size, (self.rank - 1) % self.size",
+          "send_to, receive_from = (self.rank - 1) % self.size, (self.rank + 1) % self.size"),)
+    ),
+    "a label counts from this rank's own first key": Bug(
+        ((ENGINE, "return labels.to(device, non_blocking=True)",
+          "return labels.to(device) + layout.key_offset(layout.rank)"),),
+        loss="infonce",
+    ),
+    "a shard's keys are numbered from zero": Bug(((ENGINE, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"),
+}  # fmt: skip
+
+OTHER_BUGS: dict[str, tuple[Edit, ...]] = {
+    "mismatched ranks are not noticed": ((ENGINE, "if difference is not None:", "if False:"),),
+    "a group of one sends to itself": ((RING, "if dist.get_world_size(group) == 1:", "if False:"),),
+}
+
+
+@pytest.fixture(scope="module")
+def planted(
+    packages: Packages, folder_of: Callable[[ModuleType], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str, tuple[Edit, ...]], str]:
+    """`planted(bug, loss, edits)` -> the import name of a copy of that loss's package with the edits."""
+    folder = folder_of(packages("clip")).parent
+
+    def make(bug: str, loss: str, edits: tuple[Edit, ...]) -> str:
+        target = folder / f"planted_{loss}_{''.join(c for c in bug if c.isalpha())}"
+        if not target.exists():
+            original = folder_of(packages(loss))
+            shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
+            plant(bug, edits, target)
+        return target.name
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def pool(packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Iterator[Pool]:
+    pool = Pool(4, folder_of(packages("clip")).parent, timeout_s=10)
+    yield pool
+    pool.close()
+
+
+Planted = Callable[[str, str, tuple[Edit, ...]], str]
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_wrong_gradients_are_noticed(
+    pool: Pool,
+    packages: Packages,
+    planted: Planted,
+    folder_of: Callable[[ModuleType], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    bug = BUGS[name]
+    labelled = bug.loss == "infonce"
+    rows = list(bug.rows)
+    keys = [n + 3 for n in reversed(rows)] if labelled else rows
+    arguments: dict[str, Any] = {"ranks": bug.ranks, "rows": rows, "keys": keys, "labelled": labelled}
+    truth = ring_worker.reference_gradients(packages(bug.loss), rows, keys, labelled)
+    good = packages(bug.loss).__name__
+    assert_equal(average(results(pool.run("gradients", bug.ranks, package=good, **arguments))), truth)
+    wrong = planted(name, bug.loss, bug.edits)
+    other = Pool(3, folder_of(packages("clip")).parent) if bug.breaks else None
+    if other is not None:
+        monkeypatch.setattr(test_ring, "TIMEOUT_S", 3)  # a hang is one way to notice
+    try:
+        with pytest.raises((AssertionError, TimeoutError)):
+            answers = (other or pool).run("gradients", bug.ranks, package=wrong, **arguments)
+            assert_equal(average(results(answers)), truth)
+    finally:
+        if other is not None:
+            for process in other.processes:  # some of them wait for others for ever
+                process.kill()
+            other.close()
+
+
+def test_unnoticed_mismatches_are_noticed(pool: Pool, packages: Packages, planted: Planted) -> None:
+    """Ranks that want different gradients: nothing fails by itself when nobody compares."""
+    name = "mismatched ranks are not noticed"
+    wrong = planted(name, "clip", OTHER_BUGS[name])
+    for package, noticed in ((packages("clip").__name__, True), (wrong, False)):
+        answers = pool.run("call", (0, 1), each={1: {"grad_sync": "sum"}}, package=package, ranks=(0, 1))
+        assert [kind == "RuntimeError" for kind, _ in answers] == [noticed, noticed], answers
+
+
+def test_a_ring_of_one_is_noticed(pool: Pool, packages: Packages, planted: Planted) -> None:
+    name = "a group of one sends to itself"
+    results(pool.run("alone", (2,), package=packages("clip").__name__))
+    ((kind, text),) = pool.run("alone", (2,), package=planted(name, "clip", OTHER_BUGS[name]))
+    assert kind != "ok", text

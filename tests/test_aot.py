@@ -1,0 +1,108 @@
+"""Every emitted kernel compiles for its boards, without a GPU, within their shared memory and without spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infcl_gen
+from infcl_gen.emission import read_package
+from infcl_gen.hardware import load_profile
+from infcl_gen.verification.aot import SHARED_BYTES
+
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = sorted(folder.parent for folder in (ROOT / "generated").glob("*/kernels.py"))
+BOARDS = {
+    "sm_80": "a100",
+    "sm_86": "rtx3090",
+    "sm_89": "rtx4090",
+    "sm_90": "h200",
+    "sm_100": "b200",
+    "sm_120": "rtx5090",
+    "gfx942": "mi300x",
+    "gfx950": "mi355x",
+}
+# In a process of its own: triton may have been imported here to interpret kernels.
+COMPILE_ALL = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from infcl_gen.emission import read_package
+from infcl_gen.verification.aot import compile_kernel, kernel_names, load_kernels
+
+package, target = Path(sys.argv[1]), sys.argv[2]
+kernels = load_kernels(package)
+spec = read_package(package).spec
+for name in kernel_names(kernels):
+    for masked in (False, True) if "MASKED" in getattr(kernels, name).arg_names else (False,):
+        print(json.dumps({"masked": masked, **asdict(compile_kernel(package, spec, name, target, masked))}))
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+def resources(package: Path, target: str, cache: Path) -> list[dict[str, Any]]:
+    """What each kernel takes, ragged and whole."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", COMPILE_ALL, str(package), target]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(rows: list[dict[str, Any]], package: Path, target: str) -> None:
+    kernels = set(read_package(package).spec["launches"])
+    assert {row["kernel"] for row in rows} == kernels
+    assert {row["kernel"] for row in rows if row["masked"]}
+    for row in rows:
+        assert row["shared_bytes"] <= SHARED_BYTES[target], row
+        assert row["spill_bytes"] == 0, row
+        assert 0 < row["registers"] <= (512 if target.startswith("gfx") else 255), row
+
+
+@pytest.mark.parametrize("package", GOLDEN, ids=lambda folder: folder.name)
+def test_golden_packages_for_their_own_boards(package: Path, cache: Path) -> None:
+    arch = load_profile(read_package(package).spec["problem"]["device_profile"]).arch
+    check(resources(package, arch, cache), package, arch)
+
+
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_clip_planned_for_each_architecture(target: str, cache: Path, tmp_path: Path) -> None:
+    package = infcl_gen.generate(
+        output=tmp_path / "clip",
+        loss="clip",
+        batch_size="64k",
+        dim=768,
+        memory_budget="1GiB",
+        device_profile=BOARDS[target],
+    )
+    assert load_profile(BOARDS[target]).arch == target
+    check(resources(package, target, cache), package, target)
+
+
+def test_tiles_that_are_too_large_for_a_board_are_noticed(cache: Path, tmp_path: Path) -> None:
+    """Triton compiles them all the same: tiles for an H200 may take more shared memory than an L4 has."""
+    settings = (("forward.stages", "4"), ("gradient.stages", "4"))
+    package = infcl_gen.generate(
+        output=tmp_path / "clip", batch_size="64k", dim=768, device_profile="h200", settings=settings
+    )
+    for row in resources(package, "sm_90", cache):
+        assert row["shared_bytes"] <= SHARED_BYTES["sm_90"], row
+    with pytest.raises(AssertionError, match="shared_bytes"):
+        check(resources(package, "sm_89", cache), package, "sm_89")
+
+
+def test_kernels_hold_no_assembly_and_no_atomics() -> None:
+    for template in (ROOT / "templates" / "triton").iterdir():
+        text = template.read_text()
+        assert "inline_asm" not in text and "atomic_" not in text and "inline_ptx" not in text, template
