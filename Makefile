@@ -7,6 +7,8 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements.lock)
 JOBS ?= 2
+# Processes of the GPU suite: they share one GPU, and spend their time compiling kernels.
+GPU_JOBS ?= 8
 
 .PHONY: demo test test-long test-gpu lint format golden clean venv
 
@@ -33,7 +35,7 @@ test-long: $(STAMP)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" --timeout 3600
 
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu
+	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu -n $(GPU_JOBS) --dist loadgroup
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -17,7 +17,8 @@ from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
 
-SHARED_BYTES = {  # opt-in shared memory of one block: CUDA programming guide, table of compute capabilities; CDNA 3 and 4 ISA guides
+# Shared memory that one block may have, by opting in: CUDA programming guide (compute capabilities), CDNA 3, 4 guides.
+SHARED_BYTES = {
     "sm_80": 166_912,
     "sm_86": 101_376,
     "sm_89": 101_376,
@@ -27,9 +28,25 @@ SHARED_BYTES = {  # opt-in shared memory of one block: CUDA programming guide, t
     "gfx942": 65_536,
     "gfx950": 163_840,
 }
+DESCRIPTOR_TARGETS = ("sm_90", "sm_100", "sm_120")
 HELPERS = {"base2_slope", "load_block", "similarity", "tile_of"}
 FEATURES = {"q", "k", "x", "g", "out"}
 COUNTS = {"queries", "keys", "rows", "inner", "parts"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a kernel is compiled for. `aligned`: sizes are multiples of the tiles and of 16, so nothing is masked;
+    `descriptors`: features are read through tensor descriptors, where the kernel can.
+
+    Features are taken to be rows of D contiguous elements. Other strides run too, element by element and slower.
+    """
+
+    aligned: bool
+    descriptors: bool
+
+    def __str__(self) -> str:
+        return f"{'whole tiles' if self.aligned else 'ragged'}, {'descriptors' if self.descriptors else 'pointers'}"
 
 
 @dataclass(frozen=True)
@@ -44,7 +61,10 @@ class Resources:
 
 
 def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
-    """One row (check, passed, detail) for each kernel and target. Raises InputError for an unknown target."""
+    """One row (check, passed, detail) for each target and kernel: the largest of its variants.
+
+    Raises InputError for an unknown target.
+    """
     from infcl_gen.emission.package import read_package
 
     unknown = sorted(set(targets) - set(SHARED_BYTES))
@@ -53,23 +73,32 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
     spec = read_package(package).spec
     if not (Path(package) / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]
-    rows = []
-    for target in targets:
-        for kernel in kernel_names(load_kernels(package)):
-            try:
-                used = compile_kernel(package, spec, kernel, target)
-            except ToolchainError:
-                raise
-            except Exception as error:  # whatever a compiler throws is this check's result
-                rows.append({"check": f"aot {target} {kernel}", "passed": False, "detail": str(error).strip().splitlines()[-1][:300] if str(error).strip() else type(error).__name__})
-                continue
-            fits = used.shared_bytes <= SHARED_BYTES[target] and used.spill_bytes == 0
-            rows.append({
-                "check": f"aot {target} {kernel}",
-                "passed": fits,
-                "detail": f"shared {used.shared_bytes} of {SHARED_BYTES[target]} B, {used.registers} registers, {used.spill_bytes} B spilled",
-            })
-    return rows
+    names = kernel_names(load_kernels(package))
+    return [_row(package, spec, kernel, target) for target in targets for kernel in names]
+
+
+def variants(spec: dict[str, Any], target: str) -> list[Inputs]:
+    """The ways in which a schedule launches a kernel on the inputs that it was planned for."""
+    descriptors = bool(spec["plan"]["descriptors"]) and target in DESCRIPTOR_TARGETS
+    return [Inputs(aligned, descriptors) for aligned in (True, False)]
+
+
+def _row(package: Path, spec: dict[str, Any], kernel: str, target: str) -> dict[str, Any]:
+    check, limit = f"aot {target} {kernel}", SHARED_BYTES[target]
+    found: list[Resources] = []
+    for inputs in variants(spec, target):
+        try:
+            found.append(compile_kernel(package, spec, kernel, target, inputs))
+        except ToolchainError:
+            raise
+        except Exception as error:  # whatever a compiler throws is this check's result
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return {"check": check, "passed": False, "detail": f"{inputs}: {lines[-1][:300]}"}
+    shared, registers, spilled = (
+        max(getattr(used, name) for used in found) for name in ("shared_bytes", "registers", "spill_bytes")
+    )
+    detail = f"shared {shared} of {limit} B, {registers} registers, {spilled} B spilled"
+    return {"check": check, "passed": shared <= limit and spilled == 0, "detail": detail}
 
 
 def load_kernels(package: Path) -> ModuleType:
@@ -88,10 +117,14 @@ def kernel_names(module: ModuleType) -> list[str]:
     """The kernels (not the inlined helpers) in the order of the file."""
     from triton.runtime.jit import JITFunction
 
-    return [name for name, value in vars(module).items() if isinstance(value, JITFunction) and name not in HELPERS]
+    return [
+        name for name, value in vars(module).items() if isinstance(value, JITFunction) and name not in HELPERS
+    ]
 
 
-def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str, masked: bool = False) -> Resources:
+def compile_kernel(
+    package: Path, spec: dict[str, Any], kernel: str, target: str, inputs: Inputs | None = None
+) -> Resources:
     """Compiles one kernel as its schedule launches it and reads the resources off the binary."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -99,55 +132,63 @@ def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str
 
     module = load_kernels(package)
     function = getattr(module, kernel)
-    plan = spec["plan"]
     launch = spec["launches"][kernel]
-    descriptors = bool(plan["descriptors"]) and target in ("sm_90", "sm_100", "sm_120")
+    inputs = inputs or variants(spec, target)[0]
     constants: dict[str, Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, name in enumerate(function.arg_names):
-        kind = _argument_type(name, kernel, spec, module, descriptors)
+        kind = _argument_type(name, kernel, spec, module, inputs)
         if kind == "constexpr":
-            constants[name] = _constant(name, masked, descriptors)
-        elif kind.startswith(("*", "i")) and not name.startswith("first_") and kind != "i64":
+            constants[name] = _constant(name, inputs)
+        elif kind.startswith("*") or (kind == "i32" and (inputs.aligned or _always_aligned(name, spec))):
             attributes[(index,)] = [["tt.divisibility", 16]]
         signature[name] = kind
-    if target.startswith("sm_"):
-        gpu = GPUTarget("cuda", int(target[3:]), 32)
-    else:
-        gpu = GPUTarget("hip", target, 64)
+    nvidia = target.startswith("sm_")
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
-    compiled = triton.compile(source, target=gpu, options=options)
-    return _resources(kernel, target, compiled)
+    return _resources(kernel, target, triton.compile(source, target=gpu, options=options))
 
 
-def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleType, descriptors: bool) -> str:
-    dtype = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}[spec["problem"]["dtype"]]
-    if name.isupper() or (name.endswith("depth_stride") and descriptors) or (name.endswith("depth_stride") and name != "x_depth_stride"):
+def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:
+    dtype = spec["problem"]["dtype"]
+    if name.isupper() or name in (
+        "q_depth_stride",
+        "k_depth_stride",
+        "x_depth_stride",
+    ):  # a stride of 1 is a constant
         return "constexpr"
     if name == "labels":
         return "*i64" if spec["positives"] == "label" else "i64"
     if name in FEATURES:
-        side = _descriptor_block(name, kernel, module) if descriptors else None
-        return f"tensordesc<{dtype}[{side[0]}, {side[1]}]>" if side else f"*{dtype}"
-    if name == "stash":
-        return "*bf16"
-    if name == "flags":
-        return "*i32"
-    if name == "first_key":
-        return "i64"
+        block = _descriptor_block(name, kernel, module) if inputs.descriptors else None
+        return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if block else f"*{dtype}"
     if name in COUNTS or name.endswith("stride"):
         return "i32"
-    if name.endswith("weight"):
-        return "fp32"
-    return "*fp32"
+    named = {
+        "stash": "*bf16",
+        "flags": "*i32",
+        "first_key": "i64",
+        "query_weight": "fp32",
+        "key_weight": "fp32",
+    }
+    return named.get(name, "fp32" if name == "weight" else "*fp32")
 
 
-def _constant(name: str, masked: bool, descriptors: bool) -> Any:
+def _always_aligned(name: str, spec: dict[str, Any]) -> bool:
+    """Strides that do not depend on the number of rows: of the features, and of the scratch panel, which is padded."""
+    of_features = name in ("q_row_stride", "k_row_stride", "x_row_stride", "x_inner_stride")
+    return name in ("g_stride", "g_row_stride", "stash_stride") or (
+        of_features and spec["problem"]["dim"] % 16 == 0
+    )
+
+
+def _constant(name: str, inputs: Inputs) -> Any:
     if name.endswith("depth_stride"):
         return 1
-    return {"MASKED": masked, "DESCRIPTORS": descriptors, "WIDEN": False, "STASH": True, "DOTS": True, "BLOCK": 1024}[name]
+    flags = {"MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False}
+    return (flags | {"STASH": True, "DOTS": True, "BLOCK": 1024})[name]
 
 
 def _descriptor_block(name: str, kernel: str, module: ModuleType) -> tuple[int, int] | None:
@@ -170,18 +211,22 @@ def _descriptor_block(name: str, kernel: str, module: ModuleType) -> tuple[int, 
 def _resources(kernel: str, target: str, compiled: Any) -> Resources:
     shared = int(compiled.metadata.shared)
     if target.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        number = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size):\s+(\d+)", text)}
+        fields = "vgpr_count|vgpr_spill_count|sgpr_spill_count"
+        found = re.findall(rf"\.({fields}):\s+(\d+)", compiled.asm["amdgcn"])
+        number = {name: int(value) for name, value in found}
         spilled = 4 * (number.get("vgpr_spill_count", 0) + number.get("sgpr_spill_count", 0))
         return Resources(kernel, target, shared, number.get("vgpr_count", 0), spilled)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([str(_cuobjdump()), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+).*?STACK:(\d+)", text, re.S)
-    if found is None:
-        raise ToolchainError("cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton")
-    return Resources(kernel, target, shared, int(found[1]), int(found[2]))
+        command = [str(_cuobjdump()), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+).*?STACK:(\d+)", text, re.S)
+    if usage is None:
+        raise ToolchainError(
+            "cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton"
+        )
+    return Resources(kernel, target, shared, int(usage[1]), int(usage[2]))
 
 
 def _cuobjdump() -> Path:
@@ -189,5 +234,7 @@ def _cuobjdump() -> Path:
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not path.exists():
-        raise ToolchainError(f"{path.name} is missing from the installed triton; install a triton wheel that carries it")
+        raise ToolchainError(
+            f"{path.name} is missing from the installed triton; install a wheel that carries it"
+        )
     return path

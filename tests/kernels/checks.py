@@ -37,15 +37,20 @@ def fitting(package: ModuleType, case: Case) -> Case:
     return dataclasses.replace(case, dim=problem["dim"], dtype=problem["dtype"], keys=keys)
 
 
-def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, device: str = "cpu") -> None:
-    """At each size: nothing outside a buffer is overwritten, nothing from there is let in, and the gate holds."""
+def guarded(
+    made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, device: str = "cpu", step: int = 1
+) -> None:
+    """At each size: nothing outside a buffer is overwritten, nothing from there is let in, and the gate holds.
+
+    Every `step`-th size runs a second time with other numbers outside, and must give the same bits.
+    """
     package = module(made)
-    for queries, keys in sizes:
+    for number, (queries, keys) in enumerate(sizes):
         case = fitting(package, Case(queries, keys, 0, scale=scale, seed=queries))
         inputs = tensors(case, package.SPEC["positives"], device)
         where = f"{case.queries} queries, {case.keys} keys"
         results, flags = [], []
-        for poison in (NAN, HUGE if queries % 2 else LOW):
+        for poison in (NAN, HUGE if queries % 2 else LOW)[: 1 if number % step else 2]:
             with GuardBands(generated(made), poison) as bands, _accumulators_between(bands, package):
                 q, k = (bands.place(x, name) for x, name in ((inputs.q, "q"), (inputs.k, "k")))
                 labels = None if inputs.labels is None else bands.place(inputs.labels, "labels")
@@ -57,9 +62,11 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
             flags.append(bands.written(torch.int32))
         judged = gate(results[0], truth(package, inputs))
         assert all(row.passed for row in judged), f"{where}: {failures(judged)}"
-        same = [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+        same = [torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True)]
         assert all(same), f"{where}: what lies outside the buffers shows in {same}"
-        assert all(map(torch.equal, *flags)), f"{where}: what lies outside the buffers decides what is flagged"
+        assert torch.equal(flags[0], flags[-1]), (
+            f"{where}: what lies outside the buffers decides what is flagged"
+        )
 
 
 def not_finite(made: Made, which: str, value: float, device: str = "cpu") -> None:
@@ -127,7 +134,12 @@ def accumulators(made: Made, device: str = "cpu") -> None:
     inputs = tensors(fitting(package, Case(130, 130, 0, scale=14.3)), package.SPEC["positives"], device)
     sums: list[Tensor] = []
     finish = package._schedule.finish
-    package._schedule.finish = lambda total, *rest, **more: (sums.append(total.clone()), finish(total, *rest, **more))
+
+    def recording(total: Tensor, *rest: Any, **more: Any) -> None:
+        sums.append(total.clone())
+        finish(total, *rest, **more)
+
+    package._schedule.finish = recording
     try:
         package.loss_and_grads(*inputs[:4], labels=inputs.labels)
     finally:
@@ -135,34 +147,46 @@ def accumulators(made: Made, device: str = "cpu") -> None:
     assert len(sums) >= 2
     for total in sums:
         kept = (total.to(inputs.q.dtype).to(total.dtype) == total).double().mean()
-        assert total.dtype == torch.float32 and kept < 0.1, f"{kept:.0%} of the sums were rounded to {inputs.q.dtype}"
+        assert total.dtype == torch.float32 and kept < 0.1, (
+            f"{kept:.0%} of the sums were rounded to {inputs.q.dtype}"
+        )
 
 
 def small_probabilities(made: Made, device: str = "cpu") -> None:
     """Each negative has a probability of 2.6e-8, which rounds to 0 in fp16; together they are the whole gradient."""
     package = module(made)
-    q = torch.zeros(8, package.SPEC["problem"]["dim"], device=device, dtype=DTYPES[package.SPEC["problem"]["dtype"]])
+    q = torch.zeros(
+        8, package.SPEC["problem"]["dim"], device=device, dtype=DTYPES[package.SPEC["problem"]["dtype"]]
+    )
     k = torch.zeros(200, q.shape[1], device=device, dtype=q.dtype)
     q[:, 0], k[0, 0], k[1:, 1] = 1.0, 1.0, 1.0
     labels = torch.zeros(8, dtype=torch.int64, device=device)
-    ours, theirs = package.loss_and_grads(q, k, 17.5, labels=labels)[1], oracle(package, q, k, 17.5, labels=labels).dq
-    error = float((ours.double() - theirs).norm() / theirs.norm())
-    assert error < 0.1, f"dq is wrong by {error:.1%}"
+    ours, theirs = (
+        package.loss_and_grads(q, k, 17.5, labels=labels)[1],
+        oracle(package, q, k, 17.5, labels=labels).dq,
+    )
+    negatives = (
+        ours[:, 1].double(),
+        theirs[:, 1],
+    )  # along the other axis 1 - p cancels, to an error of one fp32 rounding
+    error = float((negatives[0] - negatives[1]).norm() / negatives[1].norm())
+    assert error < 0.02, f"dq is wrong by {error:.1%}"
 
 
 def upstream(made: Made, device: str = "cpu") -> None:
-    """Gradients are times the incoming one; by a power of two, to the bit."""
+    """Gradients are times the incoming one; by a power of two, to the bit where the result is no subnormal number."""
     package = module(made)
     inputs = tensors(fitting(package, Case(70, 70, 0, scale=2.0)), package.SPEC["positives"], device)
     q, k = inputs.q.requires_grad_(), inputs.k.requires_grad_()
     scale = torch.tensor(2.0, device=device, requires_grad=True)
-    for factor in (-4.0, 1.0):
+    found = []
+    for factor in (1.0, -4.0):
         loss = package.contrastive_loss(q, k, scale, labels=inputs.labels)
-        found = torch.autograd.grad(factor * loss, (q, k, scale))
-        if factor == 1.0:
-            for name, a, b in zip(("dq", "dk", "dscale"), expected, found, strict=True):
-                assert torch.equal(a, b), f"{name} does not follow the incoming gradient"
-        expected = [x / -4.0 for x in found]
+        found.append(torch.autograd.grad(factor * loss, (q, k, scale)))
+    for name, a, b in zip(("dq", "dk", "dscale"), *found, strict=True):
+        spacing = torch.finfo(a.dtype).smallest_normal * torch.finfo(a.dtype).eps  # of subnormal numbers
+        wrong = (b.double() / -4.0 - a.double()).abs() > spacing
+        assert not wrong.any(), f"{name} does not follow the incoming gradient"
 
 
 def autocast(made: Made, device: str = "cpu") -> None:
@@ -201,6 +225,80 @@ def refuses_no_rows(made: Made, device: str = "cpu") -> None:
             assert "at least one query and one key" in str(error), error
         else:
             raise AssertionError("an empty batch was accepted")
+
+
+def captured(made: Made, device: str = "cuda") -> None:
+    """Forward and backward run without waiting for the device, and replay as a CUDA graph with other inputs."""
+    package = module(made)
+    inputs = tensors(
+        fitting(package, Case(200, 200, 0, scale=14.3, seed=1)), package.SPEC["positives"], device
+    )
+    others = tensors(
+        fitting(package, Case(200, 200, 0, scale=14.3, seed=3)), package.SPEC["positives"], device
+    )
+    q, k = inputs.q.clone().requires_grad_(), inputs.k.clone().requires_grad_()
+    scale = torch.tensor(14.3, device=device, requires_grad=True)
+    labels = inputs.labels
+
+    def step() -> tuple[Tensor, ...]:
+        loss = package.contrastive_loss(q, k, scale, labels=labels)
+        return (loss.detach(), *torch.autograd.grad(loss, (q, k, scale)))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles, and looks at the labels once
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step()
+    for source in (others, inputs):
+        with torch.no_grad():
+            q.copy_(source.q)
+            k.copy_(source.k)
+        for x in kept:
+            x.fill_(math.nan)
+        graph.replay()
+        for name, a, b in zip(LossAndGrads._fields, kept, step(), strict=False):
+            assert torch.equal(a, b), f"{name} of the replayed graph differs"
+
+
+def far_accumulators(made: Made, device: str = "cuda") -> None:
+    """Accumulators and results of more than 2^31 elements. Wrapped addresses lie in memory of ours."""
+    package = module(made)
+    schedule: Any = package._schedule
+    dim, dtype = package.SPEC["problem"]["dim"], DTYPES[package.SPEC["problem"]["dtype"]]
+    last, lead = 256, 1 << 31
+    rows = -(-lead // dim) + last
+    sums = torch.empty(lead + rows * dim, device=device)
+    total = sums[lead:].view(rows, dim).zero_()
+    out = torch.empty(lead + rows * dim, device=device, dtype=dtype)[lead:].view(rows, dim).fill_(math.nan)
+    x = torch.zeros(rows, dim, device=device, dtype=dtype)
+    x[-last:] = torch.randn(last, dim, device=device).to(dtype)
+    if made.strategy != "fused":  # adds (last rows of g) x to the last rows of the accumulator
+        g = torch.zeros(rows, 16, device=device, dtype=dtype)
+        g[-last:] = torch.randn(last, 16, device=device).to(dtype)
+        libraries, schedule.LIBRARY_PRODUCTS = schedule.LIBRARY_PRODUCTS, False
+        try:
+            schedule._add_product(total, g, x[-16:])
+        finally:
+            schedule.LIBRARY_PRODUCTS = libraries
+        expected = g[-last:].double() @ x[-16:].double()
+        wrong = float((total[-last:] - expected).abs().max())
+        assert wrong < 1e-3, f"the product is wrong by {wrong} in its last rows"
+    total[-last:] = torch.randn(last, dim, device=device)
+    dots = torch.full((-(-rows // schedule.FINISH_ROWS),), math.nan, device=device)
+    scale, zero, one = (torch.tensor(number, device=device) for number in (2.0, 0.0, 1.0))
+    schedule.finish(total, x, scale, zero, one, 2.0**schedule.GRADIENT_EXPONENT, out, dots=dots)
+    assert torch.equal(out[-last:], (2.0 * total[-last:]).to(dtype)), "finish is wrong in its last rows"
+    assert not out[:last].any(), "finish is wrong in its first rows"
+    found, expected = dots.double().sum(), (x[-last:].double() * total[-last:]).sum()
+    assert abs(float(found - expected)) < 0.1, f"the sum of products is {found}, not {expected}"
 
 
 def selftest(made: Made, device: str = "cpu") -> None:

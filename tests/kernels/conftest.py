@@ -1,4 +1,4 @@
-"""The interpreter process of a pytest worker, and the folder of the packages that are generated in the worker itself."""
+"""The interpreter process of a pytest worker, and the folder of the packages that the worker itself generates."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Guard bands: every buffer that a package allocates, and its inputs, lie between bands of NaN that must stay untouched.
+"""Guard bands: all buffers that a package allocates, and its inputs, lie between bands that must stay untouched.
 
 Within `GuardBands`, memory that the package's own Python files ask for (torch.empty, new_zeros, ...) comes from the
 middle of a larger buffer in which every byte is 0xFF: NaN in each floating-point type, -1 in each integer type. The
-memory itself starts that way too, unless it was asked for with a value. A kernel that lets in what is outside, or what was
-never written, makes NaN of its result; one that writes outside changes a band. Some operations drop a NaN (a maximum does);
-with other bytes the same places hold huge numbers, and the result must be the same to the bit. Statistics are separate
-buffers there: their rows (exponents, mantissas, ...) lie in one allocation, but each has bands of its own.
+memory itself starts that way too, unless it was asked for with a value. A kernel that lets in what is outside, or what
+was never written, makes NaN of its result; one that writes outside changes a band. Some operations drop a NaN (a
+maximum does); with other bytes the same places hold huge numbers, and the result must be the same to the bit.
+Statistics are separate buffers there: their rows (exponents, mantissas, ...) lie in one allocation, but each has bands
+of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 NAN, HUGE, LOW = 0xFF, 0x7F, 0xFE  # every byte of the bands: NaN, 3e38, -2e38 as fp32 or bf16
 BAND = 1 << 15  # bytes; more than any tile of the small packages reaches beyond its buffer
 SHIFT = 16  # no buffer is aligned better than to 16 bytes, which is what the kernels may rely on
-UNSET, SET = {"empty", "new_empty", "empty_like"}, {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"}
+UNSET, SET = (
+    {"empty", "new_empty", "empty_like"},
+    {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"},
+)
 STATISTICS = {"forward", "forward_block"}  # functions whose buffers of 2 or 3 rows hold statistics
 
 

@@ -1,7 +1,8 @@
 """The packages under test: generated on first use into one folder per process, imported, made small, or spoilt.
 
 A `Made` says what to generate; the same one always gives the same module. `small` gives it tiles and panels so little
-that a hundred rows make several of each, with ragged last ones: for the interpreter. `bug` plants one of `planted.BUGS`.
+that a hundred rows make several of each, with ragged last ones: for the interpreter. `bug` plants one of
+`planted.BUGS`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def module(made: Made) -> ModuleType:
     if made.small:
         schedule: Any = loaded._schedule
         schedule.PANEL_ROWS, schedule.PANEL_KEYS = 64, 64
-        if made.strategy == "stash":  # its forward panels are those of the backward; one is kept, the others are not
+        if (
+            made.strategy == "stash"
+        ):  # its forward panels are those of the backward; one is kept, the others are not
             schedule.FORWARD_ROWS, schedule.FORWARD_KEYS, schedule.STASH_ROWS = 64, 64, 64
         elif made.strategy == "torch":
             schedule.FORWARD_ROWS, schedule.FORWARD_KEYS, schedule.FINISH_ROWS = 64, 64, 64
@@ -95,7 +98,12 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     chosen = {} if made.strategy in ("auto", "torch") else {"strategy": made.strategy}
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
-        chosen |= {"forward.depth": wide, "positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
+        chosen |= {
+            "forward.depth": wide,
+            "positive.rows": "32",
+            "positive.keys": "32",
+            "positive.depth": wide,
+        }
         if made.strategy == "stash":  # the forward's tiles are those of the backward
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}
         else:

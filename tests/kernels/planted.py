@@ -82,7 +82,13 @@ BUGS: dict[str, Bug] = {
     ),
     "a mask of a store lacks the block's offset": Bug(
         PANEL,
-        (("kernels.py", "row_sums, mask=rows < queries)", "row_sums, mask=tl.arange(0, FORWARD_ROWS) < queries)"),),
+        (
+            (
+                "kernels.py",
+                "row_sums, mask=rows < queries)",
+                "row_sums, mask=tl.arange(0, FORWARD_ROWS) < queries)",
+            ),
+        ),
         checks.guarded,
         (RAGGED,),
         "overwritten",
@@ -126,7 +132,13 @@ BUGS: dict[str, Bug] = {
     ),
     "the last block of keys is not launched": Bug(
         PANEL,
-        (("schedule.py", "grid = (cdiv(m, rows) * cdiv(n, columns),)", "grid = (cdiv(m, rows) * max(n // columns, 1),)"),),
+        (
+            (
+                "schedule.py",
+                "grid = (cdiv(m, rows) * cdiv(n, columns),)",
+                "grid = (cdiv(m, rows) * max(n // columns, 1),)",
+            ),
+        ),
         checks.guarded,
         (RAGGED,),
     ),
@@ -185,7 +197,13 @@ BUGS: dict[str, Bug] = {
     ),
     "the stride along the embedding is ignored by the product": Bug(
         PANEL,
-        (("kernels.py", "d.to(tl.int64)[None, :] * x_depth_stride,\n                    mask", "d[None, :],\n                    mask"),),
+        (
+            (
+                "kernels.py",
+                "d.to(tl.int64)[None, :] * x_depth_stride,\n                    mask",
+                "d[None, :],\n                    mask",
+            ),
+        ),
         checks.numerics,
         (case(layout="strided"),),
     ),
@@ -209,7 +227,13 @@ BUGS: dict[str, Bug] = {
     ),
     "32-bit offsets in the product": Bug(
         PANEL,
-        (("kernels.py", "i = (inner0 + tl.arange(0, PRODUCT_DEPTH)).to(tl.int64)", "i = inner0 + tl.arange(0, PRODUCT_DEPTH)"),),
+        (
+            (
+                "kernels.py",
+                "i = (inner0 + tl.arange(0, PRODUCT_DEPTH)).to(tl.int64)",
+                "i = inner0 + tl.arange(0, PRODUCT_DEPTH)",
+            ),
+        ),
         checks.far_rows,
         (),
     ),
@@ -244,14 +268,28 @@ BUGS: dict[str, Bug] = {
         "dq|dk",
     ),
     "programs with a wide spread are not computed again": Bug(
-        FUSED, (("kernels.py", "> SPREAD", "> 1e30"),), checks.numerics, (case(1000.0, "unnormalised"),), "dq|dk"
+        FUSED,
+        (("kernels.py", "> SPREAD", "> 1e30"),),
+        checks.numerics,
+        (case(1000.0, "unnormalised"),),
+        "dq|dk",
     ),
     "programs with a wide spread among visiting rows are not computed again": Bug(
-        FUSED_LABELLED, (("kernels.py", "spread > SPREAD", "spread > 1e30"),), checks.numerics, (case(1000.0, "unnormalised"),), "dk"
+        FUSED_LABELLED,
+        (("kernels.py", "spread > SPREAD", "spread > 1e30"),),
+        checks.numerics,
+        (case(1000.0, "unnormalised"),),
+        "dk",
     ),
     "stashed tiles with a wide spread are used": Bug(
         STASH,
-        (("kernels.py", 'usable = tl.where(smallest < SMALLEST_SUM, float("inf"), reference)', "usable = reference"),),
+        (
+            (
+                "kernels.py",
+                'usable = tl.where(smallest < SMALLEST_SUM, float("inf"), reference)',
+                "usable = reference",
+            ),
+        ),
         checks.numerics,
         (case(1000.0, "unnormalised"),),
         "dq|dk",
@@ -266,14 +304,26 @@ BUGS: dict[str, Bug] = {
     # ---- precision
     "the positive's logit is rounded to bf16": Bug(
         PANEL,
-        (("kernels.py", "z, 0.0), axis=1), mask=here)", "z, 0.0), axis=1).to(tl.bfloat16).to(tl.float32), mask=here)"),),
+        (
+            (
+                "kernels.py",
+                "z, 0.0), axis=1), mask=here)",
+                "z, 0.0), axis=1).to(tl.bfloat16).to(tl.float32), mask=here)",
+            ),
+        ),
         checks.numerics,
         (case(100.0, "matched"),),
         "loss",
     ),
     "the positive's share is added after rounding": Bug(
         PANEL,
-        (("kernels.py", "    value += POSITIVE_SHARE\n", "    value = value.to(tl.bfloat16).to(tl.float32) + POSITIVE_SHARE\n"),),
+        (
+            (
+                "kernels.py",
+                "    value += POSITIVE_SHARE\n",
+                "    value = value.to(tl.bfloat16).to(tl.float32) + POSITIVE_SHARE\n",
+            ),
+        ),
         checks.numerics,
         (case(100.0, "matched"),),
         "dq|dk",
@@ -336,7 +386,11 @@ BUGS: dict[str, Bug] = {
     "the stash of another panel is used": Bug(
         STASH,
         (
-            ("schedule.py", "stash[row0:, : _padded(n)], stash[row0 ::", "stash[0:, : _padded(n)], stash[0 ::"),
+            (
+                "schedule.py",
+                "stash[row0:, : _padded(n)], stash[row0 ::",
+                "stash[0:, : _padded(n)], stash[0 ::",
+            ),
             ("schedule.py", "row0 >= stash.shape[0]", "False"),
         ),
         checks.numerics,
@@ -346,7 +400,11 @@ BUGS: dict[str, Bug] = {
         PANEL, (("kernels.py", "tl.load(upstream).to(tl.float32) * weight", "weight"),), checks.upstream, ()
     ),
     "the gradient of the scale is times the rows": Bug(
-        PANEL, (("_runtime/engine.py", "dscale = unit * factor", "dscale = unit * rows * factor"),), checks.numerics, (case(),), "dscale"
+        PANEL,
+        (("_runtime/engine.py", "dscale = unit * factor", "dscale = unit * rows * factor"),),
+        checks.numerics,
+        (case(),),
+        "dscale",
     ),
     "results depend on the order of events": Bug(
         FUSED,
@@ -370,7 +428,13 @@ BUGS: dict[str, Bug] = {
     ),
     "the second derivative is silently wrong": Bug(
         Made("torch", dtype="fp32"),
-        (("_runtime/ops.py", "raise RuntimeError(f\"trying", "return (None,) * 13\n        raise RuntimeError(f\"trying"),),
+        (
+            (
+                "_runtime/ops.py",
+                'raise RuntimeError(f"trying',
+                'return (None,) * 13\n        raise RuntimeError(f"trying',
+            ),
+        ),
         checks.second_derivative,
         (),
     ),
@@ -386,4 +450,25 @@ BUGS: dict[str, Bug] = {
         checks.refuses_no_rows,
         (),
     ),
+    # ---- what only a GPU shows
+    "32-bit offsets of accumulators in finish": Bug(
+        Made("panel", dim=1024),
+        (("kernels.py", "r.to(tl.int64)[:, None] * DIM", "r[:, None] * DIM"),),
+        checks.far_accumulators,
+        (),
+    ),
+    "32-bit offsets of accumulators in the product": Bug(
+        Made("panel", dim=1024),
+        (("kernels.py", "total += row0.to(tl.int64) * DIM", "total += row0 * DIM"),),
+        checks.far_accumulators,
+        (),
+    ),
+    "tf32 products of fp32 features": Bug(
+        EXACT,
+        (("kernels.py", 'input_precision="tf32x3"', 'input_precision="tf32"'),),
+        checks.numerics,
+        (case(100.0),),
+        "loss",
+    ),
 }
+ON_A_GPU = tuple(BUGS)[-3:]

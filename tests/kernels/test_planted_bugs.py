@@ -1,4 +1,4 @@
-"""Each bug that a peer has had is noticed: the check passes on the package as generated and fails once the bug is in it."""
+"""Each bug that a peer has had is noticed: its check passes on the package as generated, and fails on the bug."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from tests.kernels.planted import BUGS
+from tests.kernels.planted import BUGS, ON_A_GPU
 from tests.kernels.worker import Interpreter
 
 
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [name for name in BUGS if name not in ON_A_GPU])
 def test_a_planted_bug_is_noticed(interpreted: Interpreter, name: str) -> None:
     bug = BUGS[name]
     interpreted(bug.check, bug.made, *bug.arguments)

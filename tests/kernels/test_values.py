@@ -1,4 +1,4 @@
-"""What is not finite stays so, equal inputs give equal bits, and the edges of the interface are told, on every strategy."""
+"""What is not finite stays so, equal inputs give equal bits, and the interface has its edges, on every strategy."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TIMEOUT_S = 280.0
 
 
 class Interpreter:
-    """`interpreter(check, *arguments)` runs a function of `checks` there; what it raises, it raises here as AssertionError."""
+    """`interpreter(check, *arguments)` runs a check there; what it raises becomes an AssertionError here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -45,10 +45,12 @@ BUGS = {
         ((ENGINE, WEIGHT, "return ranks / max(1, len(layout.rows) * layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
     ),
     "the group is hard-wired": Bug(
-        ((API, "    name: str = group.group_name\n    return name", '    return ""'),), (2, 3, 1, 0), (5, 9, 0, 20), "infonce"
+        ((API, "    name: str = group.group_name\n    return name", '    return ""'),),
+        (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "        if ring is None:\n            own = clear", "        if ring is None or not rows:\n            own = clear"),),
+        ((ENGINE, "        if ring is None:\n            own = clear",
+          "        if ring is None or not rows:\n            own = clear"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
@@ -76,7 +78,9 @@ BUGS = {
           "return labels.to(device) + layout.key_offset(layout.rank)"),),
         loss="infonce",
     ),
-    "a shard's keys are numbered from zero": Bug(((ENGINE, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"),
+    "a shard's keys are numbered from zero": Bug(
+        ((ENGINE, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"
+    ),
 }  # fmt: skip
 
 OTHER_BUGS: dict[str, tuple[Edit, ...]] = {

@@ -1,0 +1,174 @@
+"""The kernels on a real GPU, with the tiles that are planned for it: the checks of tests/kernels, and more sizes.
+
+Compilation takes most of the time: a package's tests stay in one process (pytest -n 8 --dist loadgroup).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from infcl_gen.verification.properties import BIASES, FEATURES, LAYOUTS, SCALES, Case
+from tests.kernels import checks
+from tests.kernels.packages import Made
+from tests.kernels.tiers import examples
+
+pytestmark = pytest.mark.gpu
+ROWS = (1, 63, 64, 65, 100, 127, 129, 1000, 2049, 4097)
+
+
+def planned(strategy: str, loss: str, dtype: str, dim: int, **settings: str) -> Made:
+    named = tuple((key.replace("__", "."), value) for key, value in settings.items())
+    return Made(strategy, loss, dtype, dim, rows=8192, small=False, settings=named)
+
+
+PACKAGES = [
+    planned("panel", "clip", "bf16", 768),
+    planned("panel", "clip", "bf16", 384, products="triton"),
+    planned("panel", "clip", "bf16", 96, descriptors="off"),
+    planned("panel", "clip", "bf16", 1),
+    planned("panel", "clip", "fp16", 640),
+    planned("panel", "clip", "fp16", 16),
+    planned("panel", "clip", "fp32", 768),
+    planned("panel", "clip", "fp32", 3),
+    planned("panel", "infonce", "bf16", 1152),
+    planned("panel", "infonce", "bf16", 100),
+    planned("panel", "infonce", "fp16", 768),
+    planned("panel", "infonce", "fp32", 96),
+    planned("panel", "infonce", "fp32", 1152),
+    planned("fused", "clip", "bf16", 64),
+    planned("fused", "clip", "bf16", 3),
+    planned("fused", "clip", "fp16", 96),
+    planned("fused", "clip", "bf16", 256),
+    planned("fused", "infonce", "bf16", 100),
+    planned("fused", "infonce", "fp16", 16),
+    planned("fused", "infonce", "bf16", 128),
+    planned("stash", "clip", "bf16", 768),
+    planned("stash", "clip", "bf16", 100),
+    planned("stash", "infonce", "bf16", 384),
+]
+ONE_OF_EACH = [
+    planned("panel", "clip", "bf16", 64),
+    planned("panel", "infonce", "fp32", 64),
+    planned("fused", "clip", "bf16", 64),
+    planned("fused", "infonce", "fp16", 64),
+    planned("stash", "clip", "bf16", 64),
+]
+
+
+def grouped(packages: list[Made], *more: Any) -> list[Any]:
+    """Parameters (made, *more), each package in an xdist group of its own."""
+    found = []
+    for made in packages:
+        words = [made.strategy, made.loss, made.dtype, str(made.dim), *(value for _, value in made.settings)]
+        name = "-".join(words)
+        found.append(pytest.param(made, *more, id=name, marks=pytest.mark.xdist_group(name)))
+    return found
+
+
+CASES = st.builds(
+    Case,
+    queries=st.sampled_from(ROWS),
+    keys=st.sampled_from(ROWS),
+    dim=st.just(0),
+    scale=st.sampled_from(SCALES),
+    bias=st.sampled_from(BIASES),
+    features=st.sampled_from(FEATURES),
+    layout=st.sampled_from(LAYOUTS),
+    seed=st.integers(0, 2**31),
+)
+
+
+@pytest.mark.parametrize("made", grouped(PACKAGES))
+@examples(ci=8, long=200)
+@hypothesis.given(case=CASES)
+def test_as_accurate_as_the_dtypes_allow(made: Made, case: Case) -> None:
+    checks.numerics(made, case, "cuda")
+
+
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+def test_every_ragged_size_amid_nan(made: Made) -> None:
+    checks.guarded(made, [(n, 131 - n) for n in range(1, 131)], device="cuda")
+    checks.guarded(made, [(1000, 777), (129, 260)], 1000.0, device="cuda")
+
+
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+def test_not_finite_in_not_finite_out(made: Made) -> None:
+    for which in ("q", "k"):
+        for value in (math.nan, math.inf, -math.inf):
+            checks.not_finite(made, which, value, "cuda")
+    checks.not_finite_scale(made, math.nan, "cuda")
+
+
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+def test_the_same_bits_on_100_repeats(made: Made) -> None:
+    checks.repeatable(made, Case(2049, 1000, 0, scale=14.3, bias=-1.0, seed=1), 100, "cuda")
+
+
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+def test_graphs_and_no_waiting(made: Made) -> None:
+    checks.captured(made)
+
+
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+def test_the_rest(made: Made) -> None:
+    for scale in (0.0, -14.3, -1000.0):
+        checks.numerics(made, Case(300, 300, 0, scale=scale, features="unnormalised"), "cuda")
+    checks.upstream(made, "cuda")
+    checks.autocast(made, "cuda")
+    checks.refuses_no_rows(made, "cuda")
+    if made.dtype != "fp32":
+        checks.accumulators(made, "cuda")
+    if made.dtype == "fp16" and made.loss == "infonce":
+        checks.small_probabilities(made, "cuda")
+
+
+@pytest.mark.parametrize("strategy", ["panel", "stash"])
+@pytest.mark.xdist_group("large")
+def test_several_planned_panels(strategy: str) -> None:
+    """The same at a size that takes more than one panel of each sweep."""
+    settings = (("panel_rows", "4096"), ("panel_keys", "4096"))
+    made = Made(strategy, "clip", "bf16", 768, rows=16384, small=False, settings=settings)
+    checks.numerics(made, Case(10001, 10001, 0, scale=14.3, layout="sliced"), "cuda")
+
+
+@pytest.mark.parametrize("made", ONE_OF_EACH, ids=lambda made: f"{made.strategy}-{made.loss}-{made.dtype}")
+@pytest.mark.xdist_group("large")
+def test_offsets_beyond_31_bits(made: Made) -> None:
+    checks.far_rows(made, "cuda")
+
+
+@pytest.mark.parametrize("made", [planned("panel", "clip", "bf16", 1024)], ids=["panel"])
+@pytest.mark.xdist_group("large")
+def test_more_elements_than_31_bits(made: Made) -> None:
+    checks.far_accumulators(made)
+
+
+PLANTED: list[str] = [  # those that stay within the memory of the process, and what only a GPU shows
+    "zero padding takes part in the running maximum",
+    "tiles with a wide spread are not computed again in the forward",
+    "tiles with a wide spread are not computed again in the backward",
+    "programs with a wide spread are not computed again",
+    "a NaN is swallowed by the tiles",
+    "the positive's logit is rounded to bf16",
+    "32-bit offsets in tiles",
+    "32-bit offsets of accumulators in finish",
+    "32-bit offsets of accumulators in the product",
+    "tf32 products of fp32 features",
+]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.xdist_group("large")
+def test_a_planted_bug_is_noticed(name: str) -> None:
+    from tests.kernels.planted import BUGS
+
+    bug = BUGS[name]
+    bug.check(bug.made, *bug.arguments, "cuda")
+    with pytest.raises(AssertionError):
+        bug.check(dataclasses.replace(bug.made, bug=name), *bug.arguments, "cuda")
