@@ -8,13 +8,16 @@ as one object), messages to stderr. Whatever goes wrong gives one line and an ex
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -25,6 +28,7 @@ from infcl_gen.version import __version__
 if TYPE_CHECKING:
     from infcl_gen.planning.planner import Plan
     from infcl_gen.problem import Problem
+    from infcl_gen.tuning.search import Outcome
 
 SCHEMA_VERSION = 1
 INTERRUPTED = 130
@@ -116,8 +120,9 @@ def plan(**flags: Any) -> None:
     flags = _settle(flags)
     import infcl_gen
 
-    result = infcl_gen.plan(_problem(flags))
-    _output(flags, {"plan": result.as_dict()}, lambda: _plan_text(result))
+    problem = _problem(flags)
+    result = infcl_gen.plan(problem)
+    _output(flags, {"plan": result.as_dict()}, lambda: f"{_plan_text(result)}\n\n{_record_text(problem)}")
 
 
 @main.command()
@@ -175,6 +180,29 @@ def verify(directory: str, **flags: Any) -> None:
 
 
 @main.command()
+@_directory
+@click.option("--minutes", metavar="N", help="Time to spend [20].")
+@click.option("--records", metavar="DIR", help="Folder of the record [the user's data folder].")
+@_common_flags
+def tune(directory: str, **flags: Any) -> None:
+    """Measure candidates on this machine, write a record, and the package again with the winner.
+
+    May be interrupted at any moment: another run goes on from the last finished family of kernels.
+    """
+    flags = _settle(flags)
+    minutes = _minutes(flags.get("minutes"))
+    folder = _directory_name(directory)
+    from infcl_gen.problem import check_text
+    from infcl_gen.tuning.search import Limits, tune
+
+    given = flags.get("records")
+    records = None if given is None else Path(check_text("--records", given))
+    with _progress(flags) as progress:
+        outcome = tune(folder, records, Limits(minutes=minutes), progress=progress)
+    _output(flags, outcome.as_dict(), lambda: _tuning_text(outcome))
+
+
+@main.command()
 @_common_flags
 def doctor(**flags: Any) -> None:
     """Show what is here: devices, links, versions, what works, and what to do about the rest."""
@@ -209,6 +237,7 @@ class _Log(logging.Handler):
 
 def _settle(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags with those of `--config` filled in, and logging set up. Given flags win over the file's."""
+    context = click.get_current_context()
     if flags["config"] is not None:
         from infcl_gen.problem import parse_settings, read_config
 
@@ -216,10 +245,14 @@ def _settle(flags: dict[str, Any]) -> dict[str, Any]:
         if "set" in config and "set" in flags:
             merged = dict(parse_settings(config["set"])) | dict(parse_settings(flags["set"]))
             flags["set"] = tuple(f"{key}={value}" for key, value in merged.items())
+        default = click.core.ParameterSource.DEFAULT
+        given = {name for name in flags if context.get_parameter_source(name) is not default}
+        if given & {"quiet", "verbose"}:
+            given |= {"quiet", "verbose"}  # one of them given here, the other in the file
         for name, value in config.items():
-            if name in flags and not flags[name]:
+            if name in flags and name != "set" and name not in given:
                 flags[name] = value
-    click.get_current_context().obj.update(json=flags["json"], verbose=flags["verbose"])
+    context.obj.update(json=flags["json"], verbose=flags["verbose"])
     if flags["quiet"] and flags["verbose"]:
         raise InputError("--quiet: contradicts --verbose; give one of them")
     logger = logging.getLogger("infcl_gen")
@@ -252,6 +285,35 @@ def _ranks(value: object) -> int | None:
     if not 1 <= ranks <= MAX_RANKS:
         raise InputError(f"--ranks: {show(ranks)} is out of range; valid: 1 to {MAX_RANKS}")
     return ranks
+
+
+def _minutes(value: object) -> float:
+    from infcl_gen.problem import show
+
+    if value is None:
+        return 20.0
+    try:
+        minutes = float(value) if isinstance(value, str | int | float) else math.nan
+    except (ValueError, OverflowError):
+        minutes = math.nan
+    if not 0 < minutes <= 1440:
+        raise InputError(f"--minutes: {show(value)} is not a number of minutes; valid: above 0, at most 1440")
+    return minutes
+
+
+@contextlib.contextmanager
+def _progress(flags: Mapping[str, Any]) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar on stderr if that is a terminal; log records otherwise."""
+    if flags["quiet"] or not sys.stderr.isatty():
+        log = logging.getLogger("infcl_gen")
+        yield lambda step, done, total: log.info("%s %d of %d", step, done, total)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("start", total=None)
+        yield lambda step, done, total: bar.update(task, description=step, completed=done, total=total)
 
 
 def _targets(value: str | list[str] | None) -> list[str] | None:
@@ -330,6 +392,35 @@ def _infeasible_message(error: InfeasibleError) -> str:
     if batch is not None and str(batch) not in message:
         message += f"; largest feasible --batch-size: {batch}"
     return message
+
+
+def _record_text(problem: Problem) -> str:
+    """Whether measured settings are used, and why not."""
+    from infcl_gen.emission.pipeline import find_record
+    from infcl_gen.planning.records import Found
+
+    found = find_record(problem)
+    if isinstance(found, Found):
+        chosen = ", ".join(f"{key}={value}" for key, value in found.record.settings)
+        return f"measured settings of {found.file}: {chosen or 'the defaults'}"
+    return f"no measured settings: {found.reason}"
+
+
+def _tuning_text(outcome: Outcome) -> str:
+    import statistics
+
+    record = outcome.record
+    rows = []
+    for candidate in record.candidates:
+        if candidate.status not in ("illegal", "not timed"):
+            chosen = " ".join(f"{key}={value}" for key, value in candidate.settings) or "default"
+            times = candidate.times_ms
+            median = f"{statistics.median(times):.4g} ms" if times else "-"
+            rows.append((candidate.family, chosen, candidate.status, median, candidate.detail))
+    winner = " ".join(f"{key}={value}" for key, value in record.settings) or "the defaults"
+    more = "" if record.complete else "; the time was up: run it again to go on"
+    table = _table(("family", "settings", "status", "median", "detail"), rows)
+    return f"{table}\nfastest: {winner}{more}\nwrote {outcome.package} and {outcome.file}"
 
 
 def _plan_text(plan: Plan) -> str:

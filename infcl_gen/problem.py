@@ -34,6 +34,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "strategy": ("panel", "fused", "stash", "torch"),
     "products": ("library", "triton"),
     "descriptors": ("on", "off"),
+    "records": ("off", "measured"),  # measured: the settings beside it are a tuning record's
     "panel_rows": None,
     "panel_keys": None,
     "stash_rows": None,
@@ -164,6 +165,8 @@ def parse_bytes(value: object, flag: str = "size") -> int:
     factor: int | None = _BYTE_UNITS.get(match[3].lower()) if match else None
     if match is None or factor is None:
         raise InputError(f"{flag}: {show(value)} is not a size; give for example 512MiB, 2GiB or 1GB")
+    if match[2] and factor == 1:
+        raise InputError(f"{flag}: {show(value)} is a fraction of a byte; give a unit, for example 1.5GiB")
     fraction = match[2][1:] if match[2] else ""
     return int(match[1] + fraction) * factor // int(10 ** len(fraction))
 
@@ -242,6 +245,8 @@ CONFIG_FLAGS: dict[str, Any] = {
     "force": bool,
     "ranks": int | str,
     "aot": str | list[str],
+    "minutes": int | float | str,
+    "records": str,
     "json": bool,
     "quiet": bool,
     "verbose": bool,

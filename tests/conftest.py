@@ -5,6 +5,7 @@ Default: everything that needs no GPU, with the same examples on every run. `-m 
 """
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -19,6 +20,15 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The GPU suite, asked for by name, fails where there is no GPU: skipping all of it is no success."""
+    if config.option.markexpr == "gpu" and not config.option.collectonly:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.exit("-m gpu: torch finds no usable GPU on this machine", returncode=4)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests skip, with the reason, where there is no GPU; they are never silently passed."""
     if not any(item.get_closest_marker("gpu") for item in items):
@@ -30,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _private_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's own tuning records never change what a test generates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data"))
+        yield
 
 
 @pytest.fixture(autouse=True)

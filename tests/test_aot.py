@@ -34,14 +34,14 @@ import json, sys
 from dataclasses import asdict
 from pathlib import Path
 from infcl_gen.emission import read_package
-from infcl_gen.verification.aot import compile_kernel, kernel_names, load_kernels
+from infcl_gen.verification.aot import compile_kernel, kernel_names, load_kernels, variants
 
 package, target = Path(sys.argv[1]), sys.argv[2]
 kernels = load_kernels(package)
 spec = read_package(package).spec
 for name in kernel_names(kernels):
-    for masked in (False, True) if "MASKED" in getattr(kernels, name).arg_names else (False,):
-        print(json.dumps({"masked": masked, **asdict(compile_kernel(package, spec, name, target, masked))}))
+    for inputs in variants(spec, target):
+        print(json.dumps({"ragged": not inputs.aligned, **asdict(compile_kernel(package, spec, name, target, inputs))}))
 """
 
 
@@ -63,7 +63,7 @@ def resources(package: Path, target: str, cache: Path) -> list[dict[str, Any]]:
 def check(rows: list[dict[str, Any]], package: Path, target: str) -> None:
     kernels = set(read_package(package).spec["launches"])
     assert {row["kernel"] for row in rows} == kernels
-    assert {row["kernel"] for row in rows if row["masked"]}
+    assert {row["kernel"] for row in rows if row["ragged"]}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
         assert row["spill_bytes"] == 0, row

@@ -6,6 +6,7 @@ python tune/first_speed.py [-o tune/bench/h200-first-speed.json]
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,15 +25,17 @@ PROBLEMS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, default=Path("tune/bench/h200-first-speed.json"))
+    output = parser.parse_args().output
     rows = []
     for problem in PROBLEMS:
         with tempfile.TemporaryDirectory() as folder:
             package = infcl_gen.generate(make_problem(batch_size="64k", **problem), Path(folder) / "package")
-            for scale in ("14.3",):
-                rows.append(measure(package, "--errors", "--scale", scale, "--repeats", "20"))
-                shown = ("dim", "median_ms", "floor_ms", "peak_bytes", "error")
-                print({name: rows[-1].get(name) for name in shown}, flush=True)
-    write_results(parser.parse_args().output, rows, "python tune/first_speed.py")
+            rows.append(measure(package, "--errors", "--repeats", "20"))
+        shown = ("dim", "median_ms", "floor_ms", "peak_bytes", "error")
+        print({name: rows[-1].get(name) for name in shown}, flush=True)
+    if any(row["error"] for row in rows):
+        sys.exit(1)
+    write_results(output, rows, "python tune/first_speed.py")
 
 
 if __name__ == "__main__":

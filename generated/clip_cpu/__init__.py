@@ -4,8 +4,9 @@
     L = 1/M * (sum_i ((r_i - p_i) / 2) + sum_j ((c_j - p_j) / 2))
 
 Planned for batches of up to 4096 queries and 4096 keys of D = 512 (fp32) on 1 device
-of the kind cpu, strategy `torch`, at most 48.2 MiB on each beyond the inputs. Any smaller batch and any
-world size run as well, with no more memory.
+of the kind cpu, strategy `torch`, at most 48.2 MiB on each beyond the inputs.
+Any smaller batch runs as well, with no more memory. So does a ring of any number of ranks, but it needs room for
+visiting keys, which `--devices` plans.
 
     ContrastiveLoss    a module with the arguments and results of open_clip's ClipLoss
     contrastive_loss   the loss as a differentiable function

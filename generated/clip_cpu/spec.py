@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6446ea6daf26bd367aa9008d6cc12a05591085dfdedb24aecdf7c57c9e40d8be",
+    "digest": "2e5fdc42059d050ebc6a96ace260383fc99372ccb27ac1cfb0e0ea467baaa995",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "fe57325ac5b13a7f21a22882ba980b964b08a3e65ac4eed2b6578deb1a182db3",
+    "digest": "59d64a17785390169276b241dd6f9aab33dbb4b3369faecec759e44003daecda",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -82,7 +82,7 @@ SPEC: dict[str, Any] = {
         "fused_keys_wide": {"warps": 8, "stages": 2},
         "finish": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 105164800, "time_s": 0.0124382025},
+    "predicted": {"peak_bytes": 105164800, "time_s": 0.0238423325},
     "plan": {
         "strategy": "fused",
         "target": "cuda",
@@ -125,17 +125,17 @@ SPEC: dict[str, Any] = {
         ],
         "predicted_peak_bytes": 105164800,
         "phases": [
-            {"name": "forward product", "time_s": 0.00452964, "bound": "product", "flops": 1099511627776, "bytes": 536870912},
+            {"name": "forward product", "time_s": 0.00717961, "bound": "product", "flops": 1099511627776, "bytes": 536870912},
             {"name": "statistics", "time_s": 0.000237444, "bound": "launches", "flops": 0, "bytes": 436207616},
-            {"name": "fused dq", "time_s": 0.0038061, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
-            {"name": "fused dk", "time_s": 0.0038061, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
+            {"name": "fused dq", "time_s": 0.00818318, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
+            {"name": "fused dk", "time_s": 0.00818318, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
             {"name": "finish", "time_s": 5.89185e-05, "bound": "memory", "flops": 0, "bytes": 184549376},
         ],
-        "predicted_time_s": 0.0124382025,
+        "predicted_time_s": 0.0238423325,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy fused", "why": "predicted 12.4 ms against panel 19 ms, stash 21.2 ms"},
+            {"level": 2, "decision": "strategy fused", "why": "predicted 23.8 ms against panel 24 ms, stash 26.1 ms"},
             {"level": 2, "decision": "65536 query rows x all keys", "why": "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "forward block 256 x 128 x 64", "why": "147456 of 232448 bytes of shared memory"},

@@ -76,7 +76,7 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
         own = Statistics(queries.exponent[rows], queries.mantissa[rows])
         for key0 in range(0, n, PANEL_KEYS):
             columns = slice(key0, min(key0 + PANEL_KEYS, n))
-            visiting = Statistics(keys.exponent[columns], keys.mantissa[columns]) if keys is not None else None
+            visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
             g = _gradient_panel(
                 q[rows], k[columns], scale, bias, positives + row0, first_key + key0, own, visiting,
                 positive_z[rows], scratch, flags)

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "eb680a6dd653dcc251d291e32a31948251c6917a3c10b5eb1f2cf0fb132c7f32",
+    "digest": "b54faacef058318bbd1737edee40c22fe889bf44687b0b8a64ac3b1611b9e114",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -82,7 +82,7 @@ SPEC: dict[str, Any] = {
         "product": {"warps": 8, "stages": 3},
         "finish": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 1030037504, "time_s": 0.043581451},
+    "predicted": {"peak_bytes": 1030037504, "time_s": 0.048612651},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -128,18 +128,18 @@ SPEC: dict[str, Any] = {
         ],
         "predicted_peak_bytes": 1030037504,
         "phases": [
-            {"name": "forward product", "time_s": 0.011716, "bound": "product", "flops": 6597069766656, "bytes": 1207959552},
+            {"name": "forward product", "time_s": 0.014366, "bound": "product", "flops": 6597069766656, "bytes": 1207959552},
             {"name": "statistics", "time_s": 0.00027646, "bound": "memory", "flops": 0, "bytes": 603979776},
-            {"name": "gradient", "time_s": 0.0112811, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
+            {"name": "gradient", "time_s": 0.0136623, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
             {"name": "dq product", "time_s": 0.00979138, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "dk product", "time_s": 0.010219, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "finish", "time_s": 0.000297511, "bound": "memory", "flops": 0, "bytes": 1107296256},
         ],
-        "predicted_time_s": 0.043581451,
+        "predicted_time_s": 0.048612651,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 43.6 ms against stash 49.2 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 48.6 ms against stash 54.1 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 982.4 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

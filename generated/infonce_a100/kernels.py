@@ -13,7 +13,8 @@ Legend
 
 Range. A tile takes one exponential per element against one reference for the whole tile, HEADROOM below the largest
 value. fp32 then holds rows that lie up to SPREAD binary orders below that value to better than 2^-38; a tile
-with a wider spread raises its flag, and the *_wide kernel that follows recomputes just that tile exactly.
+with a wider spread raises its flag, and the *_wide kernel that follows recomputes just that tile exactly. Logits may
+reach 10^9.
 """
 
 import triton
@@ -30,10 +31,8 @@ PRODUCT_ROWS = tl.constexpr(128)
 PRODUCT_KEYS = tl.constexpr(128)
 PRODUCT_DEPTH = tl.constexpr(64)
 POSITIVE_ROWS = tl.constexpr(64)
-POSITIVE_KEYS = tl.constexpr(64)
 POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(32)
-FINISH_KEYS = tl.constexpr(16)
 FINISH_DEPTH = tl.constexpr(128)
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
 QUERY_SHARE = tl.constexpr(1.0)
@@ -116,10 +115,10 @@ def forward(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, ke
         p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
     row_sums = tl.sum(p, axis=1)
     row_reference = tl.zeros_like(row_sums) + reference
-    smallest = tl.min(tl.where(rows < queries, row_sums, 1.0))
-    tl.store(flags + tile, (smallest < SMALLEST_SUM).to(tl.int32))
     tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
     tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
+    smallest = tl.min(tl.where(rows < queries, row_sums, 1.0))
+    tl.store(flags + tile, (smallest < SMALLEST_SUM).to(tl.int32))
 
 
 @triton.jit
@@ -157,9 +156,9 @@ def merge(part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride)
         top = tl.maximum(e, part_e)
         s = s * tl.exp2(e - top) + part_s * tl.exp2(part_e - top)
         e = top
-    carry = tl.floor(tl.log2(s))
-    tl.store(exponent + r, e + carry, mask=r < rows)
-    tl.store(mantissa + r, s * tl.exp2(-carry), mask=r < rows)
+    carried = e + tl.floor(tl.log2(s))
+    tl.store(exponent + r, carried, mask=r < rows)
+    tl.store(mantissa + r, s * tl.exp2(e - carried), mask=r < rows)  # beyond 2^24 the sum above is rounded
 
 
 @triton.jit

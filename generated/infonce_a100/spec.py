@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "2e162945f845f0353b97a1bd80e2cf7ac80b6367f2d2fcee7dd01fe0359f3109",
+    "digest": "d4391881df3b4fe666bce4a4c6aad49f851a51ca57e959037c257be7c9ff9bb9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -81,7 +81,7 @@ SPEC: dict[str, Any] = {
         "product": {"warps": 8, "stages": 3},
         "finish": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 954044416, "time_s": 0.068559546},
+    "predicted": {"peak_bytes": 954044416, "time_s": 0.076569846},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -126,18 +126,18 @@ SPEC: dict[str, Any] = {
         ],
         "predicted_peak_bytes": 954044416,
         "phases": [
-            {"name": "forward product", "time_s": 0.0185139, "bound": "product", "flops": 3298534883328, "bytes": 536870912},
+            {"name": "forward product", "time_s": 0.0227331, "bound": "product", "flops": 3298534883328, "bytes": 536870912},
             {"name": "statistics", "time_s": 0.000155194, "bound": "memory", "flops": 0, "bytes": 234881024},
-            {"name": "gradient", "time_s": 0.0177517, "bound": "product", "flops": 3298534883328, "bytes": 4697620480},
+            {"name": "gradient", "time_s": 0.0215428, "bound": "product", "flops": 3298534883328, "bytes": 4697620480},
             {"name": "dq product", "time_s": 0.0155195, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "dk product", "time_s": 0.0162003, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "finish", "time_s": 0.000418952, "bound": "memory", "flops": 0, "bytes": 805306368},
         ],
-        "predicted_time_s": 0.068559546,
+        "predicted_time_s": 0.076569846,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 68.6 ms against stash 70.1 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 76.6 ms against stash 77.8 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "8 panel(s) a hop, peak 909.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

@@ -6,18 +6,22 @@ import hashlib
 import importlib.util
 import shutil
 import sys
+import threading
 from dataclasses import asdict, astuple
 from pathlib import Path
 from types import ModuleType
 
 from infcl_gen.emission.package import lock, read_package, write_package
-from infcl_gen.emission.pipeline import build, resolved
+from infcl_gen.emission.pipeline import build, find_record, resolved
 from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.losses import load_loss, spec_as_dict
+from infcl_gen.planning.records import Found
 from infcl_gen.problem import Problem
 from infcl_gen.version import __version__
+
+_importing = threading.RLock()  # a thread must not see a module that another is still executing
 
 
 def load_cached(problem: Problem) -> ModuleType:
@@ -45,24 +49,27 @@ def import_package(folder: Path, name: str | None = None) -> ModuleType:
     """
     if name is None:
         name = f"infcl_gen_package_{read_package(folder).digest[:16]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    specification = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    if specification is None or specification.loader is None:
-        raise InputError(f"{folder}: cannot be imported as a package")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module
-    try:
-        specification.loader.exec_module(module)
-    except ImportError as error:
-        raise ToolchainError(f"{folder}: a library that the package needs is missing: {error}") from error
-    finally:
-        if not hasattr(module, "contrastive_loss"):
-            for entry in [other for other in sys.modules if other == name or other.startswith(f"{name}.")]:
-                del sys.modules[entry]
-    return module
+    with _importing:
+        if name in sys.modules:
+            return sys.modules[name]
+        specification = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        if specification is None or specification.loader is None:
+            raise InputError(f"{folder}: cannot be imported as a package")
+        module = importlib.util.module_from_spec(specification)
+        sys.modules[name] = module
+        try:
+            specification.loader.exec_module(module)
+        except ImportError as error:
+            raise ToolchainError(f"{folder}: a library that the package needs is missing: {error}") from error
+        finally:
+            if not hasattr(module, "contrastive_loss"):
+                for entry in [
+                    other for other in sys.modules if other == name or other.startswith(f"{name}.")
+                ]:
+                    del sys.modules[entry]
+        return module
 
 
 def cache_folder() -> Path:
@@ -75,7 +82,9 @@ def cache_folder() -> Path:
 def cache_key(problem: Problem) -> str:
     """Content decides: the problem as resolved here, the files it names, and the generator's own source."""
     loss, cluster = load_loss(problem.loss), resolve_cluster(problem)
-    found = (astuple(resolved(problem, loss, cluster)), spec_as_dict(loss), asdict(cluster.profile))
+    record = find_record(problem)
+    measured = record.record.settings if isinstance(record, Found) else None
+    found = (astuple(resolved(problem, loss, cluster)), spec_as_dict(loss), asdict(cluster.profile), measured)
     digest = hashlib.sha256(repr((__version__, found)).encode())
     source = Path(__file__).resolve().parent.parent
     for root in (source, template_folder()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,7 +128,7 @@ def spec_literals(
         "problem": dataclasses.asdict(plan.problem),
         "positives": derivation.spec.positives,
         "has_keys": bool(derivation.has_keys),
-        "gradient_exponent": _gradient_exponent(plan),
+        "gradient_exponent": _gradient_exponent(plan, derivation),
         "descriptors": plan.descriptors,
         "loss": spec_as_dict(derivation.spec),
         "device": dataclasses.asdict(profile),
@@ -178,8 +179,6 @@ def triton_expressions(derivation: Derivation) -> dict[str, Any]:
         "affine": affine,
         "slope": triton_code(derivation.slope) if affine else "",
         "shift": triton_code(derivation.shift) if affine else "",
-        "logit": "" if affine else triton_code(derivation.logit),
-        "dlogit_dz": "" if affine else triton_code(derivation.dlogit_dz),
         "gradient_factor": triton_code(derivation.gradient_factor),
         "query_term": triton_code(derivation.query_term),
         "key_term_without_positive": triton_code(without_positive),
@@ -198,9 +197,8 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "dim": plan.problem.dim,
         "dtype": plan.dtype,
         "torch_dtype": TORCH_DTYPES[plan.dtype],
-        "triton_dtype": f"tl.{TORCH_DTYPES[plan.dtype]}",
         "statistics_dtype": "float64" if plan.dtype == "fp64" else "float32",
-        "gradient_exponent": _gradient_exponent(plan),
+        "gradient_exponent": _gradient_exponent(plan, derivation),
         "input_precision": _input_precision(plan),
         "has_keys": bool(derivation.has_keys),
         "positives": derivation.spec.positives,
@@ -220,9 +218,13 @@ def _exact(plan: Plan) -> bool:
     return plan.dtype == "fp32"
 
 
-def _gradient_exponent(plan: Plan) -> int:
-    """Gradients of logits are kept times 2 to this power: they are of order 1/M, and fp16 would underflow."""
-    return 14 if plan.dtype == "fp16" and plan.strategy != "torch" else 0
+def _gradient_exponent(plan: Plan, derivation: Derivation) -> int:
+    """Gradients of logits are kept times 2 to this power: they are of order 1/M, and fp16 would underflow, or overflow
+    beyond 65504."""
+    if plan.dtype != "fp16" or plan.strategy == "torch":
+        return 0
+    softmaxes = abs(derivation.query_share) + abs(derivation.key_share)
+    return 14 - max(0, math.ceil(math.log2(max(softmaxes, abs(derivation.positive_share)))))
 
 
 def _input_precision(plan: Plan) -> str:

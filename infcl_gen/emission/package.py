@@ -96,6 +96,10 @@ def read_package(folder: str | Path) -> Package:
     if spec["digest"] != content_digest(texts):
         raise InputError(f"{root}: SPEC's digest does not fit the files; generate it again")
     files[MANIFEST] = _read_bytes(root / MANIFEST)
+    if json.loads(files[MANIFEST]).get("digest") != spec["digest"]:
+        raise InputError(
+            f"{root}: not as generated: {MANIFEST} was edited (its digest is not SPEC's); generate it again"
+        )
     return Package(root.resolve(), spec, files)
 
 

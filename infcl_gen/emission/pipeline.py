@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 from pathlib import Path
 
-from infcl_gen.emission.lower import lower
+from infcl_gen.emission.lower import RUNTIME_FOLDER, lower
 from infcl_gen.emission.package import manifest_text, read_package
-from infcl_gen.emission.render import render
-from infcl_gen.errors import InputError
+from infcl_gen.emission.render import render, template_folder
+from infcl_gen.errors import InfclError, InputError
 from infcl_gen.hardware import Cluster, profile_from_literals, resolve_cluster
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
+from infcl_gen.planning.records import Found, Missing, lookup, record_key
 from infcl_gen.problem import Problem, make_problem
+
+_LOG = logging.getLogger("infcl_gen")
 
 
 def build(problem: Problem) -> dict[str, str]:
-    """The text of every file of the package for `problem`, without the manifest."""
-    return _build(problem, load_loss(problem.loss), resolve_cluster(problem))
+    """The text of every file of the package for `problem`, without the manifest; a tuning record that fits is used."""
+    cluster = resolve_cluster(problem)
+    planned, derivation = _measured_plan(problem, load_loss(problem.loss), cluster)
+    return render(lower(planned, derivation, cluster.profile))
 
 
 def plan_problem(problem: Problem) -> tuple[Plan, Derivation]:
     """The plan and the derived gradient; the plan's problem names the loss and device that were found."""
-    cluster = resolve_cluster(problem)
-    loss = load_loss(problem.loss)
-    derivation = derive(loss)
-    return plan(resolved(problem, loss, cluster), derivation, cluster), derivation
+    return _measured_plan(problem, load_loss(problem.loss), resolve_cluster(problem))
 
 
-def _build(problem: Problem, loss: LossSpec, cluster: Cluster) -> dict[str, str]:
-    derivation = derive(loss)
-    planned = plan(resolved(problem, loss, cluster), derivation, cluster)
+def find_record(problem: Problem) -> Found | Missing:
+    """The tuning record that `build` uses for the problem, or why there is none."""
+    return _find_record(problem, load_loss(problem.loss), resolve_cluster(problem))
+
+
+def build_for(problem: Problem, loss: LossSpec, cluster: Cluster) -> dict[str, str]:
+    """The text of the package for a problem as it stands: no tuning record is looked up."""
+    planned, derivation = _plan(problem, loss, cluster)
     return render(lower(planned, derivation, cluster.profile))
 
 
@@ -43,17 +52,54 @@ def resolved(problem: Problem, loss: LossSpec, cluster: Cluster) -> Problem:
 def rerender(folder: str | Path) -> dict[str, bytes]:
     """What the package in `folder` would be if generated now, from its SPEC alone; with the manifest.
 
-    SPEC carries the loss as a formula and the device as figures: files that the user gave are not needed again.
-    Raises InputError if the folder is not an intact package, and whatever planning its problem raises.
+    SPEC carries the loss as a formula and the device as figures: files that the user gave are not needed again, nor is
+    the record of measured settings. Raises InputError if the folder is not an intact package, and whatever planning
+    its problem raises.
     """
-    spec = read_package(folder).spec
+    files = build_for(*spec_inputs(read_package(folder).spec))
+    return {path: text.encode() for path, text in {**files, "manifest.json": manifest_text(files)}.items()}
+
+
+def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
+    """Problem, loss and cluster of a package from its SPEC alone. Raises InputError if it lacks one of them."""
     problem = spec_problem(spec)
     loss, device = spec.get("loss"), spec.get("device")
     if not isinstance(loss, dict) or not isinstance(device, dict):
         raise InputError("SPEC lacks the loss or the device; generate the package again")
     cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device))
-    files = _build(problem, spec_from_dict(loss), cluster)
-    return {path: text.encode() for path, text in {**files, "manifest.json": manifest_text(files)}.items()}
+    return problem, spec_from_dict(loss), cluster
+
+
+def sources_digest(target: str) -> str:
+    """Digest of the templates and the runtime that packages for a target are made of."""
+    digest = hashlib.sha256()
+    folders = ("package", "torch") if target == "cpu" else ("package", "torch", "triton")
+    files = [file for name in folders for file in sorted((template_folder() / name).glob("*.jinja"))]
+    for file in [*files, *sorted(RUNTIME_FOLDER.glob("*.py"))]:
+        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _find_record(problem: Problem, loss: LossSpec, cluster: Cluster) -> Found | Missing:
+    target = cluster.profile.target
+    return lookup(problem, record_key(problem, loss, cluster), sources_digest(target))
+
+
+def _plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Derivation]:
+    derivation = derive(loss)
+    return plan(resolved(problem, loss, cluster), derivation, cluster), derivation
+
+
+def _measured_plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Derivation]:
+    """The plan with the settings of a record that fits; else, or if they are illegal today, by the cost model."""
+    found = _find_record(problem, loss, cluster)
+    if isinstance(found, Found):
+        try:
+            return _plan(found.applied(problem), loss, cluster)
+        except InfclError as error:
+            found = Missing(f"the record in {found.file.name} does not give a plan any more: {error}")
+    _LOG.info("no measured settings: %s", found.reason)
+    return _plan(problem, loss, cluster)
 
 
 def spec_problem(spec: dict[str, object]) -> Problem:

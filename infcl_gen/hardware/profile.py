@@ -173,6 +173,8 @@ def _convert(table: dict[str, Any], where: str) -> DeviceProfile:
     try:
         known = [field.name for field in dataclasses.fields(DeviceProfile)]
         for key, value in table.items():
+            if not isinstance(key, str):
+                raise InputError(f"--device-profile: key {show(key)} in {show(where)} is not text")
             if key not in known:
                 raise InputError(
                     f"--device-profile: unknown key {show(key)} in {show(where)}{suggestion(key, known)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import operator
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sympy import Expr, Symbol, sqrt, sympify
+from sympy import Expr, Number, Symbol, sqrt, sympify
 
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
 from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, is_similarity
@@ -75,9 +76,22 @@ def parse_formula(text: str) -> Expr:
 
 
 def _build(node: ast.expr) -> Expr:
+    expression = _built(node)
+    if expression.is_Number and not _moderate(expression):
+        raise ValueError(f"a number in it exceeds {_LARGEST_NUMBER:g}")
+    return expression
+
+
+def _moderate(number: Expr) -> bool:
+    if number.is_Rational:
+        return bool(max(abs(number.p), number.q) < _LARGEST_NUMBER)
+    return not number.is_Float or bool(abs(number) < _LARGEST_NUMBER)
+
+
+def _built(node: ast.expr) -> Expr:
     match node:
         case ast.Constant(value=int() | float() as value) if (
-            not isinstance(value, bool) and abs(value) < 1e300
+            not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
         ):
             return sympify(value)
         case ast.Name(id=name) if name in SYMBOLS:
@@ -89,7 +103,10 @@ def _build(node: ast.expr) -> Expr:
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if (
             0 < exponent <= 4
         ):
-            return _build(left) ** exponent
+            base = _build(left)  # of z as well: ((2 * z)**4)**4 has ever larger numbers
+            if not all(abs(number) < _LARGEST_NUMBER**0.25 for number in base.atoms(Number)):
+                raise ValueError(f"a power in it exceeds {_LARGEST_NUMBER:g}")
+            return base**exponent
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
             return _OPERATIONS[type(operation)](_build(left), _build(right))
         case ast.Call(func=ast.Name(id="sqrt"), args=[argument], keywords=[]):
@@ -99,6 +116,7 @@ def _build(node: ast.expr) -> Expr:
     raise ValueError(f"{ast.unparse(node)[:80]!r} is not in the loss language")
 
 
+_LARGEST_NUMBER = 1e300
 _OPERATIONS: dict[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -126,7 +144,8 @@ def _execute(file: str) -> ModuleType:
     previous = sys.modules.get(name)
     sys.modules[name] = module  # dataclasses and pickling look their module up while it runs
     try:
-        exec(compile(source, str(path), "exec"), module.__dict__)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for results: one object with --json
+            exec(compile(source, str(path), "exec"), module.__dict__)
     except LossError as error:
         raise LossError(f"--loss: {file!r}: {_one_line(error)}") from error
     except (Exception, SystemExit) as error:

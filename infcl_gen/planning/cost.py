@@ -107,13 +107,14 @@ class TimeTerm:
     launches: Any = 0
 
 
-# Fraction of the peak that a kernel reaches as a function of the embedding. Measured on one H200 (peak 765): forward
-# 569 TFLOP/s at D = 768 and 4.3 ms at B = 65 536, D = 128; gradient 518 and 615 at 512 and 768; fused 595 and 679 at
-# 128 and 256; dq 690, dk 652 at 768. A product's efficiency falls faster at small D: output and panel bind there.
+# Fraction of the peak that a kernel reaches as a function of the embedding. Forward, gradient and fused are fitted to
+# the totals in tune/bench/h200-first-speed.json (panel and stash at D = 768, fused at 128 and 256, each met within
+# 10 %); dq 690, dk 652 TFLOP/s were measured at 768. A product's efficiency falls faster at small D: output and panel
+# bind there.
 EFFICIENCY = {
-    "forward": P / (P + 264),
-    "gradient": P / (P + 210),
-    "fused": P / (P + 36),
+    "forward": P / (P + 500),
+    "gradient": P / (P + 420),
+    "fused": P / (P + 225),
     "dq": Rational(95, 100) * D**2 / (D**2 + 190**2),
     "dk": Rational(91, 100) * D**2 / (D**2 + 190**2),
     "torch": Rational(7, 10),
@@ -422,17 +423,21 @@ class CostModel:
         return tuple(found)
 
     def _link(self, phase: str, compute_s: float) -> PhaseTime:
-        """Each hop's transfer runs beside work; only the longer of the two counts. The last one goes home, unhidden."""
+        """Keys (in backward with their finished statistics) travel beside the work of W - 1 hops: what takes longer counts.
+
+        What the work changes (statistics of the keys; in backward dk) follows each of the W hops and is waited for.
+        """
         link = self.profile.link_gbs if self.nodes == 1 else self.profile.node_link_gbs
-        accumulators = self.dim * self._accumulator_bytes if phase == "backward" else 0
-        statistics = 2 * self._accumulator_bytes * self.variant.has_keys
-        home = self.keys * (accumulators or statistics)
-        hop = self.keys * (self.dim * DTYPE_BYTES[self.dtype] + statistics + accumulators)
+        features = self.keys * self.dim * DTYPE_BYTES[self.dtype]
+        statistics = self.keys * 2 * self._accumulator_bytes * self.variant.has_keys
+        beside, after = features, statistics
+        if phase == "backward":
+            beside, after = features + statistics, self.keys * self.dim * self._accumulator_bytes
         latency_s = self.profile.launch_us.value * 1e-6
-        hop_s, home_s = (size / (link.value * 1e9) + latency_s for size in (hop, home))
-        hidden = compute_s / self.world_size
-        exposed = (self.world_size - 1) * max(0.0, hop_s - hidden) + home_s
-        total = (self.world_size - 1) * hop + home
+        beside_s, after_s = (size and size / (link.value * 1e9) + latency_s for size in (beside, after))
+        hops, hidden_s = self.world_size, compute_s / self.world_size
+        exposed = (hops - 1) * max(0.0, beside_s - hidden_s) + hops * after_s
+        total = (hops - 1) * beside + hops * after
         return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
 
     @property

@@ -175,7 +175,6 @@ class _Option:
     blocks: dict[str, Block]
     derivation: Derivation
     cluster: Cluster
-    stash_by_default: bool
 
     def model(self, problem: Problem) -> CostModel:
         world = self.cluster.devices
@@ -237,7 +236,8 @@ class _Option:
             for keys in all_keys:
                 # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
                 lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
-                if not lean or self.strategy == "fused":
+                smallest = (rows, keys) == (all_rows[-1], all_keys[-1])
+                if not lean or smallest or self.strategy == "fused":
                     yield from self._with_stash(problem, model, rows, keys, smallest=False)
 
     def _with_stash(
@@ -249,10 +249,12 @@ class _Option:
         slices = -(-model.rows // rows)
         if "stash_rows" in problem.setting:
             stash = parse_count(problem.setting["stash_rows"], "--set stash_rows")
-            if stash % rows == 0:
+            # A panel as set may be longer than the problem, and is cut to it: what was set counts.
+            asked = parse_count(problem.setting.get("panel_rows", str(rows)), "--set panel_rows")
+            if stash % asked == 0:
                 yield self._with_forward(model, rows, keys, min(stash, slices * rows))
             elif smallest or "panel_rows" in problem.setting:
-                raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {rows}")
+                raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {asked}")
         else:
             counts = {1} if smallest else {1, slices, *(slices * step // 6 or 1 for step in range(1, 6))}
             for count in sorted(counts):
@@ -298,7 +300,6 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
             f"--set {extra[0] if extra else sorted(problem.setting)[0]}: does not apply to the strategies possible here"
             f" ({', '.join(possible)}); valid: {', '.join(sorted(set().union(*map(_settings_of, possible))))}"
         )
-    asked = wanted == "stash" or "stash_rows" in problem.setting
     if "stash_rows" in problem.setting:
         usable = [name for name in usable if name == "stash"]
     elif problem.memory_budget_bytes is None and wanted is None:
@@ -306,14 +307,14 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
     found = []
     for name in usable:
         try:
-            found.append(_option(name, problem, derivation, cluster, asked))
+            found.append(_option(name, problem, derivation, cluster))
         except InputError:
             if name == usable[-1] and not found:
                 raise
     return found
 
 
-def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluster, asked: bool) -> _Option:
+def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> _Option:
     descriptors = _descriptors(problem, cluster) if name != "torch" else False
     blocks = default_blocks(name, cluster.profile, problem.dtype, problem.dim, descriptors)
     for key, word in problem.settings:
@@ -333,7 +334,7 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
         found = violations(kernel, blocks[kernel], cluster.profile, problem.dtype, problem.dim, descriptors)
         if found:
             raise InputError(f"--set {key}: the {kernel} block is illegal: {'; '.join(found)}")
-    return _Option(name, _products(name, problem, cluster), descriptors, blocks, derivation, cluster, asked)
+    return _Option(name, _products(name, problem, cluster), descriptors, blocks, derivation, cluster)
 
 
 def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
@@ -361,7 +362,7 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
 
 def _settings_of(name: str) -> set[str]:
     """The keys of `--set` that mean something to a strategy."""
-    keys = {"strategy", "panel_rows"}
+    keys = {"strategy", "panel_rows", "records"}
     keys |= {f"{kernel}.{field}" for kernel in KERNELS_OF[name] for field in BLOCK_FIELDS}
     if name != "fused":
         keys |= {"panel_keys"}
@@ -477,7 +478,16 @@ def _largest_batch(problem: Problem, options: list[_Option], ceiling: int) -> in
         # With --keys the keys stay, unless the loss needs them equal to the queries.
         keys = batch if problem.keys is not None and options[0].derivation.has_keys else problem.keys
         other = dataclasses.replace(problem, batch_size=batch, keys=keys)
-        return any(option.smallest_peak(other) <= ceiling for option in options)
+        return any(option_fits(option, other) for option in options)
+
+    def option_fits(option: _Option, other: Problem) -> bool:
+        # What another batch does not allow (a panel as set, or a stash, of too many keys) does not fit.
+        if _impossible(option.strategy, other, option.derivation, option.cluster):
+            return False
+        try:
+            return option.smallest_peak(other) <= ceiling
+        except InputError:
+            return False
 
     if not fits(1):
         return None
@@ -511,6 +521,8 @@ def _reasons(
     option, sizes = best.option, best.sizes
     model = option.model(problem)
     world, cluster = model.world_size, option.cluster
+    measured = problem.setting.get("records") == "measured"
+    by_setting = f"measured on {cluster.profile.name}" if measured else "set by --set"
     found = []
     if cluster.nodes > 1:
         text = f"ring of {cluster.nodes} nodes; keys visit, queries stay"
@@ -520,7 +532,7 @@ def _reasons(
     found.append(Reason(0, text, why))
     if world > 1:
         exposed = sum(phase.time_s for phase in model.phases(sizes) if phase.bound == "link")
-        why = f"two buffers of {model.keys} keys hide all but {1e3 * exposed:.3g} ms of the transfers behind the work"
+        why = f"keys travel beside the work (two buffers of {model.keys}), sums after it: {1e3 * exposed:.3g} ms unhidden"
         found.append(
             Reason(1, f"ring of {cluster.devices // cluster.nodes} devices, {world} hops in all", why)
         )
@@ -537,7 +549,7 @@ def _reasons(
             c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates
         )
         if {"panel_rows", "panel_keys"} & set(problem.setting):
-            why = "set by --set"
+            why = by_setting
         else:
             why = (
                 "larger ones are not faster"
@@ -557,13 +569,16 @@ def _reasons(
     if option.strategy in ("panel", "stash"):
         library = "the library's product with fp32 output is the fastest here"
         why = library if option.products == "library" else "no library product with fp32 output here"
-        why = "set by --set" if "products" in problem.setting else why
+        why = by_setting if "products" in problem.setting else why
         found.append(Reason(3, f"products by {option.products}", why))
     for kernel, block in option.blocks.items():
         changed = sorted(key for key in problem.setting if key.startswith(kernel + "."))
         size = shared_bytes(kernel, block, problem.dtype)
         why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
-        why = f"set by {', '.join(changed)}; {why}" if changed else why
+        if measured:
+            why = f"{by_setting}; {why}"
+        elif changed:
+            why = f"set by {', '.join(changed)}; {why}"
         found.append(Reason(3, f"{kernel} block {block.rows} x {block.keys} x {block.depth}", why))
         registers = f"a register budget of {cluster.profile.registers_per_thread} per thread"
         found.append(

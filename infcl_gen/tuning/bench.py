@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ from infcl_gen.version import __version__
 SCHEMA_VERSION = 1
 TIMEOUT_S = 600.0
 FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is in memory, not in a cache
+CPU_FLUSH_BYTES = 64 << 20
 SEED = 0
 
 
@@ -65,16 +67,11 @@ def measure_package(
     queries = batch or problem["batch_size"]
     keys = batch or problem["keys"] or problem["batch_size"]
     q, k = (
-        _features(rows, problem["dim"], problem["dtype"], seed) for seed, rows in enumerate((queries, keys))
+        features(rows, problem["dim"], problem["dtype"], seed) for seed, rows in enumerate((queries, keys))
     )
     temperature = torch.tensor(scale, device="cuda", requires_grad=True)
 
-    def step() -> tuple[Any, ...]:
-        q.grad = k.grad = temperature.grad = None
-        loss = module.contrastive_loss(q, k, temperature)
-        loss.backward()
-        return loss.detach(), q.grad, k.grad, temperature.grad
-
+    step = training_step(module, q, k, temperature)
     warm = [rows.detach()[: min(64, len(rows))].clone().requires_grad_() for rows in (q, k)]
     module.contrastive_loss(
         *warm, temperature
@@ -84,7 +81,7 @@ def measure_package(
         result = step()
     error = _errors(module, q, k, scale, result) if errors else None
     del result
-    times_ms = _times_ms(step, repeats)
+    measured_ms = times_ms(step, repeats)
     return {
         "loss": module.SPEC["name"].split("_")[0],
         "batch": queries,
@@ -96,9 +93,9 @@ def measure_package(
         "impl": "infcl",
         "strategy": plan["strategy"],
         "scale": scale,
-        "median_ms": statistics.median(times_ms),
-        "mean_ms": statistics.fmean(times_ms),
-        "std_ms": statistics.stdev(times_ms) if len(times_ms) > 1 else 0.0,
+        "median_ms": statistics.median(measured_ms),
+        "mean_ms": statistics.fmean(measured_ms),
+        "std_ms": statistics.stdev(measured_ms) if len(measured_ms) > 1 else 0.0,
         "repeats": repeats,
         "peak_bytes": meter.peak_bytes,
         "budget_bytes": plan["budget_bytes"],
@@ -156,32 +153,60 @@ def versions() -> dict[str, str]:
     }
 
 
-def _features(rows: int, dim: int, dtype: str, seed: int) -> Any:
+def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -> Any:
+    """Random features of unit norm that ask for gradients; the same on every run."""
     import torch
 
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    generator = torch.Generator("cuda").manual_seed(SEED + seed)
-    features = torch.empty(rows, dim, dtype=kind, device="cuda")
+    from infcl_gen.verification.properties import DTYPES
+
+    generator = torch.Generator(device).manual_seed(SEED + seed)
+    found = torch.empty(rows, dim, dtype=DTYPES[dtype], device=device)
+    wide = torch.float64 if dtype == "fp64" else torch.float32
     for start in range(0, rows, 1 << 16):  # the fp32 numbers of four million rows would not fit beside them
-        part = torch.randn(min(1 << 16, rows - start), dim, generator=generator, device="cuda")
-        features[start : start + len(part)] = torch.nn.functional.normalize(part, dim=1)
-    return features.requires_grad_()
+        count = min(1 << 16, rows - start)
+        part = torch.randn(count, dim, generator=generator, device=device, dtype=wide)
+        found[start : start + len(part)] = torch.nn.functional.normalize(part, dim=1)
+    return found.requires_grad_()
 
 
-def _times_ms(run: Callable[[], object], repeats: int) -> list[float]:
+def training_step(module: ModuleType, q: Any, k: Any, temperature: Any) -> Callable[[], tuple[Any, ...]]:
+    """One forward and backward of a package, as training runs it: (loss, dq, dk, dscale)."""
     import torch
 
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
+    labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
+
+    def step() -> tuple[Any, ...]:
+        q.grad = k.grad = temperature.grad = None
+        loss = module.contrastive_loss(q, k, temperature, labels=labels)
+        loss.backward()
+        return loss.detach(), q.grad, k.grad, temperature.grad
+
+    return step
+
+
+def times_ms(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:
+    """Times of `repeats` runs, each on a cold cache, after one that is not timed. On the GPU by its own events."""
+    import torch
+
+    flush = torch.empty(
+        FLUSH_BYTES if device == "cuda" else CPU_FLUSH_BYTES, dtype=torch.uint8, device=device
+    )
     run()
     times = []
     for _ in range(repeats):
         flush.zero_()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - started))
     return times
 
 
@@ -197,10 +222,10 @@ def _floor_ms(plan: dict[str, Any], q: Any, k: Any) -> float:
     g = torch.empty(rows, keys, dtype=q.dtype, device=q.device).normal_()
     dq, dk = (torch.zeros(n, q.shape[1], dtype=torch.float32, device=q.device) for n in (rows, keys))
     wide: dict[str, Any] = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
-    similarity = statistics.median(_times_ms(lambda: torch.mm(a, b.T, out=g), 5))
+    similarity = statistics.median(times_ms(lambda: torch.mm(a, b.T, out=g), 5))
     g.normal_()
-    products = statistics.median(_times_ms(lambda: torch.addmm(dq, g, b, out=dq, **wide), 5))
-    products += statistics.median(_times_ms(lambda: torch.addmm(dk, g.T, a, out=dk, **wide), 5))
+    products = statistics.median(times_ms(lambda: torch.addmm(dq, g, b, out=dq, **wide), 5))
+    products += statistics.median(times_ms(lambda: torch.addmm(dk, g.T, a, out=dk, **wide), 5))
     recomputed = 1 - min(plan["stash_rows"], len(q)) / len(q)
     return float(panels * ((1 + recomputed) * similarity + products))
 

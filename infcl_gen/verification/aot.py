@@ -16,19 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.hardware import load_profile, profile_names
 
-# Shared memory that one block may have, by opting in: CUDA programming guide (compute capabilities), CDNA 3, 4 guides.
-SHARED_BYTES = {
-    "sm_80": 166_912,
-    "sm_86": 101_376,
-    "sm_89": 101_376,
-    "sm_90": 232_448,
-    "sm_100": 232_448,
-    "sm_120": 101_376,
-    "gfx942": 65_536,
-    "gfx950": 163_840,
-}
-DESCRIPTOR_TARGETS = ("sm_90", "sm_100", "sm_120")
+_GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
+SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # that one block may have
+DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
 HELPERS = {"base2_slope", "load_block", "similarity", "tile_of"}
 FEATURES = {"q", "k", "x", "g", "out"}
 COUNTS = {"queries", "keys", "rows", "inner", "parts"}
@@ -69,7 +61,9 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
 
     unknown = sorted(set(targets) - set(SHARED_BYTES))
     if unknown:
-        raise InputError(f"--aot: unknown target {', '.join(unknown)}; known: {', '.join(SHARED_BYTES)}")
+        raise InputError(
+            f"--aot: unknown target {', '.join(unknown)}; known: {', '.join(sorted(SHARED_BYTES))}"
+        )
     spec = read_package(package).spec
     if not (Path(package) / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]

@@ -81,9 +81,9 @@ def memory(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     inputs = tensors(case, module.SPEC["positives"], job.device)
     arguments = (inputs.q, inputs.k, 14.3)
     if job.device == "cuda":
-        module.loss_and_grads(*arguments)  # compiles
+        module.loss_and_grads(*arguments, labels=inputs.labels)  # compiles
     with PeakMeter(job.device) as meter:
-        result = module.loss_and_grads(*arguments)
+        result = module.loss_and_grads(*arguments, labels=inputs.labels)
     del result
     detail = f"measured {meter.peak_bytes / 2**20:.2f} MiB, predicted {predicted / 2**20:.2f} MiB"
     return [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]

@@ -345,3 +345,17 @@ def _sparse(elements: int, dtype: torch.dtype, device: str) -> Tensor:
     size = elements * torch.empty(0, dtype=dtype).element_size()
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     return torch.frombuffer(pages, dtype=dtype)
+
+
+def strided_labels(made: Made, device: str = "cpu") -> None:
+    """Labels that are a column of a table, or one label for all, count as their contiguous copy does."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(70, 90, 0, scale=2.0)), "label", device)
+    drawn = torch.randperm(90, generator=torch.Generator().manual_seed(0))[:70].to(device)
+    table = torch.stack((drawn, drawn.flip(0)), dim=1)
+    for labels in (table[:, 1], drawn[:1].expand(70)):
+        ours, theirs = (
+            package.loss_and_grads(inputs.q, inputs.k, 2.0, labels=each)
+            for each in (labels, labels.contiguous())
+        )
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), labels.stride()

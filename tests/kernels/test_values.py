@@ -62,3 +62,8 @@ def test_the_cpu_target(made: Made) -> None:
     checks.refuses_no_rows(made)
     for scale in (0.0, -14.3, -1000.0):
         checks.numerics(made, Case(65, 63, 0, scale=scale))
+
+
+@pytest.mark.parametrize("strategy", ["panel", "fused"])
+def test_labels_of_any_stride(interpreted: Interpreter, strategy: str) -> None:
+    interpreted(checks.strided_labels, Made(strategy, "infonce"))

@@ -105,3 +105,21 @@ def test_stored_losses_are_checked(field: str) -> None:
             spec_from_dict({**literals, field: bad})
     with pytest.raises(InputError, match=f"lacks {field}"):
         spec_from_dict({key: value for key, value in literals.items() if key != field})
+
+
+def test_what_a_file_prints_is_not_a_result(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("print('hello')\n" + file.read_text())
+    load_loss(f"{file}:{NAME_IN_FILE}")
+    printed = capsys.readouterr()
+    assert printed.out == "" and "hello" in printed.err
+
+
+@pytest.mark.parametrize("inner", ["9", "(2*z)", "(9.5*z)", "sqrt(2)", "(z/7)"])
+def test_powers_of_powers_are_refused_at_once(inner: str) -> None:
+    formula = inner
+    for _ in range(60):
+        formula = f"({formula})**4"
+    start = time.perf_counter()
+    with pytest.raises(LossError, match="exceeds"):
+        parse_formula(f"mean_over_queries({formula})")
+    assert time.perf_counter() - start < 2

@@ -27,6 +27,8 @@ def problems(draw: st.DrawFn) -> Problem:
     profile = draw(st.sampled_from(["h200", "h200", "cpu", *GPU_PROFILES]))
     loss = draw(st.sampled_from(["clip", "infonce"]))
     nodes = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    sides = st.sampled_from([None, None, None, 512, 1024, 16384])
+    chosen = {"panel_rows": draw(sides), "panel_keys": draw(sides)}
     return make_problem(
         loss=loss,
         batch_size=draw(st.one_of(st.integers(1, 300), st.integers(1, 2**22))),
@@ -36,6 +38,7 @@ def problems(draw: st.DrawFn) -> Problem:
         nodes=nodes,
         dtype=draw(st.sampled_from(["bf16", "fp16", "fp32", *(["fp64"] if profile == "cpu" else [])])),
         device_profile=profile,
+        set={key: size for key, size in chosen.items() if size is not None},
     )
 
 
@@ -164,6 +167,22 @@ def test_a_smaller_batch_never_takes_more(problem: Problem, smaller: int) -> Non
     assume(smaller < problem.batch_size and problem.keys is None)
     budget = smallest_budget(problem)
     assert smallest_budget(dataclasses.replace(problem, batch_size=smaller)) <= budget
+
+
+def test_one_panel_side_as_set() -> None:
+    """The smallest of the candidates is the one that the advice about feasibility speaks of."""
+    flags = {"batch_size": 5000, "dim": 1152, "dtype": "fp16", "device_profile": "a100"}
+    for key in ("panel_rows", "panel_keys"):
+        feasibility(make_problem(**flags, set={key: 16384}, memory_budget="1MiB"))
+
+
+def test_settings_that_another_batch_does_not_allow() -> None:
+    chosen = {"panel_rows": 1024, "stash_rows": 1024}
+    with pytest.raises(InfeasibleError):
+        plan_flags(batch_size=4000, set=chosen, memory_budget="40MiB")
+    assert plan_flags(batch_size=700, set=chosen, memory_budget="1GiB").stash_rows == 768
+    plan = plan_flags(loss="infonce", dim=1, set={"strategy": "stash"}, memory_budget="1TiB")
+    assert plan.largest_batch <= 2**22  # of keys that a stash can address
 
 
 def test_the_target_problem_fits_one_gibibyte() -> None:

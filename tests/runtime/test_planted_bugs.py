@@ -74,7 +74,7 @@ BUGS = {
           "send_to, receive_from = (self.rank - 1) % self.size, (self.rank + 1) % self.size"),)
     ),
     "a label counts from this rank's own first key": Bug(
-        ((ENGINE, "return labels.to(device, non_blocking=True)",
+        ((ENGINE, "return labels.to(device).contiguous()",
           "return labels.to(device) + layout.key_offset(layout.rank)"),),
         loss="infonce",
     ),

@@ -55,6 +55,12 @@ def test_a_good_package_passes_on_one_device_and_on_a_ring(good: Path) -> None:
     assert json.loads(json.dumps(report.as_dict()))["passed"] is True
 
 
+def test_labels_of_more_queries_than_keys(tmp_path: Path) -> None:
+    problem = make_problem(loss="infonce", batch_size=130, keys=20, dim=16, dtype="fp32", target="cpu")
+    report = verify_package(infcl_gen.generate(problem, tmp_path / "infonce"), examples=2)
+    assert report.passed, report.rows
+
+
 def test_an_edited_package_fails_and_is_not_run(copy: Path) -> None:
     with (copy / "__init__.py").open("a") as file:
         file.write("\nopen('was_run', 'w')\n")

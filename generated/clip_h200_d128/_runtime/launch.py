@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in (
+    "1",
+    "true",
+    "yes",
+    "on",
+    "y",
+)  # as triton reads it
 """Kernels run as numpy on the CPU, where bf16 arithmetic is wrong: tiles are widened to fp32 after they are loaded."""
 
 

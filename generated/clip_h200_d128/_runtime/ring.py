@@ -95,7 +95,6 @@ class Ring:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.agreed: set[str] = set()  # digests of the packages whose fingerprint was compared
         self.labels_checked: set[str] = set()
         self._backends = _backends(group)
 
@@ -208,9 +207,9 @@ class Rotation:
         )
 
 
-def disagreement(headers: Sequence[Mapping[str, Any]], everything: bool) -> str | None:
-    """What the ranks do not have in common, in words, or None. `everything`: the fingerprint too, not only the call."""
-    fields = (*_FINGERPRINT, *_PER_CALL) if everything else _PER_CALL
+def disagreement(headers: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the ranks do not have in common, in words, or None."""
+    fields = (*_FINGERPRINT, *_PER_CALL)
     different = [field for field in fields if any(header[field] != headers[0][field] for header in headers)]
     if different:
         return "; ".join(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from . import engine
 from .engine import Options, Package
+from .launch import INTERPRETED
 from .ops import Operators, register
 from .ring import ALONE, resolve
 
@@ -62,7 +62,8 @@ def build_api(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -
         group        a ProcessGroup, a 1-D DeviceMesh, or None: the default group if there is one, else this device.
         grad_sync    "mean": gradients are right after averaging over the ranks (DDP, FSDP); "sum": after summing.
         reduction    "mean", or "sum": M times as much.
-        check_ranks  compare package, versions and shapes between ranks on "first" use, "always", or "never".
+        check_ranks  "never": ranks are not compared. Else every call compares package, versions and arguments (they
+                     travel with the sizes); labels on a device are looked at on "first" use, or "always".
 
         Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree.
         """
@@ -235,8 +236,8 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arguments as the engine wants them (differentiably), or one clear TypeError or ValueError. In a group the
     other ranks learn of it, so that none of them waits for this one."""
-    _check_choices(options)
     try:
+        _check_choices(options)
         return _converted(package, q, k, scale, bias, labels)
     except (TypeError, ValueError):
         if not torch.compiler.is_compiling():
@@ -267,7 +268,7 @@ def _converted(
     if q.device != k.device:
         raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
     device = q.device.type
-    if device != "cuda" and not package.any_device and device != "meta":
+    if device != "cuda" and not package.any_device:
         raise ValueError(
             f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu"
         )
@@ -363,7 +364,6 @@ def _package(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) ->
     problem, plan = spec["problem"], spec["plan"]
     batch_size = problem["batch_size"]
     keys = batch_size if problem["keys"] is None else problem["keys"]
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return Package(
         name=spec["name"],
         digest=spec["digest"],
@@ -372,9 +372,10 @@ def _package(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) ->
         dim=problem["dim"],
         batch_size=batch_size,
         key_count=keys,
+        world_size=plan["world_size"],
         rows_per_rank=plan["rows_per_rank"],
         keys_per_rank=plan["keys_per_rank"],
-        any_device=plan["strategy"] == "torch" or interpreted,
+        any_device=plan["strategy"] == "torch" or INTERPRETED,
         product_precision="tf32" if problem["precision"] == "tf32" else "ieee",
         regenerate=_regenerate(problem),
         loss=loss,
@@ -399,7 +400,7 @@ def _regenerate(problem: Mapping[str, Any]) -> str:
 
 
 def _default_device(package: Package) -> str:
-    return "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+    return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
 # Rows, keys, scale: a small tile, ragged tiles, and a temperature at which a fixed reference would underflow.

@@ -39,6 +39,7 @@ class Package:
     dim: int
     batch_size: int
     key_count: int
+    world_size: int  # planned
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
@@ -54,7 +55,7 @@ class Package:
 
 class Options(NamedTuple):
     """How a call wants its result: `grad_sync` "mean" or "sum" (module docstring); `reduction` "mean" or "sum" (times
-    M); `check_ranks` "first", "always" or "never"."""
+    M); `check_ranks` "first", "always" or "never" (`contrastive_loss`)."""
 
     group_name: str = ""
     grad_sync: str = "mean"
@@ -298,7 +299,7 @@ def announce_rejection(package: Package, q: object, k: object, labels: object, o
     ring = rings.find_ring(options.group_name)
     if ring is not None:
         header = _header(package, q, k, labels, options, 0, (0, -1), accepted=False)
-        difference = rings.disagreement(ring.exchange(header), everything=True)
+        difference = rings.disagreement(ring.exchange(header))
         if difference is not None and "differs" in difference:
             raise RuntimeError(f"ranks disagree: {difference}")
 
@@ -316,19 +317,22 @@ def _agree(
     if ring is None:
         layout = Layout(0, (q.shape[0],), (k.shape[0],))
         _check_sizes(package, layout, labels is not None)
-        _check_labels([_label_range(package, labels, _labels_checked_alone)], layout)
+        _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
         return layout
-    ring.check_device(q.device)
-    label_range = _label_range(package, labels, ring.labels_checked)
+    try:
+        ring.check_device(q.device)
+    except ValueError:
+        announce_rejection(package, q, k, labels, options)
+        raise
+    label_range = _label_range(package, labels, ring.labels_checked, options)
     headers = ring.exchange(_header(package, q, k, labels, options, gradients, label_range))
     if options.check_ranks != "never":
-        everything = options.check_ranks == "always" or package.digest not in ring.agreed
-        difference = rings.disagreement(headers, everything)
+        # The fingerprint is in every header: two packages that both were agreed on may meet in one call.
+        difference = rings.disagreement(headers)
         if difference is not None:
             raise RuntimeError(f"ranks disagree: {difference}")
-        ring.agreed.add(package.digest)
     elif not all(header["accepted"] for header in headers):
-        raise RuntimeError(f"ranks disagree: {rings.disagreement(headers, True)}")
+        raise RuntimeError(f"ranks disagree: {rings.disagreement(headers)}")
     layout = Layout(
         ring.rank, tuple(header["rows"] for header in headers), tuple(header["keys"] for header in headers)
     )
@@ -361,8 +365,8 @@ def _header(
         "embedding dimension": features.shape[-1] if features.dim() else 0,
         "labels given": labels is not None,
         "gradients wanted": gradients,
-        "grad_sync": options.grad_sync,
-        "reduction": options.reduction,
+        "grad_sync": str(options.grad_sync),
+        "reduction": str(options.reduction),
         "rows": features.shape[0] if features.dim() else 0,
         "keys": keys.shape[0] if keys.dim() else 0,
         "first label": label_range[0],
@@ -386,25 +390,30 @@ def _check_sizes(package: Package, layout: Layout, labels_given: bool) -> None:
         )
     if package.labelled and not labels_given and queries > keys:
         raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
+    ranks = len(layout.rows)
     over = max(layout.rows) > package.rows_per_rank or max(layout.keys) > package.keys_per_rank
-    if over and package.digest not in _warned:
+    if (over or ranks > package.world_size == 1) and package.digest not in _warned:
         _warned.add(package.digest)
         warnings.warn(
-            f"{package.name} was planned for {package.rows_per_rank} queries and {package.keys_per_rank} keys per "
-            f"rank; with {max(layout.rows)} and {max(layout.keys)} it may take more memory than predicted",
+            f"{package.name} was planned for {package.world_size} rank(s) of at most {package.rows_per_rank} queries "
+            f"and {package.keys_per_rank} keys; {ranks} of up to {max(layout.rows)} and {max(layout.keys)} may take "
+            "more memory than predicted (--devices plans a ring)",
             stacklevel=2,
         )
 
 
-def _label_range(package: Package, labels: Tensor | None, checked: set[str]) -> tuple[int, int]:
+def _label_range(
+    package: Package, labels: Tensor | None, checked: set[str], options: Options
+) -> tuple[int, int]:
     """Smallest and largest label of this rank; (0, -1) if there is none, or where looking would stall the device.
 
-    Labels on a device are looked at on first use only; later an out-of-range label gives NaN.
+    Labels on a device are looked at on first use only, unless `check_ranks` is "always"; later an out-of-range label
+    gives NaN.
     """
     if labels is None or not labels.numel():
         return 0, -1
     if labels.device.type != "cpu":
-        if package.digest in checked:
+        if package.digest in checked and options.check_ranks != "always":
             return 0, -1
         checked.add(package.digest)
     first, last = torch.aminmax(labels)
@@ -428,7 +437,7 @@ def _positives(package: Package, layout: Layout, labels: Tensor | None, device: 
         return offset
     if labels is None:
         return torch.arange(offset, offset + layout.rows[layout.rank], device=device)
-    return labels.to(device, non_blocking=True)
+    return labels.to(device).contiguous()  # kernels read them one after another
 
 
 def _weight(layout: Layout, options: Options) -> float:
@@ -467,13 +476,14 @@ class _Precision:
             if not self._users:
                 self._before = self._switch.fp32_precision
             self._users += 1
-            self._switch.fp32_precision = precision
+            if self._switch.fp32_precision != precision:
+                self._switch.fp32_precision = precision
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if not self._users:
+                if not self._users and self._switch.fp32_precision != self._before:
                     self._switch.fp32_precision = self._before
 
 

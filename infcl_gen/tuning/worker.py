@@ -1,0 +1,173 @@
+"""One process of `infcl-gen tune`: one candidate, which can be killed alone.
+
+    python -m infcl_gen.tuning.worker run FOLDER DEVICE          lines of JSON on stdin and stdout, see `run`
+    python -m infcl_gen.tuning.worker compile FOLDER TARGET KERNEL...
+
+It ends when its stdin is closed, also in the middle of work: a tuner that is gone leaves nobody behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the others, the norms
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a package prints is not an answer
+
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests,), daemon=True).start()
+    kind, folder, place, *kernels = sys.argv[1:]
+    try:
+        if kind == "compile":
+            answer(done="compiled", resources=_compile(Path(folder), place, kernels))
+        else:
+            run(Path(folder), place, requests, answer)
+    except Exception as error:
+        if not _out_of_memory(error):
+            raise
+        answer(failed="out of memory", detail=_line(error))
+
+
+def run(
+    folder: Path,
+    device: str,
+    requests: queue.SimpleQueue[dict[str, Any]],
+    answer: Callable[..., None],
+) -> None:
+    """Import the package ("loaded"), pass the numerics gate ("gated"), then serve requests at the planned size:
+
+    {"do": "compare", "file": F, "reference": bool}   results against those in F, or write them there ("compared")
+    {"do": "sample", "repeats": N}                     N times in milliseconds ("sampled")
+
+    Answers carry `done`, or `failed` (a status of a record) and `detail`.
+    """
+    import torch
+
+    from infcl_gen.emission import import_package
+    from infcl_gen.tuning.bench import features, times_ms, training_step
+    from infcl_gen.verification.gate import failures
+    from infcl_gen.verification.properties import ROWS, check_package
+    from infcl_gen.verification.worker import LARGE_ROWS
+
+    module = import_package(folder, "infcl_gen_candidate")  # by name: the manifest is the tuner's affair
+    answer(done="loaded")
+    for verdict in check_package(module, device, rows=LARGE_ROWS if device == "cuda" else ROWS):
+        if not verdict.passed:
+            answer(failed="wrong", detail=f"{verdict.case}: {failures(verdict.rows)}"[:500])
+            return
+    answer(done="gated")
+    problem, plan = module.SPEC["problem"], module.SPEC["plan"]
+    sizes = (plan["rows_per_rank"], plan["keys_per_rank"])  # of a ring, one hop is timed
+    step: Callable[[], tuple[Any, ...]] | None = None
+    while True:
+        request = requests.get()
+        if step is None:  # now, one candidate after the other: all at once would not fit
+            q, k = (
+                features(rows, problem["dim"], problem["dtype"], seed, device)
+                for seed, rows in enumerate(sizes)
+            )
+            wide = torch.float64 if problem["dtype"] == "fp64" else torch.float32
+            scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
+            step = training_step(module, q, k, scale)
+        if request["do"] == "compare":
+            evidence = _evidence(step())
+            if request["reference"]:
+                torch.save(evidence, request["file"])
+            elif defect := _defect(evidence, torch.load(request["file"]), problem["dtype"]):
+                answer(failed="wrong", detail=defect)
+                return
+            result: dict[str, Any] = {"done": "compared"}
+        else:
+            result = {"done": "sampled", "times_ms": times_ms(step, request["repeats"], device)}
+        q.grad = k.grad = scale.grad = None
+        if device == "cuda":  # what this one keeps, the next candidate may need
+            torch.cuda.empty_cache()
+        answer(**result)
+
+
+def _evidence(result: tuple[Any, ...]) -> dict[str, Any]:
+    """Loss, dscale, the norm of every row of the gradients, and some of the rows."""
+    import torch
+
+    loss, dq, dk, dscale = result
+    numbers = {"loss": loss, "dscale": dscale}  # no dscale: a loss without a scale
+    found = {name: x.double().cpu().reshape(1) for name, x in numbers.items() if x is not None}
+    for name, rows in (("dq", dq), ("dk", dk)):
+        found[f"norms of {name}"] = torch.cat(
+            [part.double().norm(dim=1).cpu() for part in rows.split(1 << 16)]
+        )
+        chosen = torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), dtype=torch.float64).long()
+        found[f"rows of {name}"] = rows[chosen.to(rows.device)].double().cpu()
+    return found
+
+
+def _defect(evidence: dict[str, Any], reference: dict[str, Any], dtype: str) -> str | None:
+    """Where results differ by more than roundings do: both passed the gate, on other inputs."""
+    # Two results, each rounded twice to the features' dtype (g and the gradient); fp32 may be split products.
+    allowed = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 2.0**-13, "fp64": 1e-9}[dtype]
+    for name, true in reference.items():
+        got = evidence[name]
+        if got.shape != true.shape:
+            return f"{name}: another shape than the default's"
+        rows = got.reshape(len(got), -1) - true.reshape(len(true), -1)
+        # A row may be farther off than the whole is, and a number is only as exact as the statistics are.
+        for part, error in (("", rows.norm() / true.norm()), (" in one row", _largest(rows, true) / 8)):
+            if not float(error) <= allowed:
+                return (
+                    f"{name}{part}: differs by {float(error):.1e} from the default's, allowed {allowed:.1e}"
+                )
+    return None
+
+
+def _largest(rows: Any, true: Any) -> Any:
+    """The largest row of a difference, relative to the root mean square of the rows."""
+    return rows.norm(dim=1).max() / (true.norm() / len(true) ** 0.5)
+
+
+def _compile(folder: Path, target: str, kernels: list[str]) -> list[dict[str, Any]]:
+    from infcl_gen.emission import read_package
+    from infcl_gen.verification.aot import compile_kernel
+
+    spec = read_package(folder).spec
+    return [vars(compile_kernel(folder, spec, kernel, target)) for kernel in kernels]
+
+
+def _read(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin:
+        requests.put(json.loads(line))
+    if os.getsid(0) == os.getpid():  # with the compilers that it started
+        with contextlib.suppress(OSError):
+            os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()
