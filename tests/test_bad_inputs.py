@@ -211,7 +211,7 @@ def test_contradictions_and_unknown_flags(words: list[str], named: str) -> None:
         (["verify", ".", "--aot=sm_91"], "--aot"),
         (["verify", ".", "--aot=sm_90;rm"], "--aot"),
         (["doctor", "now"], "now"),
-        (["tune"], "tune"),
+        (["tune"], "DIR"),
     ],
 )
 def test_commands(words: list[str], named: str) -> None:

@@ -147,6 +147,15 @@ def test_a_config_file_gives_every_flag_and_flags_win(tmp_path: Path) -> None:
     assert dict(map(tuple, problem["settings"])) == {"strategy": "torch", "panel_rows": "128"}
 
 
+def test_flags_win_over_a_file_also_where_they_are_empty_or_contradict_it(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('batch-size = 64\ndim = 16\ntarget = "cpu"\nloss = "infonce"\nquiet = true\n')
+    assert run("plan", "--config", str(config)).stdout == ""
+    assert "peak" in run("plan", "--config", str(config), "-v").stdout
+    done = run("plan", "--config", str(config), "--loss", "")
+    assert done.exit_code == 2 and "--loss" in done.stderr
+
+
 def test_an_infeasible_budget_states_feasible_numbers() -> None:
     flags = ("plan", "--dim", "256", "--target", "cpu")
     done = run(*flags, "--batch-size", "64k", "--memory-budget", "1MiB", "--json")

@@ -56,6 +56,12 @@ def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+@pytest.mark.parametrize("text", ["1.5", "0.5B", "1.0"])
+def test_a_fraction_needs_a_unit(text: str) -> None:
+    with pytest.raises(InputError, match=r"--memory-budget: .* fraction of a byte; give a unit"):
+        parse_bytes(text, "--memory-budget")
+
+
 @given(st.integers(0, 2**40))
 def test_counts_and_sizes_keep_every_digit(value: int) -> None:
     assert parse_count(str(value)) == parse_bytes(str(value)) == parse_count(value) == value

@@ -77,15 +77,15 @@ def parse_formula(text: str) -> Expr:
 
 def _build(node: ast.expr) -> Expr:
     expression = _built(node)
-    if expression.is_Number and not _moderate(expression):
+    if expression.is_Number and not _moderate(expression, _LARGEST_NUMBER):
         raise ValueError(f"a number in it exceeds {_LARGEST_NUMBER:g}")
     return expression
 
 
-def _moderate(number: Expr) -> bool:
+def _moderate(number: Expr, limit: float) -> bool:
     if number.is_Rational:
-        return bool(max(abs(number.p), number.q) < _LARGEST_NUMBER)
-    return not number.is_Float or bool(abs(number) < _LARGEST_NUMBER)
+        return bool(max(abs(number.p), number.q) < limit)
+    return not number.is_Float or bool(abs(number) < limit)
 
 
 def _built(node: ast.expr) -> Expr:
@@ -104,7 +104,7 @@ def _built(node: ast.expr) -> Expr:
             0 < exponent <= 4
         ):
             base = _build(left)  # of z as well: ((2 * z)**4)**4 has ever larger numbers
-            if not all(abs(number) < _LARGEST_NUMBER**0.25 for number in base.atoms(Number)):
+            if not all(_moderate(number, _LARGEST_NUMBER**0.25) for number in base.atoms(Number)):
                 raise ValueError(f"a power in it exceeds {_LARGEST_NUMBER:g}")
             return base**exponent
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:

@@ -423,7 +423,7 @@ class CostModel:
         return tuple(found)
 
     def _link(self, phase: str, compute_s: float) -> PhaseTime:
-        """Keys (in backward with their finished statistics) travel beside the work of W - 1 hops: what takes longer counts.
+        """Keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts.
 
         What the work changes (statistics of the keys; in backward dk) follows each of the W hops and is waited for.
         """

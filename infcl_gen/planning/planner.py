@@ -532,7 +532,8 @@ def _reasons(
     found.append(Reason(0, text, why))
     if world > 1:
         exposed = sum(phase.time_s for phase in model.phases(sizes) if phase.bound == "link")
-        why = f"keys travel beside the work (two buffers of {model.keys}), sums after it: {1e3 * exposed:.3g} ms unhidden"
+        why = f"keys travel beside the work, in two buffers of {model.keys}, and sums after it:"
+        why += f" {1e3 * exposed:.3g} ms are not hidden"
         found.append(
             Reason(1, f"ring of {cluster.devices // cluster.nodes} devices, {world} hops in all", why)
         )

@@ -5,13 +5,14 @@ import importlib.resources
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import detect, detection, load_profile, profile_names, resolve_cluster
 from infcl_gen.hardware.detection import FoundDevice, match
-from infcl_gen.hardware.profile import MATMUL_KINDS
+from infcl_gen.hardware.profile import MATMUL_KINDS, profile_from_literals
 from infcl_gen.problem import make_problem
 
 SHARED = {
@@ -121,6 +122,12 @@ def test_defects_of_a_file_are_named(tmp_path: Path, old: str, new: str, message
     with pytest.raises(InputError, match=message) as raised:
         load_profile(str(file))
     assert str(raised.value).startswith("--device-profile: ")
+
+
+@pytest.mark.parametrize("table", [{1: 2}, {None: 2}, {"matmul_tflops": {1: 2}}, {"link_gbs": {1: 2}}])
+def test_keys_of_literals_must_be_text(table: dict[Any, Any]) -> None:
+    with pytest.raises(InputError, match="key"):
+        profile_from_literals(table)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Losses by name, from a user's file, and as literals; every failure is one line."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from infcl_gen.errors import InputError
 from infcl_gen.losses import BUILTIN_LOSSES, derive, load_loss, spec_as_dict, spec_from_dict
+from infcl_gen.losses.language import LossError
+from infcl_gen.losses.load import parse_formula
 from tests.losses.test_derive import DERIVABLE, ROADMAP
 
 GOOD = """
@@ -109,7 +112,7 @@ def test_stored_losses_are_checked(field: str) -> None:
 
 def test_what_a_file_prints_is_not_a_result(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("print('hello')\n" + file.read_text())
-    load_loss(f"{file}:{NAME_IN_FILE}")
+    load_loss(f"{file}:MINE")
     printed = capsys.readouterr()
     assert printed.out == "" and "hello" in printed.err
 
