@@ -204,7 +204,8 @@ class _Opaque(Function):
         return self._slope()
 
     def _slope(self) -> Expr:
-        raise NotImplementedError
+        """The derivative by the first argument. Abstract in each function's stead: SymPy's metaclass allows no ABC."""
+        raise NotImplementedError(type(self).__name__)
 
     @property
     def where(self) -> Expr:

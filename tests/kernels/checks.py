@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from infcl_gen.verification.gate import failures, gate, truth_of
-from infcl_gen.verification.oracle import LossAndGrads, oracle
+from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
 from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, tensors
 from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
@@ -171,6 +171,9 @@ def small_probabilities(made: Made, device: str = "cpu") -> None:
     )  # along the other axis 1 - p cancels, to an error of one fp32 rounding
     error = float((negatives[0] - negatives[1]).norm() / negatives[1].norm())
     assert error < 0.02, f"dq is wrong by {error:.1%}"
+    plain = plain_torch(package, q, k, 17.5, labels=labels).dq
+    whole, allowed = ((each.double() - theirs).norm() for each in (ours, plain))
+    assert whole <= 2 * allowed, f"dq as a whole is wrong by {float(whole / theirs.norm()):.1%}"
 
 
 def upstream(made: Made, device: str = "cpu") -> None:
