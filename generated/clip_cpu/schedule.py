@@ -28,6 +28,7 @@ DIM = 512
 FORWARD_ROWS, FORWARD_KEYS = 2048, 2048  # panel of the forward sweep
 PANEL_ROWS, PANEL_KEYS = 2048, 2048  # panel of the backward sweep
 FINISH_ROWS = PANEL_ROWS  # rows per partial sum of dscale
+POSITIVE_ROWS = 1  # what is kept of each query's positive: z
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
 
 
@@ -40,14 +41,14 @@ def forward_block(
     key_offset: int,
     queries: Statistics,
     keys: Statistics | None,
-    positive_z: Tensor,
+    positive: Tensor,
     stash: Tensor | None = None,
 ) -> None:
     """Adds the logits of q x k to the statistics of the rows and keys, and notes z of the positives.
 
     q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
     positives: the global index of the positive of row 0; row i has the i-th after it.
-    queries (m,), keys (n,): merged into. positive_z (m,): written where the positive is in k, else left.
+    queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
     `stash` is for other strategies.
     """
     scratch = Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
@@ -58,7 +59,7 @@ def forward_block(
             columns = slice(j, j + FORWARD_KEYS)
             z, e = scratch.products(q_panel, scratch.keys(k[columns]))
             diagonal, first = positive_diagonal(z, positives + i - key_offset - j)
-            positive_z[i + first : i + first + len(diagonal)] = diagonal
+            positive[0, i + first : i + first + len(diagonal)] = diagonal
             x2 = logits_(z, scale, bias)
             add_(Statistics(queries.exponent[rows], queries.mantissa[rows]), x2, e, 1)
             add_(Statistics(keys.exponent[columns], keys.mantissa[columns]), x2, e, 0)
@@ -67,14 +68,14 @@ def forward_block(
 def loss_terms(
     queries: Statistics,
     keys: Statistics | None,
-    positive_z: Tensor,
+    positive: Tensor,
     scale: Tensor,
     bias: Tensor,
     query_weight: float,
     key_weight: float,
 ) -> Tensor:
     """The part of the loss that belongs to these rows and keys, 0-dim. Any of them may be empty."""
-    p = formulas.logit(positive_z, scale, bias)
+    p = formulas.logit(positive[0], scale, bias)
     total = query_weight * formulas.query_term(log(queries), p).sum(dtype=torch.float64)
     # A key's term is linear in p. A positive is counted with its query: its key may be on another rank.
     nothing = torch.zeros_like(scale)
@@ -93,12 +94,16 @@ def backward_block(
     key_offset: int,
     queries: Statistics,
     keys: Statistics | None,
-    positive_z: Tensor,
+    positive: Tensor,
     dq: Tensor,
     dk: Tensor,
+    fresh_dq: bool = False,
+    fresh_dk: bool = False,
     stash: Tensor | None = None,
 ) -> None:
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both contiguous float32.
+
+    What is fresh was never written: the first sums replace what it holds.
 
     g here is M * dL/dx, recomputed panel by panel from complete statistics; `finish` does the rest.
     Other arguments as for `forward_block`.
@@ -118,8 +123,8 @@ def backward_block(
             g.add_(x2.sub_(keys.exponent[columns]).exp2_().mul_(key_weight))
             # The positive's share, before any rounding: numerator and denominator come from the same z.
             positive_diagonal(g, positives + i - key_offset - j)[0].add_(formulas.POSITIVE_SHARE)
-            dq[rows].addmm_(g, k_panel)
-            dk[columns].addmm_(g.T, q_panel)
+            dq[rows].addmm_(g, k_panel, beta=0 if fresh_dq and j == 0 else 1)
+            dk[columns].addmm_(g.T, q_panel, beta=0 if fresh_dk and i == 0 else 1)
 
 
 def finish(
@@ -144,6 +149,16 @@ def finish(
     acc.mul_(upstream * weight * formulas.gradient_factor(scale, bias))
     if out is not acc:
         out.copy_(acc)
+
+
+def scalar_gradients(
+    dots: Tensor, scale: Tensor, bias: Tensor, upstream: Tensor, weight: float, rows: int
+) -> tuple[Tensor, Tensor]:
+    """(dscale, dbias), 0-dim, from the partial sums of x . acc over all rows."""
+    sum_of_dots = dots.sum(dtype=torch.float64).to(STATISTICS_DTYPE)
+    unit = upstream * weight
+    dscale = unit * formulas.dscale_factor(scale, bias) * sum_of_dots
+    return dscale, unit * (formulas.DBIAS * rows) + sum_of_dots * 0.0  # the last term keeps a NaN
 
 
 def stash_shape(m: int, n: int) -> None:

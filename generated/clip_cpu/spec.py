@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2e5fdc42059d050ebc6a96ace260383fc99372ccb27ac1cfb0e0ea467baaa995",
+    "digest": "322cb2aa60c76ff7dcbd1102c0f56e0fc11ea82a2945dff7bcb0af43af420719",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -88,7 +88,7 @@ SPEC: dict[str, Any] = {
         "stash_rows": 0,
         "blocks": {},
         "buffers": [
-            {"name": "query_statistics", "phase": "both", "bytes": 49152, "shape": [3, 4096], "dtype": "fp32", "why": "r_i as a wide float, z of the positive"},
+            {"name": "query_statistics", "phase": "both", "bytes": 49152, "shape": [3, 4096], "dtype": "fp32", "why": "r_i as a wide float; the positive"},
             {"name": "key_statistics", "phase": "both", "bytes": 32768, "shape": [2, 4096], "dtype": "fp32", "why": "c_j as a wide float"},
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8", "why": "scale, bias, loss, weights and their gradients"},
             {"name": "panel", "phase": "forward", "bytes": 33554432, "shape": [2, 2048, 2048], "dtype": "fp32", "why": "similarities and their exponentials"},

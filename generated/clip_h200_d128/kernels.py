@@ -11,35 +11,44 @@ Legend
     r_i, c_j            log-sum-exp of row i and of column j, as a wide float: sum of 2^y = mantissa * 2^exponent, exponent an integer
     g                   gradient of one logit, times M
 
-Range. A tile takes one exponential per element against one reference for the whole tile, HEADROOM below the largest
-value. fp32 then holds rows that lie up to SPREAD binary orders below that value to better than 2^-38; a tile
-with a wider spread raises its flag, and the *_wide kernel that follows recomputes just that tile exactly. Logits may
-reach 10^9.
+Strips. A program owns a block of keys and walks a strip of row blocks: what belongs to its keys stays in registers.
+
+Range. One exponential per element, against one reference for a whole block of keys: HEADROOM below the largest value
+of a sample (forward) or of the complete statistics (backward). fp32 then holds rows and columns that lie up to SPREAD
+binary orders below it, or 100 above, to better than 2^-17; a strip with a wider range raises its flag, and the *_wide
+kernel that follows recomputes just that strip exactly. Logits may reach 10^9.
 """
 
 import triton
 import triton.language as tl
 
 DIM = tl.constexpr(128)
-FORWARD_ROWS = tl.constexpr(256)
+FORWARD_ROWS = tl.constexpr(128)
 FORWARD_KEYS = tl.constexpr(128)
 FORWARD_DEPTH = tl.constexpr(64)
-FUSED_ROWS = tl.constexpr(128)
+FUSED_ROWS = tl.constexpr(64)
 FUSED_KEYS = tl.constexpr(128)
 FUSED_DEPTH = tl.constexpr(128)
 POSITIVE_ROWS = tl.constexpr(64)
 POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(32)
 FINISH_DEPTH = tl.constexpr(128)
+KEY_LANES = tl.constexpr(32)  # a program's sums over queries, kept apart by lane until its strip is done
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
+WIDE_ROWS = tl.constexpr(64)  # at a time where a strip is computed again
+FUSED_WIDE_KEYS = tl.constexpr(32)
+MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so that few loads follow one another
+MERGE_PARTS = tl.constexpr(64)
 QUERY_SHARE = tl.constexpr(0.5)
 KEY_SHARE = tl.constexpr(0.5)
 POSITIVE_SHARE = tl.constexpr(-1.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-HEADROOM = tl.constexpr(30.0)  # fp32 resolves 2^y to 2^-20 there; more would cost accuracy, less would raise more flags
-SPREAD = tl.constexpr(110.0)
-SMALLEST_SUM = tl.constexpr(2.0**-80)  # = 2^(HEADROOM - SPREAD): a tile sum below it has lost precision
+SAMPLE_ROWS = tl.constexpr(64)
+HEADROOM = tl.constexpr(10.0)  # room on either side: a sample misses the largest value, but by less than 100
+SPREAD = tl.constexpr(80.0)  # at most 46 orders are left above the smallest fp32 number: 2^-46 of a sum may be lost
+SMALLEST_SUM = tl.constexpr(2.0**-80)
+LARGEST_SUM = tl.constexpr(2.0**100)
 
 
 @triton.jit
@@ -79,90 +88,130 @@ def similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_
 
 
 @triton.jit
-def tile_of(program, queries, keys, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Row block and key block of a program: groups of 8 row blocks walk the keys together and share them in L2."""
+def strip_of(program, queries, strip, ROWS: tl.constexpr):
+    """A program's block of keys, its number among the strips of that block, and its first and last + 1 row block."""
     row_blocks = tl.cdiv(queries, ROWS)
-    key_blocks = tl.cdiv(keys, KEYS)
-    group = program // (8 * key_blocks)
-    group_rows = min(row_blocks - group * 8, 8)
-    within = program % (8 * key_blocks)
-    return group * 8 + within % group_rows, within // group_rows
+    strips = tl.cdiv(row_blocks, strip)
+    number = program % strips
+    return program // strips, number, number * strip, min(number * strip + strip, row_blocks)
 
 
 @triton.jit
-def forward(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys,
-            rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """One tile: each z is computed once and reduced along both axes."""
-    tile = tl.program_id(0)
-    row_block, key_block = tile_of(tile, queries, keys, FORWARD_ROWS, FORWARD_KEYS)
-    row0 = row_block * FORWARD_ROWS
-    key0 = key_block * FORWARD_KEYS
-    z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                   FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+               WIDEN: tl.constexpr):
+    """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel."""
+    key_block = tl.program_id(0)
+    rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
+    columns = tl.minimum(key_block * FORWARD_KEYS + tl.arange(0, FORWARD_KEYS), keys - 1).to(tl.int64)
+    z = tl.zeros((SAMPLE_ROWS, FORWARD_KEYS), tl.float32)
+    for depth0 in range(0, DIM, FORWARD_DEPTH):
+        d = (depth0 + tl.arange(0, FORWARD_DEPTH)).to(tl.int64)
+        a = tl.load(q + rows[:, None] * q_row_stride + d[None, :] * q_depth_stride, mask=(d < DIM)[None, :], other=0.0)
+        b = tl.load(k + columns[:, None] * k_row_stride + d[None, :] * k_depth_stride, mask=(d < DIM)[None, :], other=0.0)
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        z = tl.dot(a, b.T, z, input_precision="ieee")
     slope = base2_slope(scale_ptr, bias_ptr)
-    rows = row0 + tl.arange(0, FORWARD_ROWS)
-    columns = key0 + tl.arange(0, FORWARD_KEYS)
     if slope >= 0.0:
         top = tl.max(z)
     else:
         top = tl.min(z)
-    reference = tl.floor(top * slope) - HEADROOM
-    p = tl.exp2(tl.fma(z, slope, -reference))
-    if MASKED:
-        p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
-    row_sums = tl.sum(p, axis=1)
-    row_reference = tl.zeros_like(row_sums) + reference
-    tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
-    tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
-    smallest = tl.min(tl.where(rows < queries, row_sums, 1.0))
-    key_sums = tl.sum(p, axis=0)
-    key_reference = tl.zeros_like(key_sums) + reference
-    smallest = min(smallest, tl.min(tl.where(columns < keys, key_sums, 1.0)))
-    tl.store(flags + tile, (smallest < SMALLEST_SUM).to(tl.int32))
-    tl.store(key_exponent + row_block * keys_stride + columns, key_reference, mask=columns < keys)
-    tl.store(key_sum + row_block * keys_stride + columns, key_sums, mask=columns < keys)
+    tl.store(reference + key_block, tl.floor(top * slope) - HEADROOM)
 
 
 @triton.jit
-def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys,
+def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys, strip,
             rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """Recomputes a flagged tile with a reference for each row and each column; exits at once elsewhere."""
-    tile = tl.program_id(0)
-    if tl.load(flags + tile) != 0:
-        row_block, key_block = tile_of(tile, queries, keys, FORWARD_ROWS, FORWARD_KEYS)
+            MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+    """One strip: each z is computed once and reduced along both axes."""
+    program = tl.program_id(0)
+    key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
+    key0 = key_block * FORWARD_KEYS
+    columns = key0 + tl.arange(0, FORWARD_KEYS)
+    slope = base2_slope(scale_ptr, bias_ptr)
+    shared = tl.load(reference + key_block)
+    smallest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
+    largest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
+    lane_sums = tl.zeros((KEY_LANES, FORWARD_KEYS), tl.float32)
+    for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * FORWARD_ROWS
-        key0 = key_block * FORWARD_KEYS
+        rows = row0 + tl.arange(0, FORWARD_ROWS)
         z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                        FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
-        slope = base2_slope(scale_ptr, bias_ptr)
-        rows = row0 + tl.arange(0, FORWARD_ROWS)
-        columns = key0 + tl.arange(0, FORWARD_KEYS)
-        row_mask = tl.where(rows < queries, 0.0, float("-inf"))
-        key_mask = tl.where(columns < keys, 0.0, float("-inf"))
-        row_reference = tl.floor(tl.max(z * slope + key_mask[None, :], axis=1))
-        row_sums = tl.sum(tl.exp2(tl.fma(z, slope, -row_reference[:, None]) + key_mask[None, :]), axis=1)
+        p = tl.exp2(tl.fma(z, slope, -shared))
+        if MASKED:
+            p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
+        row_sums = tl.sum(p, axis=1)
+        row_reference = tl.zeros_like(row_sums) + shared
+        if MASKED:
+            smallest = tl.minimum(smallest, tl.where(rows < queries, row_sums, 1.0))
+        else:
+            smallest = tl.minimum(smallest, row_sums)
+        largest = tl.maximum(largest, row_sums)
+        # Rows of a tile that one thread holds are 8 lanes x 2 halves of a warp's 16: only those are added here.
+        lanes = tl.reshape(p, (FORWARD_ROWS // (2 * KEY_LANES), KEY_LANES // 8, 2, 8, FORWARD_KEYS))
+        lane_sums += tl.reshape(tl.sum(tl.sum(lanes, axis=2), axis=0), (KEY_LANES, FORWARD_KEYS))
         tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
         tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
-        key_reference = tl.floor(tl.max(z * slope + row_mask[:, None], axis=0))
-        key_sums = tl.sum(tl.exp2(tl.fma(z, slope, -key_reference[None, :]) + row_mask[:, None]), axis=0)
-        tl.store(key_exponent + row_block * keys_stride + columns, key_reference, mask=columns < keys)
-        tl.store(key_sum + row_block * keys_stride + columns, key_sums, mask=columns < keys)
+    least, most = tl.min(smallest), tl.max(largest)
+    key_sums = tl.sum(lane_sums, axis=0)
+    key_reference = tl.zeros_like(key_sums) + shared
+    least = min(least, tl.min(tl.where(columns < keys, key_sums, 1.0)))
+    flag = (least < SMALLEST_SUM) | (most > LARGEST_SUM)
+    tl.store(flags + program, flag.to(tl.int32))
+    tl.store(key_exponent + number * keys_stride + columns, key_reference, mask=columns < keys)
+    tl.store(key_sum + number * keys_stride + columns, key_sums, mask=columns < keys)
 
 
 @triton.jit
-def merge(part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride):
+def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys, strip,
+            rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+            WIDEN: tl.constexpr):
+    """Recomputes a flagged strip with a reference for each row and each column; exits at once elsewhere."""
+    program = tl.program_id(0)
+    if tl.load(flags + program) != 0:
+        key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
+        key0 = key_block * FORWARD_KEYS
+        columns = key0 + tl.arange(0, FORWARD_KEYS)
+        slope = base2_slope(scale_ptr, bias_ptr)
+        key_mask = tl.where(columns < keys, 0.0, float("-inf"))
+        key_reference = tl.full((FORWARD_KEYS,), float("-inf"), tl.float32)
+        key_sums = tl.zeros((FORWARD_KEYS,), tl.float32)
+        first_row = first_block * FORWARD_ROWS
+        for index in range(0, tl.cdiv(min(stop_block * FORWARD_ROWS, queries) - first_row, WIDE_ROWS)):
+            row0 = first_row + index * WIDE_ROWS
+            rows = row0 + tl.arange(0, WIDE_ROWS)
+            z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+                           WIDE_ROWS, FORWARD_KEYS, FORWARD_DEPTH, False, WIDEN)
+            row_reference = tl.floor(tl.max(z * slope + key_mask[None, :], axis=1))
+            row_sums = tl.sum(tl.exp2(tl.fma(z, slope, -row_reference[:, None]) + key_mask[None, :]), axis=1)
+            row_mask = tl.where(rows < queries, 0.0, float("-inf"))
+            top = tl.maximum(key_reference, tl.floor(tl.max(z * slope + row_mask[:, None], axis=0)))
+            key_sums = (key_sums * tl.exp2(key_reference - top)
+                        + tl.sum(tl.exp2(tl.fma(z, slope, -top[None, :]) + row_mask[:, None]), axis=0))
+            key_reference = top
+            tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
+            tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
+        tl.store(key_exponent + number * keys_stride + columns, key_reference, mask=columns < keys)
+        tl.store(key_sum + number * keys_stride + columns, key_sums, mask=columns < keys)
+
+
+@triton.jit
+def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride):
     """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it."""
-    r = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
+    r = block * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
     e = tl.load(exponent + r, mask=r < rows, other=0.0)
     s = tl.load(mantissa + r, mask=r < rows, other=1.0)
-    for part in range(0, parts):
-        place = part * part_stride + r  # a panel of partial sums is far below 2^31 elements
-        part_e = tl.load(part_exponent + place, mask=r < rows, other=0.0)
-        part_s = tl.load(part_sum + place, mask=r < rows, other=0.0)
-        top = tl.maximum(e, part_e)
-        s = s * tl.exp2(e - top) + part_s * tl.exp2(part_e - top)
+    e = tl.where(s == 0.0, float("-inf"), e)  # nothing so far
+    for first in range(0, parts, MERGE_PARTS):
+        part = first + tl.arange(0, MERGE_PARTS)
+        place = part[:, None] * part_stride + r[None, :]  # a panel of partial sums is far below 2^31 elements
+        mask = (part < parts)[:, None] & (r < rows)[None, :]
+        part_e = tl.load(part_exponent + place, mask=mask, other=float("-inf"))
+        part_s = tl.load(part_sum + place, mask=mask, other=0.0)
+        top = tl.maximum(e, tl.max(part_e, axis=0))
+        s = s * tl.exp2(e - top) + tl.sum(part_s * tl.exp2(part_e - top[None, :]), axis=0)
         e = top
     carried = e + tl.floor(tl.log2(s))
     tl.store(exponent + r, carried, mask=r < rows)
@@ -170,9 +219,21 @@ def merge(part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride)
 
 
 @triton.jit
-def positives(q, k, labels, first_key, positive_z, queries, keys,
-              q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """z of each row's positive, where it lies among these keys: the diagonal of a tile of q against the gathered keys."""
+def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
+          key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride):
+    """The partial sums of one panel into the statistics of its queries and of its keys."""
+    program = tl.program_id(0)
+    row_programs = tl.cdiv(queries, MERGE_ROWS)
+    if program < row_programs:
+        merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride)
+    else:
+        merge_rows(program - row_programs, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride)
+
+
+@triton.jit
+def positives(q, k, labels, first_key, row_exponent, key_exponent, positive_z, row_reference, key_reference, queries, keys, strip,
+              rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+    """Of each row's positive, where it lies in this panel: the diagonal of a tile of q against the gathered keys."""
     rows = tl.program_id(0) * POSITIVE_ROWS + tl.arange(0, POSITIVE_ROWS)
     columns = rows.to(tl.int64) + labels - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
@@ -188,25 +249,33 @@ def positives(q, k, labels, first_key, positive_z, queries, keys,
         z = tl.dot(a, b.T, z, input_precision="ieee")
     i = tl.arange(0, POSITIVE_ROWS)
     tl.store(positive_z + rows, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), axis=1), mask=here)
+    part = columns // FORWARD_KEYS
+    tl.store(row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
+    part = rows // (FORWARD_ROWS * strip)
+    tl.store(key_reference + rows, tl.load(key_exponent + part * keys_stride + columns, mask=here, other=0.0), mask=here)
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, scale_ptr, bias_ptr, loss,
+def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, loss,
                queries, keys, query_weight, key_weight, BLOCK: tl.constexpr):
     """This rank's share of the loss, summed in fp64 by one program: a fixed order, and O(M) work."""
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
-    slope = base2_slope(scale_ptr, bias_ptr).to(tl.float64) * LN2
+    slope = base2_slope(scale_ptr, bias_ptr)
     shift = bias
     for start in range(0, queries, BLOCK):
         i = start + lanes
-        z = tl.load(positive_z + i, mask=i < queries, other=0.0).to(tl.float64)
-        p = z * slope + shift
+        z = tl.load(positive_z + i, mask=i < queries, other=0.0)
+        reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
+        p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
         r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
              + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
-        total += tl.where(i < queries, query_weight * ((r - p) / 2.0) + key_weight * (-p / 2.0), 0.0)
+        total += tl.where(i < queries, query_weight * ((r - p) / 2.0), 0.0)
+        reference = tl.load(key_reference + i, mask=i < queries, other=0.0)
+        p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift
+        total += tl.where(i < queries, key_weight * (-p / 2.0), 0.0)
     for start in range(0, keys, BLOCK):
         j = start + lanes
         c = (tl.load(key_exponent + j, mask=j < keys, other=0.0).to(tl.float64)
@@ -216,165 +285,255 @@ def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, posit
 
 
 @triton.jit
+def positive_gradient(rows, columns, here, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa):
+    """g of the positives (rows, columns), with 2^y rounded as it was when it entered the sums."""
+    slope = base2_slope(scale_ptr, bias_ptr)
+    z = tl.load(positive_z + rows, mask=here, other=0.0)
+    reference = tl.load(row_reference + rows, mask=here, other=0.0)
+    p = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
+    value = QUERY_SHARE * p / tl.load(query_mantissa + rows, mask=here, other=1.0)
+    reference = tl.load(key_reference + rows, mask=here, other=0.0)
+    p = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(key_exponent + columns, mask=here, other=0.0))
+    value += KEY_SHARE * p / tl.load(key_mantissa + columns, mask=here, other=1.0)
+    return value + POSITIVE_SHARE
+
+
+@triton.jit
+def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """Per block of ROWS: reference, HEADROOM below its largest exponent; its lowest; and share / sum relative to it, 0 beyond
+    the last row."""
+    block = tl.program_id(0)
+    r = block * ROWS + tl.arange(0, ROWS)
+    e = tl.load(exponent + r, mask=r < count, other=float("-inf"))
+    shared = tl.max(e) - HEADROOM
+    tl.store(reference + block, shared)
+    tl.store(lowest + block, tl.min(tl.where(r < count, e, float("inf"))))
+    share = SHARE / tl.load(mantissa + r, mask=r < count, other=1.0) * tl.exp2(shared - e)
+    tl.store(ratio + r, tl.where(r < count, share, 0.0))
+
+
+@triton.jit
+def fused_positives(labels, first_key, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, positive_g, queries, keys):
+    """g of each positive, in fp32: 1 - p would lose its digits in a probability that is rounded first."""
+    rows = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
+    columns = rows.to(tl.int64) + labels - first_key
+    here = (rows < queries) & (columns >= 0) & (columns < keys)
+    value = positive_gradient(rows, columns, here, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa)
+    tl.store(positive_g + rows, value, mask=rows < queries)
+
+
+@triton.jit
 def fused_queries(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+                  key_ratio, key_reference, key_lowest, positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+                  FRESH: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """total (queries, D) += g k: a program owns FUSED_ROWS queries and walks the keys."""
     program = tl.program_id(0)
     own0 = program * FUSED_ROWS
     rows = own0 + tl.arange(0, FUSED_ROWS)
     slope = base2_slope(scale_ptr, bias_ptr)
     features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-    result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
     own_rows = tl.minimum(rows, queries - 1)
+    d = tl.arange(0, FUSED_DEPTH)
+    total += own0.to(tl.int64) * DIM
+    if FRESH:  # total holds nothing
+        result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
+    else:
+        result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
     e = tl.load(query_exponent + own_rows)
     a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
-    reference = tl.max(e) - HEADROOM
-    a *= tl.exp2(reference - e)
-    low = tl.zeros((FUSED_KEYS,), tl.float32) + tl.min(e)
-    first_target = own0 + (labels - first_key)
-    target = rows + (labels - first_key)
-    for other0 in range(0, keys, FUSED_KEYS):
+    own_lowest = tl.min(e)
+    spread = 0.0
+    place = rows + (labels - first_key)  # the row of the other side that is each one's positive
+    target = tl.where((place >= 0) & (place < keys), place, -1).to(tl.int32)
+    own_positive = tl.load(positive_g + own_rows)
+    blocks = tl.cdiv(keys, FUSED_KEYS)
+    # Blocks that hold positives, and a ragged last one, come first: the loop over all others need not look for them.
+    whole = keys // FUSED_KEYS
+    target0 = own0 + (labels - first_key)  # of the first row, in range or not
+    first_block = tl.minimum(tl.maximum(target0, 0) // FUSED_KEYS, whole).to(tl.int32)
+    stop_block = tl.minimum(tl.maximum(target0 + FUSED_ROWS + FUSED_KEYS - 1, 0) // FUSED_KEYS, whole).to(tl.int32)
+    with_positives = stop_block - first_block
+    for index in range(0, with_positives + blocks - whole):
+        block = tl.where(index < with_positives, first_block + index, whole)
+        other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
         visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
         z = tl.dot(features, visiting.T, input_precision="ieee")
-        other_rows = tl.minimum(columns, keys - 1)
-        other_e = tl.load(key_exponent + other_rows)
-        b = KEY_SHARE / tl.load(key_mantissa + other_rows)
-        low = tl.minimum(low, other_e)
-        b *= tl.exp2(reference - other_e)
-        g = tl.exp2(tl.fma(z, slope, -reference)) * (a[:, None] + b[None, :])
-        if (first_target < other0 + FUSED_KEYS) & (first_target + FUSED_ROWS > other0):
-            g = tl.where(columns[None, :] == target[:, None], g + POSITIVE_SHARE, g)
-        if MASKED:
-            g = tl.where((columns < keys)[None, :], g, 0.0)
+        reference = tl.load(key_reference + block)
+        spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(key_lowest + block)))
+        b = tl.load(key_ratio + columns)
+        a_here = a * tl.exp2(reference - e)
+        if MASKED:  # z is 0 beyond the last of the keys, and so is g then
+            g = tl.exp2(tl.fma(z, slope, tl.where(columns < keys, -reference, float("-inf"))[None, :])) * (a_here[:, None] + b[None, :])
+        else:
+            g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
+        g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
         result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-    d = tl.arange(0, FUSED_DEPTH)
-    total += own0.to(tl.int64) * DIM
+    for index in range(0, whole - with_positives):
+        block = tl.where(index < first_block, index, index + with_positives)
+        other0 = block * FUSED_KEYS
+        columns = other0 + tl.arange(0, FUSED_KEYS)
+        visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
+        z = tl.dot(features, visiting.T, input_precision="ieee")
+        reference = tl.load(key_reference + block)
+        spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(key_lowest + block)))
+        b = tl.load(key_ratio + columns)
+        a_here = a * tl.exp2(reference - e)
+        g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
+        result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
     places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
-    mask = (rows < queries)[:, None] & (d < DIM)[None, :]
-    wide = tl.max(e) - tl.min(low) > SPREAD
-    tl.store(flags + program, wide.to(tl.int32))
-    mask = mask & (wide == 0)
-    tl.store(total + places, tl.load(total + places, mask=mask, other=0.0) + result, mask=mask)
+    flag = spread > SPREAD
+    tl.store(flags + program, flag.to(tl.int32))
+    if not flag:
+        tl.store(total + places, result, mask=(rows < queries)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit
 def fused_queries_wide(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+                  positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+                  FRESH: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr):
     """The programs flagged by fused_queries, with two exponentials an element; exits at once elsewhere."""
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         own0 = program * FUSED_ROWS
         rows = own0 + tl.arange(0, FUSED_ROWS)
         slope = base2_slope(scale_ptr, bias_ptr)
-        features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-        result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
+        features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, FUSED_DEPTH, False, WIDEN)
         own_rows = tl.minimum(rows, queries - 1)
+        d = tl.arange(0, FUSED_DEPTH)
+        total += own0.to(tl.int64) * DIM
+        if FRESH:  # total holds nothing
+            result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
+        else:
+            result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
         e = tl.load(query_exponent + own_rows)
         a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
-        first_target = own0 + (labels - first_key)
-        target = rows + (labels - first_key)
-        for other0 in range(0, keys, FUSED_KEYS):
-            columns = other0 + tl.arange(0, FUSED_KEYS)
-            visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
+        place = rows + (labels - first_key)  # the row of the other side that is each one's positive
+        target = tl.where((place >= 0) & (place < keys), place, -1).to(tl.int32)
+        own_positive = tl.load(positive_g + own_rows)
+        blocks = tl.cdiv(keys, FUSED_WIDE_KEYS)
+        for block in range(0, blocks):
+            other0 = block * FUSED_WIDE_KEYS
+            columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
+            visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_WIDE_KEYS, FUSED_DEPTH, False, WIDEN)
             z = tl.dot(features, visiting.T, input_precision="ieee")
             other_rows = tl.minimum(columns, keys - 1)
             other_e = tl.load(key_exponent + other_rows)
             b = KEY_SHARE / tl.load(key_mantissa + other_rows)
             g = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None] + tl.exp2(tl.fma(z, slope, -other_e[None, :])) * b[None, :]
-            if (first_target < other0 + FUSED_KEYS) & (first_target + FUSED_ROWS > other0):
-                g = tl.where(columns[None, :] == target[:, None], g + POSITIVE_SHARE, g)
+            g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
             if MASKED:
                 g = tl.where((columns < keys)[None, :], g, 0.0)
             result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-        d = tl.arange(0, FUSED_DEPTH)
-        total += own0.to(tl.int64) * DIM
         places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
-        mask = (rows < queries)[:, None] & (d < DIM)[None, :]
-        tl.store(total + places, tl.load(total + places, mask=mask, other=0.0) + result, mask=mask)
+        tl.store(total + places, result, mask=(rows < queries)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit
 def fused_keys(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+                  query_ratio, query_reference, query_lowest, positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+                  FRESH: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """total (keys, D) += g^T q: a program owns FUSED_ROWS keys and walks the queries."""
     program = tl.program_id(0)
     own0 = program * FUSED_ROWS
     rows = own0 + tl.arange(0, FUSED_ROWS)
     slope = base2_slope(scale_ptr, bias_ptr)
     features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-    result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
     own_rows = tl.minimum(rows, keys - 1)
+    d = tl.arange(0, FUSED_DEPTH)
+    total += own0.to(tl.int64) * DIM
+    if FRESH:  # total holds nothing
+        result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
+    else:
+        result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
     e = tl.load(key_exponent + own_rows)
     a = KEY_SHARE / tl.load(key_mantissa + own_rows)
-    reference = tl.max(e) - HEADROOM
-    a *= tl.exp2(reference - e)
-    low = tl.zeros((FUSED_KEYS,), tl.float32) + tl.min(e)
-    first_target = own0 - (labels - first_key)
-    target = rows - (labels - first_key)
-    for other0 in range(0, queries, FUSED_KEYS):
+    own_lowest = tl.min(e)
+    spread = 0.0
+    place = rows - (labels - first_key)  # the row of the other side that is each one's positive
+    target = tl.where((place >= 0) & (place < queries), place, -1).to(tl.int32)
+    own_positive = tl.load(positive_g + tl.maximum(target, 0))
+    blocks = tl.cdiv(queries, FUSED_KEYS)
+    # Blocks that hold positives, and a ragged last one, come first: the loop over all others need not look for them.
+    whole = queries // FUSED_KEYS
+    target0 = own0 - (labels - first_key)  # of the first row, in range or not
+    first_block = tl.minimum(tl.maximum(target0, 0) // FUSED_KEYS, whole).to(tl.int32)
+    stop_block = tl.minimum(tl.maximum(target0 + FUSED_ROWS + FUSED_KEYS - 1, 0) // FUSED_KEYS, whole).to(tl.int32)
+    with_positives = stop_block - first_block
+    for index in range(0, with_positives + blocks - whole):
+        block = tl.where(index < with_positives, first_block + index, whole)
+        other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
         visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
         z = tl.dot(features, visiting.T, input_precision="ieee")
-        other_rows = tl.minimum(columns, queries - 1)
-        other_e = tl.load(query_exponent + other_rows)
-        b = QUERY_SHARE / tl.load(query_mantissa + other_rows)
-        low = tl.minimum(low, other_e)
-        b *= tl.exp2(reference - other_e)
-        g = tl.exp2(tl.fma(z, slope, -reference)) * (a[:, None] + b[None, :])
-        if (first_target < other0 + FUSED_KEYS) & (first_target + FUSED_ROWS > other0):
-            g = tl.where(columns[None, :] == target[:, None], g + POSITIVE_SHARE, g)
-        if MASKED:
-            g = tl.where((columns < queries)[None, :], g, 0.0)
+        reference = tl.load(query_reference + block)
+        spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(query_lowest + block)))
+        b = tl.load(query_ratio + columns)
+        a_here = a * tl.exp2(reference - e)
+        if MASKED:  # z is 0 beyond the last of the queries, and so is g then
+            g = tl.exp2(tl.fma(z, slope, tl.where(columns < queries, -reference, float("-inf"))[None, :])) * (a_here[:, None] + b[None, :])
+        else:
+            g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
+        g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
         result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-    d = tl.arange(0, FUSED_DEPTH)
-    total += own0.to(tl.int64) * DIM
+    for index in range(0, whole - with_positives):
+        block = tl.where(index < first_block, index, index + with_positives)
+        other0 = block * FUSED_KEYS
+        columns = other0 + tl.arange(0, FUSED_KEYS)
+        visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
+        z = tl.dot(features, visiting.T, input_precision="ieee")
+        reference = tl.load(query_reference + block)
+        spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(query_lowest + block)))
+        b = tl.load(query_ratio + columns)
+        a_here = a * tl.exp2(reference - e)
+        g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
+        result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
     places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
-    mask = (rows < keys)[:, None] & (d < DIM)[None, :]
-    wide = tl.max(e) - tl.min(low) > SPREAD
-    tl.store(flags + program, wide.to(tl.int32))
-    mask = mask & (wide == 0)
-    tl.store(total + places, tl.load(total + places, mask=mask, other=0.0) + result, mask=mask)
+    flag = spread > SPREAD
+    tl.store(flags + program, flag.to(tl.int32))
+    if not flag:
+        tl.store(total + places, result, mask=(rows < keys)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit
 def fused_keys_wide(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+                  positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+                  FRESH: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr):
     """The programs flagged by fused_keys, with two exponentials an element; exits at once elsewhere."""
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         own0 = program * FUSED_ROWS
         rows = own0 + tl.arange(0, FUSED_ROWS)
         slope = base2_slope(scale_ptr, bias_ptr)
-        features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-        result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
+        features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, FUSED_DEPTH, False, WIDEN)
         own_rows = tl.minimum(rows, keys - 1)
+        d = tl.arange(0, FUSED_DEPTH)
+        total += own0.to(tl.int64) * DIM
+        if FRESH:  # total holds nothing
+            result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
+        else:
+            result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
         e = tl.load(key_exponent + own_rows)
         a = KEY_SHARE / tl.load(key_mantissa + own_rows)
-        first_target = own0 - (labels - first_key)
-        target = rows - (labels - first_key)
-        for other0 in range(0, queries, FUSED_KEYS):
-            columns = other0 + tl.arange(0, FUSED_KEYS)
-            visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
+        place = rows - (labels - first_key)  # the row of the other side that is each one's positive
+        target = tl.where((place >= 0) & (place < queries), place, -1).to(tl.int32)
+        own_positive = tl.load(positive_g + tl.maximum(target, 0))
+        blocks = tl.cdiv(queries, FUSED_WIDE_KEYS)
+        for block in range(0, blocks):
+            other0 = block * FUSED_WIDE_KEYS
+            columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
+            visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_WIDE_KEYS, FUSED_DEPTH, False, WIDEN)
             z = tl.dot(features, visiting.T, input_precision="ieee")
             other_rows = tl.minimum(columns, queries - 1)
             other_e = tl.load(query_exponent + other_rows)
             b = QUERY_SHARE / tl.load(query_mantissa + other_rows)
             g = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None] + tl.exp2(tl.fma(z, slope, -other_e[None, :])) * b[None, :]
-            if (first_target < other0 + FUSED_KEYS) & (first_target + FUSED_ROWS > other0):
-                g = tl.where(columns[None, :] == target[:, None], g + POSITIVE_SHARE, g)
+            g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
             if MASKED:
                 g = tl.where((columns < queries)[None, :], g, 0.0)
             result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-        d = tl.arange(0, FUSED_DEPTH)
-        total += own0.to(tl.int64) * DIM
         places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
-        mask = (rows < keys)[:, None] & (d < DIM)[None, :]
-        tl.store(total + places, tl.load(total + places, mask=mask, other=0.0) + result, mask=mask)
+        tl.store(total + places, result, mask=(rows < keys)[:, None] & (d < DIM)[None, :])
 
 
 @triton.jit
@@ -396,3 +555,16 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
     if DOTS:
         tl.store(dots + program, tl.sum(dot))
+
+
+@triton.jit
+def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
+    """dscale = upstream * weight * (1.0) * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, parts, BLOCK):
+        total += tl.load(dots + start + lanes, mask=start + lanes < parts, other=0.0).to(tl.float64)
+    sum_of_dots = tl.sum(total).to(tl.float32)
+    unit = tl.load(upstream).to(tl.float32) * weight
+    tl.store(dscale, unit * (1.0) * (sum_of_dots * 1.0))
+    tl.store(dbias, unit * (0.0 * rows) + sum_of_dots * 0.0)  # the last term keeps a NaN

@@ -9,18 +9,21 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, operands
+from ._runtime.launch import INTERPRETED, cdiv, operands, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
 FEATURE_DTYPE = torch.bfloat16
 GRADIENT_EXPONENT = 0
 DIM = 128
+POSITIVE_ROWS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums
 FORWARD_ROWS = 16384  # forward panel
 FORWARD_KEYS = 16384
 PANEL_ROWS = 65536  # backward panel; on a group of one the query gradient accumulates over this many rows
 PANEL_KEYS = 65536
 FINISH_ROWS = 32
+FORWARD_STRIPS = 32  # at most, for each block of keys
+FORWARD_PROGRAMS = 264  # that run at once
 DESCRIPTORS = True  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
 
 
@@ -29,45 +32,62 @@ def stash_shape(m, n):
     return None
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, stash=None):
-    """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes z of the positives found here.
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, stash=None):
+    """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
-    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive_z (m,) fp32.
+    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_ROWS, m) fp32.
     """
     m, n = q.shape[0], k.shape[0]
     rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
     row_blocks = cdiv(rows_max, kernels.FORWARD_ROWS.value)
     row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device)
-    key_parts = torch.empty(2, row_blocks, keys_max, dtype=torch.float32, device=q.device)
-    flags = torch.empty(row_blocks * key_blocks, dtype=torch.int32, device=q.device)
+    strips = min(row_blocks, FORWARD_STRIPS)
+    key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device)
+    flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
+    reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
     for row0 in range(0, m, FORWARD_ROWS):
         q_panel = q[row0 : row0 + FORWARD_ROWS]
+        rows = slice(row0, row0 + q_panel.shape[0])
+        own = Statistics(queries.exponent[rows], queries.mantissa[rows])
         for key0 in range(0, n, FORWARD_KEYS):
             k_panel = k[key0 : key0 + FORWARD_KEYS]
-            _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, flags)
-            _merge(row_parts, queries, row0, q_panel.shape[0], cdiv(k_panel.shape[0], kernels.FORWARD_KEYS.value))
-            _merge(key_parts, keys, key0, k_panel.shape[0], cdiv(q_panel.shape[0], kernels.FORWARD_ROWS.value))
-    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
-        q, k, positives, first_key, positive_z, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
-        num_warps=4, num_stages=2)
+            columns = slice(key0, key0 + k_panel.shape[0])
+            visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
+            strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, reference, flags)
+            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, key_parts, visiting)
+            first = positives + row0 - first_key - key0  # the positive of the panel's first row, as a row of its keys
+            if first < k_panel.shape[0] and first + q_panel.shape[0] > 0:
+                _positives(q_panel, k_panel, positives + row0, first_key + key0, strip, row_parts, key_parts, positive[:, rows])
 
 
-def loss_terms(queries, keys, positive_z, scale, bias, query_weight, key_weight):
+def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     """query_weight * sum of the query terms + key_weight * sum of the key terms: 0-dim fp32."""
-    loss = torch.empty((), dtype=torch.float32, device=positive_z.device)
+    loss = torch.empty((), dtype=torch.float32, device=positive.device)
     kernels.loss_terms[(1,)](
-        *queries, *keys, positive_z, scale, bias, loss, queries.exponent.shape[0], keys.exponent.shape[0],
+        *queries, *keys, *positive, scale, bias, loss, queries.exponent.shape[0], keys.exponent.shape[0],
         query_weight, key_weight, BLOCK=1024, num_warps=8)
     return loss
 
 
-def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, dq, dk, stash=None):
-    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted."""
-    arguments = (q, k, scale, bias, positives, first_key, queries, keys)
-    _fused(((kernels.fused_queries, 8, 2), (kernels.fused_queries_wide, 8, 2)), True, *arguments, dq)
-    _fused(((kernels.fused_keys, 8, 2), (kernels.fused_keys_wide, 8, 2)), False, *arguments, dk)
+def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None):
+    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
+
+    What is fresh was never written: the first sums replace what it holds.
+    """
+    m, n = q.shape[0], k.shape[0]
+    statistics = (*queries, *keys)
+    positive_g = torch.empty(m, dtype=torch.float32, device=q.device)
+    kernels.fused_positives[(cdiv(m, kernels.VECTOR_ROWS.value),)](
+        positives, first_key, *positive, scale, bias, *statistics, positive_g, m, n, num_warps=4)
+    scratch = _ratios_scratch(max(m, n), kernels.FUSED_KEYS.value, q.device)
+    flags = torch.empty(cdiv(max(m, n), kernels.FUSED_ROWS.value), dtype=torch.int32, device=q.device)
+    visiting = _ratios(keys, kernels.KEY_SHARE.value, kernels.FUSED_KEYS.value, scratch)
+    arguments = (positives, first_key, scale, bias, *statistics)
+    _fused(True, q, k, arguments, visiting, positive_g, dq, fresh_dq, flags)
+    visiting = _ratios(queries, kernels.QUERY_SHARE.value, kernels.FUSED_KEYS.value, scratch)
+    _fused(False, q, k, arguments, visiting, positive_g, dk, fresh_dk, flags)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
@@ -77,39 +97,82 @@ def finish(total, x, scale, bias, upstream, weight, out, dots=None):
         num_warps=4)
 
 
-def _forward_panel(q, k, scale, bias, row_parts, key_parts, flags):
+def scalar_gradients(dots, scale, bias, upstream, weight, rows):
+    """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
+    dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
+    kernels.scalars[(1,)](
+        dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
+    return dscale, dbias
+
+
+def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
+    """The partial sums of one panel. Returns the row blocks of a strip."""
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
     depth = kernels.FORWARD_DEPTH.value
+    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), FORWARD_STRIPS, FORWARD_PROGRAMS)
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
-    grid = (cdiv(m, rows) * cdiv(n, columns),)
+    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     strides = (row_parts.stride(1), key_parts.stride(1))
+    kernels.references[(cdiv(n, columns),)](
+        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        num_warps=4, num_stages=3)
     kernels.forward[grid](
-        q_side.source, k_side.source, scale, bias, *row_parts, *key_parts, flags, m, n, *strides,
+        q_side.source, k_side.source, scale, bias, reference, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=3)
+        num_warps=4, num_stages=3)
     kernels.forward_wide[grid](
-        q_side.source, k_side.source, scale, bias, *row_parts, *key_parts, flags, m, n, *strides,
-        *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=16, num_stages=2)
+        q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
+        *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        num_warps=8, num_stages=2)
+    return strip
 
 
-def _merge(parts, statistics, first, rows, count):
-    kernels.merge[(cdiv(rows, kernels.VECTOR_ROWS.value),)](
-        *parts, statistics.exponent[first:], statistics.mantissa[first:], rows, count, parts.stride(1), num_warps=4)
+def _merge(m, n, strip, row_parts, queries, key_parts, keys):
+    """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
+    programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
+    kernels.merge[(programs,)](
+        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1),
+        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts.stride(1),
+        num_warps=4)
 
 
-def _fused(launches, own_queries, q, k, scale, bias, positives, first_key, queries, keys, total):
+def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive):
+    m, n = q.shape[0], k.shape[0]
+    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
+        q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts.stride(1), key_parts.stride(1),
+        *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
+
+
+def _ratios_scratch(rows, block, device):
+    """Room for `_ratios` of `rows` rows: a ratio each, to whole blocks, and two numbers for each block."""
+    return torch.empty(cdiv(rows, block) * (block + 2), dtype=torch.float32, device=device)
+
+
+def _ratios(statistics, share, block, scratch):
+    """(ratio (rows, to whole blocks), reference (blocks,), lowest (blocks,)) of these rows, in the scratch."""
+    rows = statistics.exponent.shape[0]
+    blocks = cdiv(rows, block)
+    parts = scratch[: blocks * (block + 2)].split((blocks * block, blocks, blocks))
+    kernels.ratios[(blocks,)](*statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
+    return parts
+
+
+def _fused(own_queries, q, k, arguments, visiting, positive_g, total, fresh, flags):
     m, n = q.shape[0], k.shape[0]
     own, other = (m, n) if own_queries else (n, m)
     own_block = [kernels.FUSED_ROWS.value, kernels.FUSED_DEPTH.value]
     other_block = [kernels.FUSED_KEYS.value, kernels.FUSED_DEPTH.value]
     q_block, k_block = (own_block, other_block) if own_queries else (other_block, own_block)
     q_side, k_side, descriptors = operands(q, q_block, k, k_block, DESCRIPTORS)
-    programs = cdiv(own, kernels.FUSED_ROWS.value)
-    flags = torch.empty(programs, dtype=torch.int32, device=q.device)
-    for kernel, warps, stages in launches:
-        kernel[(programs,)](
-            q_side.source, k_side.source, positives, first_key, scale, bias, *queries, *keys, total, flags, m, n,
-            *q_side[1:], *k_side[1:], MASKED=other % kernels.FUSED_KEYS.value != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-            num_warps=warps, num_stages=stages)
+    grid = (cdiv(own, kernels.FUSED_ROWS.value),)
+    kernel = kernels.fused_queries if own_queries else kernels.fused_keys
+    masked = other % kernels.FUSED_KEYS.value != 0
+    kernel[grid](
+        q_side.source, k_side.source, *arguments, *visiting, positive_g, total, flags, m, n,
+        *q_side[1:], *k_side[1:], FRESH=fresh, MASKED=masked, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
+        num_warps=4, num_stages=2)
+    kernel = kernels.fused_queries_wide if own_queries else kernels.fused_keys_wide
+    kernel[grid](
+        q, k, *arguments, positive_g, total, flags, m, n, *q.stride(), *k.stride(), FRESH=fresh, MASKED=masked, WIDEN=INTERPRETED,
+        num_warps=8, num_stages=2)

@@ -9,18 +9,23 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, library_legal, operands
+from ._runtime.launch import INTERPRETED, cdiv, library_legal, operands, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
 FEATURE_DTYPE = torch.bfloat16
 GRADIENT_EXPONENT = 0
 DIM = 768
+POSITIVE_ROWS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums
 FORWARD_ROWS = 16384  # forward panel
 FORWARD_KEYS = 16384
 PANEL_ROWS = 16384  # backward panel; on a group of one the query gradient accumulates over this many rows
 PANEL_KEYS = 16384
 FINISH_ROWS = 32
+FORWARD_STRIPS = 32  # at most, for each block of keys
+FORWARD_PROGRAMS = 304  # that run at once
+GRADIENT_STRIPS = 32
+GRADIENT_PROGRAMS = 304
 DESCRIPTORS = False  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
 LIBRARY_PRODUCTS = False
 
@@ -30,47 +35,56 @@ def stash_shape(m, n):
     return None
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, stash=None):
-    """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes z of the positives found here.
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, stash=None):
+    """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
-    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive_z (m,) fp32.
+    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_ROWS, m) fp32.
     """
     m, n = q.shape[0], k.shape[0]
     rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
     row_blocks = cdiv(rows_max, kernels.FORWARD_ROWS.value)
     row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device)
-    key_parts = torch.empty(2, row_blocks, keys_max, dtype=torch.float32, device=q.device)
-    flags = torch.empty(row_blocks * key_blocks, dtype=torch.int32, device=q.device)
+    strips = min(row_blocks, FORWARD_STRIPS)
+    key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device)
+    flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
+    reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
     for row0 in range(0, m, FORWARD_ROWS):
         q_panel = q[row0 : row0 + FORWARD_ROWS]
+        rows = slice(row0, row0 + q_panel.shape[0])
+        own = Statistics(queries.exponent[rows], queries.mantissa[rows])
         for key0 in range(0, n, FORWARD_KEYS):
             k_panel = k[key0 : key0 + FORWARD_KEYS]
-            _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, flags)
-            _merge(row_parts, queries, row0, q_panel.shape[0], cdiv(k_panel.shape[0], kernels.FORWARD_KEYS.value))
-            _merge(key_parts, keys, key0, k_panel.shape[0], cdiv(q_panel.shape[0], kernels.FORWARD_ROWS.value))
-    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
-        q, k, positives, first_key, positive_z, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
-        num_warps=4, num_stages=2)
+            columns = slice(key0, key0 + k_panel.shape[0])
+            visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
+            strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, reference, flags)
+            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, key_parts, visiting)
+            first = positives + row0 - first_key - key0  # the positive of the panel's first row, as a row of its keys
+            if first < k_panel.shape[0] and first + q_panel.shape[0] > 0:
+                _positives(q_panel, k_panel, positives + row0, first_key + key0, strip, row_parts, key_parts, positive[:, rows])
 
 
-def loss_terms(queries, keys, positive_z, scale, bias, query_weight, key_weight):
+def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     """query_weight * sum of the query terms + key_weight * sum of the key terms: 0-dim fp32."""
-    loss = torch.empty((), dtype=torch.float32, device=positive_z.device)
+    loss = torch.empty((), dtype=torch.float32, device=positive.device)
     kernels.loss_terms[(1,)](
-        *queries, *keys, positive_z, scale, bias, loss, queries.exponent.shape[0], keys.exponent.shape[0],
+        *queries, *keys, *positive, scale, bias, loss, queries.exponent.shape[0], keys.exponent.shape[0],
         query_weight, key_weight, BLOCK=1024, num_warps=8)
     return loss
 
 
-def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, dq, dk, stash=None):
-    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted."""
+def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None):
+    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
+
+    What is fresh was never written: the first sums replace what it holds.
+    """
     m, n = q.shape[0], k.shape[0]
-    scratch = torch.empty(min(m, PANEL_ROWS), _padded(min(n, PANEL_KEYS)), dtype=FEATURE_DTYPE, device=q.device)
-    flags = torch.empty(
-        cdiv(scratch.shape[0], kernels.GRADIENT_ROWS.value) * cdiv(scratch.shape[1], kernels.GRADIENT_KEYS.value),
-        dtype=torch.int32, device=q.device)
+    tiles = cdiv(min(m, PANEL_ROWS), kernels.GRADIENT_ROWS.value), cdiv(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value)
+    shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
+    scratch = torch.empty(shape, dtype=FEATURE_DTYPE, device=q.device)  # whole tiles: no store needs a mask
+    flags = torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=q.device)
+    ratios = _ratios_scratch(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value, q.device)
     for row0 in range(0, m, PANEL_ROWS):
         rows = slice(row0, min(row0 + PANEL_ROWS, m))
         own = Statistics(queries.exponent[rows], queries.mantissa[rows])
@@ -79,9 +93,9 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
             visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
             g = _gradient_panel(
                 q[rows], k[columns], scale, bias, positives + row0, first_key + key0, own, visiting,
-                positive_z[rows], scratch, flags)
-            _add_product(dq[rows], g, k[columns])
-            _add_product(dk[columns], g.T, q[rows])
+                positive[:, rows], scratch, flags, ratios)
+            _add_product(dq[rows], g, k[columns], fresh_dq and key0 == 0)
+            _add_product(dk[columns], g.T, q[rows], fresh_dk and row0 == 0)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
@@ -91,60 +105,95 @@ def finish(total, x, scale, bias, upstream, weight, out, dots=None):
         num_warps=4)
 
 
-def _forward_panel(q, k, scale, bias, row_parts, key_parts, flags):
+def scalar_gradients(dots, scale, bias, upstream, weight, rows):
+    """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
+    dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
+    kernels.scalars[(1,)](
+        dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
+    return dscale, dbias
+
+
+def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
+    """The partial sums of one panel. Returns the row blocks of a strip."""
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
     depth = kernels.FORWARD_DEPTH.value
+    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), FORWARD_STRIPS, FORWARD_PROGRAMS)
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
-    grid = (cdiv(m, rows) * cdiv(n, columns),)
+    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     strides = (row_parts.stride(1), key_parts.stride(1))
+    kernels.references[(cdiv(n, columns),)](
+        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        num_warps=8, num_stages=2)
     kernels.forward[grid](
-        q_side.source, k_side.source, scale, bias, *row_parts, *key_parts, flags, m, n, *strides,
+        q_side.source, k_side.source, scale, bias, reference, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
     kernels.forward_wide[grid](
-        q_side.source, k_side.source, scale, bias, *row_parts, *key_parts, flags, m, n, *strides,
-        *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=16, num_stages=2)
+        q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
+        *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        num_warps=8, num_stages=2)
+    return strip
 
 
-def _merge(parts, statistics, first, rows, count):
-    kernels.merge[(cdiv(rows, kernels.VECTOR_ROWS.value),)](
-        *parts, statistics.exponent[first:], statistics.mantissa[first:], rows, count, parts.stride(1), num_warps=4)
+def _merge(m, n, strip, row_parts, queries, key_parts, keys):
+    """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
+    programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
+    kernels.merge[(programs,)](
+        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1),
+        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts.stride(1),
+        num_warps=4)
 
 
-def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive_z, scratch, flags):
+def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive):
+    m, n = q.shape[0], k.shape[0]
+    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
+        q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts.stride(1), key_parts.stride(1),
+        *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
+
+
+def _ratios_scratch(rows, block, device):
+    """Room for `_ratios` of `rows` rows: a ratio each, to whole blocks, and two numbers for each block."""
+    return torch.empty(cdiv(rows, block) * (block + 2), dtype=torch.float32, device=device)
+
+
+def _ratios(statistics, share, block, scratch):
+    """(ratio (rows, to whole blocks), reference (blocks,), lowest (blocks,)) of these rows, in the scratch."""
+    rows = statistics.exponent.shape[0]
+    blocks = cdiv(rows, block)
+    parts = scratch[: blocks * (block + 2)].split((blocks * block, blocks, blocks))
+    kernels.ratios[(blocks,)](*statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
+    return parts
+
+
+def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive, scratch, flags, ratios):
     """g (m, n) of one panel, in the scratch."""
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value
     depth = kernels.GRADIENT_DEPTH.value
+    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS)
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
-    grid = (cdiv(m, rows) * cdiv(n, columns),)
+    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     statistics = (*queries, *keys)
     kernels.gradient[grid](
-        q_side.source, k_side.source, scale, bias, *statistics, scratch, flags, m, n, scratch.stride(0),
-        *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
+        q_side.source, k_side.source, scale, bias, *queries, *_ratios(keys, kernels.KEY_SHARE.value, columns, ratios), scratch, flags, m, n, strip, scratch.stride(0),
+        *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
     kernels.gradient_wide[grid](
-        q_side.source, k_side.source, scale, bias, *statistics, scratch, flags, m, n, scratch.stride(0),
-        *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=16, num_stages=2)
+        q, k, scale, bias, *statistics, scratch, flags, m, n, strip, scratch.stride(0),
+        *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        num_warps=8, num_stages=2)
     kernels.gradient_positives[(cdiv(m, kernels.VECTOR_ROWS.value),)](
-        positives, first_key, positive_z, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
+        positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
     return scratch[:m, :n]
 
 
-def _add_product(total, g, x):
-    """total (rows, D) += g (rows, inner) x (inner, D)."""
+def _add_product(total, g, x, fresh):
+    """total (rows, D) += g (rows, inner) x (inner, D); with `fresh`, total holds nothing yet."""
     if LIBRARY_PRODUCTS and total.is_cuda and library_legal(x):
-        torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
+        torch.addmm(total, g, x, beta=0 if fresh else 1, out_dtype=torch.float32, out=total)
         return
     grid = (cdiv(total.shape[0], kernels.PRODUCT_ROWS.value), cdiv(DIM, kernels.PRODUCT_KEYS.value))
     kernels.product[grid](
-        g, x, total, total.shape[0], g.shape[1], *g.stride(), *x.stride(), WIDEN=INTERPRETED,
+        g, x, total, total.shape[0], g.shape[1], *g.stride(), *x.stride(), FRESH=fresh, WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
-
-
-def _padded(columns):
-    """Columns of the scratch: rows of g start on 16-byte boundaries, as the matrix library likes them."""
-    return cdiv(columns, 16) * 16

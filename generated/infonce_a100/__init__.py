@@ -4,7 +4,7 @@
     L = 1/M * (sum_i (r_i - p_i))
 
 Planned for batches of up to 32768 queries and 65536 keys of D = 768 (bf16) on 1 device
-of the kind a100, strategy `panel`, at most 909.8 MiB on each beyond the inputs.
+of the kind a100, strategy `panel`, at most 909.9 MiB on each beyond the inputs.
 Any smaller batch runs as well, with no more memory. So does a ring of any number of ranks, but it needs room for
 visiting keys, which `--devices` plans.
 

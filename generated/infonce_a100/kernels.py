@@ -11,10 +11,12 @@ Legend
     r_i, c_j            log-sum-exp of row i, as a wide float: sum of 2^y = mantissa * 2^exponent, exponent an integer
     g                   gradient of one logit, times M
 
-Range. A tile takes one exponential per element against one reference for the whole tile, HEADROOM below the largest
-value. fp32 then holds rows that lie up to SPREAD binary orders below that value to better than 2^-38; a tile
-with a wider spread raises its flag, and the *_wide kernel that follows recomputes just that tile exactly. Logits may
-reach 10^9.
+Strips. A program owns a block of keys and walks a strip of row blocks: what belongs to its keys stays in registers.
+
+Range. One exponential per element, against one reference for a whole block of keys: HEADROOM below the largest value
+of a sample (forward) or of the complete statistics (backward). fp32 then holds rows and columns that lie up to SPREAD
+binary orders below it, or 100 above, to better than 2^-17; a strip with a wider range raises its flag, and the *_wide
+kernel that follows recomputes just that strip exactly. Logits may reach 10^9.
 """
 
 import triton
@@ -35,13 +37,18 @@ POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(32)
 FINISH_DEPTH = tl.constexpr(128)
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
+WIDE_ROWS = tl.constexpr(32)  # at a time where a strip is computed again
+MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so that few loads follow one another
+MERGE_PARTS = tl.constexpr(64)
 QUERY_SHARE = tl.constexpr(1.0)
 POSITIVE_SHARE = tl.constexpr(-1.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-HEADROOM = tl.constexpr(30.0)  # fp32 resolves 2^y to 2^-20 there; more would cost accuracy, less would raise more flags
-SPREAD = tl.constexpr(110.0)
-SMALLEST_SUM = tl.constexpr(2.0**-80)  # = 2^(HEADROOM - SPREAD): a tile sum below it has lost precision
+SAMPLE_ROWS = tl.constexpr(64)
+HEADROOM = tl.constexpr(10.0)  # room on either side: a sample misses the largest value, but by less than 100
+SPREAD = tl.constexpr(80.0)  # at most 46 orders are left above the smallest fp32 number: 2^-46 of a sum may be lost
+SMALLEST_SUM = tl.constexpr(2.0**-80)
+LARGEST_SUM = tl.constexpr(2.0**100)
 
 
 @triton.jit
@@ -81,80 +88,112 @@ def similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_
 
 
 @triton.jit
-def tile_of(program, queries, keys, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Row block and key block of a program: groups of 8 row blocks walk the keys together and share them in L2."""
+def strip_of(program, queries, strip, ROWS: tl.constexpr):
+    """A program's block of keys, its number among the strips of that block, and its first and last + 1 row block."""
     row_blocks = tl.cdiv(queries, ROWS)
-    key_blocks = tl.cdiv(keys, KEYS)
-    group = program // (8 * key_blocks)
-    group_rows = min(row_blocks - group * 8, 8)
-    within = program % (8 * key_blocks)
-    return group * 8 + within % group_rows, within // group_rows
+    strips = tl.cdiv(row_blocks, strip)
+    number = program % strips
+    return program // strips, number, number * strip, min(number * strip + strip, row_blocks)
 
 
 @triton.jit
-def forward(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys,
-            rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """One tile: each z is computed once and reduced along its row."""
-    tile = tl.program_id(0)
-    row_block, key_block = tile_of(tile, queries, keys, FORWARD_ROWS, FORWARD_KEYS)
-    row0 = row_block * FORWARD_ROWS
-    key0 = key_block * FORWARD_KEYS
-    z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                   FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+               WIDEN: tl.constexpr):
+    """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel."""
+    key_block = tl.program_id(0)
+    rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
+    columns = tl.minimum(key_block * FORWARD_KEYS + tl.arange(0, FORWARD_KEYS), keys - 1).to(tl.int64)
+    z = tl.zeros((SAMPLE_ROWS, FORWARD_KEYS), tl.float32)
+    for depth0 in range(0, DIM, FORWARD_DEPTH):
+        d = (depth0 + tl.arange(0, FORWARD_DEPTH)).to(tl.int64)
+        a = tl.load(q + rows[:, None] * q_row_stride + d[None, :] * q_depth_stride, mask=(d < DIM)[None, :], other=0.0)
+        b = tl.load(k + columns[:, None] * k_row_stride + d[None, :] * k_depth_stride, mask=(d < DIM)[None, :], other=0.0)
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        z = tl.dot(a, b.T, z, input_precision="ieee")
     slope = base2_slope(scale_ptr, bias_ptr)
-    rows = row0 + tl.arange(0, FORWARD_ROWS)
-    columns = key0 + tl.arange(0, FORWARD_KEYS)
     if slope >= 0.0:
         top = tl.max(z)
     else:
         top = tl.min(z)
-    reference = tl.floor(top * slope) - HEADROOM
-    p = tl.exp2(tl.fma(z, slope, -reference))
-    if MASKED:
-        p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
-    row_sums = tl.sum(p, axis=1)
-    row_reference = tl.zeros_like(row_sums) + reference
-    tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
-    tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
-    smallest = tl.min(tl.where(rows < queries, row_sums, 1.0))
-    tl.store(flags + tile, (smallest < SMALLEST_SUM).to(tl.int32))
+    tl.store(reference + key_block, tl.floor(top * slope) - HEADROOM)
 
 
 @triton.jit
-def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys,
+def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, flags, queries, keys, strip,
             rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """Recomputes a flagged tile with a reference for each row; exits at once elsewhere."""
-    tile = tl.program_id(0)
-    if tl.load(flags + tile) != 0:
-        row_block, key_block = tile_of(tile, queries, keys, FORWARD_ROWS, FORWARD_KEYS)
+            MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+    """One strip: each z is computed once and reduced along its row."""
+    program = tl.program_id(0)
+    key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
+    key0 = key_block * FORWARD_KEYS
+    columns = key0 + tl.arange(0, FORWARD_KEYS)
+    slope = base2_slope(scale_ptr, bias_ptr)
+    shared = tl.load(reference + key_block)
+    smallest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
+    largest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
+    for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * FORWARD_ROWS
-        key0 = key_block * FORWARD_KEYS
+        rows = row0 + tl.arange(0, FORWARD_ROWS)
         z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                        FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
-        slope = base2_slope(scale_ptr, bias_ptr)
-        rows = row0 + tl.arange(0, FORWARD_ROWS)
-        columns = key0 + tl.arange(0, FORWARD_KEYS)
-        key_mask = tl.where(columns < keys, 0.0, float("-inf"))
-        row_reference = tl.floor(tl.max(z * slope + key_mask[None, :], axis=1))
-        row_sums = tl.sum(tl.exp2(tl.fma(z, slope, -row_reference[:, None]) + key_mask[None, :]), axis=1)
+        p = tl.exp2(tl.fma(z, slope, -shared))
+        if MASKED:
+            p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
+        row_sums = tl.sum(p, axis=1)
+        row_reference = tl.zeros_like(row_sums) + shared
+        if MASKED:
+            smallest = tl.minimum(smallest, tl.where(rows < queries, row_sums, 1.0))
+        else:
+            smallest = tl.minimum(smallest, row_sums)
+        largest = tl.maximum(largest, row_sums)
         tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
         tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
+    least, most = tl.min(smallest), tl.max(largest)
+    flag = (least < SMALLEST_SUM) | (most > LARGEST_SUM)
+    tl.store(flags + program, flag.to(tl.int32))
 
 
 @triton.jit
-def merge(part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride):
+def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys, strip,
+            rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+            WIDEN: tl.constexpr):
+    """Recomputes a flagged strip with a reference for each row; exits at once elsewhere."""
+    program = tl.program_id(0)
+    if tl.load(flags + program) != 0:
+        key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
+        key0 = key_block * FORWARD_KEYS
+        columns = key0 + tl.arange(0, FORWARD_KEYS)
+        slope = base2_slope(scale_ptr, bias_ptr)
+        key_mask = tl.where(columns < keys, 0.0, float("-inf"))
+        first_row = first_block * FORWARD_ROWS
+        for index in range(0, tl.cdiv(min(stop_block * FORWARD_ROWS, queries) - first_row, WIDE_ROWS)):
+            row0 = first_row + index * WIDE_ROWS
+            rows = row0 + tl.arange(0, WIDE_ROWS)
+            z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+                           WIDE_ROWS, FORWARD_KEYS, FORWARD_DEPTH, False, WIDEN)
+            row_reference = tl.floor(tl.max(z * slope + key_mask[None, :], axis=1))
+            row_sums = tl.sum(tl.exp2(tl.fma(z, slope, -row_reference[:, None]) + key_mask[None, :]), axis=1)
+            tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
+            tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
+
+
+@triton.jit
+def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride):
     """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it."""
-    r = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
+    r = block * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
     e = tl.load(exponent + r, mask=r < rows, other=0.0)
     s = tl.load(mantissa + r, mask=r < rows, other=1.0)
-    for part in range(0, parts):
-        place = part * part_stride + r  # a panel of partial sums is far below 2^31 elements
-        part_e = tl.load(part_exponent + place, mask=r < rows, other=0.0)
-        part_s = tl.load(part_sum + place, mask=r < rows, other=0.0)
-        top = tl.maximum(e, part_e)
-        s = s * tl.exp2(e - top) + part_s * tl.exp2(part_e - top)
+    e = tl.where(s == 0.0, float("-inf"), e)  # nothing so far
+    for first in range(0, parts, MERGE_PARTS):
+        part = first + tl.arange(0, MERGE_PARTS)
+        place = part[:, None] * part_stride + r[None, :]  # a panel of partial sums is far below 2^31 elements
+        mask = (part < parts)[:, None] & (r < rows)[None, :]
+        part_e = tl.load(part_exponent + place, mask=mask, other=float("-inf"))
+        part_s = tl.load(part_sum + place, mask=mask, other=0.0)
+        top = tl.maximum(e, tl.max(part_e, axis=0))
+        s = s * tl.exp2(e - top) + tl.sum(part_s * tl.exp2(part_e - top[None, :]), axis=0)
         e = top
     carried = e + tl.floor(tl.log2(s))
     tl.store(exponent + r, carried, mask=r < rows)
@@ -162,9 +201,16 @@ def merge(part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride)
 
 
 @triton.jit
-def positives(q, k, labels, first_key, positive_z, queries, keys,
-              q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """z of each row's positive, where it lies among these keys: the diagonal of a tile of q against the gathered keys."""
+def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride):
+    """The partial sums of one panel into the statistics of its queries."""
+    program = tl.program_id(0)
+    merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride)
+
+
+@triton.jit
+def positives(q, k, labels, first_key, row_exponent, positive_z, row_reference, queries, keys,
+              rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+    """Of each row's positive, where it lies in this panel: the diagonal of a tile of q against the gathered keys."""
     rows = tl.program_id(0) * POSITIVE_ROWS + tl.arange(0, POSITIVE_ROWS)
     columns = tl.load(labels + rows, mask=rows < queries, other=-1) - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
@@ -180,22 +226,25 @@ def positives(q, k, labels, first_key, positive_z, queries, keys,
         z = tl.dot(a, b.T, z, input_precision="ieee")
     i = tl.arange(0, POSITIVE_ROWS)
     tl.store(positive_z + rows, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), axis=1), mask=here)
+    part = columns // FORWARD_KEYS
+    tl.store(row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, positive_z, scale_ptr, bias_ptr, loss,
+def loss_terms(query_exponent, query_mantissa, positive_z, row_reference, scale_ptr, bias_ptr, loss,
                queries, query_weight, BLOCK: tl.constexpr):
     """This rank's share of the loss, summed in fp64 by one program: a fixed order, and O(M) work."""
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
-    slope = base2_slope(scale_ptr, bias_ptr).to(tl.float64) * LN2
+    slope = base2_slope(scale_ptr, bias_ptr)
     shift = bias
     for start in range(0, queries, BLOCK):
         i = start + lanes
-        z = tl.load(positive_z + i, mask=i < queries, other=0.0).to(tl.float64)
-        p = z * slope + shift
+        z = tl.load(positive_z + i, mask=i < queries, other=0.0)
+        reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
+        p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
         r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
              + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
         total += tl.where(i < queries, query_weight * (r - p), 0.0)
@@ -203,77 +252,53 @@ def loss_terms(query_exponent, query_mantissa, positive_z, scale_ptr, bias_ptr, 
 
 
 @triton.jit
-def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, flags,
-             queries, keys, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-             MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """g = 2^(y - reference) * (a_i): one reference for the tile."""
-    tile = tl.program_id(0)
-    row_block, key_block = tile_of(tile, queries, keys, GRADIENT_ROWS, GRADIENT_KEYS)
-    row0 = row_block * GRADIENT_ROWS
-    key0 = key_block * GRADIENT_KEYS
-    z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                   GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
-    slope = base2_slope(scale_ptr, bias_ptr)
-    rows = row0 + tl.arange(0, GRADIENT_ROWS)
-    columns = key0 + tl.arange(0, GRADIENT_KEYS)
-    own = tl.minimum(rows, queries - 1)
-    e = tl.load(query_exponent + own)
-    a = QUERY_SHARE / tl.load(query_mantissa + own)
-    top = tl.max(e)
-    low = tl.min(e)
-    tl.store(flags + tile, (top - low > SPREAD).to(tl.int32))
-    reference = top - HEADROOM
-    a *= tl.exp2(reference - e)
-    value = tl.exp2(tl.fma(z, slope, -reference)) * a[:, None]
-    g += row0.to(tl.int64) * g_stride + key0
-    places = tl.arange(0, GRADIENT_ROWS)[:, None] * g_stride + tl.arange(0, GRADIENT_KEYS)[None, :]
-    if MASKED:
-        tl.store(g + places, value.to(g.dtype.element_ty), mask=(rows < queries)[:, None] & (columns < keys)[None, :])
-    else:
-        tl.store(g + places, value.to(g.dtype.element_ty))
-
-
-@triton.jit
-def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, flags,
-             queries, keys, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g,
+             queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
              DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """Recomputes a flagged tile with a reference for each row; exits at once elsewhere."""
-    tile = tl.program_id(0)
-    if tl.load(flags + tile) != 0:
-        row_block, key_block = tile_of(tile, queries, keys, GRADIENT_ROWS, GRADIENT_KEYS)
+    """g = share_i 2^(y - r_i)."""
+    program = tl.program_id(0)
+    key_block, number, first_block, stop_block = strip_of(program, queries, strip, GRADIENT_ROWS)
+    key0 = key_block * GRADIENT_KEYS
+    columns = key0 + tl.arange(0, GRADIENT_KEYS)
+    slope = base2_slope(scale_ptr, bias_ptr)
+    for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * GRADIENT_ROWS
-        key0 = key_block * GRADIENT_KEYS
+        rows = row0 + tl.arange(0, GRADIENT_ROWS)
         z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                        GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
-        slope = base2_slope(scale_ptr, bias_ptr)
-        rows = row0 + tl.arange(0, GRADIENT_ROWS)
-        columns = key0 + tl.arange(0, GRADIENT_KEYS)
         own = tl.minimum(rows, queries - 1)
         e = tl.load(query_exponent + own)
         a = QUERY_SHARE / tl.load(query_mantissa + own)
         value = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
-        g += row0.to(tl.int64) * g_stride + key0
+        corner = g + row0.to(tl.int64) * g_stride + key0
         places = tl.arange(0, GRADIENT_ROWS)[:, None] * g_stride + tl.arange(0, GRADIENT_KEYS)[None, :]
-        tl.store(g + places, value.to(g.dtype.element_ty), mask=(rows < queries)[:, None] & (columns < keys)[None, :])
+        tl.store(corner + places, value.to(g.dtype.element_ty))
 
 
 @triton.jit
-def gradient_positives(labels, first_key, positive_z, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queries, keys, g_stride):
+def positive_gradient(rows, columns, here, positive_z, row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa):
+    """g of the positives (rows, columns), with 2^y rounded as it was when it entered the sums."""
+    slope = base2_slope(scale_ptr, bias_ptr)
+    z = tl.load(positive_z + rows, mask=here, other=0.0)
+    reference = tl.load(row_reference + rows, mask=here, other=0.0)
+    p = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
+    value = QUERY_SHARE * p / tl.load(query_mantissa + rows, mask=here, other=1.0)
+    return value + POSITIVE_SHARE
+
+
+@triton.jit
+def gradient_positives(labels, first_key, positive_z, row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queries, keys, g_stride):
     """Overwrites g of each positive: its share is added in fp32, before g is rounded, or 1 - p would lose its digits."""
     rows = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
     columns = tl.load(labels + rows, mask=rows < queries, other=-1) - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
-    slope = base2_slope(scale_ptr, bias_ptr)
-    z = tl.load(positive_z + rows, mask=here, other=0.0)
-    e = tl.load(query_exponent + rows, mask=here, other=0.0)
-    value = QUERY_SHARE * tl.exp2(tl.fma(z, slope, -e)) / tl.load(query_mantissa + rows, mask=here, other=1.0)
-    value += POSITIVE_SHARE
+    value = positive_gradient(rows, columns, here, positive_z, row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa)
     tl.store(g + rows.to(tl.int64) * g_stride + columns, value.to(g.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride, WIDEN: tl.constexpr):
-    """One tile of `total`, which only this program touches: fp32, inner dimension in order."""
+def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride, FRESH: tl.constexpr, WIDEN: tl.constexpr):
+    """One tile of `total`, which only this program touches: fp32, inner dimension in order. FRESH: total holds nothing."""
     row0 = tl.program_id(0) * PRODUCT_ROWS
     depth0 = tl.program_id(1) * PRODUCT_KEYS
     r = row0 + tl.arange(0, PRODUCT_ROWS)
@@ -292,7 +317,9 @@ def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stri
     total += row0.to(tl.int64) * DIM
     places = tl.arange(0, PRODUCT_ROWS)[:, None] * DIM + d[None, :]
     mask = (r < rows)[:, None] & (d < DIM)[None, :]
-    tl.store(total + places, tl.load(total + places, mask=mask, other=0.0) + result, mask=mask)
+    if not FRESH:
+        result += tl.load(total + places, mask=mask, other=0.0)
+    tl.store(total + places, result, mask=mask)
 
 
 @triton.jit
@@ -314,3 +341,16 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
     if DOTS:
         tl.store(dots + program, tl.sum(dot))
+
+
+@triton.jit
+def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
+    """dscale = upstream * weight * (1.0) * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, parts, BLOCK):
+        total += tl.load(dots + start + lanes, mask=start + lanes < parts, other=0.0).to(tl.float64)
+    sum_of_dots = tl.sum(total).to(tl.float32)
+    unit = tl.load(upstream).to(tl.float32) * weight
+    tl.store(dscale, unit * (1.0) * (sum_of_dots * 1.0))
+    tl.store(dbias, unit * (0.0 * rows) + sum_of_dots * 0.0)  # the last term keeps a NaN

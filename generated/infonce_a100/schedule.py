@@ -9,18 +9,23 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, library_legal, operands
+from ._runtime.launch import INTERPRETED, cdiv, library_legal, operands, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
 FEATURE_DTYPE = torch.bfloat16
 GRADIENT_EXPONENT = 0
 DIM = 768
+POSITIVE_ROWS = 2  # what is kept of each query's positive: z, and the reference of its row in the sums
 FORWARD_ROWS = 16384  # forward panel
 FORWARD_KEYS = 16384
 PANEL_ROWS = 16384  # backward panel; on a group of one the query gradient accumulates over this many rows
 PANEL_KEYS = 16384
 FINISH_ROWS = 32
+FORWARD_STRIPS = 32  # at most, for each block of keys
+FORWARD_PROGRAMS = 108  # that run at once
+GRADIENT_STRIPS = 32
+GRADIENT_PROGRAMS = 108
 DESCRIPTORS = False  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
 LIBRARY_PRODUCTS = True
 
@@ -30,45 +35,49 @@ def stash_shape(m, n):
     return None
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, stash=None):
-    """Merges every logit of q (m, D) x k (n, D) into `queries`, and notes z of the positives found here.
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, stash=None):
+    """Merges every logit of q (m, D) x k (n, D) into `queries`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: (m,) int64 global key indices.
-    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive_z (m,) fp32.
+    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_ROWS, m) fp32.
     """
     m, n = q.shape[0], k.shape[0]
     rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
     row_blocks = cdiv(rows_max, kernels.FORWARD_ROWS.value)
     row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device)
-    flags = torch.empty(row_blocks * key_blocks, dtype=torch.int32, device=q.device)
+    strips = min(row_blocks, FORWARD_STRIPS)
+    flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
+    reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
     for row0 in range(0, m, FORWARD_ROWS):
         q_panel = q[row0 : row0 + FORWARD_ROWS]
+        rows = slice(row0, row0 + q_panel.shape[0])
+        own = Statistics(queries.exponent[rows], queries.mantissa[rows])
         for key0 in range(0, n, FORWARD_KEYS):
             k_panel = k[key0 : key0 + FORWARD_KEYS]
-            _forward_panel(q_panel, k_panel, scale, bias, row_parts, flags)
-            _merge(row_parts, queries, row0, q_panel.shape[0], cdiv(k_panel.shape[0], kernels.FORWARD_KEYS.value))
-    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
-        q, k, positives, first_key, positive_z, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
-        num_warps=4, num_stages=2)
+            strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, reference, flags)
+            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own)
+            _positives(q_panel, k_panel, positives[rows], first_key + key0, strip, row_parts, positive[:, rows])
 
 
-def loss_terms(queries, keys, positive_z, scale, bias, query_weight, key_weight):
+def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     """query_weight * sum of the query terms: 0-dim fp32."""
-    loss = torch.empty((), dtype=torch.float32, device=positive_z.device)
+    loss = torch.empty((), dtype=torch.float32, device=positive.device)
     kernels.loss_terms[(1,)](
-        *queries, positive_z, scale, bias, loss, queries.exponent.shape[0],
+        *queries, *positive, scale, bias, loss, queries.exponent.shape[0],
         query_weight, BLOCK=1024, num_warps=8)
     return loss
 
 
-def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive_z, dq, dk, stash=None):
-    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted."""
+def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None):
+    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
+
+    What is fresh was never written: the first sums replace what it holds.
+    """
     m, n = q.shape[0], k.shape[0]
-    scratch = torch.empty(min(m, PANEL_ROWS), _padded(min(n, PANEL_KEYS)), dtype=FEATURE_DTYPE, device=q.device)
-    flags = torch.empty(
-        cdiv(scratch.shape[0], kernels.GRADIENT_ROWS.value) * cdiv(scratch.shape[1], kernels.GRADIENT_KEYS.value),
-        dtype=torch.int32, device=q.device)
+    tiles = cdiv(min(m, PANEL_ROWS), kernels.GRADIENT_ROWS.value), cdiv(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value)
+    shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
+    scratch = torch.empty(shape, dtype=FEATURE_DTYPE, device=q.device)  # whole tiles: no store needs a mask
     for row0 in range(0, m, PANEL_ROWS):
         rows = slice(row0, min(row0 + PANEL_ROWS, m))
         own = Statistics(queries.exponent[rows], queries.mantissa[rows])
@@ -77,9 +86,9 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
             visiting = None
             g = _gradient_panel(
                 q[rows], k[columns], scale, bias, positives[rows], first_key + key0, own, visiting,
-                positive_z[rows], scratch, flags)
-            _add_product(dq[rows], g, k[columns])
-            _add_product(dk[columns], g.T, q[rows])
+                positive[:, rows], scratch)
+            _add_product(dq[rows], g, k[columns], fresh_dq and key0 == 0)
+            _add_product(dk[columns], g.T, q[rows], fresh_dk and row0 == 0)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
@@ -89,60 +98,76 @@ def finish(total, x, scale, bias, upstream, weight, out, dots=None):
         num_warps=4)
 
 
-def _forward_panel(q, k, scale, bias, row_parts, flags):
+def scalar_gradients(dots, scale, bias, upstream, weight, rows):
+    """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
+    dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
+    kernels.scalars[(1,)](
+        dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
+    return dscale, dbias
+
+
+def _forward_panel(q, k, scale, bias, row_parts, reference, flags):
+    """The partial sums of one panel. Returns the row blocks of a strip."""
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
     depth = kernels.FORWARD_DEPTH.value
+    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), FORWARD_STRIPS, FORWARD_PROGRAMS)
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
-    grid = (cdiv(m, rows) * cdiv(n, columns),)
+    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     strides = (row_parts.stride(1), )
+    kernels.references[(cdiv(n, columns),)](
+        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        num_warps=8, num_stages=3)
     kernels.forward[grid](
-        q_side.source, k_side.source, scale, bias, *row_parts, flags, m, n, *strides,
+        q_side.source, k_side.source, scale, bias, reference, *row_parts, flags, m, n, strip, *strides,
         *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=3)
     kernels.forward_wide[grid](
-        q_side.source, k_side.source, scale, bias, *row_parts, flags, m, n, *strides,
-        *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=16, num_stages=2)
+        q, k, scale, bias, *row_parts, flags, m, n, strip, *strides,
+        *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        num_warps=8, num_stages=2)
+    return strip
 
 
-def _merge(parts, statistics, first, rows, count):
-    kernels.merge[(cdiv(rows, kernels.VECTOR_ROWS.value),)](
-        *parts, statistics.exponent[first:], statistics.mantissa[first:], rows, count, parts.stride(1), num_warps=4)
+def _merge(m, n, strip, row_parts, queries):
+    """Adds the partial sums of one panel to the statistics of its m queries."""
+    programs = cdiv(m, kernels.MERGE_ROWS.value)
+    kernels.merge[(programs,)](
+        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1),
+        num_warps=4)
 
 
-def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive_z, scratch, flags):
+def _positives(q, k, positives, first_key, strip, row_parts, positive):
+    m, n = q.shape[0], k.shape[0]
+    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
+        q, k, positives, first_key, row_parts[0], *positive, m, n, row_parts.stride(1),
+        *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
+
+
+def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive, scratch):
     """g (m, n) of one panel, in the scratch."""
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value
     depth = kernels.GRADIENT_DEPTH.value
+    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS)
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
-    grid = (cdiv(m, rows) * cdiv(n, columns),)
+    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     statistics = (*queries, )
     kernels.gradient[grid](
-        q_side.source, k_side.source, scale, bias, *statistics, scratch, flags, m, n, scratch.stride(0),
-        *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=3)
-    kernels.gradient_wide[grid](
-        q_side.source, k_side.source, scale, bias, *statistics, scratch, flags, m, n, scratch.stride(0),
+        q_side.source, k_side.source, scale, bias, *statistics, scratch, m, n, strip, scratch.stride(0),
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=16, num_stages=2)
+        num_warps=8, num_stages=3)
     kernels.gradient_positives[(cdiv(m, kernels.VECTOR_ROWS.value),)](
-        positives, first_key, positive_z, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
+        positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
     return scratch[:m, :n]
 
 
-def _add_product(total, g, x):
-    """total (rows, D) += g (rows, inner) x (inner, D)."""
+def _add_product(total, g, x, fresh):
+    """total (rows, D) += g (rows, inner) x (inner, D); with `fresh`, total holds nothing yet."""
     if LIBRARY_PRODUCTS and total.is_cuda and library_legal(x):
-        torch.addmm(total, g, x, out_dtype=torch.float32, out=total)
+        torch.addmm(total, g, x, beta=0 if fresh else 1, out_dtype=torch.float32, out=total)
         return
     grid = (cdiv(total.shape[0], kernels.PRODUCT_ROWS.value), cdiv(DIM, kernels.PRODUCT_KEYS.value))
     kernels.product[grid](
-        g, x, total, total.shape[0], g.shape[1], *g.stride(), *x.stride(), WIDEN=INTERPRETED,
+        g, x, total, total.shape[0], g.shape[1], *g.stride(), *x.stride(), FRESH=fresh, WIDEN=INTERPRETED,
         num_warps=8, num_stages=3)
-
-
-def _padded(columns):
-    """Columns of the scratch: rows of g start on 16-byte boundaries, as the matrix library likes them."""
-    return cdiv(columns, 16) * 16

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from infcl_gen.losses import loss_template_context, spec_as_dict, triton_code
 from infcl_gen.losses.printers import p
+from infcl_gen.planning.levels import Block, key_lanes, most_strips, resident_programs, wide_rows
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
@@ -35,21 +36,23 @@ KERNEL_TEMPLATES: dict[str, tuple[str, ...]] = {
     "fused": ("header", "forward", "statistics", "fused", "finish"),
 }
 # The kernels of each template, and what says how they are launched: the family of their block (the plan's `blocks`),
-# or a number of warps where a kernel only touches vectors. fp32 features have no *_wide kernels.
+# or a number of warps where a kernel only touches vectors. `_left_out` says which of them a package does not need.
 KERNEL_FAMILIES: dict[str, dict[str, str | int]] = {
     "header": {},
-    "forward": {"forward": "forward", "forward_wide": "forward"},
+    "forward": {"references": "forward", "forward": "forward", "forward_wide": "forward"},
     "statistics": {"merge": 4, "positives": "positive", "loss_terms": 8},
-    "gradient": {"gradient": "gradient", "gradient_wide": "gradient", "gradient_positives": 4},
+    "gradient": {"gradient": "gradient", "gradient_wide": "gradient", "ratios": 4, "gradient_positives": 4},
     "stash": {"gradient_from_stash": "gradient"},
     "fused": {
+        "ratios": 4,
+        "fused_positives": 4,
         "fused_queries": "fused",
         "fused_queries_wide": "fused",
         "fused_keys": "fused",
         "fused_keys_wide": "fused",
     },
     "product": {"product": "product"},
-    "finish": {"finish": "finish"},
+    "finish": {"finish": "finish", "scalars": 4},
 }
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -86,7 +89,7 @@ class PackageSpec:
 def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> PackageSpec:
     """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
     name = package_name(plan, derivation)
-    kernels = kernel_specs(plan)
+    kernels = kernel_specs(plan, bool(derivation.has_keys))
     literals = spec_literals(plan, derivation, profile, name, kernels)
     shared = {
         "name": name,
@@ -107,6 +110,10 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         )
     else:
         context = shared | _device_context(plan, derivation) | triton_expressions(derivation)
+        context |= _strip_context(plan, profile) | {
+            "with_ratios": "ratios" in {kernel.name for kernel in kernels}
+        }
+        context["flagged"] = "gradient_wide" in {kernel.name for kernel in kernels}
         context["launches"] = {kernel.name: kernel for kernel in kernels}
         pieces = tuple(f"triton/{piece}.py.jinja" for piece in KERNEL_TEMPLATES[plan.strategy])
         files.append(FileSpec("kernels.py", pieces, context))
@@ -140,23 +147,36 @@ def spec_literals(
     }
 
 
-def kernel_specs(plan: Plan) -> tuple[KernelSpec, ...]:
+def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
     """The kernels of a package in the order of kernels.py; none for the torch strategy."""
     specs = []
+    left_out = _left_out(plan, has_keys)
     for template in KERNEL_TEMPLATES.get(plan.strategy, ()):
         for name, family in KERNEL_FAMILIES[template].items():
-            if name.endswith("_wide") and _exact(plan):
+            if name in left_out:
                 continue
             if isinstance(family, int):
                 specs.append(KernelSpec(name, family, 1))
-            elif name.endswith(
-                "_wide"
-            ):  # two references hold more registers: more warps share a tile, or it spills
-                more = 1 if family == "fused" else 2
-                specs.append(KernelSpec(name, more * plan.blocks[family].warps, 2))
+            elif name.endswith("_wide"):
+                specs.append(KernelSpec(name, _wide_warps(plan.blocks[family], family), 2))
             else:
                 specs.append(KernelSpec(name, plan.blocks[family].warps, plan.blocks[family].stages))
     return tuple(specs)
+
+
+def _wide_warps(block: Block, family: str) -> int:
+    """Two references and pointers hold more registers: a thread gets at most 32 elements of a tile, or it spills."""
+    return min(8, 2 * block.warps) if family == "fused" else max(4, block.keys // 16)
+
+
+def _left_out(plan: Plan, has_keys: bool) -> set[str]:
+    """Kernels that need no second look at any range: of fp32 features, and where only rows have statistics."""
+    if _exact(plan):
+        return {"references", "forward_wide", "gradient_wide", "ratios"}
+    if has_keys:
+        return set()
+    kept = {"gradient_wide"} if plan.strategy == "stash" else set()
+    return {"gradient_wide", "ratios", "fused_queries_wide", "fused_keys_wide"} - kept
 
 
 def package_name(plan: Plan, derivation: Derivation) -> str:
@@ -169,9 +189,9 @@ def package_name(plan: Plan, derivation: Derivation) -> str:
 def triton_expressions(derivation: Derivation) -> dict[str, Any]:
     """The derived mathematics as Triton source.
 
-    slope, shift, gradient_factor: in `scale`, `bias`; query_term in `r`, `p`; the key term, linear in `p`, as
-    key_term_without_positive in `c` and key_positive_term in `p`; logit, dlogit_dz in
-    `z`, `scale`, `bias` ("" if affine).
+    slope, shift, gradient_factor, dscale_factor: in `scale`, `bias`; dbias: a number; query_term in `r`, `p`; the key
+    term, linear in `p`, as key_term_without_positive in `c` and key_positive_term in `p`; logit, dlogit_dz in `z`,
+    `scale`, `bias` ("" if affine).
     """
     affine = derivation.slope is not None
     without_positive, with_positive = _split_positive(derivation.key_term)
@@ -180,6 +200,8 @@ def triton_expressions(derivation: Derivation) -> dict[str, Any]:
         "slope": triton_code(derivation.slope) if affine else "",
         "shift": triton_code(derivation.shift) if affine else "",
         "gradient_factor": triton_code(derivation.gradient_factor),
+        "dscale_factor": triton_code(derivation.dscale_factor),
+        "dbias": float(derivation.dbias),
         "query_term": triton_code(derivation.query_term),
         "key_term_without_positive": triton_code(without_positive),
         "key_positive_term": triton_code(with_positive),
@@ -210,6 +232,26 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "stash": plan.stash_rows > 0,
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
+    }
+
+
+def _strip_context(plan: Plan, profile: DeviceProfile) -> dict[str, Any]:
+    """How the kernels that walk strips are balanced on this board."""
+    forward = plan.blocks["forward"]
+    panels = {
+        "forward": (plan.forward_rows, plan.forward_keys),
+        "gradient": (plan.panel_rows, plan.panel_keys),
+    }
+    walking = {name: plan.blocks[name] for name in panels if name in plan.blocks}
+    tiles = [block.rows for block in walking.values()]
+    return {
+        "wide_rows": 0 if _exact(plan) else min(wide_rows(profile), *tiles),
+        "fused_wide_keys": min(32, plan.blocks["fused"].keys) if plan.strategy == "fused" else 0,
+        "key_lanes": key_lanes(forward, profile),
+        "programs": {
+            name: resident_programs(name, block, profile, plan.dtype) for name, block in walking.items()
+        },
+        "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},
     }
 
 

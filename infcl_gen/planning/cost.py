@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from sympy import Expr, Integer, Max, Min, Rational
 
+from infcl_gen.planning.levels import most_strips
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -45,12 +46,15 @@ LEGEND = {
     "Bg": "rows of a gradient block",
     "Kg": "keys of a gradient block",
     "Bu": "rows of a fused block",
+    "Ku": "visiting rows of a fused block",
+    "T": "strips of a forward panel for each block of keys, at most",
+    "V": "strips of a backward panel for each block of keys, at most",
     "Bo": "rows of a finish block",
     "U": "multiprocessors",
     "w": "bytes of the matrix library's workspace",
 }
 _SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in LEGEND}
-m, n, W, D, P, e, s, F, G, R, C, S, Bf, Kf, Bg, Kg, Bu, Bo, U, w = _SYMBOLS.values()
+m, n, W, D, P, e, s, F, G, R, C, S, Bf, Kf, Bg, Kg, Bu, Ku, T, V, Bo, U, w = _SYMBOLS.values()
 
 
 class ceil_div(sympy.Function):
@@ -139,10 +143,17 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
     """Everything that the loss allocates beyond its inputs, in the order of its life."""
     v = variant
     ring, both, forward, backward, finish = v.ring, "both", "forward", "backward", "finish"
+    positive_rows = 1 if v.strategy == "torch" else 2 + v.has_keys
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
     terms = [
-        BufferTerm("query_statistics", both, (3, m), "statistics", "r_i as a wide float, z of the positive"),
+        BufferTerm(
+            "query_statistics",
+            both,
+            (2 + positive_rows, m),
+            "statistics",
+            "r_i as a wide float; the positive",
+        ),
         v.has_keys and BufferTerm("key_statistics", both, (2, n), "statistics", "c_j as a wide float"),
         v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
         BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
@@ -153,7 +164,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             BufferTerm(
                 "stash",
                 both,
-                (Min(S, m), 16 * ceil_div(n, 16) + 16 * ceil_div(2 * ceil_div(n, Kf), 16)),
+                (ceil_div(Min(S, m), Bf) * Bf, ceil_div(n, Kf) * Kf + 16 * ceil_div(2 * ceil_div(n, Kf), 16)),
                 "features",
                 "kept tiles and the reference of each",
             ),
@@ -187,6 +198,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
                 ]
     else:
         row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
+        strips = Min(row_blocks, T)
         why = "partial sums of one panel, merged in a fixed order"
         terms += [
             BufferTerm("row_partials", forward, (2, key_blocks, forward_rows), "statistics", why),
@@ -194,16 +206,29 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             and BufferTerm("key_partials", forward, (2, row_blocks, forward_keys), "statistics", why),
             BufferTerm("flags", forward, (row_blocks, key_blocks), "int32", "tiles of wide range"),
         ]
+    ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
-        shape = (rows, 16 * ceil_div(keys, 16))
-        tiles = (ceil_div(rows, Bg), ceil_div(shape[1], Kg))
+        tiles = (ceil_div(rows, Bg), ceil_div(keys, Kg))
+        shape = (tiles[0] * Bg, tiles[1] * Kg)
+        strips = (Min(tiles[0], V), tiles[1])
         terms += [
             BufferTerm("gradient_panel", backward, shape, "features", "gradients of one panel's logits"),
-            BufferTerm("gradient_flags", backward, tiles, "int32", "tiles of wide range"),
+            BufferTerm("gradient_flags", backward, strips, "int32", "strips of wide range"),
+            v.has_keys and BufferTerm("ratios", backward, (tiles[1], Kg + 2), "statistics", ratios),
         ]
     if v.strategy == "fused":
-        programs = Max(ceil_div(rows, Bu), ceil_div(n, Bu))
-        terms.append(BufferTerm("gradient_flags", backward, (2, programs), "int32", "programs of wide range"))
+        longer = Max(rows, n)
+        flags = BufferTerm(
+            "gradient_flags", backward, (ceil_div(longer, Bu),), "int32", "programs of wide range"
+        )
+        ratio_shape = (ceil_div(longer, Ku), Ku + 2)
+        terms += [
+            BufferTerm(
+                "positive_gradients", backward, (rows,), "statistics", "g of each positive, unrounded"
+            ),
+            v.has_keys and flags,
+            v.has_keys and BufferTerm("ratios", backward, ratio_shape, "statistics", ratios),
+        ]
     dq, dk = (
         BufferTerm(name, backward, (x, D), "features", "returned") for name, x in (("dq", m), ("dk", n))
     )
@@ -256,7 +281,12 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W
     rows, keys = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf
     kept = Min(S, m) if v.strategy == "stash" else Integer(0)
-    partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, Bf) if v.has_keys else 0))
+    partials = (
+        2
+        * s
+        * W
+        * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.has_keys else 0))
+    )
     features = W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F))
     terms.append(
         TimeTerm(
@@ -459,10 +489,17 @@ class CostModel:
         }
         depth = block["forward"][2] if self.variant.strategy != "fused" else block["fused"][2]
         padded = -(-self.dim // depth) * depth
+        strips = [
+            most_strips(*panel, self.blocks[name]) if name in self.blocks else 1
+            for name, panel in (
+                ("forward", (sizes.forward_rows, sizes.forward_keys)),
+                ("gradient", (sizes.panel_rows, sizes.panel_keys)),
+            )
+        ]
         return (
             self.rows, self.keys, self.world_size, self.dim, padded, DTYPE_BYTES[self.dtype], self._accumulator_bytes,
             sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys, sizes.stash_rows,
-            *block["forward"][:2], *block["gradient"][:2], block["fused"][0], block["finish"][0],
+            *block["forward"][:2], *block["gradient"][:2], *block["fused"][:2], *strips, block["finish"][0],
             self.profile.multiprocessors, self.profile.library_workspace_bytes,
         )  # fmt: skip
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from infcl_gen.hardware import DeviceProfile
 
 FUSED_DIM_LIMIT = 256  # fused keeps the whole padded embedding in one block dimension
+DEEP = 768  # from here on one program with a large tile beats two with small ones, whose epilogues hide each other
+MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
+REGISTERS = 65536  # of a multiprocessor, on every board
+LANES_OF_8 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
 
 # The kernels that have a block, by strategy.
@@ -76,7 +80,8 @@ def default_blocks(
         elif kernel == "product":
             base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, padded_dim(dim)))
         else:
-            base = dataclasses.replace(table[kernel], depth=min(table[kernel].depth, padded_dim(dim)))
+            deep = table.get(f"deep {kernel}", table[kernel]) if dim >= DEEP else table[kernel]
+            base = dataclasses.replace(deep, depth=min(deep.depth, padded_dim(dim)))
         blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors)
     return blocks
 
@@ -97,6 +102,39 @@ def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
     if kernel == "fused":
         elements += block.rows * block.depth
     return -(-elements // (block.warps * warp_size))
+
+
+def resident_programs(kernel: str, block: Block, profile: DeviceProfile, dtype: str) -> int:
+    """Programs of a kernel that the board runs at once: what shared memory and registers of each multiprocessor hold.
+
+    A thread is taken to need 96 registers beside its accumulators.
+    """
+    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, dtype), 1)
+    registers = accumulator_registers(kernel, block, profile.warp_size) + 96
+    by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
+    return profile.multiprocessors * max(1, min(by_memory, by_registers))
+
+
+def most_strips(panel_rows: int, panel_keys: int, block: Block) -> int:
+    """Strips that a panel's row blocks are cut into for each block of keys, at most: their partial sums take memory."""
+    return min(-(-panel_rows // block.rows), max(1, MOST_PROGRAMS // -(-panel_keys // block.keys)))
+
+
+def key_lanes(block: Block, profile: DeviceProfile) -> int:
+    """Rows of key sums that a program keeps apart: those of different lanes, where a thread holds several rows.
+
+    On NVIDIA before Blackwell a warp's part of a product is 16 rows, of which each lane holds 2.
+    """
+    lanes = 8 * block.warps
+    return lanes if profile.arch in LANES_OF_8 and 2 * lanes <= block.rows else 1
+
+
+def wide_rows(profile: DeviceProfile) -> int:
+    """Rows of a tile that is computed again with a reference for each row and column, through pointers.
+
+    The smallest tile of the matrix units, or registers spill: 64 rows on sm_90, sm_100 and AMD, fewer elsewhere.
+    """
+    return 32 if profile.arch in ("sm_80", "sm_86", "sm_89", "sm_120") else 64
 
 
 def violations(
@@ -195,11 +233,12 @@ _FAMILY = {
 _ELEMENTWISE = {"finish": Block(32, 16, 128, 4, 1)}
 _TABLE: dict[tuple[str, int], dict[str, Block]] = {
     ("hopper", 2): {
-        "forward": Block(256, 128, 64, 8, 3),
-        "gradient": Block(128, 256, 64, 8, 3),
+        "forward": Block(128, 128, 64, 4, 3),
+        "deep forward": Block(256, 128, 64, 8, 4),
+        "gradient": Block(128, 128, 64, 4, 3),
         "product": Block(128, 128, 64, 8, 3),
-        "fused128": Block(128, 128, 128, 8, 2),
-        "fused256": Block(64, 128, 256, 8, 2),
+        "fused128": Block(64, 128, 128, 4, 2),
+        "fused256": Block(64, 64, 256, 4, 2),
         "positive": Block(64, 64, 64, 4, 2),
     },
     ("hopper", 4): {
@@ -209,8 +248,8 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "positive": Block(32, 32, 32, 4, 2),
     },
     ("blackwell", 2): {
-        "forward": Block(128, 256, 64, 8, 3),
-        "gradient": Block(128, 256, 64, 8, 3),
+        "forward": Block(128, 128, 64, 8, 3),
+        "gradient": Block(128, 128, 64, 8, 3),
         "product": Block(128, 128, 64, 8, 3),
         "fused128": Block(128, 64, 128, 8, 2),
         "fused256": Block(64, 128, 256, 8, 2),

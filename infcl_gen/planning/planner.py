@@ -38,6 +38,10 @@ PANEL_LIMIT = (
     1 << 22
 )  # kernels address a tile of a panel with 32 bits: 256 rows of this many elements stay below 2^31
 FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
+DESCRIPTOR_PRODUCTS = (
+    "sm_90",
+    "sm_100",
+)  # their products read shared memory; elsewhere a tile must pass through registers
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
 _TOLERANCE = 1.001
@@ -396,7 +400,10 @@ def _descriptors(problem: Problem, cluster: Cluster) -> bool:
         raise InputError(
             f"--set descriptors: a row of {problem.dim} {problem.dtype} is not a multiple of 16 bytes; valid: off"
         )
-    return wanted != "off" and cluster.profile.tensor_descriptors and aligned
+    by_default = cluster.profile.arch in DESCRIPTOR_PRODUCTS
+    return (
+        (by_default if wanted is None else wanted == "on") and cluster.profile.tensor_descriptors and aligned
+    )
 
 
 # ---------------------------------------------------------------------------------------------- sizes

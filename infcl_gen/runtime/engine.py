@@ -12,6 +12,7 @@ then gives exactly the gradient of L, for uneven ranks and for scale and bias to
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -66,7 +67,7 @@ class Options(NamedTuple):
 class Saved(NamedTuple):
     """What backward needs of forward, besides the inputs.
 
-    query_statistics  (3, m): exponent, mantissa, z of the positive
+    query_statistics  (2 + POSITIVE_ROWS, m): exponent, mantissa; z of the positive, and what else the sweep keeps of it
     key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none
     stash             the part of the tile matrix that is kept, of shape (0,) if none is
     layout            int64 (W, 2) on the host: rows and keys of each rank; for a group of one (0, 2), on the device
@@ -115,8 +116,10 @@ def forward(
     schedule = package.schedule
     with _device_state(package, q.device):
         positives = _positives(package, layout, labels, q.device)
-        query_statistics = q.new_empty((3, rows), dtype=schedule.STATISTICS_DTYPE)
-        queries, positive_z = clear(query_statistics), query_statistics[2].fill_(float("nan"))
+        query_statistics = q.new_empty((2 + schedule.POSITIVE_ROWS, rows), dtype=schedule.STATISTICS_DTYPE)
+        queries, positive = clear(query_statistics), query_statistics[2:]
+        if package.labelled:
+            positive.fill_(math.nan)
         key_statistics = q.new_empty(
             (2, keys if package.loss.HAS_KEYS else 0), dtype=schedule.STATISTICS_DTYPE
         )
@@ -124,7 +127,7 @@ def forward(
         if ring is None:
             own = clear(key_statistics) if package.loss.HAS_KEYS else None
             kept = stash if stash.numel() else None
-            schedule.forward_block(q, k, scale, bias, positives, 0, queries, own, positive_z, stash=kept)
+            schedule.forward_block(q, k, scale, bias, positives, 0, queries, own, positive, stash=kept)
         else:
             largest = max(layout.keys)
             parcel = q.new_empty((largest, package.dim))
@@ -140,19 +143,17 @@ def forward(
                     continue
                 block = None if rotation.accumulator is None else view(rotation.accumulator, 0, valid)
                 visiting, offset = rotation.parcels[0][:valid], layout.key_offset(owner)
-                schedule.forward_block(
-                    q, visiting, scale, bias, positives, offset, queries, block, positive_z
-                )
+                schedule.forward_block(q, visiting, scale, bias, positives, offset, queries, block, positive)
             if rotation.accumulator is not None:
                 key_statistics.copy_(rotation.accumulator[:, :keys])
         if package.labelled:
-            # A label that names no key leaves the NaN in positive_z: let it reach the gradients too.
-            queries.mantissa.add_(positive_z * 0.0)
+            # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
+            queries.mantissa.add_(positive[0] * 0.0)
         weight = _weight(layout, options)
         loss = schedule.loss_terms(
             queries,
             view(key_statistics) if package.loss.HAS_KEYS else None,
-            positive_z,
+            positive,
             scale,
             bias,
             weight,
@@ -193,11 +194,7 @@ def backward(
         positives = _positives(package, layout, labels, q.device)
         sweep = _Backward(package, q, k, scale, bias, positives, saved, upstream, weight)
         dq, dk = sweep.alone(dots) if ring is None else sweep.over(ring, layout, dots)
-        sum_of_dots = dots.sum(dtype=torch.float64).to(statistics)
-        unit = upstream * weight
-        factor = package.loss.dscale_factor(scale, bias)
-        dscale = unit * factor * (sum_of_dots * 2.0**-schedule.GRADIENT_EXPONENT)
-        dbias = unit * (package.loss.DBIAS * rows) + sum_of_dots * 0.0  # the last term keeps a NaN
+        dscale, dbias = schedule.scalar_gradients(dots, scale, bias, upstream, weight, rows)
     return dq, dk, dscale, dbias
 
 
@@ -225,13 +222,12 @@ class _Backward:
         if not in_place:  # one allocation: the allocator may round each up by 1 MiB
             sums = q.new_empty((k.shape[0] + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
             dk_sum, dq_panel = sums[: k.shape[0]], sums[k.shape[0] :]
-        dk_sum.zero_()
         keys = view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
         for start in range(0, q.shape[0], step):
             stop = min(start + step, q.shape[0])
             out = dq[start:stop]
-            total = (out if dq_panel is None else dq_panel[: stop - start]).zero_()
-            self._block(start, stop, k, 0, keys, total, dk_sum)
+            total = out if dq_panel is None else dq_panel[: stop - start]
+            self._block(start, stop, k, 0, keys, total, dk_sum, fresh_dq=True, fresh_dk=start == 0)
             first = start // schedule.FINISH_ROWS
             count = -(-(stop - start) // schedule.FINISH_ROWS)
             self._finish(total, q[start:stop], out, dots[first : first + count])
@@ -275,14 +271,22 @@ class _Backward:
         return dq_sum, rotation.accumulator[:keys]
 
     def _block(
-        self, start: int, stop: int, k: Tensor, key_offset: int, keys: Any, dq_sum: Tensor, dk_sum: Tensor
+        self,
+        start: int,
+        stop: int,
+        k: Tensor,
+        key_offset: int,
+        keys: Any,
+        dq_sum: Tensor,
+        dk_sum: Tensor,
+        **fresh: bool,
     ) -> None:
         positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
         statistics = self.saved.query_statistics
         stash = self.saved.stash[start:stop]
         self.package.schedule.backward_block(
             self.q[start:stop], k, self.scale, self.bias, positives, key_offset, view(statistics, start, stop), keys,
-            statistics[2, start:stop], dq_sum, dk_sum, stash=stash if stash.numel() else None,
+            statistics[2:, start:stop], dq_sum, dk_sum, stash=stash if stash.numel() else None, **fresh,
         )  # fmt: skip
 
     def _finish(self, total: Tensor, x: Tensor, out: Tensor, dots: Tensor | None = None) -> None:
@@ -454,10 +458,19 @@ def _new_stash(package: Package, q: Tensor, k: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _device_state(package: Package, device: torch.device) -> Iterator[None]:
-    """No graph, no autocast (it would round inside the sweep), and the tensors' device current."""
-    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    products = _precisions[device.type == "cuda"].of_products(package.product_precision)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), current, products:
+    """No graph, no autocast (it would round inside the sweep), and the tensors' device current.
+
+    Each costs microseconds on the host, which small batches wait for: only what is not so already is changed.
+    """
+    with contextlib.ExitStack() as state:
+        state.enter_context(torch.no_grad())
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            state.enter_context(torch.cuda.device(device))
+        if torch.is_autocast_enabled(device.type):
+            state.enter_context(torch.autocast(device.type, enabled=False))
+        if package.dtype == torch.float32 or device.type == "cpu":  # where the switch has a say
+            products = _precisions[device.type == "cuda"].of_products(package.product_precision)
+            state.enter_context(products)
         yield
 
 

@@ -19,8 +19,8 @@ LOG2E = 1.0 / LN2
 
 
 class Statistics(NamedTuple):
-    """``mantissa * 2**exponent`` per row: integer-valued exponents, ``1 <= mantissa < 2``; a sum over nothing is
-    ``(-inf, 0)``. NaN in either part means that the row saw a NaN (or an infinite logit)."""
+    """``mantissa * 2**exponent`` per row: integer-valued exponents, ``1 <= mantissa < 2``; a sum over nothing has
+    the mantissa 0, whatever its exponent. NaN in either part means that the row saw a NaN (or an infinite logit)."""
 
     exponent: Tensor
     mantissa: Tensor
@@ -33,8 +33,7 @@ def empty(rows: int, device: torch.device, dtype: torch.dtype) -> Statistics:
 
 def clear(pair: Tensor) -> Statistics:
     """Turns `pair` (at least two rows of numbers) into empty statistics that share its memory."""
-    pair[0].fill_(-math.inf)
-    pair[1].zero_()
+    pair.zero_()
     return Statistics(pair[0], pair[1])
 
 
@@ -45,13 +44,13 @@ def view(pair: Tensor, start: int = 0, stop: int | None = None) -> Statistics:
 
 def merge(into: Statistics, exponent: Tensor, total: Tensor) -> None:
     """``into += total * 2**exponent`` row by row, in place, renormalised. `total` is any finite number >= 0."""
-    # The clamp keeps "nothing + nothing" at zero: -inf - lowest is -inf, whereas -inf - -inf would be NaN.
     lowest = torch.finfo(into.exponent.dtype).min
-    reference = torch.maximum(into.exponent, exponent).clamp_(min=lowest)
-    merged = into.mantissa * torch.exp2(into.exponent - reference) + total * torch.exp2(exponent - reference)
+    own = torch.where(into.mantissa == 0, lowest, into.exponent)
+    reference = torch.maximum(own, exponent).clamp_(min=lowest)  # -inf - -inf would be NaN
+    merged = into.mantissa * torch.exp2(own - reference) + total * torch.exp2(exponent - reference)
     fraction, shift = torch.frexp(merged)  # exact: fraction in [0.5, 1)
     into.mantissa.copy_(fraction.mul_(2.0))
-    into.exponent.copy_(torch.where(merged == 0, -math.inf, reference + (shift - 1)))
+    into.exponent.copy_(reference + (shift - 1))
 
 
 def log(statistics: Statistics) -> Tensor:

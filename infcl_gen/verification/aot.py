@@ -21,9 +21,10 @@ from infcl_gen.hardware import load_profile, profile_names
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
 SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # that one block may have
 DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
-HELPERS = {"base2_slope", "load_block", "similarity", "tile_of"}
+HELPERS = {"base2_slope", "load_block", "similarity", "strip_of", "merge_rows", "positive_gradient"}
 FEATURES = {"q", "k", "x", "g", "out"}
-COUNTS = {"queries", "keys", "rows", "inner", "parts"}
+COUNTS = {"queries", "keys", "rows", "inner", "count"}
+ANY_COUNTS = {"strip", "row_parts", "key_parts"}  # no multiples of the tiles
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def compile_kernel(
     for index, name in enumerate(function.arg_names):
         kind = _argument_type(name, kernel, spec, module, inputs)
         if kind == "constexpr":
-            constants[name] = _constant(name, inputs)
-        elif kind.startswith("*") or (kind == "i32" and (inputs.aligned or _always_aligned(name, spec))):
+            constants[name] = _constant(name, inputs, module)
+        elif kind.startswith("*") or (kind == "i32" and _divisible(name, spec, inputs)):
             attributes[(index,)] = [["tt.divisibility", 16]]
         signature[name] = kind
     nvidia = target.startswith("sm_")
@@ -160,7 +161,7 @@ def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleT
     if name in FEATURES:
         block = _descriptor_block(name, kernel, module) if inputs.descriptors else None
         return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if block else f"*{dtype}"
-    if name in COUNTS or name.endswith("stride"):
+    if name in COUNTS or name in ANY_COUNTS or name.endswith("stride"):
         return "i32"
     named = {
         "stash": "*bf16",
@@ -172,6 +173,11 @@ def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleT
     return named.get(name, "fp32" if name == "weight" else "*fp32")
 
 
+def _divisible(name: str, spec: dict[str, Any], inputs: Inputs) -> bool:
+    """Whether Triton may take this argument for a multiple of 16."""
+    return name not in ANY_COUNTS and (inputs.aligned or _always_aligned(name, spec))
+
+
 def _always_aligned(name: str, spec: dict[str, Any]) -> bool:
     """Strides that do not depend on the number of rows: of the features, and of the scratch panel, which is padded."""
     of_features = name in ("q_row_stride", "k_row_stride", "x_row_stride", "x_inner_stride")
@@ -180,11 +186,15 @@ def _always_aligned(name: str, spec: dict[str, Any]) -> bool:
     )
 
 
-def _constant(name: str, inputs: Inputs) -> Any:
+def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
+    if name == "ROWS":
+        return getattr(module, "GRADIENT_KEYS" if hasattr(module, "GRADIENT_KEYS") else "FUSED_KEYS").value
+    if name == "SHARE":
+        return module.QUERY_SHARE.value
     if name.endswith("depth_stride"):
         return 1
     flags = {"MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False}
-    return (flags | {"STASH": True, "DOTS": True, "BLOCK": 1024})[name]
+    return (flags | {"STASH": True, "DOTS": True, "FRESH": False, "BLOCK": 1024})[name]
 
 
 def _descriptor_block(name: str, kernel: str, module: ModuleType) -> tuple[int, int] | None:
@@ -192,7 +202,7 @@ def _descriptor_block(name: str, kernel: str, module: ModuleType) -> tuple[int, 
     if name not in ("q", "k"):
         return None
     own_queries = name == "q"
-    family = kernel.removesuffix("_wide")
+    family = kernel
     if family in ("fused_queries", "fused_keys"):
         own = own_queries == (family == "fused_queries")
         rows = module.FUSED_ROWS if own else module.FUSED_KEYS

@@ -26,7 +26,7 @@ UNSET, SET = (
     {"empty", "new_empty", "empty_like"},
     {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"},
 )
-STATISTICS = {"forward", "forward_block"}  # functions whose buffers of 2 or 3 rows hold statistics
+STATISTICS = {"forward", "forward_block"}  # functions whose buffers of 2 to 5 rows hold statistics
 
 
 class Buffer(NamedTuple):
@@ -65,7 +65,7 @@ class GuardBands(TorchFunctionMode):
             caller = sys._getframe(1)
             if caller.f_code.co_filename.startswith(self.package):
                 where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-                split = caller.f_code.co_name in STATISTICS and result.dim() > 1 and len(result) in (2, 3)
+                split = caller.f_code.co_name in STATISTICS and result.dim() > 1 and 2 <= len(result) <= 5
                 return self.place(result, where, keep=name in SET, split=split)
         return result
 

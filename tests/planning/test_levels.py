@@ -37,10 +37,11 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
 
 def test_measured_defaults() -> None:
     h200 = load_profile("h200")
-    assert default_blocks("panel", h200, "bf16", 768, True)["gradient"] == Block(128, 256, 64, 8, 3)
-    assert default_blocks("panel", h200, "bf16", 768, True)["forward"] == Block(256, 128, 64, 8, 3)
-    assert default_blocks("fused", h200, "bf16", 128, True)["fused"] == Block(128, 128, 128, 8, 2)
-    assert default_blocks("fused", h200, "bf16", 256, True)["fused"] == Block(64, 128, 256, 8, 2)
+    assert default_blocks("panel", h200, "bf16", 768, True)["gradient"] == Block(128, 128, 64, 4, 3)
+    assert default_blocks("panel", h200, "bf16", 768, True)["forward"] == Block(256, 128, 64, 8, 4)
+    assert default_blocks("panel", h200, "bf16", 512, True)["forward"] == Block(128, 128, 64, 4, 3)
+    assert default_blocks("fused", h200, "bf16", 128, True)["fused"] == Block(64, 128, 128, 4, 2)
+    assert default_blocks("fused", h200, "bf16", 256, True)["fused"] == Block(64, 64, 256, 4, 2)
 
 
 def test_fused_needs_a_small_embedding() -> None:

@@ -33,7 +33,7 @@ class Bug:
 WEIGHT = "return ranks / sum(layout.rows) if"
 BUGS = {
     "the gradient of the scale is summed over the ranks, then averaged": Bug(
-        ((ENGINE, "dscale = unit * factor", "dscale = len(layout.rows) * unit * factor"),)
+        ((ENGINE, "schedule.scalar_gradients(dots,", "schedule.scalar_gradients(len(layout.rows) * dots,"),)
     ),
     "averaging divides feature gradients by the ranks": Bug(
         ((ENGINE, 'ranks = len(layout.rows) if options.grad_sync == "mean" else 1', "ranks = 1"),)

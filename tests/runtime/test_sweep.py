@@ -169,10 +169,10 @@ def test_scratch_is_exactly_what_the_legend_says(packages: Packages, loss: str, 
     expected = [panel, panel] + ([4 * rows * dim, 4 * keys * dim] if dtype == "bf16" else [])
     total = torch.zeros(300, dim)
     with torch.no_grad(), Allocations(threshold=4 * 300 * 2) as forward:
-        schedule.forward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2])
+        schedule.forward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2:])
     assert sorted(forward.sizes) == sorted(expected)
     with torch.no_grad(), Allocations(threshold=4 * 300 * 2) as backward:
         schedule.backward_block(
-            x, x, scale, bias, positives, 0, statistics, per_key, queries[2], total, total
+            x, x, scale, bias, positives, 0, statistics, per_key, queries[2:], total, total
         )
     assert sorted(backward.sizes) == sorted(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any, NamedTuple
 
@@ -57,6 +58,24 @@ def library_legal(x: torch.Tensor) -> bool:
     return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (
         x.stride(0) == 1 and x.stride(1) >= max(1, rows)
     )
+
+
+LONGEST_STRIP = 32  # row blocks; longer ones are not faster, and visit more keys at a time than L2 holds
+
+
+@functools.cache
+def strip_blocks(row_blocks: int, key_blocks: int, strips: int, programs: int) -> int:
+    """Row blocks that one program walks: at most `strips` programs for each block of keys, in few and full rounds.
+
+    `programs` run at once; each takes as long as its row blocks and about half a block more to start and end.
+    """
+    shortest = cdiv(row_blocks, strips)
+    longest = max(shortest, min(row_blocks, LONGEST_STRIP))
+
+    def cost(strip: int) -> float:
+        return cdiv(key_blocks * cdiv(row_blocks, strip), programs) * (strip + 0.5)
+
+    return min(range(shortest, longest + 1), key=cost)
 
 
 def cdiv(a: int, b: int) -> int:
