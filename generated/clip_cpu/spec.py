@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "322cb2aa60c76ff7dcbd1102c0f56e0fc11ea82a2945dff7bcb0af43af420719",
+    "digest": "c0e92b0b025a3ded94b5bffb4f87d460a8a18e7fa8b3175227a19d59011d5d53",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, operands, strip_blocks
+from ._runtime.launch import INTERPRETED, cdiv, launch, operands, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
@@ -65,7 +65,8 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
 def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     """query_weight * sum of the query terms + key_weight * sum of the key terms: 0-dim fp32."""
     loss = torch.empty((), dtype=torch.float32, device=positive.device)
-    kernels.loss_terms[(1,)](
+    launch(
+        kernels.loss_terms, (1,),
         *queries, *keys, *positive, scale, bias, loss, queries.exponent.shape[0], keys.exponent.shape[0],
         query_weight, key_weight, BLOCK=1024, num_warps=8)
     return loss
@@ -79,7 +80,8 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
     m, n = q.shape[0], k.shape[0]
     statistics = (*queries, *keys)
     positive_g = torch.empty(m, dtype=torch.float32, device=q.device)
-    kernels.fused_positives[(cdiv(m, kernels.VECTOR_ROWS.value),)](
+    launch(
+        kernels.fused_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
         positives, first_key, *positive, scale, bias, *statistics, positive_g, m, n, num_warps=4)
     scratch = _ratios_scratch(max(m, n), kernels.FUSED_KEYS.value, q.device)
     flags = torch.empty(cdiv(max(m, n), kernels.FUSED_ROWS.value), dtype=torch.int32, device=q.device)
@@ -92,7 +94,8 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
     """out (m, D) = upstream * weight * (scale) * total in the features' dtype; dots[b] = sum of x . total over FINISH_ROWS rows."""
-    kernels.finish[(cdiv(total.shape[0], FINISH_ROWS),)](
+    launch(
+        kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
         total, x, out, dots, scale, bias, upstream, weight * 2.0**-GRADIENT_EXPONENT, total.shape[0], *x.stride(), DOTS=dots is not None,
         num_warps=4)
 
@@ -100,7 +103,8 @@ def finish(total, x, scale, bias, upstream, weight, out, dots=None):
 def scalar_gradients(dots, scale, bias, upstream, weight, rows):
     """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
     dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
-    kernels.scalars[(1,)](
+    launch(
+        kernels.scalars, (1,),
         dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
     return dscale, dbias
 
@@ -114,14 +118,17 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     strides = (row_parts.stride(1), key_parts.stride(1))
-    kernels.references[(cdiv(n, columns),)](
+    launch(
+        kernels.references, (cdiv(n, columns),),
         q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=4, num_stages=3)
-    kernels.forward[grid](
+    launch(
+        kernels.forward, grid,
         q_side.source, k_side.source, scale, bias, reference, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=4, num_stages=3)
-    kernels.forward_wide[grid](
+    launch(
+        kernels.forward_wide, grid,
         q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
@@ -131,7 +138,8 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
 def _merge(m, n, strip, row_parts, queries, key_parts, keys):
     """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
     programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
-    kernels.merge[(programs,)](
+    launch(
+        kernels.merge, (programs,),
         *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1),
         *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts.stride(1),
         num_warps=4)
@@ -139,7 +147,8 @@ def _merge(m, n, strip, row_parts, queries, key_parts, keys):
 
 def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive):
     m, n = q.shape[0], k.shape[0]
-    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
+    launch(
+        kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
         q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts.stride(1), key_parts.stride(1),
         *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
 
@@ -154,7 +163,7 @@ def _ratios(statistics, share, block, scratch):
     rows = statistics.exponent.shape[0]
     blocks = cdiv(rows, block)
     parts = scratch[: blocks * (block + 2)].split((blocks * block, blocks, blocks))
-    kernels.ratios[(blocks,)](*statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
+    launch(kernels.ratios, (blocks,), *statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
     return parts
 
 
@@ -168,11 +177,13 @@ def _fused(own_queries, q, k, arguments, visiting, positive_g, total, fresh, fla
     grid = (cdiv(own, kernels.FUSED_ROWS.value),)
     kernel = kernels.fused_queries if own_queries else kernels.fused_keys
     masked = other % kernels.FUSED_KEYS.value != 0
-    kernel[grid](
+    launch(
+        kernel, grid,
         q_side.source, k_side.source, *arguments, *visiting, positive_g, total, flags, m, n,
         *q_side[1:], *k_side[1:], FRESH=fresh, MASKED=masked, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=4, num_stages=2)
     kernel = kernels.fused_queries_wide if own_queries else kernels.fused_keys_wide
-    kernel[grid](
+    launch(
+        kernel, grid,
         q, k, *arguments, positive_g, total, flags, m, n, *q.stride(), *k.stride(), FRESH=fresh, MASKED=masked, WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)

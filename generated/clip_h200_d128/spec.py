@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "37749def2fa5250ed9de839fab584c4eefcc0eec5716625617aa6ac64b8a9531",
+    "digest": "8baf443dbb715e54180a59500f8e704a6496f3f6821c99a54ee0989f9468ef4a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -86,7 +86,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 107266048, "time_s": 0.0238267255},
+    "predicted": {"peak_bytes": 107266048, "time_s": 0.0106400355},
     "plan": {
         "strategy": "fused",
         "target": "cuda",
@@ -131,17 +131,17 @@ SPEC: dict[str, Any] = {
         ],
         "predicted_peak_bytes": 107266048,
         "phases": [
-            {"name": "forward product", "time_s": 0.00717961, "bound": "product", "flops": 1099511627776, "bytes": 469762048},
+            {"name": "forward product", "time_s": 0.003025, "bound": "product", "flops": 1099511627776, "bytes": 469762048},
             {"name": "statistics", "time_s": 0.000221837, "bound": "launches", "flops": 0, "bytes": 369098752},
-            {"name": "fused dq", "time_s": 0.00818318, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
-            {"name": "fused dk", "time_s": 0.00818318, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
+            {"name": "fused dq", "time_s": 0.00366714, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
+            {"name": "fused dk", "time_s": 0.00366714, "bound": "product", "flops": 2199023255552, "bytes": 83886080},
             {"name": "finish", "time_s": 5.89185e-05, "bound": "memory", "flops": 0, "bytes": 184549376},
         ],
-        "predicted_time_s": 0.0238267255,
+        "predicted_time_s": 0.0106400355,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy fused", "why": "predicted 23.8 ms against panel 24 ms, stash 26.1 ms"},
+            {"level": 2, "decision": "strategy fused", "why": "predicted 10.6 ms against panel 12.1 ms, stash 14.2 ms"},
             {"level": 2, "decision": "65536 query rows x all keys", "why": "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "forward block 128 x 128 x 64", "why": "98304 of 232448 bytes of shared memory"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, library_legal, operands, strip_blocks
+from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
@@ -68,7 +68,8 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
 def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     """query_weight * sum of the query terms + key_weight * sum of the key terms: 0-dim fp32."""
     loss = torch.empty((), dtype=torch.float32, device=positive.device)
-    kernels.loss_terms[(1,)](
+    launch(
+        kernels.loss_terms, (1,),
         *queries, *keys, *positive, scale, bias, loss, queries.exponent.shape[0], keys.exponent.shape[0],
         query_weight, key_weight, BLOCK=1024, num_warps=8)
     return loss
@@ -100,7 +101,8 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
     """out (m, D) = upstream * weight * (scale) * total in the features' dtype; dots[b] = sum of x . total over FINISH_ROWS rows."""
-    kernels.finish[(cdiv(total.shape[0], FINISH_ROWS),)](
+    launch(
+        kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
         total, x, out, dots, scale, bias, upstream, weight * 2.0**-GRADIENT_EXPONENT, total.shape[0], *x.stride(), DOTS=dots is not None,
         num_warps=4)
 
@@ -108,7 +110,8 @@ def finish(total, x, scale, bias, upstream, weight, out, dots=None):
 def scalar_gradients(dots, scale, bias, upstream, weight, rows):
     """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
     dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
-    kernels.scalars[(1,)](
+    launch(
+        kernels.scalars, (1,),
         dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
     return dscale, dbias
 
@@ -122,14 +125,17 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     strides = (row_parts.stride(1), key_parts.stride(1))
-    kernels.references[(cdiv(n, columns),)](
+    launch(
+        kernels.references, (cdiv(n, columns),),
         q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=4)
-    kernels.forward[grid](
+    launch(
+        kernels.forward, grid,
         q_side.source, k_side.source, scale, bias, reference, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=4)
-    kernels.forward_wide[grid](
+    launch(
+        kernels.forward_wide, grid,
         q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
@@ -139,7 +145,8 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
 def _merge(m, n, strip, row_parts, queries, key_parts, keys):
     """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
     programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
-    kernels.merge[(programs,)](
+    launch(
+        kernels.merge, (programs,),
         *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1),
         *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts.stride(1),
         num_warps=4)
@@ -147,7 +154,8 @@ def _merge(m, n, strip, row_parts, queries, key_parts, keys):
 
 def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive):
     m, n = q.shape[0], k.shape[0]
-    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
+    launch(
+        kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
         q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts.stride(1), key_parts.stride(1),
         *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
 
@@ -162,7 +170,7 @@ def _ratios(statistics, share, block, scratch):
     rows = statistics.exponent.shape[0]
     blocks = cdiv(rows, block)
     parts = scratch[: blocks * (block + 2)].split((blocks * block, blocks, blocks))
-    kernels.ratios[(blocks,)](*statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
+    launch(kernels.ratios, (blocks,), *statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
     return parts
 
 
@@ -175,15 +183,18 @@ def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, posi
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     statistics = (*queries, *keys)
-    kernels.gradient[grid](
+    launch(
+        kernels.gradient, grid,
         q_side.source, k_side.source, scale, bias, *queries, *_ratios(keys, kernels.KEY_SHARE.value, columns, ratios), scratch, flags, m, n, strip, scratch.stride(0),
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=4, num_stages=3)
-    kernels.gradient_wide[grid](
+    launch(
+        kernels.gradient_wide, grid,
         q, k, scale, bias, *statistics, scratch, flags, m, n, strip, scratch.stride(0),
         *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
-    kernels.gradient_positives[(cdiv(m, kernels.VECTOR_ROWS.value),)](
+    launch(
+        kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
         positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
     return scratch[:m, :n]
 
@@ -194,6 +205,7 @@ def _add_product(total, g, x, fresh):
         torch.addmm(total, g, x, beta=0 if fresh else 1, out_dtype=torch.float32, out=total)
         return
     grid = (cdiv(total.shape[0], kernels.PRODUCT_ROWS.value), cdiv(DIM, kernels.PRODUCT_KEYS.value))
-    kernels.product[grid](
+    launch(
+        kernels.product, grid,
         g, x, total, total.shape[0], g.shape[1], *g.stride(), *x.stride(), FRESH=fresh, WIDEN=INTERPRETED,
         num_warps=8, num_stages=3)

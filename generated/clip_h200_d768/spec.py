@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "2f46333451089c359dafcdc6b756012b37f02ee0682e31d83a5e0cb82aeeee7d",
+    "digest": "f5df2c2ae28781c94510bf853a21bf69d8a46bbe8e3fc172e93856be711d9bcd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -85,7 +85,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 1031660544, "time_s": 0.048597045000000005},
+    "predicted": {"peak_bytes": 1031660544, "time_s": 0.041541505},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -132,18 +132,18 @@ SPEC: dict[str, Any] = {
         ],
         "predicted_peak_bytes": 1031660544,
         "phases": [
-            {"name": "forward product", "time_s": 0.014366, "bound": "product", "flops": 6597069766656, "bytes": 1140850688},
+            {"name": "forward product", "time_s": 0.0102113, "bound": "product", "flops": 6597069766656, "bytes": 1140850688},
             {"name": "statistics", "time_s": 0.000260854, "bound": "launches", "flops": 0, "bytes": 536870912},
-            {"name": "gradient", "time_s": 0.0136623, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
-            {"name": "dq product", "time_s": 0.00979138, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
-            {"name": "dk product", "time_s": 0.010219, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
+            {"name": "gradient", "time_s": 0.0115079, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
+            {"name": "dq product", "time_s": 0.00963197, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
+            {"name": "dk product", "time_s": 0.00963197, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "finish", "time_s": 0.000297511, "bound": "memory", "flops": 0, "bytes": 1107296256},
         ],
-        "predicted_time_s": 0.048597045000000005,
+        "predicted_time_s": 0.041541505,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 48.6 ms against stash 54.2 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 41.5 ms against stash 47.2 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 983.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

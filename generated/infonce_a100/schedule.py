@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, library_legal, operands, strip_blocks
+from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
@@ -63,7 +63,8 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
 def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     """query_weight * sum of the query terms: 0-dim fp32."""
     loss = torch.empty((), dtype=torch.float32, device=positive.device)
-    kernels.loss_terms[(1,)](
+    launch(
+        kernels.loss_terms, (1,),
         *queries, *positive, scale, bias, loss, queries.exponent.shape[0],
         query_weight, BLOCK=1024, num_warps=8)
     return loss
@@ -93,7 +94,8 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
     """out (m, D) = upstream * weight * (scale) * total in the features' dtype; dots[b] = sum of x . total over FINISH_ROWS rows."""
-    kernels.finish[(cdiv(total.shape[0], FINISH_ROWS),)](
+    launch(
+        kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
         total, x, out, dots, scale, bias, upstream, weight * 2.0**-GRADIENT_EXPONENT, total.shape[0], *x.stride(), DOTS=dots is not None,
         num_warps=4)
 
@@ -101,7 +103,8 @@ def finish(total, x, scale, bias, upstream, weight, out, dots=None):
 def scalar_gradients(dots, scale, bias, upstream, weight, rows):
     """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
     dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
-    kernels.scalars[(1,)](
+    launch(
+        kernels.scalars, (1,),
         dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
     return dscale, dbias
 
@@ -115,14 +118,17 @@ def _forward_panel(q, k, scale, bias, row_parts, reference, flags):
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     strides = (row_parts.stride(1), )
-    kernels.references[(cdiv(n, columns),)](
+    launch(
+        kernels.references, (cdiv(n, columns),),
         q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=3)
-    kernels.forward[grid](
+    launch(
+        kernels.forward, grid,
         q_side.source, k_side.source, scale, bias, reference, *row_parts, flags, m, n, strip, *strides,
         *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=3)
-    kernels.forward_wide[grid](
+    launch(
+        kernels.forward_wide, grid,
         q, k, scale, bias, *row_parts, flags, m, n, strip, *strides,
         *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
@@ -132,14 +138,16 @@ def _forward_panel(q, k, scale, bias, row_parts, reference, flags):
 def _merge(m, n, strip, row_parts, queries):
     """Adds the partial sums of one panel to the statistics of its m queries."""
     programs = cdiv(m, kernels.MERGE_ROWS.value)
-    kernels.merge[(programs,)](
+    launch(
+        kernels.merge, (programs,),
         *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1),
         num_warps=4)
 
 
 def _positives(q, k, positives, first_key, strip, row_parts, positive):
     m, n = q.shape[0], k.shape[0]
-    kernels.positives[(cdiv(m, kernels.POSITIVE_ROWS.value),)](
+    launch(
+        kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
         q, k, positives, first_key, row_parts[0], *positive, m, n, row_parts.stride(1),
         *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
 
@@ -153,11 +161,13 @@ def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, posi
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
     statistics = (*queries, )
-    kernels.gradient[grid](
+    launch(
+        kernels.gradient, grid,
         q_side.source, k_side.source, scale, bias, *statistics, scratch, m, n, strip, scratch.stride(0),
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=3)
-    kernels.gradient_positives[(cdiv(m, kernels.VECTOR_ROWS.value),)](
+    launch(
+        kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
         positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
     return scratch[:m, :n]
 
@@ -168,6 +178,7 @@ def _add_product(total, g, x, fresh):
         torch.addmm(total, g, x, beta=0 if fresh else 1, out_dtype=torch.float32, out=total)
         return
     grid = (cdiv(total.shape[0], kernels.PRODUCT_ROWS.value), cdiv(DIM, kernels.PRODUCT_KEYS.value))
-    kernels.product[grid](
+    launch(
+        kernels.product, grid,
         g, x, total, total.shape[0], g.shape[1], *g.stride(), *x.stride(), FRESH=fresh, WIDEN=INTERPRETED,
         num_warps=8, num_stages=3)

@@ -111,16 +111,15 @@ class TimeTerm:
     launches: Any = 0
 
 
-# Fraction of the peak that a kernel reaches as a function of the embedding. Forward, gradient and fused are fitted to
-# the totals in tune/bench/h200-first-speed.json (panel and stash at D = 768, fused at 128 and 256, each met within
-# 10 %); dq 690, dk 652 TFLOP/s were measured at 768. A product's efficiency falls faster at small D: output and panel
-# bind there.
+# Fraction of the peak that a kernel reaches as a function of the embedding, fitted to kernel times of one step at
+# B = 65 536 on an H200, which runs some 7 % below its coolest: forward 660, gradient 623, products 780 TFLOP/s at
+# D = 768; 528, 417, 710 at 256; fused 620 at 128. A product's efficiency falls faster at small D: output and panel bind.
 EFFICIENCY = {
-    "forward": P / (P + 500),
-    "gradient": P / (P + 420),
-    "fused": P / (P + 225),
-    "dq": Rational(95, 100) * D**2 / (D**2 + 190**2),
-    "dk": Rational(91, 100) * D**2 / (D**2 + 190**2),
+    "forward": P / (P + 130),
+    "gradient": P / (P + 230),
+    "fused": P / (P + 30),
+    "dq": Rational(92, 100) * D**2 / (D**2 + 80**2),
+    "dk": Rational(92, 100) * D**2 / (D**2 + 80**2),
     "torch": Rational(7, 10),
 }
 # Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.

@@ -24,7 +24,7 @@ DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descri
 HELPERS = {"base2_slope", "load_block", "similarity", "strip_of", "merge_rows", "positive_gradient"}
 FEATURES = {"q", "k", "x", "g", "out"}
 COUNTS = {"queries", "keys", "rows", "inner", "count"}
-ANY_COUNTS = {"strip", "row_parts", "key_parts"}  # no multiples of the tiles
+ANY_COUNTS = {"strip", "parts", "row_parts", "key_parts"}  # no multiples of the tiles
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import engine
 from .engine import Options, Package
 from .launch import INTERPRETED
-from .ops import Operators, register
+from .ops import Operators, differentiable, register
 from .ring import ALONE, resolve
 
 _CHOICES = {
@@ -203,12 +203,7 @@ def _differentiable(
     options: Options,
 ) -> Tensor:
     tensors = _prepare(package, q, k, scale, bias, labels, options)
-    gradients = 0
-    if torch.is_grad_enabled():
-        for bit, tensor in enumerate(tensors):
-            gradients |= int(tensor.requires_grad) << bit
-    loss: Tensor = operators.forward(*tensors, labels, *options, gradients)[0]
-    return loss
+    return differentiable(package, operators, *tensors, labels, options)
 
 
 def _loss_and_grads(
