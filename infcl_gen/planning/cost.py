@@ -113,7 +113,7 @@ class TimeTerm:
 
 # Fraction of the peak that a kernel reaches as a function of the embedding, fitted to kernel times of one step at
 # B = 65 536 on an H200, which runs some 7 % below its coolest: forward 660, gradient 623, products 780 TFLOP/s at
-# D = 768; 528, 417, 710 at 256; fused 620 at 128. A product's efficiency falls faster at small D: output and panel bind.
+# D = 768; 528, 417, 710 at 256; fused 620 at 128. A product falls faster at small D.
 EFFICIENCY = {
     "forward": P / (P + 130),
     "gradient": P / (P + 230),

@@ -288,7 +288,7 @@ def far_accumulators(made: Made, device: str = "cuda") -> None:
         g[-last:] = torch.randn(last, 16, device=device).to(dtype)
         libraries, schedule.LIBRARY_PRODUCTS = schedule.LIBRARY_PRODUCTS, False
         try:
-            schedule._add_product(total, g, x[-16:])
+            schedule._add_product(total, g, x[-16:], False)
         finally:
             schedule.LIBRARY_PRODUCTS = libraries
         expected = g[-last:].double() @ x[-16:].double()
