@@ -188,7 +188,7 @@ def measure_point(
         try:
             step, facts = _prepare(point, name, inputs)
             row |= facts
-            row["peak_bytes"], row["err"], row["error"] = _first_runs(point.device, step, exact)
+            row["peak_bytes"], row["err"], row["error"] = _first_runs(inputs, step, exact)
             if row["error"] is None:
                 ready[name] = (step, row)
             del step
@@ -423,13 +423,14 @@ def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, A
 
 
 def _first_runs(
-    device: str, step: Step, exact: dict[str, Any] | None
+    inputs: Inputs, step: Step, exact: dict[str, Any] | None
 ) -> tuple[int, dict[str, float | None] | None, str | None]:
     """Peak in bytes of the second run (the first one compiles and tunes), its errors, and what is wrong with it."""
     from infcl_gen.verification.memory import PeakMeter
 
     step()
-    with PeakMeter(device) as meter:
+    _release(inputs)  # gradients that a step replaces would make room for the new ones unseen
+    with PeakMeter(inputs.q.device) as meter:
         result = step()
     errors, defect = _judged(result, exact)
     return meter.peak_bytes, errors, defect

@@ -25,6 +25,7 @@ from infcl_gen.tuning.bench import measure_package, measure_point, point_of, wri
 from infcl_gen.tuning.contest import Contest, Limits, generated, run, table
 from infcl_gen.tuning.peers import PEERS, Inputs, LossFunction, Peer, chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
+from infcl_gen.verification.memory import PeakMeter
 from tests.tuning.libraries import write_libraries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -148,6 +149,29 @@ def test_everybody_runs_once_a_round_and_the_order_rotates(
     assert calls[:4] == ["a", "a", "b", "b"]  # to compile, then for the peak
     assert calls[4:] == [name for name in rounds if name != "infcl"]
     assert {row["repeats"] for row in rows.values()} == {4}
+
+
+def test_memory_includes_the_gradients_that_are_returned(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Inputs] = []
+
+    def prepare(inputs: Inputs) -> LossFunction:
+        seen.append(inputs)
+        return lambda: inputs.q.sum() + inputs.k.sum() + inputs.scale
+
+    def start(meter: PeakMeter, enter: Callable[..., PeakMeter] = PeakMeter.__enter__) -> PeakMeter:
+        # On a GPU an earlier gradient that is freed inside would hide as many bytes of the new one.
+        assert all(x.grad is None for inputs in seen for x in (inputs.q, inputs.k, inputs.scale))
+        return enter(meter)
+
+    monkeypatch.setattr(PeakMeter, "__enter__", start)
+    monkeypatch.setitem(PEERS, "sum", Peer("sum", prepare))
+    rows, _ = measured(package, "sum", "torch", rounds=1)
+    assert rows["sum"]["error"] is None and len(seen) == 1
+    gradients = 2 * 96 * 16 * 8
+    assert gradients <= rows["sum"]["peak_bytes"] < gradients + 4096
+    assert rows["torch"]["peak_bytes"] >= gradients + 2 * 96 * 96 * 8
 
 
 def test_who_takes_more_than_its_share_of_the_time_stops_early(
