@@ -477,8 +477,8 @@ def _in_turns(
 ) -> dict[str, tuple[list[float], str | None]]:
     """Times of each, one run per round, the order rotated from round to round; or why there are none.
 
-    `crowded`: they may not fit into the device's memory beside what the others leave in the allocator's cache, so that
-    is emptied first, and filled again by a run that is not timed.
+    The first is preceded by a run that is not timed and fills the allocator's cache. `crowded`: they may not fit into
+    the device's memory beside what the others leave in that cache, so it is emptied and filled again for every run.
     """
     import torch
 
@@ -495,6 +495,7 @@ def _in_turns(
             try:
                 if crowded:
                     torch.cuda.empty_cache()
+                if crowded or round_ == 0:
                     step()
                 times.append(timer.ms(step))
             except Exception as failure:

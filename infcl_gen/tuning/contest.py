@@ -74,7 +74,11 @@ class Contest:
         found = BUILTIN_LOSSES.get(loss["name"])
         builtin = found is not None and spec_as_dict(found) == loss
         for peer in self._peers:
-            if not builtin or loss["name"] not in peer.losses:
+            if not builtin:
+                self.absent[peer.name] = (
+                    f"computes {' and '.join(peer.losses)} only, and this is a loss of your own"
+                )
+            elif loss["name"] not in peer.losses:
                 self.absent[peer.name] = f"does not compute {loss['name']}"
         names = [peer.name for peer in self._peers if only is None or peer.name in only]
         errors = size <= limits.errors_up_to
