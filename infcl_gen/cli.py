@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from infcl_gen.version import __version__
 if TYPE_CHECKING:
     from infcl_gen.planning.planner import Plan
     from infcl_gen.problem import Problem
+    from infcl_gen.tuning.contest import Work
     from infcl_gen.tuning.search import Outcome
 
 SCHEMA_VERSION = 1
@@ -203,6 +205,55 @@ def tune(directory: str, **flags: Any) -> None:
 
 
 @main.command()
+@_problem_flags
+@click.option("--batches", metavar="N,...", help="Several batch sizes: 8k,16k,64k.")
+@click.option("--dims", metavar="D,...", help="Several embedding dimensions.")
+@click.option("--package", multiple=True, metavar="DIR", help="Measure this package; may be given again.")
+@click.option("--against", metavar="NAME,...", help="Whom to compare with: names, all or none [all].")
+@click.option("--scale", metavar="S", help="Logit scale [14.3].")
+@click.option("--repeats", metavar="N", help="Timed runs of each [10].")
+@click.option("--errors", metavar="N", help="Largest batch whose errors are computed, in fp64 [32k].")
+@click.option("--plot", metavar="FILE", help="Draw time and memory against the batch size: .svg, .png, .pdf.")
+@click.option("-o", "--output", metavar="FILE", help="Write the measurements to this .json file.")
+@_common_flags
+def bench(**flags: Any) -> None:
+    """Time packages side by side with plain torch and other libraries: milliseconds, memory, errors.
+
+    A package is generated for every batch size and dimension, or those of --package are taken. Who is not
+    installed is named as absent.
+    """
+    flags = _settle(flags)
+    from infcl_gen.tuning import bench, contest
+    from infcl_gen.tuning.peers import chosen_peers
+    from infcl_gen.tuning.plot import check_plot, plot
+
+    peers = chosen_peers(flags["against"])
+    limits = contest.Limits(
+        rounds=_count_flag(flags["repeats"], "--repeats", 10, 1, 10000),
+        errors_up_to=_count_flag(flags["errors"], "--errors", 32768, 0, 2**40),
+    )
+    measured = contest.Contest(peers, _scale(flags["scale"]), limits)
+    output, picture = _result_file("--output", flags["output"]), _result_file("--plot", flags["plot"])
+    if output is not None and output.suffix != ".json":
+        raise InputError(f"--output: {output} must end in .json")
+    if picture is not None:
+        check_plot(picture)
+    command = _bench_command(flags)
+
+    def write(rows: contest.Rows) -> None:
+        if output is not None:
+            libraries = [peer.distribution for peer in peers]
+            bench.write_results(output, rows, command, measured.absent, libraries)
+
+    with _bench_work(flags) as work, measured, _progress(flags) as progress:
+        rows = contest.run(measured, work, progress, write)  # written after each point: nothing is lost
+    if picture is not None:
+        plot(rows, picture, f"{bench.board()}; {command}")
+    result = bench.results(rows, command, measured.absent, [peer.distribution for peer in peers])
+    _output(flags, result, lambda: _bench_text(rows, measured.absent, output, picture))
+
+
+@main.command()
 @_common_flags
 def doctor(**flags: Any) -> None:
     """Show what is here: devices, links, versions, what works, and what to do about the rest."""
@@ -267,12 +318,12 @@ def _problem(flags: Mapping[str, Any]) -> Problem:
     return make_problem(**{name: flags[name] for name in _PROBLEM_FLAGS})
 
 
-def _directory_name(directory: str) -> str:
+def _directory_name(directory: str, flag: str = "DIR") -> str:
     from infcl_gen.problem import check_text, show
 
-    check_text("DIR", directory)
+    check_text(flag, directory)
     if not os.path.isdir(directory):
-        raise InputError(f"DIR: {show(directory)} is not a folder; give one that infcl-gen generate wrote")
+        raise InputError(f"{flag}: {show(directory)} is not a folder; give one that infcl-gen generate wrote")
     return directory
 
 
@@ -299,6 +350,97 @@ def _minutes(value: object) -> float:
     if not 0 < minutes <= 1440:
         raise InputError(f"--minutes: {show(value)} is not a number of minutes; valid: above 0, at most 1440")
     return minutes
+
+
+def _count_flag(value: object, flag: str, default: int, low: int, high: int) -> int:
+    from infcl_gen.problem import parse_count, show
+
+    count = default if value is None else parse_count(value, flag)
+    if not low <= count <= high:
+        raise InputError(f"{flag}: {show(count)} is out of range; valid: {low} to {high}")
+    return count
+
+
+def _counts_flag(value: object, flag: str, high: int) -> list[int]:
+    """The counts of a comma-separated text, or of a list from a configuration file; each once, in order."""
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return list(dict.fromkeys(_count_flag(part, flag, 0, 1, high) for part in parts))
+
+
+def _scale(value: object) -> float:
+    from infcl_gen.problem import show
+
+    try:
+        scale = 14.3 if value is None else float(value) if isinstance(value, str | int | float) else math.nan
+    except (ValueError, OverflowError):
+        scale = math.nan
+    if not 0 < scale <= 1e6:
+        raise InputError(f"--scale: {show(value)} is not a scale; valid: above 0, at most 1e6")
+    return scale
+
+
+def _result_file(flag: str, value: str | None) -> Path | None:
+    """A file to write at the end of a long run, if it can be written now."""
+    from infcl_gen.problem import check_text, show
+
+    if value is None:
+        return None
+    path = Path(check_text(flag, value)).absolute()
+    try:
+        folder = next((parent for parent in path.parents if parent.exists()), path)
+        with tempfile.TemporaryFile(dir=folder):
+            usable = not path.is_dir()
+    except OSError:
+        usable = False
+    if not usable:
+        raise InputError(f"{flag}: {show(value)} cannot be written; give a file in a folder of yours")
+    return path
+
+
+def _bench_work(flags: Mapping[str, Any]) -> contextlib.AbstractContextManager[Work]:
+    """Which packages are measured at which batch sizes: given ones, or generated ones in a temporary folder."""
+    from infcl_gen.problem import MAX_BATCH, MAX_DIM, flag_name, make_problem
+    from infcl_gen.tuning.contest import generated
+
+    for several, one in (("batches", "batch_size"), ("dims", "dim")):
+        if flags[several] is not None and flags[one] is not None:
+            raise InputError(f"--{several}: give either --{several} or {flag_name(one)}, not both")
+    batches: list[int] | None = (
+        None if flags["batches"] is None else _counts_flag(flags["batches"], "--batches", MAX_BATCH)
+    )
+    if flags["package"]:
+        for name in (*_PROBLEM_FLAGS, "dims"):
+            if flags[name] not in (None, ()):
+                raise InputError(f"{flag_name(name)}: comes with --package; give one of them")
+        folders = [Path(_directory_name(folder, "--package")) for folder in dict.fromkeys(flags["package"])]
+        sizes: list[int | None] = [*batches] if batches else [None]
+        return contextlib.nullcontext([(folders, batch) for batch in sizes])
+    dims = [flags["dim"]] if flags["dims"] is None else _counts_flag(flags["dims"], "--dims", MAX_DIM)
+    given = {name: flags[name] for name in _PROBLEM_FLAGS}
+    problems = [
+        make_problem(**{**given, "batch_size": batch, "dim": dim})
+        for dim in dims
+        for batch in (batches or [flags["batch_size"]])
+    ]
+    return generated(problems)
+
+
+def _bench_command(flags: Mapping[str, Any]) -> str:
+    """The command line that measures the same: what was given, wherever it came from."""
+    import shlex
+
+    from infcl_gen.problem import flag_name, parse_settings
+
+    words = ["infcl-gen", "bench"]
+    for name in (*_PROBLEM_FLAGS, "batches", "dims", "package", "against", "scale", "repeats", "errors"):
+        value = flags[name]
+        if name == "set" and value:
+            value = [f"{key}={word}" for key, word in parse_settings(value)]
+        elif isinstance(value, list) and name != "package":
+            value = ",".join(map(str, value))
+        for part in () if value is None else value if isinstance(value, list | tuple) else (value,):
+            words += [flag_name(name), str(part)]
+    return shlex.join(words)
 
 
 @contextlib.contextmanager
@@ -404,6 +546,19 @@ def _record_text(problem: Problem) -> str:
         chosen = ", ".join(f"{key}={value}" for key, value in found.record.settings)
         return f"measured settings of {found.file}: {chosen or 'the defaults'}"
     return f"no measured settings: {found.reason}"
+
+
+def _bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files: Path | None) -> str:
+    from infcl_gen.tuning.contest import table
+
+    header, lines = table(list(rows))
+    return "\n".join(
+        [
+            _table(header, lines),
+            *(f"absent: {name}: {why}" for name, why in absent.items()),
+            *(f"wrote {file}" for file in files if file is not None),
+        ]
+    )
 
 
 def _tuning_text(outcome: Outcome) -> str:

@@ -6,6 +6,7 @@ What a generated package refuses while it runs (wrong dtypes, labels out of rang
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -218,6 +219,55 @@ def test_commands(words: list[str], named: str) -> None:
     refuse(words, named)
 
 
+BENCH = [
+    *([f"--batches={value}"] for value in ("", "0", "4,", "4;8", "-4", "x", "9999999G", "4,8.5")),
+    *([f"--dims={value}"] for value in ("", "0", "16,none", "70000")),
+    *([f"--against={value}"] for value in ("", "torhc", "torch,,memeff", "all,torch", "siglip-kernel", "\n")),
+    *([f"--scale={value}"] for value in ("", "0", "-1", "nan", "inf", "1e7", "warm")),
+    *([f"--repeats={value}"] for value in ("0", "-1", "2.5", "many", "1000000")),
+    *([f"--errors={value}"] for value in ("-1", "all", "1.5")),
+    *([f"--output={value}"] for value in ("", "rows.txt", "rows", "/proc/nowhere/rows.json", "\n.json", "/")),
+    *([f"--plot={value}"] for value in ("", "plot", "plot.gif", "/proc/nowhere/plot.svg", "\x00.svg")),
+    *([f"--package={value}"] for value in ("", "absent", "/dev/null", "\n")),
+    ["--devices=2"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", BENCH, ids=lambda words: ascii(words[0][:24]))
+def test_bench(words: list[str]) -> None:
+    flag = words[0].partition("=")[0]
+    replaced = {"--batches": "--batch-size", "--dims": "--dim"}.get(flag)
+    problem = (
+        [] if flag == "--package" else [f"{name}={value}" for name, value in GOOD.items() if name != replaced]
+    )
+    refuse(["bench", *problem, *words], flag)
+
+
+def test_bench_of_problems_and_packages_that_contradict(package: Path, tmp_path: Path) -> None:
+    given = [f"--package={package}"]
+    refuse(["bench"], "--batch-size")
+    refuse(["bench", "--batches=4"], "--dim")
+    refuse(["bench", *arguments({}), "--batches=4"], "--batches", "--batch-size")
+    refuse(["bench", *arguments({}), "--dims=4"], "--dims", "--dim")
+    for flag in ("--dim=16", "--dims=16", "--loss=clip", "--set=strategy=torch", "--memory-budget=auto"):
+        refuse(["bench", *given, flag], flag.split("=")[0], "--package")
+    refuse(["bench", *given, "--batches=257"], "--batches", "257")
+    refuse(["bench", "--batch-size=64k", "--dim=4", "--target=cpu", "--memory-budget=1"], "budget", code=3)
+    other = tmp_path / "other"
+    infcl_gen.generate(make_problem(batch_size=256, dim=24, target="cpu"), other)
+    refuse(["bench", *given, f"--package={other}"], "--package", "another dim")
+    (package / "loss.py").write_text("raise SystemExit('imported')")
+    refuse(["bench", *given], "edited")
+
+
+def test_bench_without_the_library_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a)
+    )
+    refuse(["bench", *arguments({}), "--plot=p.svg"], "--plot", "matplotlib", code=4)
+
+
 CONFIGS = [
     ("batch-siz = 4", "batch-siz"),
     ("batch_size = 4\nbatch-size = 4", "batch"),
@@ -248,6 +298,11 @@ CONFIGS = [
     ("'\\u001b[31m' = 1", "unknown key"),
     ("config = 'other.toml'", "config"),
     ("__class__ = 1", "__class__"),
+    ("against = 3", "against"),
+    ("batches = [4, 8.5]", "batches"),
+    ('package = "folder"', "package"),
+    ("scale = true", "scale"),
+    ("plot = 1", "plot"),
 ]
 
 

@@ -67,6 +67,7 @@ def test_lock_file_pins_every_dependency() -> None:
     }
     assert all("==" in line for line in locked.values())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["plot"]]
     names = {re.match(r"[A-Za-z0-9_.-]+", requirement)[0].lower().replace("_", "-") for requirement in wanted}  # type: ignore[index]
     assert names <= set(locked)

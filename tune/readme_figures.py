@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def tables() -> str:
-    """One table per file, in the order of their names. Raises ValueError for a file whose checksum is wrong."""
+    """The tables of each file, in the order of their names. Raises ValueError for a file whose checksum is wrong."""
     parts = []
     for path in sorted((ROOT / "tune" / "bench").glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -42,10 +42,54 @@ def tables() -> str:
             raise ValueError(f"{path.name}: its rows do not match its checksum")
         versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
         parts.append(
-            f"\n`{path.relative_to(ROOT)}`: {results['board']}; {versions}; `{results['command']}`\n\n{COLUMNS}\n"
+            f"\n`{path.relative_to(ROOT)}`: {results['board']}; {versions}; `{results['command']}`\n"
         )
-        parts += [_line(row) for row in results["rows"]]
+        if any(row["impl"] != "infcl" for row in results["rows"]):
+            parts.append(comparisons(results["rows"], results.get("absent", {})))
+        else:
+            parts += [f"\n{COLUMNS}\n", *(_line(row) for row in results["rows"])]
     return "".join(parts)
+
+
+def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
+    """A table for each loss, dim and dtype: who by batch size, milliseconds and MiB; below, who was not there."""
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["loss"], row["dim"], row["dtype"]), []).append(row)
+    parts = []
+    for (loss, dim, dtype), group in groups.items():
+        batches = sorted({row["batch"] for row in group})
+        lines: dict[str, dict[int, dict[str, Any]]] = {}
+        for row in group:
+            lines.setdefault(_who(row), {})[row["batch"]] = row
+        floors = {row["batch"]: f"{row['floor_ms']:.2f}" for row in group if row.get("floor_ms") is not None}
+        parts.append(
+            f"\n| {loss}, D = {dim}, {dtype}: ms, MiB | {' | '.join(map(str, batches))} | error of dq |\n"
+        )
+        parts.append("|---" * (len(batches) + 2) + "|\n")
+        for who, points in lines.items():
+            cells = [_cell(points.get(batch)) for batch in batches]
+            errors = [
+                row["err"]["dq"] for row in points.values() if row["err"] and row["err"]["dq"] is not None
+            ]
+            parts.append(f"| {who} | {' | '.join(cells)} | {f'{max(errors):.1e}' if errors else ''} |\n")
+        parts.append(f"| product floor | {' | '.join(floors.get(batch, '') for batch in batches)} | |\n")
+    if absent:
+        parts.append(f"\nAbsent: {'; '.join(f'{name} ({why})' for name, why in sorted(absent.items()))}.\n")
+    return "".join(parts)
+
+
+def _who(row: dict[str, Any]) -> str:
+    package = row.get("package")
+    return row["impl"] if package in (None, "generated") else f"{row['impl']} {package}"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["error"]:
+        return row["error"].partition(":")[0]
+    return f"{row['median_ms']:.2f} ± {row['std_ms']:.2f}, {row['peak_bytes'] / 2**20:.0f}"
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,17 +1,27 @@
-"""What a package takes on this GPU: time, memory and errors, beside the floor of its bare matrix products.
+"""What packages and their peers take at one size, in one process: time, memory, and errors against fp64.
 
     python -m infcl_gen.tuning.bench PACKAGE [--batch N] [--scale S] [--repeats R] [--errors]     prints one JSON row
 
-`measure` runs that in a process of its own, so that no package inherits another's memory or library workspaces, and
-`write_results` keeps the rows. A row's fields are those of the measurement format, version 1: times in milliseconds,
-sizes in bytes beyond the inputs, errors as norms relative to fp64.
+`measure_point` is the measurement: everybody computes with the same features, first alone (memory, errors), then in
+turns, one run of each per round, so that a ratio of times comes from one run. A row's fields are those of the
+measurement format, version 1: times in milliseconds, sizes in bytes beyond the inputs, errors as norms relative to
+fp64, None where there is no figure. A row whose `error` is not None has no figures of time or memory.
+
+`measure` does it for one package in a process of its own, so that no package inherits another's memory or library
+workspaces, and `write_results` keeps rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import gc
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -19,12 +29,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from infcl_gen.errors import ToolchainError
+from infcl_gen.emission.package import Package, read_package
+from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.tuning.peers import PEERS, Inputs
+from infcl_gen.tuning.process import one_line, out_of_memory
 from infcl_gen.version import __version__
 
 SCHEMA_VERSION = 1
@@ -32,6 +45,95 @@ TIMEOUT_S = 600.0
 FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is in memory, not in a cache
 CPU_FLUSH_BYTES = 64 << 20
 SEED = 0
+LEAST_ROUNDS = 3
+WRONG = 0.25  # of the norm of loss, dq or dk: what roundings in bf16 never reach, and a wrong factor does
+RESULTS = ("loss", "dq", "dk", "dscale")
+GENERATED = "generated"  # the folder, and so the name in a row, of a package made for one measurement
+CROWDED = 0.5  # of the device's memory, all contestants' peaks added up
+
+Step = Callable[[], tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One size, and who is measured there: packages by their folders, and peers by name.
+
+    `rounds` are at most that many runs of each; who has taken its share of `seconds` stops after LEAST_ROUNDS. `exact`
+    is a package whose loss gives the fp64 results that errors are relative to; None: no errors are computed.
+    """
+
+    packages: tuple[str, ...]
+    peers: tuple[str, ...]
+    device: str
+    loss: str
+    batch: int
+    keys: int
+    dim: int
+    dtype: str
+    precision: str
+    scale: float
+    rounds: int
+    seconds: float
+    exact: str | None
+
+    @property
+    def contestants(self) -> tuple[str, ...]:
+        return (*self.packages, *self.peers)
+
+
+def point_of(
+    packages: Sequence[Package],
+    batch: int | None = None,
+    peers: Iterable[str] = (),
+    scale: float = 14.3,
+    rounds: int = 10,
+    seconds: float = math.inf,
+    errors: bool = False,
+) -> Point:
+    """The point at `batch` queries (default: the planned ones) of packages for one loss, dim, dtype and device.
+
+    Raises InputError if they differ in that, are planned for a ring, or for fewer queries.
+    """
+    first = packages[0].spec
+    problem = first["problem"]
+    queries = batch or problem["batch_size"]
+    for package in packages:
+        other = package.spec
+        for name, ours, theirs in (
+            ("loss", first["loss"], other["loss"]),
+            ("device", first["device"]["target"], other["device"]["target"]),
+            *(
+                (name, problem[name], other["problem"][name])
+                for name in ("dim", "dtype", "precision", "keys")
+            ),
+        ):
+            if ours != theirs:
+                raise InputError(
+                    f"--package: {package.path} is for another {name} than {packages[0].path}; give packages for one"
+                )
+        if other["plan"]["world_size"] > 1:
+            raise InputError(
+                f"--package: {package.path} is planned for {other['plan']['world_size']} devices; one is measured"
+            )
+        if queries > other["problem"]["batch_size"]:
+            raise InputError(
+                f"--batches: {queries} is more than the {other['problem']['batch_size']} that {package.path} is for"
+            )
+    return Point(
+        packages=tuple(str(package.path) for package in packages),
+        peers=tuple(peers),
+        device="cpu" if first["device"]["target"] == "cpu" else "cuda",
+        loss=first["loss"]["name"],
+        batch=queries,
+        keys=problem["keys"] or queries,
+        dim=problem["dim"],
+        dtype=problem["dtype"],
+        precision=problem["precision"],
+        scale=scale,
+        rounds=rounds,
+        seconds=seconds,
+        exact=str(packages[0].path) if errors else None,
+    )
 
 
 def measure(package: Path, *arguments: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -50,86 +152,157 @@ def measure(package: Path, *arguments: str, timeout_s: float = TIMEOUT_S) -> dic
 def measure_package(
     package: Path, batch: int | None = None, scale: float = 14.3, repeats: int = 10, errors: bool = False
 ) -> dict[str, Any]:
-    """Forward and backward of the loss on unit-norm random features at `batch` (default: the planned one).
+    """The row of one package alone at `batch` queries (default: the planned ones), measured in this process.
 
-    The first run at that size gives the peak (64 rows have compiled the kernels before it); the timed ones follow, each
-    on a cold cache. Raises ToolchainError without a CUDA device.
+    Raises ToolchainError if the package is for a GPU and there is none.
+    """
+    point = point_of([read_package(package)], batch, scale=scale, rounds=repeats, errors=errors)
+    rows: dict[str, dict[str, Any]] = {}
+    measure_point(point, report=lambda name, row: rows.update({name: row}))
+    return rows[str(point.packages[0])]
+
+
+def measure_point(
+    point: Point,
+    report: Callable[[str, dict[str, Any]], None],
+    announce: Callable[[str | None], None] = lambda name: None,
+) -> None:
+    """Measure everybody at one point, on unit-norm random features.
+
+    `report` gets the row of each contestant as soon as it is known; `announce` the one that is about to run, so that
+    who ends or hangs the process is known, and None when that is nobody's. Raises ToolchainError without the device,
+    and whatever has made the device unusable.
     """
     import torch
 
-    from infcl_gen.emission import import_package
-    from infcl_gen.verification.memory import PeakMeter
-
-    if not torch.cuda.is_available():
+    if point.device == "cuda" and not torch.cuda.is_available():
         raise ToolchainError("measuring needs a CUDA device")
-    module = import_package(package)
-    problem, plan, predicted = module.SPEC["problem"], module.SPEC["plan"], module.SPEC["predicted"]
-    queries = batch or problem["batch_size"]
-    keys = batch or problem["keys"] or problem["batch_size"]
-    q, k = (
-        features(rows, problem["dim"], problem["dtype"], seed) for seed, rows in enumerate((queries, keys))
-    )
-    temperature = torch.tensor(scale, device="cuda", requires_grad=True)
-
-    step = training_step(module, q, k, temperature)
-    warm = [rows.detach()[: min(64, len(rows))].clone().requires_grad_() for rows in (q, k)]
-    module.contrastive_loss(
-        *warm, temperature
-    ).backward()  # compiles the kernels; their memory is the driver's
-    temperature.grad = None
-    with PeakMeter("cuda") as meter:
-        result = step()
-    error = _errors(module, q, k, scale, result) if errors else None
-    del result
-    measured_ms = times_ms(step, repeats)
-    return {
-        "loss": module.SPEC["loss"]["name"],
-        "batch": queries,
-        "keys": keys,
-        "dim": problem["dim"],
-        "dtype": problem["dtype"],
-        "precision": problem["precision"],
-        "ranks": 1,
-        "impl": "infcl",
-        "strategy": plan["strategy"],
-        "scale": scale,
-        "median_ms": statistics.median(measured_ms),
-        "mean_ms": statistics.fmean(measured_ms),
-        "std_ms": statistics.stdev(measured_ms) if len(measured_ms) > 1 else 0.0,
-        "repeats": repeats,
-        "peak_bytes": meter.peak_bytes,
-        "budget_bytes": plan["budget_bytes"],
-        "predicted_peak_bytes": predicted["peak_bytes"],
-        "predicted_ms": 1e3 * predicted["time_s"],
-        "floor_ms": _floor_ms(plan, q.detach(), k.detach()),
-        "err": error,
-        "error": None,
-    }
+    announce(None)
+    inputs = _inputs(point)
+    timer = Timer(point.device)
+    exact = None if point.exact is None else _exact_results(Path(point.exact), point.scale, inputs)
+    ready: dict[str, tuple[Step, dict[str, Any]]] = {}
+    for name in point.contestants:
+        announce(name)
+        row = empty_row(point, name)
+        try:
+            step, facts = _prepare(point, name, inputs)
+            row |= facts
+            row["peak_bytes"], row["err"], row["error"] = _first_runs(inputs, step, exact)
+            if row["error"] is None:
+                ready[name] = (step, row)
+            del step
+        except Exception as error:
+            row["error"] = _described(error, point.device)
+        _release(inputs)
+        if row["error"] is not None:
+            report(name, _without_figures(row))
+    peaks = sum(row["peak_bytes"] for _, row in ready.values())
+    crowded = point.device == "cuda" and peaks > CROWDED * torch.cuda.mem_get_info()[1]
+    for name, (times, defect) in _in_turns(point, ready, inputs, timer, announce, crowded).items():
+        row = ready[name][1]
+        if defect is not None:
+            report(name, _without_figures({**row, "error": defect}))
+            continue
+        figures = {
+            "median_ms": statistics.median(times),
+            "mean_ms": statistics.fmean(times),
+            "std_ms": statistics.stdev(times) if len(times) > 1 else 0.0,
+            "repeats": len(times),
+        }
+        report(name, {**row, **figures})
+    if "torch._dynamo" in sys.modules:  # compiled graphs hold on to this point's shapes
+        torch._dynamo.reset()
+    ready.clear()
+    _release(inputs)
 
 
-def write_results(path: Path, rows: Sequence[dict[str, Any]], command: str) -> None:
-    """Writes the rows with board and versions, atomically, with a checksum of the rows inside."""
-    text = json.dumps(list(rows), sort_keys=True)
-    results = {
-        "schema_version": SCHEMA_VERSION,
-        "board": board(),
-        "versions": versions(),
-        "command": command,
-        "checksum": hashlib.sha256(text.encode()).hexdigest(),
-        "rows": list(rows),
-    }
+class Timer:
+    """Times single runs, each on a cold cache: by the GPU's own events, or by the clock on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._gpu = device == "cuda"
+        size = FLUSH_BYTES if self._gpu else CPU_FLUSH_BYTES
+        self._flush = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def ms(self, run: Callable[[], object]) -> float:
+        """Milliseconds of one run."""
+        import torch
+
+        self._flush.zero_()
+        if not self._gpu:
+            started = time.perf_counter()
+            run()
+            return 1e3 * (time.perf_counter() - started)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+def times_ms(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:
+    """Times of `repeats` runs, each on a cold cache, after one that is not timed. On the GPU by its own events."""
+    timer = Timer(device)
+    run()
+    return [timer.ms(run) for _ in range(repeats)]
+
+
+def write_results(
+    path: Path,
+    rows: Sequence[dict[str, Any]],
+    command: str,
+    absent: Mapping[str, str] | None = None,
+    libraries: Iterable[str] = (),
+) -> None:
+    """Writes the rows with board and versions, atomically, with a checksum of the rows inside.
+
+    `absent` says of contestants that are not in the rows why; `libraries` are distributions whose versions count.
+    """
+    text = json.dumps(results(rows, command, absent, libraries), indent=1, allow_nan=False)
+    write_file(path, f"{text}\n".encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file at once: it is complete, or as it was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's files are private
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def results(
+    rows: Sequence[dict[str, Any]],
+    command: str,
+    absent: Mapping[str, str] | None = None,
+    libraries: Iterable[str] = (),
+) -> dict[str, Any]:
+    """The measurement format, version 1."""
+    found = {
+        "schema_version": SCHEMA_VERSION,
+        "board": board(),
+        "versions": versions(libraries),
+        "command": command,
+        "checksum": checksum(rows),
+        "rows": list(rows),
+    }
+    return found if absent is None else {**found, "absent": dict(absent)}
+
+
+def checksum(rows: Sequence[dict[str, Any]]) -> str:
+    """Of the rows, as the files carry it."""
+    return hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()
 
 
 def board() -> str:
@@ -139,18 +312,22 @@ def board() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
 
 
-def versions() -> dict[str, str]:
+def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
     """What a measurement depends on."""
     import torch
     import triton
 
-    return {
+    found = {
         "infcl_gen": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": triton.__version__,
         "cuda": str(torch.version.cuda),
     }
+    for name in libraries:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.setdefault(name, importlib.metadata.version(name))
+    return found
 
 
 def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -> Any:
@@ -169,45 +346,189 @@ def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -
     return found.requires_grad_()
 
 
-def training_step(module: ModuleType, q: Any, k: Any, temperature: Any) -> Callable[[], tuple[Any, ...]]:
+def training_step(module: ModuleType, q: Any, k: Any, temperature: Any) -> Step:
     """One forward and backward of a package, as training runs it: (loss, dq, dk, dscale)."""
     import torch
 
     needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
     labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
+    return _training(lambda: module.contrastive_loss(q, k, temperature, labels=labels), q, k, temperature)
 
+
+def _training(loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any) -> Step:
     def step() -> tuple[Any, ...]:
         q.grad = k.grad = temperature.grad = None
-        loss = module.contrastive_loss(q, k, temperature, labels=labels)
+        loss = loss_function()
         loss.backward()
         return loss.detach(), q.grad, k.grad, temperature.grad
 
     return step
 
 
-def times_ms(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:
-    """Times of `repeats` runs, each on a cold cache, after one that is not timed. On the GPU by its own events."""
+def _inputs(point: Point) -> Inputs:
     import torch
 
-    flush = torch.empty(
-        FLUSH_BYTES if device == "cuda" else CPU_FLUSH_BYTES, dtype=torch.uint8, device=device
+    q, k = (
+        features(rows, point.dim, point.dtype, seed, point.device)
+        for seed, rows in enumerate((point.batch, point.keys))
     )
-    run()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        if device == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            started = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - started))
-    return times
+    wide = torch.float64 if point.dtype == "fp64" else torch.float32
+    scale = torch.tensor(point.scale, dtype=wide, device=point.device, requires_grad=True)
+    labels = torch.arange(point.batch, device=point.device) % point.keys
+    return Inputs(q, k, scale, labels, 1 if point.loss == "infonce" else 2)
+
+
+def empty_row(point: Point, name: str) -> dict[str, Any]:
+    """A contestant's row before anything is known of it: all figures are None."""
+    is_package = name in point.packages
+    figures = ("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes", "floor_ms", "err", "error")
+    planned = ("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms")
+    return {
+        "loss": point.loss,
+        "batch": point.batch,
+        "keys": point.keys,
+        "dim": point.dim,
+        "dtype": point.dtype,
+        "precision": point.precision,
+        "ranks": 1,
+        "impl": "infcl" if is_package else name,
+        "package": Path(name).name if is_package else None,
+        "scale": point.scale,
+        **dict.fromkeys((*planned, *figures)),
+    }
+
+
+def _without_figures(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "peak_bytes": None, "floor_ms": None}
+
+
+def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, Any]]:
+    """A contestant's step, and what a row says about it before it has run."""
+    from infcl_gen.emission import import_package
+
+    q, k, scale = inputs.q, inputs.k, inputs.scale
+    if name not in point.packages:
+        return _training(PEERS[name].prepare(inputs), q, k, scale), {}
+    module = import_package(Path(name))
+    plan, predicted = module.SPEC["plan"], module.SPEC["predicted"]
+    planned = module.SPEC["problem"]["batch_size"] == point.batch
+    facts = {
+        "strategy": plan["strategy"],
+        "budget_bytes": plan["budget_bytes"],
+        "predicted_peak_bytes": predicted["peak_bytes"],
+        "predicted_ms": 1e3 * predicted["time_s"] if planned else None,
+        "floor_ms": _floor_ms(plan, q.detach(), k.detach()),
+    }
+    return training_step(module, q, k, scale), facts
+
+
+def _first_runs(
+    inputs: Inputs, step: Step, exact: dict[str, Any] | None
+) -> tuple[int, dict[str, float | None] | None, str | None]:
+    """Peak in bytes of the second run (the first one compiles and tunes), its errors, and what is wrong with it."""
+    from infcl_gen.verification.memory import PeakMeter
+
+    step()
+    _release(inputs)  # gradients that a step replaces would make room for the new ones unseen
+    with PeakMeter(inputs.q.device) as meter:
+        result = step()
+    errors, defect = _judged(result, exact)
+    return meter.peak_bytes, errors, defect
+
+
+def _judged(
+    result: Sequence[Any], exact: dict[str, Any] | None
+) -> tuple[dict[str, float | None] | None, str | None]:
+    """Errors relative to fp64, where that is given, and the defect of a result that no time should be taken of."""
+    import torch
+
+    got = dict(zip(RESULTS, result, strict=True))
+    absent = [name for name, value in got.items() if value is None and name != "dscale"]
+    if absent:
+        return None, f"no result: {', '.join(absent)}"
+    infinite = [name for name, x in got.items() if x is not None and not bool(torch.isfinite(x).all())]
+    errors: dict[str, float | None] | None = None
+    if exact is not None:
+        errors = {
+            name: None if got[name] is None else _finite((got[name].double() - true).norm() / true.norm())
+            for name, true in exact.items()
+        }
+    if infinite:
+        return errors, f"not finite: {', '.join(infinite)}"
+    for name in ("loss", "dq", "dk") if errors else ():
+        error = errors[name] if errors else None
+        if error is not None and error > WRONG:
+            return errors, f"wrong: {name} is off by {error:.2g} of its norm"
+    return errors, None
+
+
+def _finite(value: Any) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _in_turns(
+    point: Point,
+    ready: Mapping[str, tuple[Step, dict[str, Any]]],
+    inputs: Inputs,
+    timer: Timer,
+    announce: Callable[[str | None], None],
+    crowded: bool,
+) -> dict[str, tuple[list[float], str | None]]:
+    """Times of each, one run per round, the order rotated from round to round; or why there are none.
+
+    The first is preceded by a run that is not timed and fills the allocator's cache. `crowded`: they may not fit into
+    the device's memory beside what the others leave in that cache, so it is emptied and filled again for every run.
+    """
+    import torch
+
+    found: dict[str, tuple[list[float], str | None]] = {name: ([], None) for name in ready}
+    racing = list(ready)
+    for round_ in range(point.rounds):
+        start = round_ % max(1, len(racing))
+        for name in (*racing[start:], *racing[:start]):
+            times, step = found[name][0], ready[name][0]
+            if round_ >= LEAST_ROUNDS and sum(times) > 1e3 * point.seconds / len(ready):
+                continue
+            announce(name)
+            error = None
+            try:
+                if crowded:
+                    torch.cuda.empty_cache()
+                if crowded or round_ == 0:
+                    step()
+                times.append(timer.ms(step))
+            except Exception as failure:
+                error = _described(failure, point.device)
+            if error is not None:
+                found[name] = ([], error)
+                racing.remove(name)
+                _release(inputs)
+    return found
+
+
+def _described(error: Exception, device: str) -> str:
+    """Why a contestant has no figure. Raises the error itself if it has made the device unusable for everybody."""
+    import torch
+
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            raise error from None
+    if out_of_memory(error):
+        return "out of memory"
+    return f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
+
+
+def _release(inputs: Inputs) -> None:
+    """Give back what a contestant has left behind."""
+    import torch
+
+    inputs.q.grad = inputs.k.grad = inputs.scale.grad = None
+    gc.collect()
+    if inputs.q.is_cuda:
+        torch.cuda.empty_cache()
 
 
 def _floor_ms(plan: dict[str, Any], q: Any, k: Any) -> float:
@@ -218,26 +539,49 @@ def _floor_ms(plan: dict[str, Any], q: Any, k: Any) -> float:
     if plan["strategy"] == "fused":
         rows = keys = min(16384, len(q), len(k))
     panels = (len(q) / rows) * (len(k) / keys)
-    a, b = q[:rows], k[:keys]
-    g = torch.empty(rows, keys, dtype=q.dtype, device=q.device).normal_()
-    dq, dk = (torch.zeros(n, q.shape[1], dtype=torch.float32, device=q.device) for n in (rows, keys))
-    wide: dict[str, Any] = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
-    similarity = statistics.median(times_ms(lambda: torch.mm(a, b.T, out=g), 5))
+    a, b, device = q[:rows], k[:keys], q.device.type
+    g = torch.empty(rows, keys, dtype=q.dtype, device=device).normal_()
+    wide: dict[str, Any] = {"out_dtype": torch.float32}
+    if (
+        q.dtype in (torch.float32, torch.float64) or device == "cpu"
+    ):  # its products return what they are given
+        wide = {}
+    sums = wide.get("out_dtype", q.dtype)
+    dq, dk = (torch.zeros(n, q.shape[1], dtype=sums, device=device) for n in (rows, keys))
+    similarity = statistics.median(times_ms(lambda: torch.mm(a, b.T, out=g), 5, device))
     g.normal_()
-    products = statistics.median(times_ms(lambda: torch.addmm(dq, g, b, out=dq, **wide), 5))
-    products += statistics.median(times_ms(lambda: torch.addmm(dk, g.T, a, out=dk, **wide), 5))
+    products = statistics.median(times_ms(lambda: torch.addmm(dq, g, b, out=dq, **wide), 5, device))
+    products += statistics.median(times_ms(lambda: torch.addmm(dk, g.T, a, out=dk, **wide), 5, device))
     recomputed = 1 - min(plan["stash_rows"], len(q)) / len(q)
     return float(panels * ((1 + recomputed) * similarity + products))
 
 
-def _errors(module: ModuleType, q: Any, k: Any, scale: float, result: Sequence[Any]) -> dict[str, float]:
-    """Relative norm errors of (loss, dq, dk, dscale) against fp64, computed in slices of the queries."""
+def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any] | None:
+    """Loss and gradients in fp64, from the loss of a package; None where they do not fit into memory."""
     import torch
 
-    loss = module.loss
+    # Of loss.py alone: whether the package works is not known yet.
+    specification = importlib.util.spec_from_file_location("infcl_gen_exact_loss", package / "loss.py")
+    assert specification is not None and specification.loader is not None
+    mathematics = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(mathematics)
+    try:
+        with torch.no_grad():
+            return _exact(mathematics, inputs.q, inputs.k, scale, inputs.labels)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    _release(inputs)
+    return None
+
+
+def _exact(loss: Any, q: Any, k: Any, scale: float, labels: Any) -> dict[str, Any]:
+    """(loss, dq, dk, dscale) in fp64 by the derived formulas, computed in slices of the queries."""
+    import torch
+
     z_scale = torch.tensor(scale, dtype=torch.float64, device=q.device)
     zero = torch.zeros((), dtype=torch.float64, device=q.device)
-    q64, k64 = q.detach().double(), k.detach().double()
+    q64, k64 = q.double(), k.double()
     m, n = len(q64), len(k64)
     slices = [slice(start, min(start + 2048, m)) for start in range(0, m, 2048)]
     r, p = (torch.empty(m, dtype=torch.float64, device=q.device) for _ in range(2))
@@ -246,7 +590,7 @@ def _errors(module: ModuleType, q: Any, k: Any, scale: float, result: Sequence[A
         x = loss.logit(q64[rows] @ k64.T, z_scale, zero)
         r[rows] = torch.logsumexp(x, 1)
         c = torch.logaddexp(c, torch.logsumexp(x, 0))
-        p[rows] = x.diagonal(rows.start)
+        p[rows] = x.gather(1, labels[rows, None])[:, 0]
     value = loss.query_term(r, p).sum() / m + (loss.key_term(c, p).sum() / m if loss.HAS_KEYS else 0.0)
     dq, dk, dscale = torch.zeros_like(q64), torch.zeros_like(k64), zero.clone()
     factor = loss.gradient_factor(z_scale, zero) / m
@@ -256,22 +600,18 @@ def _errors(module: ModuleType, q: Any, k: Any, scale: float, result: Sequence[A
         g = loss.QUERY_SHARE * torch.exp(x - r[rows, None])
         if loss.HAS_KEYS:
             g += loss.KEY_SHARE * torch.exp(x - c)
-        g.diagonal(rows.start).add_(loss.POSITIVE_SHARE)
+        g.scatter_add_(1, labels[rows, None], g.new_full((len(g), 1), loss.POSITIVE_SHARE))
         g *= loss.dlogit_dz(z, z_scale, zero)
         total = g @ k64
         dq[rows] = total * factor
         dk += g.T @ q64[rows] * factor
         dscale += (q64[rows] * total).sum() / m
     dscale *= loss.dscale_factor(z_scale, zero)
-    exact = {"loss": value, "dq": dq, "dk": dk, "dscale": dscale}
-    return {
-        name: float((got.double() - true).norm() / true.norm())
-        for (name, true), got in zip(exact.items(), result, strict=True)
-    }
+    return {"loss": value, "dq": dq, "dk": dk, "dscale": dscale}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures one generated package on this GPU.")
+    parser = argparse.ArgumentParser(description="Measures one generated package on this machine.")
     parser.add_argument("package", type=Path)
     parser.add_argument("--batch", type=int, default=None)
     parser.add_argument("--scale", type=float, default=14.3)

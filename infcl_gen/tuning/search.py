@@ -18,15 +18,10 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
-import json
 import logging
 import math
 import os
-import select
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.emission.lower import KERNEL_FAMILIES, KERNEL_TEMPLATES
-from infcl_gen.emission.package import lock, read_package, write_package
+from infcl_gen.emission.package import read_package, write_package
 from infcl_gen.emission.pipeline import build_for, sources_digest, spec_inputs
 from infcl_gen.emission.render import content_digest
 from infcl_gen.errors import InfclError, InputError, ToolchainError, VerificationError
@@ -58,11 +53,13 @@ from infcl_gen.planning.records import (
     write_records,
 )
 from infcl_gen.problem import BLOCK_FIELDS, Problem
+from infcl_gen.tuning.process import Process, last_line, timing_lock
 from infcl_gen.version import __version__
 
 LEAST_GAIN = 0.01  # a winner is faster than the best so far by more than this, and than the spread of both
 GIVE_UP = 1.3  # times the best median, if no time at all is below it after LEAST_ROUNDS
 LEAST_ROUNDS = 2
+_WORKER = "infcl_gen.tuning.worker"
 _LOG = logging.getLogger("infcl_gen")
 
 
@@ -314,7 +311,7 @@ class _Entry:
     digest: str = ""
     status: str = ""
     detail: str = ""
-    process: _Process | None = None
+    process: Process | None = None
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
 
     @property
@@ -464,7 +461,9 @@ class _Family:
                 self._write(entry)
                 launches = read_package(entry.folder).spec["launches"]
                 there = [name for name in kernels if name in launches]
-                entry.process = _Process(["compile", str(entry.folder), arch, *there], self._log(entry))
+                entry.process = Process(
+                    _WORKER, ["compile", str(entry.folder), arch, *there], self._log(entry)
+                )
             for entry, answer in self._answers(part, self.limits.compile_s, "does not compile"):
                 used = answer["resources"]
                 spilled = [f"{r['kernel']}: {r['spill_bytes']} bytes" for r in used if r["spill_bytes"]]
@@ -482,7 +481,7 @@ class _Family:
         racing = self._racing()
         for entry in racing:
             self._write(entry)
-            entry.process = _Process(["run", str(entry.folder), self.device], self._log(entry))
+            entry.process = Process(_WORKER, ["run", str(entry.folder), self.device], self._log(entry))
         for step, step_s in enumerate((self.limits.load_s, self.limits.gate_s), start=1):
             self._answers(self._racing(), step_s, "crashed")
             self.progress(f"{self.family}: check", step, 3)
@@ -494,14 +493,11 @@ class _Family:
         self.progress(f"{self.family}: check", 3, 3)
 
     def _time(self, deadline: float) -> None:
-        name = f"timing-{self.case.cluster.profile.name}.lock"
-        turn = Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / name
         for round_ in range(self.limits.rounds):
             if round_ >= LEAST_ROUNDS and time.monotonic() > deadline:
                 return
             for entry in self._racing():
-                # Another run on this machine waits for its turn: two at once would both measure nonsense.
-                with lock(turn, "timing", 10 * self.limits.sample_s):
+                with timing_lock(self.case.cluster.profile.name, 10 * self.limits.sample_s):
                     answer = self._ask(entry, {"do": "sample", "repeats": self.limits.repeats})
                 if answer is not None:
                     entry.rounds.append(answer["times_ms"])
@@ -548,7 +544,7 @@ class _Family:
                     if answer is None:
                         entry.drop("hung", f"no answer within {timeout_s:g} s")
                     elif "ended" in answer:
-                        entry.drop(otherwise, f"{answer['ended']}: {_last_line(self._log(entry))}")
+                        entry.drop(otherwise, f"{answer['ended']}: {last_line(self._log(entry))}")
                     elif "failed" in answer:
                         entry.drop(answer["failed"], answer["detail"])
                     else:
@@ -565,62 +561,3 @@ class _Family:
 
 def _is_block(key: str, family: str) -> bool:
     return key.startswith(f"{family}.")
-
-
-def _last_line(log: Path) -> str:
-    """The last line of a log that names an error, else the last one."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["it wrote nothing"])[-1]
-
-
-class _Process:
-    """A worker, spoken to by lines of JSON. It ends when it is killed, and when this process ends in any way."""
-
-    def __init__(self, arguments: list[str], log: Path) -> None:
-        source = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
-        with log.open("wb") as output:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "infcl_gen.tuning.worker", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
-                start_new_session=True,  # Ctrl-C is for the tuner, which then ends them
-            )
-        self._buffer = b""
-
-    def send(self, request: dict[str, Any]) -> None:
-        assert self._popen.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: `answer` says so
-            self._popen.stdin.write(json.dumps(request).encode() + b"\n")
-            self._popen.stdin.flush()
-
-    def answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Its next answer; None after `timeout_s` without one; {"ended": how} if it has ended."""
-        assert self._popen.stdout is not None
-        deadline, pipe = time.monotonic() + timeout_s, self._popen.stdout.fileno()
-        while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            if not select.select([pipe], [], [], min(left, 1.0))[0]:
-                continue
-            part = os.read(pipe, 1 << 16)
-            if not part:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._popen.wait(5)
-                code = self._popen.returncode
-                return {"ended": f"killed by signal {-code}" if code and code < 0 else f"exit code {code}"}
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        values: dict[str, Any] = json.loads(line)
-        return values
-
-    def kill(self) -> None:
-        """End it and whatever it started."""
-        if self._popen.returncode is None:
-            with contextlib.suppress(OSError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-            self._popen.wait()

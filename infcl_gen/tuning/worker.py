@@ -8,47 +8,34 @@ It ends when its stdin is closed, also in the middle of work: a tuner that is go
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import queue
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from infcl_gen.tuning.process import Answer, Requests, one_line, out_of_memory, serve
 
 SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the others, the norms
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a package prints is not an answer
-
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
-
-    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests,), daemon=True).start()
     kind, folder, place, *kernels = sys.argv[1:]
-    try:
-        if kind == "compile":
-            answer(done="compiled", resources=_compile(Path(folder), place, kernels))
-        else:
-            run(Path(folder), place, requests, answer)
-    except Exception as error:
-        if not _out_of_memory(error):
-            raise
-        answer(failed="out of memory", detail=_line(error))
+
+    def work(requests: Requests, answer: Answer) -> None:
+        try:
+            if kind == "compile":
+                answer(done="compiled", resources=_compile(Path(folder), place, kernels))
+            else:
+                run(Path(folder), place, requests, answer)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            answer(failed="out of memory", detail=one_line(error))
+
+    serve(work)
 
 
-def run(
-    folder: Path,
-    device: str,
-    requests: queue.SimpleQueue[dict[str, Any]],
-    answer: Callable[..., None],
-) -> None:
+def run(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
     """Import the package ("loaded"), pass the numerics gate ("gated"), then serve requests at the planned size:
 
     {"do": "compare", "file": F, "reference": bool}   results against those in F, or write them there ("compared")
@@ -145,28 +132,6 @@ def _compile(folder: Path, target: str, kernels: list[str]) -> list[dict[str, An
 
     spec = read_package(folder).spec
     return [vars(compile_kernel(folder, spec, kernel, target)) for kernel in kernels]
-
-
-def _read(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    for line in sys.stdin:
-        requests.put(json.loads(line))
-    if os.getsid(0) == os.getpid():  # with the compilers that it started
-        with contextlib.suppress(OSError):
-            os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    text = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
-    )
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 if __name__ == "__main__":

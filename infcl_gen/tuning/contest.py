@@ -1,0 +1,235 @@
+"""`infcl-gen bench`: packages and peers side by side, point by point, in a worker process that may be lost.
+
+Everybody at a point is measured in one process and in turns. Who crashes it, or keeps it waiting for too long, gets a
+row that says so, and the others are measured again in a fresh process without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.emission import build, read_package, write_package
+from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.losses.builtin import BUILTIN_LOSSES
+from infcl_gen.losses.load import spec_as_dict
+from infcl_gen.problem import Problem
+from infcl_gen.tuning.bench import GENERATED, RESULTS, Point, empty_row, point_of
+from infcl_gen.tuning.peers import Peer
+from infcl_gen.tuning.process import Process, last_line, timing_lock
+
+Rows = list[dict[str, Any]]
+Work = list[tuple[Sequence[Path], int | None]]  # packages, and the batch size (None: the planned one)
+_LOG = logging.getLogger("infcl_gen")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How often everything runs, and how long the worker may be silent: one contestant's compilation and first runs."""
+
+    rounds: int = 10
+    seconds: float = 20.0  # of timed runs at a point; everybody has at least three
+    silent_s: float = 300.0
+    errors_up_to: int = 32768  # queries; fp64 is slow on most GPUs
+
+
+class Contest:
+    """Measures points of one loss one after the other, in one worker as long as it lives, and ends that on leaving.
+
+    `absent` names the peers that cannot take part, with the reason.
+    """
+
+    def __init__(self, peers: Sequence[Peer], scale: float = 14.3, limits: Limits | None = None) -> None:
+        self.scale, self.limits = scale, limits or Limits()
+        self.absent: dict[str, str] = {}
+        self._peers = tuple(peers)
+        self._asked = False
+        self._worker: Process | None = None
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Contest:
+        scratch = self._exits.enter_context(tempfile.TemporaryDirectory(prefix="infcl-gen-bench-"))
+        self._log = Path(scratch) / "worker.log"
+        self._exits.callback(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    def point(
+        self, packages: Sequence[Path], batch: int | None = None, only: Sequence[str] | None = None
+    ) -> Point:
+        """The point of these packages at `batch` queries, with the peers named in `only` (None: all), not measured.
+
+        Raises InputError as `bench.point_of` does.
+        """
+        read = [read_package(folder) for folder in packages]
+        limits, loss = self.limits, read[0].spec["loss"]
+        size = batch or read[0].spec["problem"]["batch_size"]
+        found = BUILTIN_LOSSES.get(loss["name"])
+        builtin = found is not None and spec_as_dict(found) == loss
+        for peer in self._peers:
+            if not builtin:
+                self.absent[peer.name] = (
+                    f"computes {' and '.join(peer.losses)} only, and this is a loss of your own"
+                )
+            elif loss["name"] not in peer.losses:
+                self.absent[peer.name] = f"does not compute {loss['name']}"
+        names = [peer.name for peer in self._peers if only is None or peer.name in only]
+        errors = size <= limits.errors_up_to
+        return point_of(read, size, names, self.scale, limits.rounds, limits.seconds, errors)
+
+    def rows(self, point: Point) -> Rows:
+        """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start."""
+        point = self._present(point)
+        profile = read_package(point.packages[0]).spec["device"]["name"]
+        with timing_lock(profile, 10 * self.limits.silent_s):
+            found: dict[str, dict[str, Any]] = {}
+            waiting = list(point.contestants)
+            while waiting:
+                rows, culprit, failure = self._attempt(_restricted(point, waiting))
+                found |= rows
+                waiting = [name for name in waiting if name not in found]
+                if culprit in waiting:
+                    _LOG.info("%s: %s", culprit, failure)
+                    found[culprit] = {**empty_row(point, culprit), "error": failure}
+                    waiting.remove(culprit)
+                elif waiting:
+                    raise ToolchainError(f"nothing can be measured: {failure}")
+        return [found[name] for name in point.contestants]
+
+    def _present(self, point: Point) -> Point:
+        """The point without absent peers. Who is installed is asked once, of the worker, which has torch loaded."""
+        if not self._asked:
+            worker = self._started()
+            worker.send({"do": "absent", "peers": [peer.name for peer in self._peers]})
+            answer = worker.answer(self.limits.silent_s)
+            if answer is None or "ended" in answer:
+                raise ToolchainError(f"nothing can be measured: {self._failure(answer)}")
+            self.absent = {**answer["absent"], **self.absent}
+            self._asked = True
+        return dataclasses.replace(
+            point, peers=tuple(name for name in point.peers if name not in self.absent)
+        )
+
+    def _attempt(self, point: Point) -> tuple[dict[str, dict[str, Any]], str | None, str]:
+        """Rows by contestant; and, if the worker was lost, during whose turn (None: nobody's) and how."""
+        worker = self._started()
+        worker.send({"do": "point", **dataclasses.asdict(point)})
+        rows: dict[str, dict[str, Any]] = {}
+        running: str | None = None
+        while True:
+            answer = worker.answer(self.limits.silent_s)
+            if answer is None or "ended" in answer:
+                failure = self._failure(answer)
+                self._end()
+                return rows, running, failure
+            if "running" in answer:
+                running = answer["running"]
+            elif "row" in answer:
+                rows[answer["name"]] = answer["row"]
+            else:
+                return rows, None, ""
+
+    def _started(self) -> Process:
+        if self._worker is None:
+            self._worker = Process("infcl_gen.tuning.contest_worker", [], self._log)
+        return self._worker
+
+    def _failure(self, answer: dict[str, Any] | None) -> str:
+        if answer is None:
+            return f"no result within {self.limits.silent_s:g} s"
+        return f"{answer['ended']}: {last_line(self._log)}"[:300]
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+
+def run(
+    contest: Contest,
+    work: Work,
+    progress: Callable[[str, int, int], None] | None = None,
+    finished: Callable[[Rows], None] | None = None,
+) -> Rows:
+    """The rows of every (packages, batch) in `work`; `finished` gets those so far after each of them.
+
+    All points are checked before the first is measured.
+    """
+    points = [contest.point(packages, batch) for packages, batch in work]
+    rows: Rows = []
+    for index, point in enumerate(points):
+        if progress is not None:
+            progress(f"{point.loss}, B {point.batch}, D {point.dim}", index, len(points))
+        rows += contest.rows(point)
+        if finished is not None:
+            finished(rows)
+    return rows
+
+
+@contextlib.contextmanager
+def generated(problems: Iterable[Problem]) -> Iterator[Work]:
+    """Packages for the problems in a temporary folder, with their batch sizes: work for `run`.
+
+    Raises InputError for a problem of several devices, and whatever planning raises, before anything is written.
+    """
+    texts = []
+    for problem in problems:
+        if problem.devices > 1:
+            raise InputError(f"--devices: one device is measured, not {problem.devices}; leave it out")
+        texts.append((build(problem), problem.batch_size))
+    with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as folder:
+        work: Work = []
+        for index, (files, batch) in enumerate(texts):
+            work.append(([write_package(files, Path(folder) / str(index) / GENERATED)], batch))
+        yield work
+
+
+def table(rows: Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and lines of text: one per row, with times relative to the fastest package at its point."""
+    header = (
+        *("loss", "B", "D", "who", "median ms", "mean", "std", "runs", "ratio", "floor ms", "MiB"),
+        *(f"err {name}" for name in RESULTS),
+        "",
+    )
+    return header, [_line(row, _fastest(row, rows)) for row in rows]
+
+
+def _line(row: dict[str, Any], fastest_ms: float | None) -> tuple[str, ...]:
+    who = row["impl"] if row["package"] in (None, GENERATED) else f"{row['impl']} {row['package']}"
+    start = (row["loss"], str(row["batch"]), str(row["dim"]), who)
+    errors = [_number((row["err"] or {}).get(name), "{:.1e}") for name in RESULTS]
+    if row["error"] is not None:
+        return (*start, *[""] * 7, *errors, row["error"])
+    times = (_number(row[name], "{:.2f}") for name in ("median_ms", "mean_ms", "std_ms"))
+    ratio = _number(fastest_ms and row["median_ms"] / fastest_ms, "{:.2f}")
+    floor, memory = _number(row["floor_ms"], "{:.2f}"), _number(row["peak_bytes"] / 2**20, "{:.1f}")
+    return (*start, *times, str(row["repeats"]), ratio, floor, memory, *errors, "")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _fastest(row: dict[str, Any], rows: Rows) -> float | None:
+    """Median of the fastest package at a row's point."""
+    at = ("loss", "batch", "keys", "dim", "dtype")
+    medians = [
+        other["median_ms"]
+        for other in rows
+        if other["impl"] == "infcl" and not other["error"] and all(other[n] == row[n] for n in at)
+    ]
+    return min(medians, default=None)
+
+
+def _restricted(point: Point, names: Sequence[str]) -> Point:
+    """The same point for some of its contestants."""
+    packages = tuple(name for name in point.packages if name in names)
+    peers = tuple(name for name in point.peers if name in names)
+    return dataclasses.replace(point, packages=packages, peers=peers)

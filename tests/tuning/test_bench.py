@@ -1,0 +1,557 @@
+"""`infcl-gen bench` on the CPU: rows, turns, contestants that misbehave, files, and the command end to end."""
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import infcl_gen
+from infcl_gen import cli
+from infcl_gen.emission import read_package
+from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.tuning import bench, peers
+from infcl_gen.tuning.bench import measure_package, measure_point, point_of, write_results
+from infcl_gen.tuning.contest import Contest, Limits, generated, run, table
+from infcl_gen.tuning.peers import PEERS, Inputs, LossFunction, Peer, chosen_peers
+from infcl_gen.tuning.plot import check_plot, plot
+from infcl_gen.verification.memory import PeakMeter
+from tests.tuning.libraries import write_libraries
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL: dict[str, Any] = {"batch_size": 96, "dim": 16, "dtype": "fp64", "target": "cpu"}
+# The measurement format, version 1, and what this project adds to a row.
+FIELDS = {
+    *("loss", "batch", "keys", "dim", "dtype", "precision", "ranks", "impl", "scale"),
+    *("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes", "budget_bytes", "predicted_peak_bytes"),
+    *("predicted_ms", "floor_ms", "err", "error"),
+}
+ADDED = {"strategy", "package"}
+FIGURES = ("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes")
+Rows = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return infcl_gen.generate(output=tmp_path_factory.mktemp("bench") / "small", **SMALL)
+
+
+def measured(package: Path, *names: str, **options: Any) -> tuple[Rows, list[str | None]]:
+    """Rows by name (the package's is "infcl"), and whose turn it was, in order."""
+    rows: Rows = {}
+    turns: list[str | None] = []
+    point = point_of([read_package(package)], peers=names, **options)
+    measure_point(point, lambda name, row: rows.update({row["impl"]: row}), turns.append)
+    return rows, ["infcl" if name in point.packages else name for name in turns]
+
+
+def enter(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Inputs, torch.Tensor], torch.Tensor]
+) -> None:
+    """A contestant that computes the right loss and then changes it."""
+
+    def prepare(inputs: Inputs) -> LossFunction:
+        right = PEERS["torch"].prepare(inputs)
+        return lambda: change(inputs, right())
+
+    monkeypatch.setitem(PEERS, name, Peer(name, prepare))
+
+
+def assert_is_row(row: dict[str, Any]) -> None:
+    assert set(row) == FIELDS | ADDED
+    if row["error"] is None:
+        assert all(isinstance(row[name], int | float) and row[name] >= 0 for name in FIGURES)
+        assert row["median_ms"] > 0 and row["peak_bytes"] > 0
+    else:
+        assert isinstance(row["error"], str) and row["error"].isprintable()
+        assert all(row[name] is None for name in FIGURES)
+    json.dumps(row, allow_nan=False)
+
+
+PLAIN = ("torch", "torch-autocast", "torch-checkpoint", "torch-linear-cross-entropy")
+LIBRARIES = ("inf_cl", "cut-cross-entropy", "cut-cross-entropy-exact", "liger-kernel", "memeff", "open_clip")
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stand-ins instead of whatever is installed here."""
+    folder = write_libraries(tmp_path / "libraries")
+    names = {peer.module for peer in PEERS.values()} - {"torch", "torch.nn.functional"}
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        monkeypatch.delitem(sys.modules, name)
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in names:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce", "infonce with fewer keys"])
+def test_every_peer_computes_the_package_s_loss(loss: str, libraries: Path, tmp_path: Path) -> None:
+    """In fp64, so that halves, directions, labels and the scale's gradient have nowhere to hide."""
+    name, _, fewer = loss.partition(" ")
+    keys = {"keys": 40} if fewer else {}
+    package = infcl_gen.generate(output=tmp_path / "p", **SMALL, loss=name, **keys)
+    names = [n for n in (*PLAIN, *LIBRARIES) if name in PEERS[n].losses and PEERS[n].absent() is None]
+    rows, _ = measured(package, *names, scale=7.5, rounds=1, errors=True)
+    assert set(rows) == {"infcl", *names} and len(names) >= (8 if name == "clip" else 6)
+    for who, row in rows.items():
+        assert_is_row(row)
+        assert row["error"] is None, row
+        assert row["keys"] == (40 if fewer else 96)
+        found = {key: value for key, value in row["err"].items() if (who, key) != ("memeff", "dscale")}
+        assert set(row["err"]) == {"loss", "dq", "dk", "dscale"}
+        assert all(value is not None and value < 1e-10 for value in found.values()), row
+    assert name == "infonce" or rows["memeff"]["err"]["dscale"] is None
+
+
+def test_a_row_of_a_package(package: Path) -> None:
+    row = measure_package(package, repeats=4)
+    assert_is_row(row)
+    assert (row["impl"], row["package"], row["strategy"], row["repeats"]) == ("infcl", "small", "torch", 4)
+    assert row["err"] is None and row["floor_ms"] > 0 and row["predicted_ms"] > 0
+    assert row["peak_bytes"] <= row["predicted_peak_bytes"] <= row["budget_bytes"]
+    smaller = measure_package(package, batch=64, repeats=1, errors=True)
+    assert smaller["batch"] == smaller["keys"] == 64 and smaller["std_ms"] == 0.0
+    assert smaller["predicted_ms"] is None  # the plan is for another batch
+    assert max(smaller["err"].values()) < 1e-10
+
+
+def test_a_gpu_s_package_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = infcl_gen.generate(output=tmp_path / "gpu", batch_size=256, dim=64, device_profile="h200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ToolchainError, match="CUDA"):
+        measure_package(gpu)
+
+
+def test_everybody_runs_once_a_round_and_the_order_rotates(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("a", "b"):
+        enter(monkeypatch, name, lambda inputs, loss, name=name: calls.append(name) or loss)
+    rows, turns = measured(package, "a", "b", rounds=4)
+    first, rounds = turns[:4], turns[4:]
+    assert first == [None, "infcl", "a", "b"]
+    everybody = ["infcl", "a", "b"]
+    assert rounds == [name for start in (0, 1, 2, 0) for name in everybody[start:] + everybody[:start]]
+    assert calls[:4] == ["a", "a", "b", "b"]  # to compile, then for the peak
+    assert calls[4:8] == ["a", "a", "b", "b"]  # in the first round, once before the run that is timed
+    assert calls[8:] == [name for name in rounds[3:] if name != "infcl"]
+    assert {row["repeats"] for row in rows.values()} == {4}
+
+
+def test_memory_includes_the_gradients_that_are_returned(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Inputs] = []
+
+    def prepare(inputs: Inputs) -> LossFunction:
+        seen.append(inputs)
+        return lambda: inputs.q.sum() + inputs.k.sum() + inputs.scale
+
+    def start(meter: PeakMeter, enter: Callable[..., PeakMeter] = PeakMeter.__enter__) -> PeakMeter:
+        # On a GPU an earlier gradient that is freed inside would hide as many bytes of the new one.
+        assert all(x.grad is None for inputs in seen for x in (inputs.q, inputs.k, inputs.scale))
+        return enter(meter)
+
+    monkeypatch.setattr(PeakMeter, "__enter__", start)
+    monkeypatch.setitem(PEERS, "sum", Peer("sum", prepare))
+    rows, _ = measured(package, "sum", "torch", rounds=1)
+    assert rows["sum"]["error"] is None and len(seen) == 1
+    gradients = 2 * 96 * 16 * 8
+    assert gradients <= rows["sum"]["peak_bytes"] < gradients + 4096
+    assert rows["torch"]["peak_bytes"] >= gradients + 2 * 96 * 96 * 8
+
+
+def test_who_takes_more_than_its_share_of_the_time_stops_early(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter(monkeypatch, "slow", lambda inputs, loss: time.sleep(0.2) or loss)
+    rows, _ = measured(package, "slow", rounds=6, seconds=1.0)
+    assert rows["slow"]["repeats"] == bench.LEAST_ROUNDS and rows["infcl"]["repeats"] == 6
+    assert rows["slow"]["median_ms"] > 200 > rows["infcl"]["median_ms"]
+
+
+def no_memory(inputs: Inputs, loss: torch.Tensor) -> torch.Tensor:
+    return loss + torch.empty(1 << 55).sum()
+
+
+def fails_later(calls: list[int]) -> Callable[[Inputs, torch.Tensor], torch.Tensor]:
+    def change(inputs: Inputs, loss: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 4:
+            raise RuntimeError("broken\nat last")
+        return loss
+
+    return change
+
+
+PLANTED: dict[str, tuple[Callable[[Inputs, torch.Tensor], torch.Tensor], str]] = {
+    "no memory": (no_memory, "out of memory"),
+    "nan": (lambda inputs, loss: loss * math.nan, "not finite: loss, dq, dk, dscale"),
+    "infinite": (lambda inputs, loss: loss + math.inf, "not finite: loss"),
+    "wrong loss": (lambda inputs, loss: loss + (loss / 3).detach(), "wrong: loss is off by 0.33"),
+    "wrong gradient": (lambda inputs, loss: 3 * loss - 2 * loss.detach(), "wrong: dq is off by 2"),
+    "half a gradient": (lambda inputs, loss: loss * 0 + inputs.q.sum(), "wrong: loss"),
+    "no gradient": (lambda inputs, loss: inputs.q.sum(), "no result: dk"),
+    "broken": (fails_later([]), "RuntimeError: broken at last"),
+    "silent": (lambda inputs, loss: [][0], "IndexError"),
+}
+
+
+def test_contestants_that_fail_are_reported_and_change_nothing(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, (change, _) in PLANTED.items():
+        enter(monkeypatch, name, change)
+    rows, _ = measured(package, *PLANTED, "torch", rounds=4, errors=True)
+    assert set(rows) == {"infcl", *PLANTED, "torch"}
+    for name, row in rows.items():
+        assert_is_row(row)
+        if name in PLANTED:
+            assert row["error"].startswith(PLANTED[name][1]), row
+        else:
+            assert row["error"] is None and row["repeats"] == 4 and max(row["err"].values()) < 1e-10
+    assert rows["nan"]["err"] == dict.fromkeys(bench.RESULTS)
+    assert abs(rows["wrong gradient"]["err"]["dq"] - 2) < 1e-6
+    shown = {line[3]: line for line in table(list(rows.values()))[1]}
+    assert shown["no memory"][-1] == "out of memory" and shown["infcl small"][8] == "1.00"
+    alone, _ = measured(package, "nan", rounds=1)  # without fp64 to compare with, too
+    assert alone["nan"]["error"] == PLANTED["nan"][1] and alone["nan"]["err"] is None
+
+
+def test_a_crash_and_a_hang_cost_only_whoever_did_it(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the real worker process: libraries that crash, hang and run out of memory, and others that work."""
+    does = {
+        "inf_cl": "os.kill(os.getpid(), signal.SIGSEGV)",
+        "memeff": "time.sleep(1e6)",
+        "cut_cross_entropy": "given == (None,) and torch.empty(1 << 55)",
+    }
+    folder = write_libraries(tmp_path / "libraries", does)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a lock of its own: nobody waits for the hang
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    names = ["inf_cl", "memeff", "cut-cross-entropy", "cut-cross-entropy-exact", "torch"]
+    with Contest(chosen_peers(names), limits=Limits(rounds=2, silent_s=12)) as contest:
+        rows = {row["impl"]: row for row in contest.rows(contest.point([package], 64))}
+    assert list(rows) == ["infcl", *names] and not contest.absent
+    expected = {
+        "inf_cl": "killed by signal 11",
+        "memeff": "no result within 12 s",
+        "cut-cross-entropy-exact": "out of memory",
+    }
+    for name, row in rows.items():
+        assert_is_row(row)
+        assert (row["error"] or "").startswith(expected.get(name, "")) and bool(row["error"]) == (
+            name in expected
+        )
+        assert row["batch"] == 64
+    worked = [row for row in rows.values() if not row["error"]]
+    assert all(row["repeats"] == 2 and max(row["err"].values()) < 1e-10 for row in worked)
+
+
+def test_a_worker_that_cannot_start_says_so(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch is not what it was')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Contest(chosen_peers("torch")) as contest, pytest.raises(ToolchainError, match="not what it was"):
+        contest.rows(contest.point([package]))
+
+
+def test_packages_that_do_not_belong_together(package: Path, tmp_path: Path) -> None:
+    def made(name: str, **flags: Any) -> Path:
+        return infcl_gen.generate(output=tmp_path / name, **{**SMALL, **flags})
+
+    for name, flags in {
+        "dim": {"dim": 24},
+        "dtype": {"dtype": "fp32"},
+        "loss": {"loss": "infonce"},
+        "ring": {"devices": 2},
+    }.items():
+        with pytest.raises(InputError, match=r"^--package: .*"), Contest([]) as contest:
+            contest.point([package, made(name, **flags)])
+    with pytest.raises(InputError, match=r"^--batches: 97 is more than the 96"), Contest([]) as contest:
+        contest.point([package], 97)
+    larger = made("larger", batch_size=128)
+    rows: list[dict[str, Any]] = []
+    with Contest([], limits=Limits(rounds=1)) as contest:
+        rows = run(contest, [([package, larger], 64), ([package, larger], None)])
+    assert [(row["package"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (64, 96) for name in ("small", "larger")
+    ]
+
+
+def test_a_loss_of_ones_own_has_no_peers(tmp_path: Path) -> None:
+    """Also when it is called clip: what peers compute is clip's formula."""
+    (tmp_path / "mine.py").write_text(
+        "from infcl_gen.losses.language import *\nfrom infcl_gen.losses import language as l\n"
+        "x = l.scale * l.z\n"
+        "clip = l.LossSpec('clip', 3 * l.mean_over_queries(l.logsumexp_over_keys(x) - l.positive(x)),"
+        " positives='diagonal')\n"
+    )
+    package = infcl_gen.generate(output=tmp_path / "p", **SMALL, loss=f"{tmp_path / 'mine.py'}:clip")
+    with Contest(chosen_peers("torch,memeff")) as contest:
+        contest.point([package])
+    assert set(contest.absent) == {"torch", "memeff"} and contest.absent["memeff"].startswith(
+        "computes clip only"
+    )
+
+
+def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "memeff" else real(name, *a)
+    )
+    assert PEERS["memeff"].absent() == "memeff is not installed"
+    assert PEERS["torch"].absent() is None
+    newer = Peer("newer", PEERS["torch"].prepare, module="torch.nn.functional", attribute="no_such_loss")
+    assert newer.absent() == f"torch {torch.__version__} has no torch.nn.functional.no_such_loss"
+
+
+def test_names_of_peers() -> None:
+    assert chosen_peers(None) == chosen_peers("all") == tuple(PEERS.values())
+    assert chosen_peers("none") == ()
+    assert [peer.name for peer in chosen_peers("memeff, torch,memeff")] == ["memeff", "torch"]
+    for name, peer in PEERS.items():
+        assert peer.name == name and peer.prepare.__doc__
+    for text, part in (
+        ("tortch", "did you mean 'torch'"),
+        ("", "valid: torch"),
+        ("siglip-kernel", "sigmoid"),
+    ):
+        with pytest.raises(InputError, match=f"^--against: .*{part}"):
+            chosen_peers(text)
+
+
+def test_results_are_valid_json_and_written_at_once(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [measure_package(package, repeats=1)]
+    file = tmp_path / "deep" / "rows.json"
+    write_results(
+        file, rows, "a command", {"memeff": "memeff is not installed"}, ["torch", "click", "no-such-thing"]
+    )
+    written = json.loads(file.read_text())
+    assert written["rows"] == rows and written["schema_version"] == 1 and written["command"] == "a command"
+    assert written["checksum"] == bench.checksum(rows) and written["absent"] == {
+        "memeff": "memeff is not installed"
+    }
+    assert written["board"] and {"torch", "triton", "click"} <= set(written["versions"])
+    assert file.stat().st_mode & 0o777 == 0o644
+    with pytest.raises(ValueError):
+        write_results(file, [{**rows[0], "median_ms": math.nan}], "another")
+
+    def fails(*_: Any) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError):
+        write_results(file, [], "another")
+    assert json.loads(file.read_text()) == written
+    assert [path.name for path in file.parent.iterdir()] == ["rows.json"]
+
+
+def rows_of_several_points() -> list[dict[str, Any]]:
+    rows = []
+    for dim in (64, 128):
+        for batch in (1024, 4096, 6000):
+            for index, name in enumerate(("infcl", "torch", "inf_cl")):
+                row = {"loss": "clip", "batch": batch, "keys": batch, "dim": dim, "dtype": "bf16"}
+                row |= {
+                    "impl": name,
+                    "package": None if index else "generated",
+                    "strategy": None,
+                    "err": None,
+                }
+                row |= {"median_ms": batch * (1.0 + index), "std_ms": 0.5, "peak_bytes": batch << 20}
+                row |= {"floor_ms": None if index else 1.25, "error": None}
+                rows.append(row)
+    rows[2] |= {"error": "out of memory", "median_ms": None, "std_ms": None, "peak_bytes": None}
+    rows[0]["err"] = {"loss": 1e-4, "dq": 2e-3, "dk": None, "dscale": None}
+    return rows
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_plots(tmp_path: Path) -> None:
+    svg, png = tmp_path / "new" / "p.svg", tmp_path / "p.png"
+    for path in (svg, png):
+        check_plot(path)
+        plot(rows_of_several_points(), path, "a <title>")
+    text = svg.read_text()
+    assert text.startswith("<?xml") and text.rstrip().endswith("</svg>") and "<dc:date>" not in text
+    for part in (
+        "a &lt;title&gt;",
+        "clip, D = 64, bf16",
+        "clip, D = 128, bf16",
+        ">4k<",
+        ">6000<",
+        ">infcl<",
+        ">inf_cl<",
+    ):
+        assert part in text.replace("<!-- ", ">").replace(" -->", "<"), part
+    assert png.read_bytes().startswith(b"\x89PNG")
+    plot(rows_of_several_points(), tmp_path / "again.svg", "a <title>")
+    assert (tmp_path / "again.svg").read_bytes() == svg.read_bytes()
+    plot([], tmp_path / "empty.svg", "nothing")  # every contestant failed
+    assert not [path for path in tmp_path.rglob(".*")]
+
+
+def test_plots_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"^--plot: .*\.svg"):
+        check_plot(Path("plot.gif"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    with pytest.raises(ToolchainError, match="matplotlib"):
+        check_plot(Path("plot.svg"))
+
+
+def test_the_command_end_to_end(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    words = [
+        "bench",
+        "--batches",
+        "64,96",
+        "--dims",
+        "16",
+        "--dtype",
+        "fp32",
+        "--target",
+        "cpu",
+        "--scale",
+        "5",
+    ]
+    words += [
+        "--against",
+        "torch,memeff",
+        "--repeats",
+        "2",
+        "--errors",
+        "64",
+        "-o",
+        str(output),
+    ]
+    done = CliRunner().invoke(cli.main, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert json.loads(output.read_text()) == result
+    assert result["schema_version"] == 1 and result["command"].startswith("infcl-gen bench --dtype fp32")
+    installed = importlib.util.find_spec("memeff") is not None
+    names = ["infcl", "torch", *(["memeff"] if installed else [])]
+    assert installed or result["absent"] == {"memeff": "memeff is not installed"}
+    assert [(row["impl"], row["batch"]) for row in result["rows"]] == [
+        (n, b) for b in (64, 96) for n in names
+    ]
+    for row in result["rows"]:
+        assert_is_row(row)
+        assert (row["dim"], row["dtype"], row["scale"], row["ranks"]) == (16, "fp32", 5.0, 1)
+        if row["impl"] != "memeff":  # which wants a GPU
+            assert row["error"] is None and row["repeats"] == 2, row
+            assert (row["err"] is None) == (row["batch"] == 96)
+
+
+def test_the_table_of_given_packages(package: Path, tmp_path: Path) -> None:
+    words = ["bench", "--package", str(package), "--against", "torch-compiled", "--repeats", "1"]
+    done = CliRunner().invoke(cli.main, [*words, "-o", str(tmp_path / "r.json")])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:6] == ["loss", "B", "D", "who", "median", "ms"]
+    assert "infcl small" in lines[1] and lines[2].split()[3] == "torch-compiled"
+    assert lines[-1] == f"wrote {tmp_path / 'r.json'}"
+    compiled = json.loads((tmp_path / "r.json").read_text())["rows"][1]
+    if shutil.which("g++"):
+        assert compiled["error"] is None and max(compiled["err"].values()) < 1e-10
+    else:
+        assert compiled["error"]
+
+
+def test_generated_packages_are_gone_afterwards() -> None:
+    problems = [infcl_gen.problem.make_problem(**{**SMALL, "batch_size": size}) for size in (32, 64)]
+    with generated(problems) as work:
+        folders = [packages[0] for packages, _ in work]
+        assert [read_package(folder).spec["problem"]["batch_size"] for folder in folders] == [32, 64]
+        assert [batch for _, batch in work] == [32, 64]
+    assert not any(folder.exists() for folder in folders)
+
+
+def script(name: str) -> Any:
+    specification = importlib.util.spec_from_file_location(name, ROOT / "tune" / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_comparisons_as_tables_of_the_readme() -> None:
+    text = script("readme_figures").comparisons(
+        rows_of_several_points(), {"memeff": "memeff is not installed"}
+    )
+    assert "| clip, D = 64, bf16: ms, MiB | 1024 | 4096 | 6000 | error of dq |" in text
+    assert "| infcl | 1024.00 ± 0.50, 1024 | 4096.00 ± 0.50, 4096 |" in text and "| 2.0e-03 |" in text
+    assert "| inf_cl | out of memory | 12288.00" in text
+    assert "| product floor | 1.25 | 1.25 | 1.25 | |" in text
+    assert text.endswith("Absent: memeff (memeff is not installed).\n")
+
+
+def test_the_grid_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "grid.json"
+
+    def grid(*flags: str) -> str:
+        words = ["--dims", "16", "--dtype", "fp32", "--target", "cpu", "--against", "torch", "--repeats", "3"]
+        words += ["--others", "torch-checkpoint", "-o", str(output), *flags]
+        monkeypatch.setattr(sys, "argv", ["speed_grid.py", *words])
+        assert script("speed_grid").main() == 0
+        return capsys.readouterr().out
+
+    assert "1 points left: run it again" in grid("--batches", "64", "--minutes", "0", "--others-at", "64:16")
+    assert not output.exists()
+    assert "3 rows" in grid("--batches", "64", "--others-at", "64:16")
+    first = json.loads(output.read_text())["rows"]
+    assert [row["impl"] for row in first] == ["infcl", "torch", "torch-checkpoint"]
+    grid("--batches", "64,80", "--others-at", "80:32")
+    rows = json.loads(output.read_text())["rows"]
+    assert rows[:3] == first and [(row["impl"], row["batch"]) for row in rows[3:]] == [
+        ("infcl", 80),
+        ("torch", 80),
+    ]
+    for row in rows:
+        assert_is_row(row)
+    monkeypatch.setattr("infcl_gen.tuning.bench.board", lambda: "another board")
+    with pytest.raises(SystemExit, match="another board"):
+        grid("--batches", "96")
+
+
+def test_measuring_without_a_gpu_s_floor_agrees_with_its_shapes() -> None:
+    """The floor counts whole panels: twice as many keys are twice as many products."""
+    plan = {"strategy": "torch", "panel_rows": 64, "panel_keys": 64, "stash_rows": 0}
+    q, k = (torch.randn(rows, 32) for rows in (64, 64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "times_ms", lambda run, repeats, device: [run() is None or 1.0])
+        assert bench._floor_ms(plan, q, k) == 4.0
+        assert bench._floor_ms(plan, q, torch.cat([k, k])) == 8.0
+        assert bench._floor_ms({**plan, "stash_rows": 64}, q, k) == 3.0
+
+
+def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is there but cannot be imported is an error of its own, not absent."""
+    monkeypatch.setitem(PEERS, "half", Peer("half", peers._inf_cl, module="json", distribution="half"))
+    monkeypatch.setitem(sys.modules, "inf_cl", None)
+    assert PEERS["half"].absent() is None
+    inputs = Inputs(torch.ones(2, 16), torch.ones(2, 16), torch.tensor(1.0), torch.arange(2), 2)
+    with pytest.raises(ImportError):
+        PEERS["half"].prepare(inputs)

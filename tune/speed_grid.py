@@ -1,0 +1,119 @@
+"""Time, memory and errors of clip in bf16 over a grid of batch sizes and dimensions on this GPU, in parts.
+
+python tune/speed_grid.py [--minutes 8] [--batches 1k,...] [--dims 128,...] [--against torch-compiled] [--others all]
+                          [--others-at 32k:768,...] [--plot FILE.svg] [-o tune/bench/h200-speed.json]
+
+The peers of --against are measured at every point, those of --others only where --others-at says. Every point is
+written as soon as it is measured, and points that the file holds with everybody who is wanted are not measured again:
+when the time is up, run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.problem import make_problem, parse_count
+from infcl_gen.tuning.bench import board, versions, write_results
+from infcl_gen.tuning.contest import Contest, Limits, generated, table
+from infcl_gen.tuning.peers import chosen_peers
+from infcl_gen.tuning.plot import check_plot, plot
+
+BATCHES = "1k,2k,4k,8k,16k,32k,64k,128k"
+DIMS = "128,256,384,512,768,1024,1152"
+OTHERS_AT = "8k:768,32k:768,64k:768,64k:256"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("-o", "--output", type=Path, default=Path("tune/bench/h200-speed.json"))
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--batches", type=_counts, default=BATCHES)
+    parser.add_argument("--dims", type=_counts, default=DIMS)
+    parser.add_argument("--against", default="torch-compiled")
+    parser.add_argument("--others", default="all")
+    parser.add_argument("--others-at", type=_points, default=OTHERS_AT)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=1.5, help="timed runs at one point, all together")
+    parser.add_argument(
+        "--silent", type=float, default=120.0, help="seconds that one contestant may take to start"
+    )
+    parser.add_argument(
+        "--errors", type=parse_count, default="32k", help="largest batch with errors against fp64"
+    )
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--memory-budget", default="auto")
+    parser.add_argument("--target", default="auto")
+    parser.add_argument("--plot", type=Path, default=None)
+    given = parser.parse_args()
+    if given.plot is not None:
+        check_plot(given.plot)
+
+    everywhere = chosen_peers(given.against)
+    everybody = tuple({peer.name: peer for peer in (*everywhere, *chosen_peers(given.others))}.values())
+    libraries = [peer.distribution for peer in everybody]
+    rows, absent = _measured(given.output, libraries)
+    deadline = time.monotonic() + 60 * given.minutes
+    limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
+    left = 0
+    with Contest(everybody, limits=limits) as contest:
+        for dim in given.dims:
+            for batch in given.batches:
+                wanted = [
+                    peer.name for peer in (everybody if (batch, dim) in given.others_at else everywhere)
+                ]
+                here = [
+                    row
+                    for row in rows
+                    if (row["batch"], row["dim"], row["dtype"]) == (batch, dim, given.dtype)
+                ]
+                if here and {row["impl"] for row in here} | set(absent) >= set(wanted):
+                    continue
+                if time.monotonic() > deadline:
+                    left += 1
+                    continue
+                flags: dict[str, Any] = {"dtype": given.dtype, "target": given.target}
+                problem = make_problem(batch_size=batch, dim=dim, memory_budget=given.memory_budget, **flags)
+                with generated([problem]) as [(packages, _)]:
+                    fresh = contest.rows(contest.point(packages, batch, wanted))
+                absent |= contest.absent
+                rows = [row for row in rows if row not in here] + fresh
+                rows.sort(key=lambda row: (row["dim"], row["batch"]))  # stable: packages stay first
+                write_results(given.output, rows, "python tune/speed_grid.py", absent, libraries)
+                for line in table(fresh)[1]:
+                    print("  ".join(cell or "-" for cell in line), flush=True)
+    if given.plot is not None and rows:
+        plot(rows, given.plot, f"{board()}, forward + backward")
+    print(f"{len(rows)} rows in {given.output}" + (f"; {left} points left: run it again" if left else ""))
+    return 0
+
+
+def _measured(output: Path, libraries: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows and absent peers of earlier parts, which must be from the same board and versions."""
+    if not output.exists():
+        return [], {}
+    earlier = json.loads(output.read_text(encoding="utf-8"))
+    for name, now in (("board", board()), ("versions", versions(libraries))):
+        if earlier[name] != now:
+            sys.exit(
+                f"{output}: was measured with another {name} ({earlier[name]}, now {now}); give another -o"
+            )
+    return earlier["rows"], earlier.get("absent", {})
+
+
+def _counts(text: str) -> list[int]:
+    return [parse_count(part) for part in text.split(",")]
+
+
+def _points(text: str) -> set[tuple[int, int]]:
+    """ "32k:768,64k:256" as pairs of batch and dim."""
+    pairs = (part.partition(":") for part in text.split(",") if part)
+    return {(parse_count(batch), parse_count(dim)) for batch, _, dim in pairs}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
