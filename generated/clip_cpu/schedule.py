@@ -28,7 +28,7 @@ DIM = 512
 FORWARD_ROWS, FORWARD_KEYS = 2048, 2048  # panel of the forward sweep
 PANEL_ROWS, PANEL_KEYS = 2048, 2048  # panel of the backward sweep
 FINISH_ROWS = PANEL_ROWS  # rows per partial sum of dscale
-POSITIVE_ROWS = 1  # what is kept of each query's positive: z
+POSITIVE_PARTS = 1  # what is kept of each query's positive: z
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
 
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "c0e92b0b025a3ded94b5bffb4f87d460a8a18e7fa8b3175227a19d59011d5d53",
+    "digest": "0cd301c073a8cb69766acbc200ce4aebd4149e13b92306cc19ff1fbc4613977b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

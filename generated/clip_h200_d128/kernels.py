@@ -11,10 +11,11 @@ Legend
     r_i, c_j            log-sum-exp of row i and of column j, as a wide float: sum of 2^y = mantissa * 2^exponent, exponent an integer
     g                   gradient of one logit, times M
 
-Strips. A program owns a block of keys and walks a strip of row blocks: what belongs to its keys stays in registers.
+Strips. A program of the forward owns a block of keys and walks a strip of row blocks: what belongs to its keys stays in
+registers. In the backward a program owns a block of rows of one side and walks all of the other side.
 
-Range. One exponential per element, against one reference for a whole block of keys: HEADROOM below the largest value
-of a sample (forward) or of the complete statistics (backward). fp32 then holds rows and columns that lie up to SPREAD
+Range. One exponential per element, against one reference for a whole block: HEADROOM below the largest value of a sample
+(forward) or of the complete statistics (backward). fp32 then holds rows and columns that lie up to SPREAD
 binary orders below it, or 100 above, to better than 2^-17; a strip with a wider range raises its flag, and the *_wide
 kernel that follows recomputes just that strip exactly. Logits may reach 10^9.
 """

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "8baf443dbb715e54180a59500f8e704a6496f3f6821c99a54ee0989f9468ef4a",
+    "digest": "054d6b8a798b5b5376019312afb7d8b561182ac6fdee83f1c1619a82aef99efd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -112,8 +112,9 @@ SPEC: dict[str, Any] = {
             {"name": "key_statistics", "phase": "both", "bytes": 524288, "shape": [2, 65536], "dtype": "fp32", "why": "c_j as a wide float"},
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8", "why": "scale, bias, loss, weights and their gradients"},
             {"name": "row_partials", "phase": "forward", "bytes": 16777216, "shape": [2, 128, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
-            {"name": "key_partials", "phase": "forward", "bytes": 16777216, "shape": [2, 128, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
-            {"name": "flags", "phase": "forward", "bytes": 65536, "shape": [128, 128], "dtype": "int32", "why": "tiles of wide range"},
+            {"name": "key_partials", "phase": "forward", "bytes": 4194304, "shape": [2, 32, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
+            {"name": "flags", "phase": "forward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
+            {"name": "references", "phase": "forward", "bytes": 512, "shape": [128], "dtype": "fp32", "why": "of each block of keys"},
             {"name": "positive_gradients", "phase": "backward", "bytes": 262144, "shape": [65536], "dtype": "fp32", "why": "g of each positive, unrounded"},
             {"name": "gradient_flags", "phase": "backward", "bytes": 4096, "shape": [1024], "dtype": "int32", "why": "programs of wide range"},
             {"name": "ratios", "phase": "backward", "bytes": 266240, "shape": [512, 130], "dtype": "fp32", "why": "shares over sums, and the range of each block"},

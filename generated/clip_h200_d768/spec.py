@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f5df2c2ae28781c94510bf853a21bf69d8a46bbe8e3fc172e93856be711d9bcd",
+    "digest": "1500cc244205b3e7cbb2d121a6185ee795780ab0f1c32afbc8a61e7428bcb8d2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -113,8 +113,9 @@ SPEC: dict[str, Any] = {
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8", "why": "scale, bias, loss, weights and their gradients"},
             {"name": "workspace", "phase": "both", "bytes": 33554432, "shape": [33554432], "dtype": "uint8", "why": "the matrix library keeps it"},
             {"name": "row_partials", "phase": "forward", "bytes": 16777216, "shape": [2, 128, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
-            {"name": "key_partials", "phase": "forward", "bytes": 8388608, "shape": [2, 64, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
-            {"name": "flags", "phase": "forward", "bytes": 32768, "shape": [64, 128], "dtype": "int32", "why": "tiles of wide range"},
+            {"name": "key_partials", "phase": "forward", "bytes": 4194304, "shape": [2, 32, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
+            {"name": "flags", "phase": "forward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
+            {"name": "references", "phase": "forward", "bytes": 512, "shape": [128], "dtype": "fp32", "why": "of each block of keys"},
             {"name": "gradient_panel", "phase": "backward", "bytes": 536870912, "shape": [16384, 16384], "dtype": "bf16", "why": "gradients of one panel's logits"},
             {"name": "gradient_flags", "phase": "backward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {"name": "ratios", "phase": "backward", "bytes": 66560, "shape": [128, 130], "dtype": "fp32", "why": "shares over sums, and the range of each block"},

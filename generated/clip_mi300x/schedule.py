@@ -16,7 +16,7 @@ STATISTICS_DTYPE = torch.float32
 FEATURE_DTYPE = torch.bfloat16
 GRADIENT_EXPONENT = 0
 DIM = 768
-POSITIVE_ROWS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums
+POSITIVE_PARTS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums
 FORWARD_ROWS = 16384  # forward panel
 FORWARD_KEYS = 16384
 PANEL_ROWS = 16384  # backward panel; on a group of one the query gradient accumulates over this many rows
@@ -39,14 +39,13 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
-    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_ROWS, m) fp32.
+    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
     """
     m, n = q.shape[0], k.shape[0]
     rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
-    row_blocks = cdiv(rows_max, kernels.FORWARD_ROWS.value)
     row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device)
-    strips = min(row_blocks, FORWARD_STRIPS)
+    strips = min(cdiv(rows_max, kernels.FORWARD_ROWS.value), FORWARD_STRIPS)
     key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device)
     flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
     reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "41283935735bcace842b807c1bd267576cfc73e5061fdaa2c09ee5474797f7d2",
+    "digest": "a06f5b7b3ab0ace007aa44a286919f2d1e6cc5b7ed68d4a70c2eea14890e7f80",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -112,8 +112,9 @@ SPEC: dict[str, Any] = {
             {"name": "key_statistics", "phase": "both", "bytes": 524288, "shape": [2, 65536], "dtype": "fp32", "why": "c_j as a wide float"},
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8", "why": "scale, bias, loss, weights and their gradients"},
             {"name": "row_partials", "phase": "forward", "bytes": 16777216, "shape": [2, 128, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
-            {"name": "key_partials", "phase": "forward", "bytes": 16777216, "shape": [2, 128, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
-            {"name": "flags", "phase": "forward", "bytes": 65536, "shape": [128, 128], "dtype": "int32", "why": "tiles of wide range"},
+            {"name": "key_partials", "phase": "forward", "bytes": 4194304, "shape": [2, 32, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
+            {"name": "flags", "phase": "forward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
+            {"name": "references", "phase": "forward", "bytes": 512, "shape": [128], "dtype": "fp32", "why": "of each block of keys"},
             {"name": "gradient_panel", "phase": "backward", "bytes": 536870912, "shape": [16384, 16384], "dtype": "bf16", "why": "gradients of one panel's logits"},
             {"name": "gradient_flags", "phase": "backward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {"name": "ratios", "phase": "backward", "bytes": 66560, "shape": [128, 130], "dtype": "fp32", "why": "shares over sums, and the range of each block"},

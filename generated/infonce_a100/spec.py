@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "bc76ea3ffd7363b60187e72f652751d62e052fcfb4f2e0878b26de918b5e803e",
+    "digest": "85e21e8117f3236eae17b0c5e3e1504638c46bef1fdb8a6ba3fb330f70be3522",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -107,10 +107,12 @@ SPEC: dict[str, Any] = {
         "buffers": [
             {"name": "query_statistics", "phase": "both", "bytes": 524288, "shape": [4, 32768], "dtype": "fp32", "why": "r_i as a wide float; the positive"},
             {"name": "labels", "phase": "both", "bytes": 262144, "shape": [32768], "dtype": "int64", "why": "index of each query's positive"},
+            {"name": "absent", "phase": "forward", "bytes": 131072, "shape": [32768], "dtype": "fp32", "why": "NaN for labels that name no key"},
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8", "why": "scale, bias, loss, weights and their gradients"},
             {"name": "workspace", "phase": "both", "bytes": 8519680, "shape": [8519680], "dtype": "uint8", "why": "the matrix library keeps it"},
             {"name": "row_partials", "phase": "forward", "bytes": 16777216, "shape": [2, 128, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
-            {"name": "flags", "phase": "forward", "bytes": 65536, "shape": [128, 128], "dtype": "int32", "why": "tiles of wide range"},
+            {"name": "flags", "phase": "forward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
+            {"name": "references", "phase": "forward", "bytes": 512, "shape": [128], "dtype": "fp32", "why": "of each block of keys"},
             {"name": "gradient_panel", "phase": "backward", "bytes": 536870912, "shape": [16384, 16384], "dtype": "bf16", "why": "gradients of one panel's logits"},
             {"name": "gradient_flags", "phase": "backward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {

@@ -155,6 +155,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         ),
         v.has_keys and BufferTerm("key_statistics", both, (2, n), "statistics", "c_j as a wide float"),
         v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
+        v.labels and BufferTerm("absent", forward, (m,), "statistics", "NaN for labels that name no key"),
         BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
         v.library and BufferTerm("workspace", both, (w,), "uint8", "the matrix library keeps it"),
     ]
@@ -201,9 +202,9 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         why = "partial sums of one panel, merged in a fixed order"
         terms += [
             BufferTerm("row_partials", forward, (2, key_blocks, forward_rows), "statistics", why),
-            v.has_keys
-            and BufferTerm("key_partials", forward, (2, row_blocks, forward_keys), "statistics", why),
-            BufferTerm("flags", forward, (row_blocks, key_blocks), "int32", "tiles of wide range"),
+            v.has_keys and BufferTerm("key_partials", forward, (2, strips, forward_keys), "statistics", why),
+            BufferTerm("flags", forward, (strips, key_blocks), "int32", "strips of wide range"),
+            BufferTerm("references", forward, (key_blocks,), "statistics", "of each block of keys"),
         ]
     ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
@@ -216,7 +217,8 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             v.has_keys and BufferTerm("ratios", backward, (tiles[1], Kg + 2), "statistics", ratios),
         ]
     if v.strategy == "fused":
-        longer = Max(rows, n)
+        own = m if ring else rows  # a ring's hop takes all queries at once
+        longer = Max(own, n)
         flags = BufferTerm(
             "gradient_flags", backward, (ceil_div(longer, Bu),), "int32", "programs of wide range"
         )
@@ -300,8 +302,9 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     launches = sides * forward_panels + W + 1
     terms.append(TimeTerm("statistics", bytes=partials + 2 * W * m * D * e, launches=launches))
     if v.strategy == "fused":
-        slices = ceil_div(m, R) * W
-        for name, owned, other in (("fused dq", Min(R, m), n), ("fused dk", n, Min(R, m))):
+        rows = m if v.ring else Min(R, m)
+        slices = W if v.ring else ceil_div(m, R)
+        for name, owned, other in (("fused dq", rows, n), ("fused dk", n, rows)):
             programs = ceil_div(owned, Bu)
             terms.append(
                 TimeTerm(

@@ -67,9 +67,9 @@ class Options(NamedTuple):
 class Saved(NamedTuple):
     """What backward needs of forward, besides the inputs.
 
-    query_statistics  (2 + POSITIVE_ROWS, m): exponent, mantissa; z of the positive, and what else the sweep keeps of it
+    query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive, and what else the sweep keeps of it
     key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none
-    stash             the part of the tile matrix that is kept, of shape (0,) if none is
+    stash             what the sweep keeps of the tile matrix (`stash_shape`), of shape (0,) if nothing
     layout            int64 (W, 2) on the host: rows and keys of each rank; for a group of one (0, 2), on the device
     """
 
@@ -116,7 +116,7 @@ def forward(
     schedule = package.schedule
     with _device_state(package, q.device):
         positives = _positives(package, layout, labels, q.device)
-        query_statistics = q.new_empty((2 + schedule.POSITIVE_ROWS, rows), dtype=schedule.STATISTICS_DTYPE)
+        query_statistics = q.new_empty((2 + schedule.POSITIVE_PARTS, rows), dtype=schedule.STATISTICS_DTYPE)
         queries, positive = clear(query_statistics), query_statistics[2:]
         if package.labelled:
             positive.fill_(math.nan)
@@ -451,7 +451,7 @@ def _weight(layout: Layout, options: Options) -> float:
 
 
 def _new_stash(package: Package, q: Tensor, k: Tensor) -> Tensor:
-    """Room for the tiles of the first rows, as the device sweep wants it: (rows, keys) in the features' dtype."""
+    """Room for the tiles of the first rows, in the shape that the device sweep wants and the features' dtype."""
     shape = package.schedule.stash_shape(q.shape[0], k.shape[0])
     return q.new_empty(0 if shape is None else shape)
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import engine
 from .engine import Options, Package, Saved
@@ -83,7 +85,6 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         upstream: Tensor,
         q: Tensor,
         k: Tensor,
@@ -94,8 +95,11 @@ class _Gradients(torch.autograd.Function):
         saved: Saved,
         options: Options,
     ) -> tuple[Tensor, ...]:
-        ctx.name = package.name
         return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.name = inputs[6].name
 
     @staticmethod
     def backward(ctx: Any, *unused: object) -> Any:
@@ -121,15 +125,24 @@ def differentiable(
     if torch.is_grad_enabled():
         for bit, tensor in enumerate((q, k, scale, bias)):
             gradients |= int(tensor.requires_grad) << bit
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, k, scale, bias))
     loss: Tensor
-    if torch.compiler.is_compiling() or not plain:  # subclasses trace, or stand for other tensors
+    if _traced(q, k, scale, bias):
         loss = operators.forward(q, k, scale, bias, labels, *options, gradients)[0]
-    elif gradients:
+    elif gradients or forward_ad._current_level >= 0:  # the function refuses forward-mode derivatives
         loss = _Loss.apply(q, k, scale, bias, labels, package, options, gradients)[0]
     else:
         loss = engine.forward(package, q, k, scale, bias, labels, options, gradients)[0]
     return loss
+
+
+def _traced(*tensors: Tensor) -> bool:
+    """Whether somebody records operators, or the tensors stand for others: then only an operator is right."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or is_in_torch_dispatch_mode()
+        or not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
 
 
 def register(package: Package) -> Operators:
@@ -197,7 +210,7 @@ def _define(package: Package, namespace: str) -> None:
             stash = package.schedule.stash_shape(q.shape[0], k.shape[0])
         return (
             q.new_empty((), dtype=statistics),
-            q.new_empty((2 + package.schedule.POSITIVE_ROWS, q.shape[0]), dtype=statistics),
+            q.new_empty((2 + package.schedule.POSITIVE_PARTS, q.shape[0]), dtype=statistics),
             q.new_empty((2, k.shape[0] if package.loss.HAS_KEYS else 0), dtype=statistics),
             q.new_empty((0,) if stash is None else stash),
             torch.empty(
