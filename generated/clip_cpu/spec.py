@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "0cd301c073a8cb69766acbc200ce4aebd4149e13b92306cc19ff1fbc4613977b",
+    "digest": "a79ce0d14d100747a77effff28a06cd20293f39c709a07c17434287a387af20e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

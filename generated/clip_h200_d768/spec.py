@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1500cc244205b3e7cbb2d121a6185ee795780ab0f1c32afbc8a61e7428bcb8d2",
+    "digest": "462d1c89c4b11bc8f36370c1f91a61df170b61997a72fc1f26a3e5ffd7b224e9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -85,7 +85,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 1031660544, "time_s": 0.041541505},
+    "predicted": {"peak_bytes": 1031660544, "time_s": 0.042241505},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -139,12 +139,13 @@ SPEC: dict[str, Any] = {
             {"name": "dq product", "time_s": 0.00963197, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "dk product", "time_s": 0.00963197, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "finish", "time_s": 0.000297511, "bound": "memory", "flops": 0, "bytes": 1107296256},
+            {"name": "host", "time_s": 0.0007, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.041541505,
+        "predicted_time_s": 0.042241505,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 41.5 ms against stash 47.2 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 42.2 ms against stash 47.9 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 983.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

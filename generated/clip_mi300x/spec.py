@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "a06f5b7b3ab0ace007aa44a286919f2d1e6cc5b7ed68d4a70c2eea14890e7f80",
+    "digest": "ffcd206a675bbd1cc02767666e949aae8d2ebcfc03474010c6808fe75a4c29da",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -85,7 +85,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 997057536, "time_s": 0.03798071},
+    "predicted": {"peak_bytes": 997057536, "time_s": 0.03868071},
     "plan": {
         "strategy": "panel",
         "target": "rocm",
@@ -138,12 +138,13 @@ SPEC: dict[str, Any] = {
             {"name": "dq product", "time_s": 0.010454, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "dk product", "time_s": 0.010454, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "finish", "time_s": 0.000248924, "bound": "memory", "flops": 0, "bytes": 1107296256},
+            {"name": "host", "time_s": 0.0007, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.03798071,
+        "predicted_time_s": 0.03868071,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 38 ms against stash 41.2 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 38.7 ms against stash 41.9 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 950.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by triton", "why": "no library product with fp32 output here"},

@@ -206,8 +206,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> str
 
 
 def _last_line(logs: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]]) -> str:
-    """The last line that a failed process wrote, in the order of the ranks."""
-    ranked = sorted(range(len(logs)), key=lambda rank: (not (processes[rank].returncode or 0) > 0, rank))
+    """The last line that a failed process wrote, in the order of the ranks, or another's if it wrote nothing."""
+    ranked = sorted(range(len(logs)), key=lambda rank: (not processes[rank].returncode, rank))
     for rank in ranked:
         lines = logs[rank].read_text(errors="replace").split("\n") if logs[rank].exists() else []
         written = [line.strip() for line in lines if line.strip()]

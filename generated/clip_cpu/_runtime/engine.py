@@ -67,7 +67,7 @@ class Options(NamedTuple):
 class Saved(NamedTuple):
     """What backward needs of forward, besides the inputs.
 
-    query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive, and what else the sweep keeps of it
+    query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
     key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none
     stash             what the sweep keeps of the tile matrix (`stash_shape`), of shape (0,) if nothing
     layout            int64 (W, 2) on the host: rows and keys of each rank; for a group of one (0, 2), on the device
