@@ -40,7 +40,7 @@ package, target = Path(sys.argv[1]), sys.argv[2]
 kernels = load_kernels(package)
 spec = read_package(package).spec
 for name in kernel_names(kernels):
-    for inputs in variants(spec, target):
+    for inputs in variants(spec, target, getattr(kernels, name)):
         print(json.dumps({"ragged": not inputs.aligned, **asdict(compile_kernel(package, spec, name, target, inputs))}))
 """
 

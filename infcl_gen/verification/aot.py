@@ -24,13 +24,15 @@ DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descri
 HELPERS = {"base2_slope", "load_block", "similarity", "strip_of", "merge_rows", "positive_gradient"}
 FEATURES = {"q", "k", "x", "g", "out"}
 COUNTS = {"queries", "keys", "rows", "inner", "count"}
+BRANCHES = {"FRESH", "STASH"}  # constants that differ between launches of one plan
 ANY_COUNTS = {"strip", "parts", "row_parts", "key_parts"}  # no multiples of the tiles
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What a kernel is compiled for. `aligned`: sizes are multiples of the tiles and of 16, so nothing is masked;
-    `descriptors`: features are read through tensor descriptors, where the kernel can.
+    `descriptors`: features are read through tensor descriptors, where the kernel can; `other`: the other branch of what
+    a launch decides (accumulators that hold nothing yet, query rows that are not kept).
 
     Features are taken to be rows of D contiguous elements: the checks speak of these. Other strides, and misaligned
     features of a package with descriptors, run as well, but element by element: slower, and on most targets with spills
@@ -39,9 +41,14 @@ class Inputs:
 
     aligned: bool
     descriptors: bool
+    other: bool = False
 
     def __str__(self) -> str:
-        return f"{'whole tiles' if self.aligned else 'ragged'}, {'descriptors' if self.descriptors else 'pointers'}"
+        words = [
+            "whole tiles" if self.aligned else "ragged",
+            "descriptors" if self.descriptors else "pointers",
+        ]
+        return ", ".join(words + ["other branch"] * self.other)
 
 
 @dataclass(frozen=True)
@@ -74,16 +81,17 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
     return [_row(package, spec, kernel, target) for target in targets for kernel in names]
 
 
-def variants(spec: dict[str, Any], target: str) -> list[Inputs]:
+def variants(spec: dict[str, Any], target: str, kernel: Any) -> list[Inputs]:
     """The ways in which a schedule launches a kernel on the inputs that it was planned for."""
     descriptors = bool(spec["plan"]["descriptors"]) and target in DESCRIPTOR_TARGETS
-    return [Inputs(aligned, descriptors) for aligned in (True, False)]
+    branches = (False, True) if BRANCHES & set(kernel.arg_names) else (False,)
+    return [Inputs(aligned, descriptors, other) for aligned in (True, False) for other in branches]
 
 
 def _row(package: Path, spec: dict[str, Any], kernel: str, target: str) -> dict[str, Any]:
     check, limit = f"aot {target} {kernel}", SHARED_BYTES[target]
     found: list[Resources] = []
-    for inputs in variants(spec, target):
+    for inputs in variants(spec, target, getattr(load_kernels(package), kernel)):
         try:
             found.append(compile_kernel(package, spec, kernel, target, inputs))
         except ToolchainError:
@@ -130,7 +138,7 @@ def compile_kernel(
     module = load_kernels(package)
     function = getattr(module, kernel)
     launch = spec["launches"][kernel]
-    inputs = inputs or variants(spec, target)[0]
+    inputs = inputs or variants(spec, target, function)[0]
     constants: dict[str, Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -194,7 +202,7 @@ def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
     if name.endswith("depth_stride"):
         return 1
     flags = {"MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False}
-    return (flags | {"STASH": True, "DOTS": True, "FRESH": False, "BLOCK": 1024})[name]
+    return (flags | {"STASH": not inputs.other, "FRESH": inputs.other, "DOTS": True, "BLOCK": 1024})[name]
 
 
 def _descriptor_block(name: str, kernel: str, module: ModuleType) -> tuple[int, int] | None:
