@@ -67,3 +67,16 @@ def test_measured_figures_are_those_of_the_files() -> None:
     assert TEXT.index("<!-- measured:begin -->") < TEXT.index("<!-- measured:end -->")
     check = [sys.executable, str(ROOT / "tune" / "readme_figures.py"), "--check"]
     assert subprocess.run(check, timeout=60, check=False).returncode == 0, "run python tune/readme_figures.py"
+
+
+def test_the_sample_of_a_plan_is_what_plan_prints() -> None:
+    """What the README shows of a plan, line by line; lines that end in "..." up to there."""
+    sample = TEXT.split("`plan` explains each level", 1)[1].split("\n\n")[1].splitlines()
+    flags = re.search(r'P="(.*?)"', TEXT)
+    assert flags and len(sample) >= 4
+    command = [sys.executable, "-m", "infcl_gen", "plan", *flags[1].split()]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [" ".join(line.split()) for line in printed.splitlines()]
+    for line in sample:
+        shown = " ".join(line.removesuffix("...").split())
+        assert any(real.startswith(shown) for real in found), f"plan does not print {shown!r}"
