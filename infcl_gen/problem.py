@@ -34,6 +34,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "strategy": ("panel", "fused", "stash", "torch"),
     "products": ("library", "triton"),
     "descriptors": ("on", "off"),
+    "replay": ("on", "off"),
     "records": ("off", "measured"),  # measured: the settings beside it are a tuning record's
     "panel_rows": None,
     "panel_keys": None,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "a79ce0d14d100747a77effff28a06cd20293f39c709a07c17434287a387af20e",
+    "digest": "4ba7df66feefb01b4dd7eb786b83949a77281beb4a22a563b305a1bffad50e69",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -78,6 +78,7 @@ SPEC: dict[str, Any] = {
         "dtype": "fp32",
         "products": "torch",
         "descriptors": False,
+        "replay": False,
         "rows_per_rank": 4096,
         "keys_per_rank": 4096,
         "world_size": 1,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "462d1c89c4b11bc8f36370c1f91a61df170b61997a72fc1f26a3e5ffd7b224e9",
+    "digest": "917cd0f483199a23c566e24dac047c3252f22dd3185751f1696cdd2572f5ef4a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -92,6 +92,7 @@ SPEC: dict[str, Any] = {
         "dtype": "bf16",
         "products": "library",
         "descriptors": True,
+        "replay": False,
         "rows_per_rank": 65536,
         "keys_per_rank": 65536,
         "world_size": 1,
@@ -145,7 +146,7 @@ SPEC: dict[str, Any] = {
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 42.2 ms against stash 47.9 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 42.2 ms against stash 145 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 983.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "ffcd206a675bbd1cc02767666e949aae8d2ebcfc03474010c6808fe75a4c29da",
+    "digest": "45e77bb6acf29569dfc705242a4aadb8009aedcb16a2e211a76e1d7439feb677",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -92,6 +92,7 @@ SPEC: dict[str, Any] = {
         "dtype": "bf16",
         "products": "triton",
         "descriptors": False,
+        "replay": False,
         "rows_per_rank": 65536,
         "keys_per_rank": 65536,
         "world_size": 1,
@@ -144,7 +145,7 @@ SPEC: dict[str, Any] = {
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 38.7 ms against stash 41.9 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 38.7 ms against stash 90.1 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 950.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by triton", "why": "no library product with fp32 output here"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "6bf62f0f8ddea104d793f149252df101456ccdfb55ed364944da47b906433b33",
+    "digest": "bbfed2f007df2916aea2a358d54168f89b868c7924a3e2982f1d41e4e4e23ec1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -89,6 +89,7 @@ SPEC: dict[str, Any] = {
         "dtype": "bf16",
         "products": "library",
         "descriptors": False,
+        "replay": False,
         "rows_per_rank": 32768,
         "keys_per_rank": 65536,
         "world_size": 1,

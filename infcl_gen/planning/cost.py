@@ -69,7 +69,8 @@ class ceil_div(sympy.Function):
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """What decides which terms exist. `separate`: accumulators are wider than the features, so the returned gradients
-    are buffers of their own. `library`: products by the matrix library. `affine`: the logit is slope * z + shift."""
+    are buffers of their own. `library`: products by the matrix library. `affine`: the logit is slope * z + shift.
+    `replay`: small batches are recorded as CUDA graphs."""
 
     strategy: str
     has_keys: bool = True
@@ -78,6 +79,7 @@ class Variant:
     separate: bool = True
     library: bool = False
     affine: bool = True
+    replay: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +136,11 @@ LIBRARY_FP32_MODES = {
     "tf32": ("tf32", 1.0),
     "exact": ("fp32", 0.8),
 }  # no split there
-HOST_S = (
-    0.7e-3  # before the first kernel runs, when nothing hides the host: measured with kernels of an H200 host
-)
+# On the host of an H200, fitted to steps of B = 1 024 to 16 384: before the first kernel runs, where nothing hides the
+# host; and a whole step that the device waits for all the time. Launches as they are, or two recorded graphs.
+HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.7e-3, 0.5e-3, 95e-6
+REPLAY_START_S, REPLAY_STEP_S = 0.4e-3, 0.8e-3
+HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured
 
 
@@ -249,6 +253,15 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         why = "dk over all query panels, and dq of the panel in work"
         sums = BufferTerm("accumulators", backward, (n + rows, D), "statistics", why)
         terms += [sums, dq, dk] if v.separate else [dq, dk]
+    if v.replay:
+        why = "what the graphs read"
+        terms += [
+            BufferTerm("recorded_features", both, (m + n, D), "features", why),
+            BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), "statistics", why),
+            v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), "statistics", why),
+            v.labels and BufferTerm("recorded_labels", both, (m,), "int64", why),
+            BufferTerm("recorded_gradients", backward, (m + n, D), "features", "what the graphs write"),
+        ]
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "statistics", "partial sums of dscale"))
     return tuple(term for term in terms if term)
 
@@ -354,6 +367,8 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     terms.append(
         TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2)
     )
+    if v.replay:
+        terms.append(TimeTerm("copies", bytes=4 * (m + n) * D * e, launches=8))
     return tuple(term for term in terms if term)
 
 
@@ -436,7 +451,7 @@ class CostModel:
 
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
         """Time by phase, of a ring the last two are what of the communication is not hidden. Kernels wait for the host
-        once, at the start; where they are short they do so all the time, which is not in the model."""
+        at the start; where they are short they do so all the time."""
         terms = time_terms(self.variant)
         numbers = _time(self.variant)(*self._values(sizes))
         bandwidth = self.profile.bandwidth_gbs.value * 1e9
@@ -453,12 +468,19 @@ class CostModel:
             bound = "launches" if launch_s > times[bound] else bound
             found.append(PhaseTime(term.name, _rounded(max(times.values()) + launch_s), bound, flops, moved))
         if self.variant.strategy != "torch":
-            found.append(PhaseTime("host", HOST_S, "launches", 0, 0))
+            found.append(PhaseTime("host", self._host_s(found, numbers[4::5]), "launches", 0, 0))
         if self.variant.ring:
             forward = sum(phase.time_s for phase in found[:2])
             backward = sum(phase.time_s for phase in found[2 : len(terms)])
             found += [self._link("forward", forward), self._link("backward", backward)]
         return tuple(found)
+
+    def _host_s(self, phases: Sequence[PhaseTime], launches: Sequence[float]) -> float:
+        """What the device waits for the host: at the start, and where kernels are shorter than their launches."""
+        start_s, step_s = HOST_START_S, HOST_STEP_S + HOST_LAUNCH_S * sum(launches)
+        if self.variant.replay:
+            start_s, step_s = REPLAY_START_S, REPLAY_STEP_S
+        return _rounded(max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in phases)))
 
     def _link(self, phase: str, compute_s: float) -> PhaseTime:
         """Keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts.

@@ -42,6 +42,9 @@ DESCRIPTOR_PRODUCTS = (
     "sm_90",
     "sm_100",
 )  # their products read shared memory; elsewhere a tile must pass through registers
+REPLAY_LIMIT_S = (
+    5e-3  # of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one
+)
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
 _TOLERANCE = 1.001
@@ -71,6 +74,7 @@ class Plan:
     dtype: str
     products: str
     descriptors: bool
+    replay: bool
     rows_per_rank: int
     keys_per_rank: int
     world_size: int
@@ -125,6 +129,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         dtype=problem.dtype,
         products=option.products,
         descriptors=option.descriptors,
+        replay=option.replay,
         rows_per_rank=model.rows,
         keys_per_rank=model.keys,
         world_size=model.world_size,
@@ -176,6 +181,7 @@ class _Option:
     strategy: str
     products: str
     descriptors: bool
+    replay: bool
     blocks: dict[str, Block]
     derivation: Derivation
     cluster: Cluster
@@ -190,6 +196,7 @@ class _Option:
             separate=DTYPE_BYTES[problem.dtype] < 4,
             library=self.products == "library",
             affine=self.derivation.slope is not None,
+            replay=self.replay,
         )
         return CostModel(
             variant, self.cluster.profile, -(-problem.batch_size // world), -(-problem.total_keys // world), world,
@@ -308,14 +315,36 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
         usable = [name for name in usable if name == "stash"]
     elif problem.memory_budget_bytes is None and wanted is None:
         usable = [name for name in usable if name != "stash"]
-    found = []
+    found: list[_Option] = []
+    replay = problem.setting.get("replay")
     for name in usable:
         try:
-            found.append(_option(name, problem, derivation, cluster))
+            option = _option(name, problem, derivation, cluster)
         except InputError:
             if name == usable[-1] and not found:
                 raise
+            continue
+        if replay != "on":
+            found.append(option)
+        if _recordable(name, cluster) and (replay == "on" or (replay is None and _short(problem, cluster))):
+            found.append(dataclasses.replace(option, replay=True))
+    if not found:
+        raise InputError(
+            "--set replay: on needs the strategy panel or fused, an NVIDIA GPU and --devices 1, not"
+            f" {' or '.join(usable)} on {cluster.devices} x {cluster.profile.name}; valid: off"
+        )
     return found
+
+
+def _short(problem: Problem, cluster: Cluster) -> bool:
+    """Whether the host's start is so much of a step that recordings, which keep their memory, are worth a thought."""
+    flops = 8 * problem.batch_size * problem.total_keys * problem.dim
+    return flops < REPLAY_LIMIT_S * cluster.profile.matmul_tflops[problem.dtype].value * 1e12
+
+
+def _recordable(name: str, cluster: Cluster) -> bool:
+    """Whether CUDA graphs may be recorded: a stash would have to live in one from forward to backward."""
+    return name in ("panel", "fused") and cluster.profile.target == "cuda" and cluster.devices == 1
 
 
 def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> _Option:
@@ -338,7 +367,8 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
         found = violations(kernel, blocks[kernel], cluster.profile, problem.dtype, problem.dim, descriptors)
         if found:
             raise InputError(f"--set {key}: the {kernel} block is illegal: {'; '.join(found)}")
-    return _Option(name, _products(name, problem, cluster), descriptors, blocks, derivation, cluster)
+    products = _products(name, problem, cluster)
+    return _Option(name, products, descriptors, False, blocks, derivation, cluster)
 
 
 def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
@@ -371,7 +401,7 @@ def _settings_of(name: str) -> set[str]:
     if name != "fused":
         keys |= {"panel_keys"}
     if name != "torch":
-        keys |= {"descriptors"}
+        keys |= {"descriptors", "replay"}
     if name in ("panel", "stash"):
         keys |= {"products"}
     return keys | {"stash_rows"} if name == "stash" else keys
@@ -574,6 +604,9 @@ def _reasons(
         found.append(
             Reason(2, f"stash of {min(sizes.stash_rows, model.rows)} of {model.rows} query rows", why)
         )
+    if option.replay:
+        why = "set by --set" if "replay" in problem.setting else "kernels start sooner than one by one"
+        found.append(Reason(2, "recorded CUDA graphs", why))
     if option.strategy in ("panel", "stash"):
         library = "the library's product with fp32 output is the fastest here"
         why = library if option.products == "library" else "no library product with fp32 output here"
@@ -607,7 +640,7 @@ def _strategy_why(problem: Problem, best: _Candidate, candidates: list[_Candidat
     times: dict[str, float] = {}
     for candidate in candidates:
         if candidate.order != best.order:
-            name = candidate.option.strategy
+            name = candidate.option.strategy + " replayed" * candidate.option.replay
             times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
     others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
     text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")

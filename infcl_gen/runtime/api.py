@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import engine
+from . import engine, replay
 from .engine import Options, Package
 from .launch import INTERPRETED
-from .ops import Operators, differentiable, register
+from .ops import Operators, differentiable, register, traced
 from .ring import ALONE, resolve
 
 _CHOICES = {
@@ -216,8 +217,8 @@ def _loss_and_grads(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = _prepare(package, q, k, scale, bias, labels, options)
-    loss, saved = engine.forward(package, *tensors, labels, options, gradients=0b1111)
-    return (loss, *engine.backward(package, torch.ones_like(loss), *tensors, labels, saved, options))
+    loss, saved = replay.forward(package, *tensors, labels, options, gradients=0b1111)
+    return (loss, *replay.backward(package, torch.ones_like(loss), *tensors, labels, saved, options))
 
 
 def _prepare(
@@ -313,7 +314,16 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
         return value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, not {type(value).__name__}")
-    return torch.full((), value, dtype=dtype, device=q.device)
+    if traced(q) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return torch.full((), value, dtype=dtype, device=q.device)
+    return _constant(float(value), dtype, q.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number on the device, which nobody writes to: it takes a launch to put it there."""
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device=device)
 
 
 def _check_choices(options: Options) -> None:
@@ -371,6 +381,7 @@ def _package(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) ->
         rows_per_rank=plan["rows_per_rank"],
         keys_per_rank=plan["keys_per_rank"],
         any_device=plan["strategy"] == "torch" or INTERPRETED,
+        replay=plan["replay"],
         product_precision="tf32" if problem["precision"] == "tf32" else "ieee",
         regenerate=_regenerate(problem),
         loss=loss,

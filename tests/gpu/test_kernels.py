@@ -115,6 +115,11 @@ def test_graphs_and_no_waiting(made: Made) -> None:
     checks.captured(made)
 
 
+@pytest.mark.parametrize("made", grouped([made for made in ONE_OF_EACH if made.strategy != "stash"]))
+def test_recorded_graphs_give_the_same_bits(made: Made) -> None:
+    checks.recorded(made)
+
+
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
 def test_the_rest(made: Made) -> None:
     for scale in (0.0, -14.3, -1000.0):
@@ -160,6 +165,8 @@ PLANTED: list[str] = [  # those that stay within the memory of the process, and 
     "32-bit offsets of accumulators in finish",
     "32-bit offsets of accumulators in the product",
     "tf32 products of fp32 features",
+    "a recorded backward takes what another forward has left",
+    "a recorded result is overwritten by the next call",
 ]
 
 

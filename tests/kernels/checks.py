@@ -271,6 +271,57 @@ def captured(made: Made, device: str = "cuda") -> None:
             assert torch.equal(a, b), f"{name} of the replayed graph differs"
 
 
+def recorded(made: Made, device: str = "cuda") -> None:
+    """Recorded graphs give the bits of the same kernels launched one by one, whatever comes between two calls."""
+    replaying, launching = (
+        module(dataclasses.replace(made, settings=(*made.settings, ("replay", mode)), bug=bug))
+        for mode, bug in (("on", made.bug), ("off", ""))
+    )
+    rows = [300, 300, 300, 301, *[300] * 4]
+    batches = [
+        tensors(
+            fitting(replaying, Case(n, n, 0, scale=14.3 + i, bias=-float(i), seed=i)),
+            replaying.SPEC["positives"],
+            device,
+        )
+        for i, n in enumerate(rows)
+    ]
+
+    def leaves(inputs: Inputs) -> list[Tensor]:
+        numbers = (torch.tensor(value or 0.0, device=device) for value in (inputs.scale, inputs.bias))
+        return [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, *numbers)]
+
+    def loss_of(package: ModuleType, x: list[Tensor], inputs: Inputs) -> Tensor:
+        loss: Tensor = package.contrastive_loss(*x, labels=inputs.labels)
+        return loss
+
+    def one_by_one(package: ModuleType) -> Iterator[Tensor]:
+        for factor, inputs in enumerate(batches, 1):
+            x = leaves(inputs)
+            loss = loss_of(package, x, inputs)
+            yield from (loss.detach(), *torch.autograd.grad(factor * loss, x))
+
+    def two_at_once(package: ModuleType) -> Iterator[Tensor]:
+        first, second = leaves(batches[0]), leaves(batches[1])
+        a, b = loss_of(package, first, batches[0]), loss_of(package, second, batches[1])
+        yield from torch.autograd.grad(a, first, retain_graph=True)
+        with torch.no_grad():
+            yield loss_of(package, leaves(batches[2]), batches[2])
+        yield from torch.autograd.grad(b, second)
+        yield from torch.autograd.grad(a, first)
+
+    side = torch.cuda.Stream()
+    for round_ in range(3):
+        kept = []
+        for package in (replaying, launching):
+            with torch.cuda.stream(side if round_ == 2 else torch.cuda.current_stream()):
+                results = [*one_by_one(package), *two_at_once(package)]
+            torch.cuda.synchronize()
+            kept.append(results)
+        for index, (a, b) in enumerate(zip(*kept, strict=True)):
+            assert torch.equal(a, b), f"round {round_}: result {index} differs"
+
+
 def far_accumulators(made: Made, device: str = "cuda") -> None:
     """Accumulators and results of more than 2^31 elements. Wrapped addresses lie in memory of ours."""
     package = module(made)

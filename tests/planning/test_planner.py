@@ -223,6 +223,26 @@ def test_strategies() -> None:
     assert not plan_flags(dim=100, set={"strategy": "panel"}).descriptors
 
 
+def test_small_batches_are_recorded_where_the_budget_allows() -> None:
+    small, large = plan_flags(batch_size=1024), plan_flags(batch_size="128k")
+    assert small.replay and not large.replay
+    off = plan_flags(batch_size=1024, set={"replay": "off"})
+    assert not off.replay and off.predicted_time_s > small.predicted_time_s
+    assert not plan_flags(batch_size=1024, memory_budget=small.smallest_budget_bytes).replay
+    assert {term.name for term in small.buffers} - {term.name for term in off.buffers} == {
+        f"recorded_{name}" for name in ("features", "query_statistics", "key_statistics", "gradients")
+    }
+    assert plan_flags(batch_size=64, set={"replay": "on", "products": "library"}).replay
+    for flags in (
+        {"devices": 2},
+        {"device_profile": "mi300x"},
+        {"memory_budget": "1TiB", "set": {"strategy": "stash"}},
+    ):
+        settings = {**flags.pop("set", {}), "replay": "on"}
+        with pytest.raises(InputError, match="--set replay: on needs"):
+            plan_flags(**flags, set=settings)
+
+
 def test_settings_are_honoured() -> None:
     plan = plan_flags(
         batch_size="64k",

@@ -44,6 +44,7 @@ class Package:
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
+    replay: bool  # small batches: recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
     regenerate: str  # the command for another problem
     loss: Any

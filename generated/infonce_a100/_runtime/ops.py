@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import engine
+from . import engine, replay
 from .engine import Options, Package, Saved
 from .ring import group_size
 
@@ -55,7 +55,7 @@ class _Loss(torch.autograd.Function):
         options: Options,
         gradients: int,
     ) -> tuple[Tensor, ...]:
-        loss, saved = engine.forward(package, q, k, scale, bias, labels, options, gradients)
+        loss, saved = replay.forward(package, q, k, scale, bias, labels, options, gradients)
         return (loss, *saved)
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Loss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph
             gradients: Any = _Gradients.apply(*tensors, labels, ctx.package, Saved(*saved), ctx.options)
         else:
-            gradients = engine.backward(ctx.package, *tensors, labels, Saved(*saved), ctx.options)
+            gradients = replay.backward(ctx.package, *tensors, labels, Saved(*saved), ctx.options)
         wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
         return (*wanted, *(None,) * 4)
 
@@ -95,7 +95,7 @@ class _Gradients(torch.autograd.Function):
         saved: Saved,
         options: Options,
     ) -> tuple[Tensor, ...]:
-        return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
+        return replay.backward(package, upstream, q, k, scale, bias, labels, saved, options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -126,16 +126,16 @@ def differentiable(
         for bit, tensor in enumerate((q, k, scale, bias)):
             gradients |= int(tensor.requires_grad) << bit
     loss: Tensor
-    if _traced(q, k, scale, bias):
+    if traced(q, k, scale, bias):
         loss = operators.forward(q, k, scale, bias, labels, *options, gradients)[0]
     elif gradients or forward_ad._current_level >= 0:  # the function refuses forward-mode derivatives
         loss = _Loss.apply(q, k, scale, bias, labels, package, options, gradients)[0]
     else:
-        loss = engine.forward(package, q, k, scale, bias, labels, options, gradients)[0]
+        loss = replay.forward(package, q, k, scale, bias, labels, options, gradients)[0]
     return loss
 
 
-def _traced(*tensors: Tensor) -> bool:
+def traced(*tensors: Tensor) -> bool:
     """Whether somebody records operators, or the tensors stand for others: then only an operator is right."""
     return (
         torch.compiler.is_compiling()

@@ -1,0 +1,214 @@
+"""Forward and backward as recorded CUDA graphs, for batches whose kernels are shorter than their launches on the host.
+
+The second of two calls alike is recorded, later ones replay it: inputs are copied to where the graph reads them,
+results to fresh tensors, so nothing that a caller holds changes under it. A package has one recording per device, and
+gives it back before anything else runs: its memory ("recorded" in the plan) is never beside another batch's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import engine
+from .engine import Options, Package, Saved
+from .ring import find_ring
+
+LONGEST_WAIT = (
+    64  # equal calls before another recording; doubles with each, from 1: alternating sizes record rarely
+)
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Kind(NamedTuple):
+    """What a graph depends on. Strides are not in it: it reads contiguous copies."""
+
+    rows: int
+    keys: int
+    labelled: bool
+    options: Options
+    stream: int
+
+
+def forward(
+    package: Package,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    gradients: int,
+) -> tuple[Tensor, Saved]:
+    """`engine.forward`, recorded where that is planned and possible."""
+    recorder = _recorder(package, q, labels, options)
+    if recorder is None:
+        return engine.forward(package, q, k, scale, bias, labels, options, gradients)
+    with recorder.lock:
+        recording = recorder.next(_kind(q, k, labels, options))
+        if recording is None:
+            return engine.forward(package, q, k, scale, bias, labels, options, gradients)
+        with torch.no_grad(), torch.cuda.device(q.device):
+            return recording.forward(q, k, scale, bias, labels)
+
+
+def backward(
+    package: Package,
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    saved: Saved,
+    options: Options,
+) -> Gradients:
+    """`engine.backward`, recorded if the last forward was recorded for such a batch; that may have been another one."""
+    recorder = _recorder(package, q, labels, options)
+    if recorder is not None:
+        with recorder.lock:
+            recording = recorder.recording
+            if recording is not None and recording.kind == _kind(q, k, labels, options):
+                with torch.no_grad(), torch.cuda.device(q.device):
+                    return recording.backward(upstream, q, k, scale, bias, labels, saved)
+    return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
+
+
+class _Recording:
+    """The graphs of one kind of batch, and the tensors that they read and write."""
+
+    def __init__(self, package: Package, kind: Kind) -> None:
+        self.kind = kind
+        self._package, self._options = package, kind.options
+        self._inputs: list[Tensor] = []  # q, k, scale, bias, upstream
+        self._labels: Tensor | None = None
+        self._forward: torch.cuda.CUDAGraph | None = None
+        self._backward: torch.cuda.CUDAGraph | None = None
+        self._handed: Tensor | None = None  # statistics that came of what the graph's tensors hold now
+
+    def forward(
+        self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, labels: Tensor | None
+    ) -> tuple[Tensor, Saved]:
+        if self._forward is None:
+            self._inputs = [x.new_empty(x.shape) for x in (q, k, scale, bias, scale)]
+            self._labels = None if labels is None else labels.new_empty(labels.shape)
+        self._load(q, k, scale, bias, labels)
+        if self._forward is None:
+            self._forward, (self._loss, self._saved) = _record(self._compute_forward, pool=None)
+        self._forward.replay()
+        results = (self._loss, self._saved.query_statistics, self._saved.key_statistics)
+        loss, query_statistics, key_statistics = (x.new_empty(x.shape) for x in results)
+        torch._foreach_copy_([loss, query_statistics, key_statistics], results)
+        self._handed = query_statistics.detach()
+        return loss, self._saved._replace(query_statistics=query_statistics, key_statistics=key_statistics)
+
+    def backward(
+        self,
+        upstream: Tensor,
+        q: Tensor,
+        k: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        labels: Tensor | None,
+        saved: Saved,
+    ) -> Gradients:
+        dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
+        if self._handed is None or saved.query_statistics.data_ptr() != self._handed.data_ptr():
+            self._load(q, k, scale, bias, labels)
+            own = (self._saved.query_statistics, self._saved.key_statistics)
+            torch._foreach_copy_(own, [saved.query_statistics, saved.key_statistics])
+            self._handed = saved.query_statistics.detach()
+        self._inputs[4].copy_(upstream)
+        if self._backward is None:
+            assert self._forward is not None
+            self._backward, self._gradients = _record(self._compute_backward, self._forward.pool())
+        self._backward.replay()
+        torch._foreach_copy_([dq, dk], self._gradients[:2])
+        dscale, dbias = torch.stack(self._gradients[2:]).unbind()
+        return dq, dk, dscale, dbias
+
+    def _load(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, labels: Tensor | None) -> None:
+        torch._foreach_copy_(self._inputs[:2], [q, k])
+        torch._foreach_copy_(self._inputs[2:4], [scale, bias])
+        if labels is not None and self._labels is not None:
+            self._labels.copy_(labels)
+
+    def _compute_forward(self) -> tuple[Tensor, Saved]:
+        q, k, scale, bias, _ = self._inputs
+        return engine.forward(self._package, q, k, scale, bias, self._labels, self._options, gradients=0b1111)
+
+    def _compute_backward(self) -> Gradients:
+        q, k, scale, bias, upstream = self._inputs
+        return engine.backward(
+            self._package, upstream, q, k, scale, bias, self._labels, self._saved, self._options
+        )
+
+
+class _Recorder:
+    """What a package has recorded on one device, and what it has seen lately. `lock` keeps what a call copies, replays
+    and copies back in one piece among threads."""
+
+    def __init__(self, package: Package) -> None:
+        self.lock = threading.Lock()
+        self.recording: _Recording | None = None
+        self._package = package
+        self._kind: Kind | None = None
+        self._equal = 0  # calls alike before this one
+        self._wait = 1
+
+    def next(self, kind: Kind) -> _Recording | None:
+        """The recording for the call of this kind, new where it is time for one; None: not recorded."""
+        self._equal = self._equal + 1 if kind == self._kind else 0
+        self._kind = kind
+        if self.recording is not None and self.recording.kind != kind:
+            self.recording = None
+        if self.recording is None and self._equal >= self._wait:
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+            self.recording = _Recording(self._package, kind)
+        return self.recording
+
+
+_recorders: dict[tuple[str, int], _Recorder] = {}
+_streams: dict[int, torch.cuda.Stream] = {}  # by device, to record on: the library keeps a workspace for each
+_clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+
+
+def _recorder(package: Package, q: Tensor, labels: Tensor | None, options: Options) -> _Recorder | None:
+    """None where a call cannot be recorded: in a ring, in somebody's own graph, with labels to look at."""
+    if not package.replay or q.device.type != "cuda" or _clear_workspaces is None:
+        return None
+    if labels is not None and (labels.device.type == "cpu" or options.check_ranks == "always"):
+        return None
+    if find_ring(options.group_name) is not None or torch.cuda.is_current_stream_capturing():
+        return None
+    return _recorders.setdefault((package.digest, q.device.index), _Recorder(package))
+
+
+def _kind(q: Tensor, k: Tensor, labels: Tensor | None, options: Options) -> Kind:
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    return Kind(q.shape[0], k.shape[0], labels is not None, options, stream)
+
+
+def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph of `work`, which runs once before (kernels compile, libraries start), and its results."""
+    work()
+    device = torch.cuda.current_device()
+    here, stream = torch.cuda.current_stream(), _streams.setdefault(device, torch.cuda.Stream())
+    graph = torch.cuda.CUDAGraph()
+    # A workspace from outside of the graph's pool might be given back while the graph still uses it.
+    assert _clear_workspaces is not None
+    _clear_workspaces()
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            results = work()
+        finally:
+            graph.capture_end()
+    here.wait_stream(stream)
+    return graph, results

@@ -1,0 +1,71 @@
+"""When a package records CUDA graphs, and when it gives them back. That they compute the same is tested on GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from infcl_gen.runtime import replay
+from infcl_gen.runtime.engine import Options
+
+
+@dataclasses.dataclass
+class Recording:
+    package: Any
+    kind: replay.Kind
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(replay, "_Recording", Recording)
+    return replay._Recorder(None)  # type: ignore[arg-type]
+
+
+def kind(rows: int, stream: int = 0, **options: str) -> replay.Kind:
+    return replay.Kind(rows, rows, False, Options(**options), stream)
+
+
+def test_the_second_call_of_a_kind_is_recorded_and_later_ones_replay_it(recorder: Any) -> None:
+    assert recorder.next(kind(8)) is None
+    first = recorder.next(kind(8))
+    assert first.kind == kind(8)
+    assert all(recorder.next(kind(8)) is first for _ in range(5))
+
+
+@pytest.mark.parametrize("other", [kind(9), kind(8, 1), kind(8, reduction="sum"), kind(8, grad_sync="sum")])
+def test_another_kind_of_call_gives_the_recording_back_first(recorder: Any, other: replay.Kind) -> None:
+    recorder.next(kind(8))
+    recorder.next(kind(8))
+    assert recorder.next(other) is None
+    assert recorder.recording is None
+
+
+def test_sizes_that_alternate_are_recorded_ever_more_rarely(recorder: Any) -> None:
+    recorded = 0
+    for rows in (8, 9) * 600:
+        for _ in range(2):
+            before = recorder.recording
+            recorded += recorder.next(kind(rows)) not in (None, before)
+    assert recorded == 1  # and none for two calls alike
+    waits = []
+    for rows in range(10, 20):
+        calls = 1
+        while recorder.next(kind(rows)) is None:
+            calls += 1
+        waits.append(calls)
+    assert waits == [3, 5, 9, 17, 33, 65, 65, 65, 65, 65]
+
+
+@dataclasses.dataclass
+class Package:
+    replay: bool = True
+    digest: str = ""
+
+
+def test_nothing_is_recorded_off_the_gpu_or_where_it_is_not_planned() -> None:
+    q = torch.zeros(4, 2)
+    assert replay._recorder(Package(), q, None, Options()) is None  # type: ignore[arg-type]
+    assert replay._recorder(Package(replay=False), q, None, Options()) is None  # type: ignore[arg-type]
