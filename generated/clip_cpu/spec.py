@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4ba7df66feefb01b4dd7eb786b83949a77281beb4a22a563b305a1bffad50e69",
+    "digest": "133f54f328067fb51607368f34f357afd9b456fa2c7868da1d1b0a1bad17ce1d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -77,6 +77,7 @@ SPEC: dict[str, Any] = {
         "target": "cpu",
         "dtype": "fp32",
         "products": "torch",
+        "split": False,
         "descriptors": False,
         "replay": False,
         "rows_per_rank": 4096,

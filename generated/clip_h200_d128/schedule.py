@@ -13,7 +13,7 @@ from ._runtime.launch import INTERPRETED, cdiv, launch, operands, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
-FEATURE_DTYPE = torch.bfloat16
+OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
 GRADIENT_EXPONENT = 0
 DIM = 128
 POSITIVE_PARTS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "465c43634c48db8761000d872c3ea4a847b2409d2a9fb6401e8161cd89564d32",
+    "digest": "18c82d2af0a112cc7d32bcf5003d3f9b474080d6eb44f4f63dacd5ca115a2788",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -92,6 +92,7 @@ SPEC: dict[str, Any] = {
         "target": "cuda",
         "dtype": "bf16",
         "products": "triton",
+        "split": False,
         "descriptors": True,
         "replay": False,
         "rows_per_rank": 65536,

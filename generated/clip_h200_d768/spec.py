@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "917cd0f483199a23c566e24dac047c3252f22dd3185751f1696cdd2572f5ef4a",
+    "digest": "21cd145079c8439be3c6416a0be4c5ac2dbb2568579c0e1966fe5c7c7bc75562",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -91,6 +91,7 @@ SPEC: dict[str, Any] = {
         "target": "cuda",
         "dtype": "bf16",
         "products": "library",
+        "split": False,
         "descriptors": True,
         "replay": False,
         "rows_per_rank": 65536,

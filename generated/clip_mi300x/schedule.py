@@ -13,7 +13,7 @@ from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands,
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
-FEATURE_DTYPE = torch.bfloat16
+OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
 GRADIENT_EXPONENT = 0
 DIM = 768
 POSITIVE_PARTS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums
@@ -82,7 +82,7 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
     m, n = q.shape[0], k.shape[0]
     tiles = cdiv(min(m, PANEL_ROWS), kernels.GRADIENT_ROWS.value), cdiv(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value)
     shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
-    scratch = torch.empty(shape, dtype=FEATURE_DTYPE, device=q.device)  # whole tiles: no store needs a mask
+    scratch = torch.empty(shape, dtype=OPERAND_DTYPE, device=q.device)  # whole tiles: no store needs a mask
     flags = torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=q.device)
     ratios = _ratios_scratch(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value, q.device)
     for row0 in range(0, m, PANEL_ROWS):

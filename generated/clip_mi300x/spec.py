@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "45e77bb6acf29569dfc705242a4aadb8009aedcb16a2e211a76e1d7439feb677",
+    "digest": "3f0f83459748e30e2f0c885b38b7a3760787893db3cb87768eb30b47a1129ea8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -91,6 +91,7 @@ SPEC: dict[str, Any] = {
         "target": "rocm",
         "dtype": "bf16",
         "products": "triton",
+        "split": False,
         "descriptors": False,
         "replay": False,
         "rows_per_rank": 65536,

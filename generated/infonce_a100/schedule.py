@@ -13,7 +13,7 @@ from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands,
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
-FEATURE_DTYPE = torch.bfloat16
+OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
 GRADIENT_EXPONENT = 0
 DIM = 768
 POSITIVE_PARTS = 2  # what is kept of each query's positive: z, and the reference of its row in the sums
@@ -77,7 +77,7 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
     m, n = q.shape[0], k.shape[0]
     tiles = cdiv(min(m, PANEL_ROWS), kernels.GRADIENT_ROWS.value), cdiv(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value)
     shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
-    scratch = torch.empty(shape, dtype=FEATURE_DTYPE, device=q.device)  # whole tiles: no store needs a mask
+    scratch = torch.empty(shape, dtype=OPERAND_DTYPE, device=q.device)  # whole tiles: no store needs a mask
     for row0 in range(0, m, PANEL_ROWS):
         rows = slice(row0, min(row0 + PANEL_ROWS, m))
         own = Statistics(queries.exponent[rows], queries.mantissa[rows])

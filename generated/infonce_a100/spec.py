@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "bbfed2f007df2916aea2a358d54168f89b868c7924a3e2982f1d41e4e4e23ec1",
+    "digest": "2fbd35dd5cfdd73374f3eaa875682383aece4264e0f1a87f0e4017d0bf925715",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -88,6 +88,7 @@ SPEC: dict[str, Any] = {
         "target": "cuda",
         "dtype": "bf16",
         "products": "library",
+        "split": False,
         "descriptors": False,
         "replay": False,
         "rows_per_rank": 32768,

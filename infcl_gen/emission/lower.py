@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from infcl_gen.losses import loss_template_context, spec_as_dict, triton_code
 from infcl_gen.losses.printers import p
-from infcl_gen.planning.levels import Block, key_lanes, most_strips, resident_programs, wide_rows
+from infcl_gen.planning.levels import (
+    SPLIT_TERMS,
+    Block,
+    key_lanes,
+    most_strips,
+    operand_dtype,
+    resident_programs,
+    wide_rows,
+)
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
@@ -53,6 +61,7 @@ KERNEL_FAMILIES: dict[str, dict[str, str | int]] = {
     },
     "product": {"product": "product"},
     "finish": {"finish": "finish", "scalars": 4},
+    "split": {"split": "finish"},
 }
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -115,7 +124,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         }
         context["flagged"] = "gradient_wide" in {kernel.name for kernel in kernels}
         context["launches"] = {kernel.name: kernel for kernel in kernels}
-        pieces = tuple(f"triton/{piece}.py.jinja" for piece in KERNEL_TEMPLATES[plan.strategy])
+        pieces = tuple(f"triton/{piece}.py.jinja" for piece in _kernel_templates(plan))
         files.append(FileSpec("kernels.py", pieces, context))
         files.append(FileSpec("schedule.py", ("triton/schedule.py.jinja",), context))
     runtime_files = sorted(file.name for file in RUNTIME_FOLDER.glob("*.py"))
@@ -151,7 +160,7 @@ def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
     """The kernels of a package in the order of kernels.py; none for the torch strategy."""
     specs = []
     left_out = _left_out(plan, has_keys)
-    for template in KERNEL_TEMPLATES.get(plan.strategy, ()):
+    for template in _kernel_templates(plan):
         for name, family in KERNEL_FAMILIES[template].items():
             if name in left_out:
                 continue
@@ -162,6 +171,10 @@ def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
             else:
                 specs.append(KernelSpec(name, plan.blocks[family].warps, plan.blocks[family].stages))
     return tuple(specs)
+
+
+def _kernel_templates(plan: Plan) -> tuple[str, ...]:
+    return (*KERNEL_TEMPLATES.get(plan.strategy, ()), *(["split"] if plan.split else []))
 
 
 def _wide_warps(block: Block, family: str) -> int:
@@ -218,7 +231,9 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "blocks": plan.blocks,
         "dim": plan.problem.dim,
         "dtype": plan.dtype,
-        "torch_dtype": TORCH_DTYPES[plan.dtype],
+        "torch_dtype": TORCH_DTYPES[operand_dtype(plan.dtype, plan.split)],
+        "split": plan.split,
+        "split_terms": SPLIT_TERMS,
         "statistics_dtype": "float64" if plan.dtype == "fp64" else "float32",
         "gradient_exponent": _gradient_exponent(plan, derivation),
         "input_precision": _input_precision(plan),
@@ -249,15 +264,16 @@ def _strip_context(plan: Plan, profile: DeviceProfile) -> dict[str, Any]:
         "fused_wide_keys": min(32, plan.blocks["fused"].keys) if plan.strategy == "fused" else 0,
         "key_lanes": key_lanes(forward, profile),
         "programs": {
-            name: resident_programs(name, block, profile, plan.dtype) for name, block in walking.items()
+            name: resident_programs(name, block, profile, operand_dtype(plan.dtype, plan.split))
+            for name, block in walking.items()
         },
         "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},
     }
 
 
 def _exact(plan: Plan) -> bool:
-    """fp32 features: every row and column has its own reference, so no tile needs a second look."""
-    return plan.dtype == "fp32"
+    """fp32 operands: every row and column has its own reference, so no tile needs a second look."""
+    return plan.dtype == "fp32" and not plan.split
 
 
 def _gradient_exponent(plan: Plan, derivation: Derivation) -> int:
@@ -270,10 +286,8 @@ def _gradient_exponent(plan: Plan, derivation: Derivation) -> int:
 
 
 def _input_precision(plan: Plan) -> str:
-    """`input_precision` of a product of fp32 operands; tf32 alone loses the loss at large scales."""
-    if plan.dtype != "fp32" or plan.problem.precision == "exact" or plan.target == "rocm":
-        return "ieee"
-    return {"default": "tf32x3", "tf32": "tf32"}[plan.problem.precision]
+    """`input_precision` of a product of fp32 operands; tf32 loses the loss at large scales, and is chosen only."""
+    return "tf32" if plan.problem.precision == "tf32" else "ieee"
 
 
 def _split_positive(term: Expr) -> tuple[Expr, Expr]:

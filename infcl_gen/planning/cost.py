@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from sympy import Expr, Integer, Max, Min, Rational
 
-from infcl_gen.planning.levels import most_strips
+from infcl_gen.planning.levels import SPLIT_TERMS, inner_dim, most_strips
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LEGEND = {
     "n": "key rows of this rank",
     "W": "ranks in the ring",
     "D": "embedding",
-    "P": "embedding, padded to the depth of a block (fused: to a power of two)",
+    "P": "embedding, of split operands once for each term, padded to the depth of a block (fused: to a power of two)",
     "e": "bytes of a feature",
     "s": "bytes of a statistic or an accumulator element",
     "F": "rows of a forward panel",
@@ -70,7 +70,7 @@ class ceil_div(sympy.Function):
 class Variant:
     """What decides which terms exist. `separate`: accumulators are wider than the features, so the returned gradients
     are buffers of their own. `library`: products by the matrix library. `affine`: the logit is slope * z + shift.
-    `replay`: small batches are recorded as CUDA graphs."""
+    `replay`: small batches are recorded as CUDA graphs. `split`: fp32 operands as bf16 halves."""
 
     strategy: str
     has_keys: bool = True
@@ -80,6 +80,7 @@ class Variant:
     library: bool = False
     affine: bool = True
     replay: bool = False
+    split: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +91,13 @@ class BufferTerm:
     name: str
     phase: str
     shape: tuple[Any, ...]
-    dtype: str  # "features", "statistics", or a dtype by name
+    dtype: str  # "features", "statistics", or a dtype by name (bf16: halves of split operands)
     why: str
     pieces: int = 1
 
     @property
     def bytes(self) -> Expr:
-        sizes = {"features": e, "statistics": s, "int32": 4, "int64": 8, "uint8": 1}
+        sizes = {"features": e, "statistics": s, "bf16": 2, "int32": 4, "int64": 8, "uint8": 1}
         return sympy.prod(self.shape) * sizes[self.dtype] * self.pieces
 
 
@@ -128,14 +129,10 @@ EFFICIENCY = {
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 # A vendor's figure is not reached by any product: 765 of 989 on the H200.
 VENDOR_FRACTION = 0.77
-# Rate of a product of fp32 operands on NVIDIA, of the peak named: tf32x3 is three products (81 TFLOP/s measured at
-# D = 768 where 88 is a third), ieee has no tensor cores (1 TFLOP/s measured).
-FP32_MODES = {"default": ("tf32", 0.31), "tf32": ("tf32", 1.0), "exact": ("fp32", 0.02)}
-LIBRARY_FP32_MODES = {
-    "default": ("fp32", 0.8),
-    "tf32": ("tf32", 1.0),
-    "exact": ("fp32", 0.8),
-}  # no split there
+# Rate of a product of fp32 operands on NVIDIA that are not split, of the peak named: ieee has no tensor cores (1
+# TFLOP/s measured in a kernel of Triton).
+FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.02)}
+LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 # On the host of an H200, fitted to steps of B = 1 024 to 16 384: before the first kernel runs, where nothing hides the
 # host; and a whole step that the device waits for all the time. Launches as they are, or two recorded graphs.
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.7e-3, 0.5e-3, 95e-6
@@ -213,13 +210,20 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             BufferTerm("flags", forward, (strips, key_blocks), "int32", "strips of wide range"),
             BufferTerm("references", forward, (key_blocks,), "statistics", "of each block of keys"),
         ]
+        if v.split:
+            why = "one panel's features as bf16 halves, a row for each term"
+            row = 8 * ceil_div(SPLIT_TERMS * D, 8)
+            for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
+                terms.append(BufferTerm("split_operands", phase, (a + b, row), "bf16", why))
     ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
         tiles = (ceil_div(rows, Bg), ceil_div(keys, Kg))
         shape = (tiles[0] * Bg, tiles[1] * Kg)
         strips = (Min(tiles[0], V), tiles[1])
+        why = "gradients of one panel's logits"
+        halves = BufferTerm("gradient_panel", backward, (2, *shape), "bf16", f"{why}, high and low half")
         terms += [
-            BufferTerm("gradient_panel", backward, shape, "features", "gradients of one panel's logits"),
+            halves if v.split else BufferTerm("gradient_panel", backward, shape, "features", why),
             BufferTerm("gradient_flags", backward, strips, "int32", "strips of wide range"),
             v.has_keys and BufferTerm("ratios", backward, (tiles[1], Kg + 2), "statistics", ratios),
         ]
@@ -336,6 +340,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
         panels = ceil_div(m, R) * ceil_div(n, C) * W
         rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
         fraction = (m - kept) / m
+        products = SPLIT_TERMS if v.split else 1
         terms += [
             TimeTerm(
                 "gradient",
@@ -349,7 +354,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
             v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),
             TimeTerm(
                 "dq product",
-                flops=2 * pairs * D,
+                flops=2 * products * pairs * D,
                 bytes=e * pairs + W * D * (2 * s * m * ceil_div(n, C) + e * n * ceil_div(m, R)),
                 efficiency=EFFICIENCY["dq"] * PANEL_EFFICIENCY,
                 rate="product",
@@ -357,7 +362,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
             ),
             TimeTerm(
                 "dk product",
-                flops=2 * pairs * D,
+                flops=2 * products * pairs * D,
                 bytes=e * pairs + W * D * (2 * s * n * ceil_div(m, R) + e * m * ceil_div(n, C)),
                 efficiency=EFFICIENCY["dk"] * PANEL_EFFICIENCY,
                 rate="product",
@@ -367,6 +372,11 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     terms.append(
         TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2)
     )
+    if v.split:  # the rows of a panel once, its keys once for each panel of rows
+        sweeps = ceil_div(m, F) + ceil_div(m, R)
+        read_written = e + 2 * SPLIT_TERMS
+        launches = 2 * W * sweeps * ceil_div(n, C)
+        terms.append(TimeTerm("split", bytes=W * D * read_written * (2 * m + n * sweeps), launches=launches))
     if v.replay:
         terms.append(TimeTerm("copies", bytes=4 * (m + n) * D * e, launches=8))
     return tuple(term for term in terms if term)
@@ -518,7 +528,7 @@ class CostModel:
             name: (block.rows, block.keys, block.depth) for name, block in self.blocks.items()
         }
         depth = block["forward"][2] if self.variant.strategy != "fused" else block["fused"][2]
-        padded = -(-self.dim // depth) * depth
+        padded = -(-inner_dim("forward", self.dim, self.variant.split) // depth) * depth
         strips = [
             most_strips(*panel, self.blocks[name]) if name in self.blocks else 1
             for name, panel in (
@@ -537,7 +547,9 @@ class CostModel:
         """Peak of a product in FLOP/s: the kind of unit that the dtype and the precision allow."""
         kind, fraction = self.dtype, 1.0
         library = rate == "product" and self.variant.library
-        if self.dtype == "fp32" and self.profile.vendor == "nvidia" and self.variant.strategy != "torch":
+        if self.variant.split:
+            kind = "bf16"
+        elif self.dtype == "fp32" and self.profile.vendor == "nvidia" and self.variant.strategy != "torch":
             kind, fraction = LIBRARY_FP32_MODES[self.precision] if library else FP32_MODES[self.precision]
         if rate == "product" and self.variant.strategy != "torch" and not library:
             fraction *= TRITON_PRODUCT_FRACTION

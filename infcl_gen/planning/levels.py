@@ -23,6 +23,12 @@ DEEP = 768  # from here on one program with a large tile beats two with small on
 MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
 REGISTERS = 65536  # of a multiprocessor, on every board
 LANES_OF_8 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
+SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: high high, low high, high low
+SIMILARITIES = (
+    "forward",
+    "gradient",
+    "positive",
+)  # kernels whose depth runs over the terms of split operands
 PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
 
 # The kernels that have a block, by strategy.
@@ -59,14 +65,25 @@ def padded_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def operand_dtype(dtype: str, split: bool) -> str:
+    """Of what the kernels multiply: the features', or bf16 where fp32 features are split."""
+    return "bf16" if split else dtype
+
+
+def inner_dim(kernel: str, dim: int, split: bool) -> int:
+    """Depth of what a kernel multiplies: the embedding, of split operands once for each term of a similarity."""
+    return SPLIT_TERMS * dim if split and kernel in SIMILARITIES else dim
+
+
 def default_blocks(
-    strategy: str, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool
+    strategy: str, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool, split: bool = False
 ) -> dict[str, Block]:
     """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
-    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if DTYPE_BYTES[dtype] == 2 else 4]
+    size = DTYPE_BYTES[operand_dtype(dtype, split)]
+    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if size == 2 else 4]
     if strategy == "fused" and DTYPE_BYTES[dtype] != 2:
         raise InputError(
             f"fused keeps a gradient row in registers, too many of them for {dtype}; valid: bf16, fp16"
@@ -80,9 +97,10 @@ def default_blocks(
         elif kernel == "product":
             base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, padded_dim(dim)))
         else:
-            deep = table.get(f"deep {kernel}", table[kernel]) if dim >= DEEP else table[kernel]
-            base = dataclasses.replace(deep, depth=min(deep.depth, padded_dim(dim)))
-        blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors)
+            inner = inner_dim(kernel, dim, split)
+            deep = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
+            base = dataclasses.replace(deep, depth=min(deep.depth, padded_dim(inner)))
+        blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors, split)
     return blocks
 
 
@@ -138,7 +156,13 @@ def wide_rows(profile: DeviceProfile) -> int:
 
 
 def violations(
-    kernel: str, block: Block, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool
+    kernel: str,
+    block: Block,
+    profile: DeviceProfile,
+    dtype: str,
+    dim: int,
+    descriptors: bool,
+    split: bool = False,
 ) -> tuple[str, ...]:
     """Why the block is illegal for this kernel on this board, naming field and limit; () if it is legal."""
     found: list[str] = []
@@ -158,8 +182,9 @@ def violations(
         )
     if kernel == "fused" and block.depth != padded_dim(dim):
         found.append(f"depth = {block.depth} is not the whole padded embedding, {padded_dim(dim)}")
-    if kernel in ("forward", "gradient", "positive", "finish") and block.depth > padded_dim(dim):
-        found.append(f"depth = {block.depth} is more than the padded embedding, {padded_dim(dim)}")
+    widest = padded_dim(inner_dim(kernel, dim, split))
+    if kernel in (*SIMILARITIES, "finish") and block.depth > widest:
+        found.append(f"depth = {block.depth} is more than the padded embedding, {widest}")
     if kernel == "product" and block.keys > padded_dim(dim):
         found.append(
             f"keys = {block.keys} (output columns) is more than the padded embedding, {padded_dim(dim)}"
@@ -170,22 +195,23 @@ def violations(
         )
     if found:
         return tuple(found)  # the estimates below are about well-formed blocks
-    shared = shared_bytes(kernel, block, dtype)
+    size = DTYPE_BYTES[operand_dtype(dtype, split)]
+    shared = shared_bytes(kernel, block, operand_dtype(dtype, split))
     if shared > profile.shared_bytes_per_block:
         found.append(
             f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}"
         )
     registers = accumulator_registers(kernel, block, profile.warp_size)
     limit = (
-        profile.registers_per_thread * 3 // (4 if DTYPE_BYTES[dtype] == 2 else 8)
-    )  # fp32 operands are split
+        profile.registers_per_thread * 3 // (4 if size == 2 else 8)
+    )  # fp32 operands pass through registers
     if registers > limit:
         found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
     if descriptors and kernel in ("forward", "gradient", "fused"):
         for name in ("rows", "keys", "depth"):
             if getattr(block, name) > 256:
                 found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
-        if dim * DTYPE_BYTES[dtype] % 16:
+        if dim * size % 16 and not split:
             found.append(
                 f"a row of {dim} {dtype} is not a multiple of 16 bytes, which tensor descriptors need"
             )
@@ -193,14 +219,20 @@ def violations(
 
 
 def _shrink(
-    kernel: str, block: Block, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool
+    kernel: str,
+    block: Block,
+    profile: DeviceProfile,
+    dtype: str,
+    dim: int,
+    descriptors: bool,
+    split: bool = False,
 ) -> Block:
     """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn."""
     order = ("stages", "keys", "rows") if kernel == "fused" else ("stages", "keys", "depth", "rows")
     smallest = {"stages": 2, "keys": 16, "depth": 16, "rows": 16}
     if kernel == "positive":
         block = dataclasses.replace(block, keys=block.rows)
-    while found := violations(kernel, block, profile, dtype, dim, descriptors):
+    while found := violations(kernel, block, profile, dtype, dim, descriptors, split):
         wider = [name for name in order if getattr(block, name) > smallest[name]]
         if block.warps > profile.max_warps_per_block:
             change: dict[str, Any] = {"warps": block.warps // 2}

@@ -274,7 +274,12 @@ def _default_block(case: Case, family: str) -> Block:
     if family in default.blocks:
         return default.blocks[family]
     blocks = default_blocks(
-        default.strategy, case.cluster.profile, default.dtype, case.problem.dim, default.descriptors
+        default.strategy,
+        case.cluster.profile,
+        default.dtype,
+        case.problem.dim,
+        default.descriptors,
+        default.split,
     )
     return blocks[family]
 
@@ -409,7 +414,13 @@ class _Family:
                 )
                 profile, default = case.cluster.profile, case.default
                 found = violations(
-                    self.family, block, profile, default.dtype, case.problem.dim, default.descriptors
+                    self.family,
+                    block,
+                    profile,
+                    default.dtype,
+                    case.problem.dim,
+                    default.descriptors,
+                    default.split,
                 )
                 if found and fields:
                     entry.drop("illegal", "; ".join(found))

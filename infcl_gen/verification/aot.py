@@ -17,14 +17,15 @@ from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import load_profile, profile_names
+from infcl_gen.planning.levels import operand_dtype
 
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
 SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # that one block may have
 DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
 HELPERS = {"base2_slope", "load_block", "similarity", "strip_of", "merge_rows", "positive_gradient"}
-FEATURES = {"q", "k", "x", "g", "out"}
+FEATURES = {"q", "k", "x", "g", "g_low", "out"}
 COUNTS = {"queries", "keys", "rows", "inner", "count"}
-BRANCHES = {"FRESH", "STASH"}  # constants that differ between launches of one plan
+BRANCHES = {"FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
 ANY_COUNTS = {"strip", "parts", "row_parts", "key_parts"}  # no multiples of the tiles
 
 
@@ -157,7 +158,9 @@ def compile_kernel(
 
 
 def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:
-    dtype = spec["problem"]["dtype"]
+    dtype = operand_dtype(spec["problem"]["dtype"], spec["plan"]["split"])
+    if (kernel, name) in (("finish", "x"), ("finish", "out"), ("split", "x")):
+        dtype = spec["problem"]["dtype"]
     if name.isupper() or name in (
         "q_depth_stride",
         "k_depth_stride",
@@ -190,7 +193,7 @@ def _always_aligned(name: str, spec: dict[str, Any]) -> bool:
     """Strides that do not depend on the number of rows: of the features, and of the scratch panel, which is padded."""
     of_features = name in ("q_row_stride", "k_row_stride", "x_row_stride", "x_inner_stride")
     return name in ("g_stride", "g_row_stride", "stash_stride") or (
-        of_features and spec["problem"]["dim"] % 16 == 0
+        (of_features or name == "out_stride") and spec["problem"]["dim"] % 16 == 0
     )
 
 
@@ -201,6 +204,8 @@ def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
         return module.QUERY_SHARE.value
     if name.endswith("depth_stride"):
         return 1
+    if name == "KEYS":
+        return inputs.other
     flags = {"MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False}
     return (flags | {"STASH": not inputs.other, "FRESH": inputs.other, "DOTS": True, "BLOCK": 1024})[name]
 

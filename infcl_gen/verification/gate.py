@@ -44,7 +44,7 @@ PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
 PLAIN_CREDIT = 1 / 8
 TF32_ROUNDOFF = 2.0**-10  # tensor cores cut operands to 10 mantissa bits
-TF32X3_ROUNDOFF = 2.0**-21
+SPLIT_ROUNDOFF = 2.0**-16  # of a product of bf16 halves: each operand cut at 2^-18, and low x low left out
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,11 @@ def _error_bound(
     out = torch.finfo(dtype)
     statistics = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
     u, v = out.eps / 2, statistics.eps / 2
-    products = {"tf32": TF32_ROUNDOFF, "default": TF32X3_ROUNDOFF, "exact": v}
-    w = products[precision] if dtype == torch.float32 else v
+    w = v
+    if dtype == torch.float32 and precision == "tf32":
+        w = TF32_ROUNDOFF
+    elif module.SPEC.get("plan", {}).get("split"):
+        w = SPLIT_ROUNDOFF
 
     with torch.no_grad():
         q, k = q.to(torch.float64), k.to(torch.float64)

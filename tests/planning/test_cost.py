@@ -27,7 +27,7 @@ VARIANTS = [
     Variant(strategy, keys, labels, ring, separate, library)
     for strategy in ("panel", "fused", "torch")
     for keys, labels, ring, separate, library in itertools.product([True, False], repeat=5)
-] + [Variant("stash")]
+] + [Variant("stash"), Variant("panel", separate=False, library=True, replay=True, split=True)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -47,6 +47,7 @@ def test_a_buffer_is_its_shape() -> None:
         {"dim": 128},
         {"target": "cpu", "device_profile": "cpu"},
         {"loss": "infonce"},
+        {"dtype": "fp32"},
     ):
         for buffer in plan_flags(**flags).buffers:
             elements = 1

@@ -33,6 +33,11 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
             assert tuple(blocks) == KERNELS_OF[strategy]
             for kernel, block in blocks.items():
                 assert violations(kernel, block, profile, dtype, dim, descriptors) == ()
+        split = default_blocks("panel", profile, "fp32", dim, profile.tensor_descriptors, split=True)
+        for kernel, block in split.items():
+            assert (
+                violations(kernel, block, profile, "fp32", dim, profile.tensor_descriptors, split=True) == ()
+            )
 
 
 def test_measured_defaults() -> None:

@@ -62,7 +62,8 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     assert plan.keys_per_rank == -(-problem.total_keys // problem.devices)
     profile = plan_profile(problem)
     for kernel, block in plan.blocks.items():
-        assert violations(kernel, block, profile, problem.dtype, problem.dim, plan.descriptors) == ()
+        found = violations(kernel, block, profile, problem.dtype, problem.dim, plan.descriptors, plan.split)
+        assert found == ()
         if kernel == "forward":
             assert plan.forward_rows % block.rows == plan.forward_keys % block.keys == 0
         if kernel == "gradient":
