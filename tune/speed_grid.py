@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.problem import make_problem, parse_count
+import infcl_gen
+from infcl_gen.problem import Problem, make_problem, parse_count
 from infcl_gen.tuning.bench import board, versions, write_results
-from infcl_gen.tuning.contest import Contest, Limits, generated, table
+from infcl_gen.tuning.contest import Contest, Limits, table
 from infcl_gen.tuning.peers import chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
 
@@ -46,7 +48,9 @@ def main() -> int:
         "--errors", type=parse_count, default="32k", help="largest batch with errors against fp64"
     )
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--memory-budget", default="auto")
+    parser.add_argument(
+        "--memory-budgets", default="auto,40GiB", help="a package for each that plans otherwise"
+    )
     parser.add_argument("--target", default="auto")
     parser.add_argument("--plot", type=Path, default=None)
     given = parser.parse_args()
@@ -77,8 +81,12 @@ def main() -> int:
                     left += 1
                     continue
                 flags: dict[str, Any] = {"dtype": given.dtype, "target": given.target}
-                problem = make_problem(batch_size=batch, dim=dim, memory_budget=given.memory_budget, **flags)
-                with generated([problem]) as [(packages, _)]:
+                problems = [
+                    make_problem(batch_size=batch, dim=dim, memory_budget=budget, **flags)
+                    for budget in given.memory_budgets.split(",")
+                ]
+                with tempfile.TemporaryDirectory() as folder:
+                    packages = _packages(problems, Path(folder))
                     fresh = contest.rows(contest.point(packages, batch, wanted))
                 absent |= contest.absent
                 rows = [row for row in rows if row not in here] + fresh
@@ -90,6 +98,20 @@ def main() -> int:
         plot(rows, given.plot, f"{board()}, forward + backward")
     print(f"{len(rows)} rows in {given.output}" + (f"; {left} points left: run it again" if left else ""))
     return 0
+
+
+def _packages(problems: list[Problem], folder: Path) -> list[Path]:
+    """A package for each problem whose plan differs from those before it, in a folder named by its strategy."""
+    found: list[Path] = []
+    seen: list[Any] = []
+    for problem in problems:
+        plan = infcl_gen.plan(problem)
+        tiles = (plan.strategy, plan.panel_rows, plan.panel_keys, plan.stash_rows, plan.replay, plan.blocks)
+        if tiles not in seen:
+            seen.append(tiles)
+            budget = "" if problem.memory_budget_bytes is None else f"_{problem.memory_budget_bytes >> 30}GiB"
+            found.append(infcl_gen.generate(problem, folder / f"{plan.strategy}{budget}"))
+    return found
 
 
 def _measured(output: Path, libraries: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -23,7 +23,7 @@ DEEP = 768  # from here on one program with a large tile beats two with small on
 MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
 REGISTERS = 65536  # of a multiprocessor, on every board
 LANES_OF_8 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: high high, low high, high low
+SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
 SIMILARITIES = (
     "forward",
     "gradient",

@@ -36,6 +36,7 @@ PACKAGES = [
     planned("panel", "clip", "fp16", 16),
     planned("panel", "clip", "fp32", 768),
     planned("panel", "clip", "fp32", 3),
+    planned("panel", "clip", "fp32", 96, products="triton"),
     planned("panel", "infonce", "bf16", 1152),
     planned("panel", "infonce", "bf16", 100),
     planned("panel", "infonce", "fp16", 768),
@@ -118,6 +119,11 @@ def test_graphs_and_no_waiting(made: Made) -> None:
 @pytest.mark.parametrize("made", grouped([made for made in ONE_OF_EACH if made.strategy != "stash"]))
 def test_recorded_graphs_give_the_same_bits(made: Made) -> None:
     checks.recorded(made)
+
+
+@pytest.mark.parametrize("made", grouped([planned("panel", "clip", "fp32", 768)]))
+def test_fp32_is_nearly_exact(made: Made) -> None:
+    checks.near_exact(made, 8192)
 
 
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))

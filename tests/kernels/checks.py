@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import mmap
 from collections.abc import Iterator
@@ -320,6 +321,27 @@ def recorded(made: Made, device: str = "cuda") -> None:
             kept.append(results)
         for index, (a, b) in enumerate(zip(*kept, strict=True)):
             assert torch.equal(a, b), f"round {round_}: result {index} differs"
+
+
+def near_exact(made: Made, rows: int, device: str = "cuda") -> None:
+    """fp32 features at scale 100: a log-sum-exp is within 1e-4 of fp64's, the gradients within 2e-5 of their norm."""
+    package = module(made)
+    runtime = package.__name__ + "._runtime"
+    engine, statistics = (importlib.import_module(f"{runtime}.{name}") for name in ("engine", "statistics"))
+    inputs = tensors(fitting(package, Case(rows, rows, 0, scale=100.0, seed=2)), "diagonal", device)
+    scale, bias = (torch.tensor(value, device=device) for value in (100.0, 0.0))
+    bound = package.ContrastiveLoss._package
+    _, saved = engine.forward(bound, inputs.q, inputs.k, scale, bias, None, engine.Options(), 0)
+    similarity = inputs.q.double() @ inputs.k.double().T
+    for pair, axis in ((saved.query_statistics, 1), (saved.key_statistics, 0)):
+        error = statistics.log(statistics.view(pair.double())) - torch.logsumexp(100.0 * similarity, axis)
+        assert error.abs().max() <= 1e-4, f"a log-sum-exp is off by {float(error.abs().max()):.1e}"
+    del similarity
+    true = oracle(package, inputs.q, inputs.k, 100.0)
+    ours = package.loss_and_grads(inputs.q, inputs.k, 100.0)
+    for name in ("dq", "dk"):
+        a, b = getattr(LossAndGrads(*ours), name), getattr(true, name)
+        assert (a - b).norm() <= 2e-5 * b.norm(), f"{name} is off by {float((a - b).norm() / b.norm()):.1e}"
 
 
 def far_accumulators(made: Made, device: str = "cuda") -> None:
