@@ -135,7 +135,7 @@ FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.02)}
 LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 # On the host of an H200, fitted to steps of B = 1 024 to 16 384: before the first kernel runs, where nothing hides the
 # host; and a whole step that the device waits for all the time. Launches as they are, or two recorded graphs.
-HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.7e-3, 0.5e-3, 95e-6
+HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.7e-3, 1.75e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.4e-3, 0.8e-3
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured

@@ -20,6 +20,7 @@ import gc
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from typing import Any
 
 from infcl_gen.emission.package import Package, read_package
 from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.planning.levels import SPLIT_TERMS
 from infcl_gen.tuning.peers import PEERS, Inputs
 from infcl_gen.tuning.process import one_line, out_of_memory
 from infcl_gen.version import __version__
@@ -182,12 +184,15 @@ def measure_point(
     timer = Timer(point.device)
     exact = None if point.exact is None else _exact_results(Path(point.exact), point.scale, inputs)
     ready: dict[str, tuple[Step, dict[str, Any]]] = {}
+    plans: dict[str, dict[str, Any]] = {}
     for name in point.contestants:
         announce(name)
         row = empty_row(point, name)
         try:
-            step, facts = _prepare(point, name, inputs)
+            step, facts, plan = _prepare(point, name, inputs)
             row |= facts
+            if plan is not None:
+                plans[name] = plan
             row["peak_bytes"], row["err"], row["error"] = _first_runs(inputs, step, exact)
             if row["error"] is None:
                 ready[name] = (step, row)
@@ -199,8 +204,17 @@ def measure_point(
             report(name, _without_figures(row))
     peaks = sum(row["peak_bytes"] for _, row in ready.values())
     crowded = point.device == "cuda" and peaks > CROWDED * torch.cuda.mem_get_info()[1]
-    for name, (times, defect) in _in_turns(point, ready, inputs, timer, announce, crowded).items():
-        row = ready[name][1]
+    steps = {name: step for name, (step, _) in ready.items()}
+    steps |= {
+        f"{name} products": _products(plans[name], inputs.q.detach(), inputs.k.detach())
+        for name in ready
+        if name in plans
+    }
+    timed = _in_turns(point, steps, inputs, timer, announce, crowded)
+    for name in ready:
+        times, defect = timed[name]
+        floors, _ = timed.get(f"{name} products", ([], None))
+        row = ready[name][1] | {"floor_ms": statistics.median(floors) if floors else None}
         if defect is not None:
             report(name, _without_figures({**row, "error": defect}))
             continue
@@ -402,13 +416,13 @@ def _without_figures(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "peak_bytes": None, "floor_ms": None}
 
 
-def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, Any]]:
-    """A contestant's step, and what a row says about it before it has run."""
+def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, Any], dict[str, Any] | None]:
+    """A contestant's step, what a row says about it before it has run, and a package's plan."""
     from infcl_gen.emission import import_package
 
     q, k, scale = inputs.q, inputs.k, inputs.scale
     if name not in point.packages:
-        return _training(PEERS[name].prepare(inputs), q, k, scale), {}
+        return _training(PEERS[name].prepare(inputs), q, k, scale), {}, None
     module = import_package(Path(name))
     plan, predicted = module.SPEC["plan"], module.SPEC["predicted"]
     planned = module.SPEC["problem"]["batch_size"] == point.batch
@@ -417,9 +431,8 @@ def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, A
         "budget_bytes": plan["budget_bytes"],
         "predicted_peak_bytes": predicted["peak_bytes"],
         "predicted_ms": 1e3 * predicted["time_s"] if planned else None,
-        "floor_ms": _floor_ms(plan, q.detach(), k.detach()),
     }
-    return training_step(module, q, k, scale), facts
+    return training_step(module, q, k, scale), facts, plan
 
 
 def _first_runs(
@@ -469,7 +482,7 @@ def _finite(value: Any) -> float | None:
 
 def _in_turns(
     point: Point,
-    ready: Mapping[str, tuple[Step, dict[str, Any]]],
+    steps: Mapping[str, Step],
     inputs: Inputs,
     timer: Timer,
     announce: Callable[[str | None], None],
@@ -482,15 +495,15 @@ def _in_turns(
     """
     import torch
 
-    found: dict[str, tuple[list[float], str | None]] = {name: ([], None) for name in ready}
-    racing = list(ready)
+    found: dict[str, tuple[list[float], str | None]] = {name: ([], None) for name in steps}
+    racing = list(steps)
     for round_ in range(point.rounds):
         start = round_ % max(1, len(racing))
         for name in (*racing[start:], *racing[:start]):
-            times, step = found[name][0], ready[name][0]
-            if round_ >= LEAST_ROUNDS and sum(times) > 1e3 * point.seconds / len(ready):
+            times, step = found[name][0], steps[name]
+            if round_ >= LEAST_ROUNDS and sum(times) > 1e3 * point.seconds / len(steps):
                 continue
-            announce(name)
+            announce(name.removesuffix(" products"))
             error = None
             try:
                 if crowded:
@@ -531,29 +544,39 @@ def _release(inputs: Inputs) -> None:
         torch.cuda.empty_cache()
 
 
-def _floor_ms(plan: dict[str, Any], q: Any, k: Any) -> float:
-    """Time of the library's products for this plan, panel by panel: z twice (less what the stash keeps), dq and dk."""
+def _products(plan: dict[str, Any], q: Any, k: Any) -> Step:
+    """The library's products that a plan needs, panel by panel: z twice (once where a stash keeps it), dq and dk.
+
+    fp32 features that the plan splits are as deep, and as often multiplied, as their halves are.
+    """
     import torch
 
-    rows, keys = min(plan["panel_rows"], len(q)), min(plan["panel_keys"], len(k))
+    m, n = len(q), len(k)
+    rows, keys = min(plan["panel_rows"], m), min(plan["panel_keys"], n)
     if plan["strategy"] == "fused":
-        rows = keys = min(16384, len(q), len(k))
-    panels = (len(q) / rows) * (len(k) / keys)
-    a, b, device = q[:rows], k[:keys], q.device.type
-    g = torch.empty(rows, keys, dtype=q.dtype, device=device).normal_()
-    wide: dict[str, Any] = {"out_dtype": torch.float32}
-    if (
-        q.dtype in (torch.float32, torch.float64) or device == "cpu"
-    ):  # its products return what they are given
-        wide = {}
+        rows = keys = min(16384, m, n)
+    gpu, kept = q.is_cuda, min(plan["stash_rows"], m)
+    terms = SPLIT_TERMS if plan["split"] else 1
+    if plan["split"]:
+        q, k = (x.bfloat16().repeat(1, SPLIT_TERMS) for x in (q, k))
+    # The library returns fp32 sums of half-precision features on a GPU; elsewhere what it is given.
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if gpu and q.element_size() == 2 else {}
     sums = wide.get("out_dtype", q.dtype)
-    dq, dk = (torch.zeros(n, q.shape[1], dtype=sums, device=device) for n in (rows, keys))
-    similarity = statistics.median(times_ms(lambda: torch.mm(a, b.T, out=g), 5, device))
-    g.normal_()
-    products = statistics.median(times_ms(lambda: torch.addmm(dq, g, b, out=dq, **wide), 5, device))
-    products += statistics.median(times_ms(lambda: torch.addmm(dk, g.T, a, out=dk, **wide), 5, device))
-    recomputed = 1 - min(plan["stash_rows"], len(q)) / len(q)
-    return float(panels * ((1 + recomputed) * similarity + products))
+
+    def run() -> tuple[Any, ...]:
+        z = torch.empty(rows * keys, dtype=q.dtype, device=q.device)
+        dq, dk = (torch.zeros(n, q.shape[1] // terms, dtype=sums, device=q.device) for n in (rows, keys))
+        for row0, key0 in itertools.product(range(0, m, rows), range(0, n, keys)):
+            a, b = q[row0 : row0 + rows], k[key0 : key0 + keys]
+            g = z[: len(a) * len(b)].view(len(a), len(b))
+            for _ in range(1 if row0 < kept else 2):
+                torch.mm(a, b.T, out=g)
+            for total, left, right in ((dq[: len(a)], g, b), (dk[: len(b)], g.T, a)):
+                for term in right.split(total.shape[1], 1):
+                    torch.addmm(total, left, term, out=total, **wide)
+        return (dq, dk)
+
+    return run
 
 
 def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any] | None:

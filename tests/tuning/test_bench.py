@@ -144,8 +144,8 @@ def test_everybody_runs_once_a_round_and_the_order_rotates(
     rows, turns = measured(package, "a", "b", rounds=4)
     first, rounds = turns[:4], turns[4:]
     assert first == [None, "infcl", "a", "b"]
-    everybody = ["infcl", "a", "b"]
-    assert rounds == [name for start in (0, 1, 2, 0) for name in everybody[start:] + everybody[:start]]
+    everybody = ["infcl", "a", "b", "infcl"]  # the last: the products of its plan
+    assert rounds == [name for start in (0, 1, 2, 3) for name in everybody[start:] + everybody[:start]]
     assert calls[:4] == ["a", "a", "b", "b"]  # to compile, then for the peak
     assert calls[4:8] == ["a", "a", "b", "b"]  # in the first round, once before the run that is timed
     assert calls[8:] == [name for name in rounds[3:] if name != "infcl"]
@@ -536,15 +536,41 @@ def test_the_grid_goes_on_where_it_stopped(
         grid("--batches", "96")
 
 
-def test_measuring_without_a_gpu_s_floor_agrees_with_its_shapes() -> None:
-    """The floor counts whole panels: twice as many keys are twice as many products."""
-    plan = {"strategy": "torch", "panel_rows": 64, "panel_keys": 64, "stash_rows": 0}
-    q, k = (torch.randn(rows, 32) for rows in (64, 64))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "times_ms", lambda run, repeats, device: [run() is None or 1.0])
-        assert bench._floor_ms(plan, q, k) == 4.0
-        assert bench._floor_ms(plan, q, torch.cat([k, k])) == 8.0
-        assert bench._floor_ms({**plan, "stash_rows": 64}, q, k) == 3.0
+@pytest.mark.parametrize(
+    ("changes", "keys", "similarities", "others"),
+    [
+        ({}, 64, 2, 2),
+        ({}, 128, 4, 4),
+        ({}, 100, 4, 4),
+        ({"stash_rows": 64}, 64, 1, 2),
+        ({"split": True}, 64, 2, 6),
+    ],
+)
+def test_the_floor_is_the_products_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], keys: int, similarities: int, others: int
+) -> None:
+    counts = {"mm": 0, "addmm": 0}
+    for name in counts:
+        real = getattr(torch, name)
+
+        def counted(*args: Any, _name: str = name, _real: Any = real, **kwargs: Any) -> Any:
+            counts[_name] += 1
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, counted)
+    plan = {
+        "strategy": "torch",
+        "panel_rows": 64,
+        "panel_keys": 64,
+        "stash_rows": 0,
+        "split": False,
+    } | changes
+    q, k = (torch.randn(rows, 32) for rows in (64, keys))
+    dq, dk = bench._products(plan, q, k)()
+    assert counts == {"mm": similarities, "addmm": others}
+    if keys == 64 and not plan["split"]:
+        assert torch.allclose(dq, q @ k.T @ k, rtol=1e-4, atol=1e-3)
+        assert torch.allclose(dk, (q @ k.T).T @ q, rtol=1e-4, atol=1e-3)
 
 
 def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

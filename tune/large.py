@@ -1,0 +1,86 @@
+"""Batches of millions on this GPU, each once: time, memory against the plan, and whether the result is finite.
+
+python tune/large.py [--batches 1M,4M] [--dim 768] [--memory-budget 40GiB] [-o tune/bench/h200-large.json]
+
+Each package first runs a small batch, so that its kernels are compiled, and then one step of the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infcl_gen
+from infcl_gen.emission import import_package, read_package
+from infcl_gen.problem import make_problem, parse_count
+from infcl_gen.tuning.bench import RESULTS, Timer, empty_row, features, point_of, training_step, write_results
+from infcl_gen.verification.memory import PeakMeter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("-o", "--output", type=Path, default=Path("tune/bench/h200-large.json"))
+    parser.add_argument("--batches", default="1M,4M")
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--memory-budget", default="40GiB")
+    given = parser.parse_args()
+    rows = []
+    for batch in map(parse_count, given.batches.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            problem = make_problem(
+                batch_size=batch, dim=given.dim, memory_budget=given.memory_budget, set={"strategy": "panel"}
+            )
+            rows.append(_once(infcl_gen.generate(problem, Path(folder) / "package"), batch))
+        shown = ("batch", "median_ms", "predicted_ms", "peak_bytes", "predicted_peak_bytes", "error")
+        print({name: rows[-1][name] for name in shown}, flush=True)
+        write_results(given.output, rows, "python tune/large.py")
+    sys.exit(5 if any(row["error"] for row in rows) else 0)
+
+
+def _once(folder: Path, batch: int) -> dict[str, Any]:
+    """The row of one step. An error names what of the result is not finite, or that the plan's memory was exceeded."""
+    package = read_package(folder)
+    point = point_of([package], batch)
+    row = empty_row(point, point.packages[0])
+    module = import_package(folder)
+    plan, predicted = module.SPEC["plan"], module.SPEC["predicted"]
+    scale = torch.tensor(point.scale, device="cuda", requires_grad=True)
+    panel = 2 * plan["panel_rows"]
+    small = [features(panel, point.dim, point.dtype, seed) for seed in (0, 1)]
+    training_step(module, *small, scale)()
+    del small
+    q, k = (features(batch, point.dim, point.dtype, seed) for seed in (0, 1))
+    torch.cuda.empty_cache()
+    step, timer = training_step(module, q, k, scale), Timer("cuda")
+    results: list[tuple[Any, ...]] = []
+    with PeakMeter("cuda") as meter:
+        time_ms = timer.ms(lambda: results.append(step()))
+    not_finite = [name for name, x in zip(RESULTS, results[0], strict=True) if not _finite(x)]
+    error = f"not finite: {', '.join(not_finite)}" if not_finite else None
+    if meter.peak_bytes > predicted["peak_bytes"]:
+        error = f"took {meter.peak_bytes} bytes"
+    return row | {
+        "strategy": plan["strategy"],
+        "budget_bytes": plan["budget_bytes"],
+        "predicted_peak_bytes": predicted["peak_bytes"],
+        "predicted_ms": 1e3 * predicted["time_s"],
+        "median_ms": time_ms,
+        "mean_ms": time_ms,
+        "std_ms": 0.0,
+        "repeats": 1,
+        "peak_bytes": meter.peak_bytes,
+        "error": error,
+    }
+
+
+def _finite(x: torch.Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in x.split(1 << 18)) if x.dim() else bool(x.isfinite())
+
+
+if __name__ == "__main__":
+    main()
