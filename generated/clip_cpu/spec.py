@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "133f54f328067fb51607368f34f357afd9b456fa2c7868da1d1b0a1bad17ce1d",
+    "digest": "d940e41f4620d8a6675ecadb1b1dbd88352d7b08d4976c3d3a69ff4323ecbd56",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

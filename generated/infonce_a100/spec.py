@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "2fbd35dd5cfdd73374f3eaa875682383aece4264e0f1a87f0e4017d0bf925715",
+    "digest": "30149cec07717922267ecc32c2290f3d96c924390259f65354c77ecbe1ac4f5f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -82,7 +82,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 954126336, "time_s": 0.066036546},
+    "predicted": {"peak_bytes": 954126336, "time_s": 0.065982346},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -131,15 +131,15 @@ SPEC: dict[str, Any] = {
         ],
         "predicted_peak_bytes": 954126336,
         "phases": [
-            {"name": "forward product", "time_s": 0.0161183, "bound": "product", "flops": 3298534883328, "bytes": 536870912},
+            {"name": "forward product", "time_s": 0.0168692, "bound": "product", "flops": 3298534883328, "bytes": 536870912},
             {"name": "statistics", "time_s": 0.000155194, "bound": "memory", "flops": 0, "bytes": 234881024},
-            {"name": "gradient", "time_s": 0.0181127, "bound": "product", "flops": 3298534883328, "bytes": 4697620480},
-            {"name": "dq product", "time_s": 0.0152657, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
-            {"name": "dk product", "time_s": 0.0152657, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
+            {"name": "gradient", "time_s": 0.0169858, "bound": "product", "flops": 3298534883328, "bytes": 4697620480},
+            {"name": "dq product", "time_s": 0.0153766, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
+            {"name": "dk product", "time_s": 0.0153766, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "finish", "time_s": 0.000418952, "bound": "memory", "flops": 0, "bytes": 805306368},
-            {"name": "host", "time_s": 0.0007, "bound": "launches", "flops": 0, "bytes": 0},
+            {"name": "host", "time_s": 0.0008, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.066036546,
+        "predicted_time_s": 0.065982346,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},

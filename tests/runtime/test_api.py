@@ -54,6 +54,15 @@ def test_gradients_of_scalars_have_their_dtype(packages: Packages, dtype: torch.
     assert bias.grad is not None and bias.grad.dtype == dtype
 
 
+def test_torch_func_differentiates_it(packages: Packages) -> None:
+    package = packages("clip")
+    q, k = features(grad=False)
+    theirs = torch.func.grad(lambda x: package.contrastive_loss(x, k, 3.0))(q)
+    q.requires_grad_()
+    package.contrastive_loss(q, k, 3.0).backward()
+    assert q.grad is not None and torch.equal(q.grad, theirs)
+
+
 @pytest.mark.parametrize("wanted", range(1, 16))
 def test_only_what_is_wanted_gets_a_gradient(packages: Packages, wanted: int) -> None:
     package = packages("clip")
