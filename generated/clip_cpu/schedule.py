@@ -16,6 +16,8 @@ Sums are taken in a fixed order, so results are bitwise repeatable for a fixed n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,13 +45,14 @@ def forward_block(
     keys: Statistics | None,
     positive: Tensor,
     stash: Tensor | None = None,
+    arrive: Callable[[], None] | None = None,
 ) -> None:
     """Adds the logits of q x k to the statistics of the rows and keys, and notes z of the positives.
 
     q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
     positives: the global index of the positive of row 0; row i has the i-th after it.
     queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
-    `stash` is for other strategies.
+    `stash` is for other strategies. arrive(): called before `keys` is touched, which may be on its way until then.
     """
     scratch = Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
     for i in range(0, len(q), FORWARD_ROWS):
@@ -62,6 +65,8 @@ def forward_block(
             positive[0, i + first : i + first + len(diagonal)] = diagonal
             x2 = logits_(z, scale, bias)
             add_(Statistics(queries.exponent[rows], queries.mantissa[rows]), x2, e, 1)
+            if arrive:
+                arrive()
             add_(Statistics(keys.exponent[columns], keys.mantissa[columns]), x2, e, 0)
 
 
@@ -100,10 +105,11 @@ def backward_block(
     fresh_dq: bool = False,
     fresh_dk: bool = False,
     stash: Tensor | None = None,
+    arrive: Callable[[], None] | None = None,
 ) -> None:
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both contiguous float32.
 
-    What is fresh was never written: the first sums replace what it holds.
+    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
 
     g here is M * dL/dx, recomputed panel by panel from complete statistics; `finish` does the rest.
     Other arguments as for `forward_block`.
@@ -124,6 +130,8 @@ def backward_block(
             # The positive's share, before any rounding: numerator and denominator come from the same z.
             positive_diagonal(g, positives + i - key_offset - j)[0].add_(formulas.POSITIVE_SHARE)
             dq[rows].addmm_(g, k_panel, beta=0 if fresh_dq and j == 0 else 1)
+            if arrive:
+                arrive()
             dk[columns].addmm_(g.T, q_panel, beta=0 if fresh_dk and i == 0 else 1)
 
 

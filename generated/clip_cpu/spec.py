@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d940e41f4620d8a6675ecadb1b1dbd88352d7b08d4976c3d3a69ff4323ecbd56",
+    "digest": "5c674a838d139820e8e11d3bde2fe62cdb0bd3388308d95b245c7a9e15e4a49b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e70f04645728109d20db43d416dca51032c62ef0a30eec4e2879991154813bc3",
+    "digest": "b465c23edea15bcb2c2576646486ca86c1318bb0c1350aa9edea3bb64fe700f4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "06d97b5799e24eacbf99d10e9511b5cc9114bd56e6ff46ad5cc45cf8a1e8c5b2",
+    "digest": "3f6166b9b98ebd27706e2a9be308358faabe778ab302e30435bb433611be0590",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d4e9e986016aa8521a777a7267f444aec180741d59f93c57dd7959c35068937b",
+    "digest": "9f06dbc918014b0e2eed72793e2133af5cc614efeb0e81db9247ccdcda5bd1d0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -35,11 +35,12 @@ def stash_shape(m, n):
     return None
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, stash=None):
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, stash=None, arrive=None):
     """Merges every logit of q (m, D) x k (n, D) into `queries`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: (m,) int64 global key indices.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
+    arrive(): called before `keys` is touched, which may be on its way until then.
     """
     m, n = q.shape[0], k.shape[0]
     rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
@@ -55,6 +56,8 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
         for key0 in range(0, n, FORWARD_KEYS):
             k_panel = k[key0 : key0 + FORWARD_KEYS]
             strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, reference, flags)
+            if arrive:
+                arrive()
             _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own)
             _positives(q_panel, k_panel, positives[rows], first_key + key0, strip, row_parts, positive[:, rows])
 
@@ -69,10 +72,10 @@ def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     return loss
 
 
-def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None):
+def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
-    What is fresh was never written: the first sums replace what it holds.
+    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
     """
     m, n = q.shape[0], k.shape[0]
     tiles = cdiv(min(m, PANEL_ROWS), kernels.GRADIENT_ROWS.value), cdiv(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value)
@@ -88,6 +91,8 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
                 q[rows], k[columns], scale, bias, positives[rows], first_key + key0, own, visiting,
                 positive[:, rows], scratch)
             _add_product(dq[rows], g, k[columns], fresh_dq and key0 == 0)
+            if arrive:
+                arrive()
             _add_product(dk[columns], g.T, q[rows], fresh_dk and row0 == 0)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "30149cec07717922267ecc32c2290f3d96c924390259f65354c77ecbe1ac4f5f",
+    "digest": "d4f0456baf4d2e468efc30da51822d076e0ef76cd6c5f97ff25f417fcd68c140",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

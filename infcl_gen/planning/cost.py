@@ -139,6 +139,8 @@ LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.8e-3, 1.75e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.83e-3
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
+# What a panel of a ring's hop does before it adds to what travels.
+BEFORE_SUMS = ("forward product", "gradient product", "gradient", "dq product", "fused dq")
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured
 
 
@@ -250,7 +252,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         total_dk = BufferTerm("dk_accumulator", backward, (n, D), "statistics", "dk of this rank, home again")
         why = "travels with its keys: one in use, one in flight"
         travels = dataclasses.replace(total_dk, why=why, pieces=2)
-        written = (total_dq, total_dk, dq, dk) if v.separate else (total_dq, total_dk)
+        written = (total_dq, travels, dq, dk) if v.separate else (total_dq, travels)
         terms += [total_dq, travels, *(dataclasses.replace(term, phase=finish) for term in written)]
         if v.strategy == "torch":
             terms.append(BufferTerm("finish_rows", finish, (2, rows, D), "statistics", "products for dscale"))
@@ -484,9 +486,8 @@ class CostModel:
             found = [dataclasses.replace(phase, time_s=_rounded(phase.time_s / faster)) for phase in found]
             found.append(PhaseTime("host", self._host_s(found, numbers[4::5]), "launches", 0, 0))
         if self.variant.ring:
-            forward = sum(phase.time_s for phase in found[:2])
-            backward = sum(phase.time_s for phase in found[2 : len(terms)])
-            found += [self._link("forward", forward), self._link("backward", backward)]
+            work = {"forward": found[:2], "backward": found[2 : len(terms)]}
+            found += [self._link(phase, parts, sizes) for phase, parts in work.items()]
         return tuple(found)
 
     def _host_s(self, phases: Sequence[PhaseTime], launches: Sequence[float]) -> float:
@@ -496,10 +497,12 @@ class CostModel:
             start_s, step_s = REPLAY_START_S, REPLAY_STEP_S
         return _rounded(max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in phases)))
 
-    def _link(self, phase: str, compute_s: float) -> PhaseTime:
+    def _link(self, phase: str, work: Sequence[PhaseTime], sizes: Sizes) -> PhaseTime:
         """Keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts.
 
-        What the work changes (statistics of the keys; in backward dk) follows each of the W hops and is waited for.
+        What the work changes (statistics of the keys; in backward dk) follows each hop, beside the next one's work up
+        to where that adds to it first: the forward product of a panel, in backward its gradient and dq. The last
+        transfer, home, is waited for.
         """
         link = self.profile.link_gbs if self.nodes == 1 else self.profile.node_link_gbs
         features = self.keys * self.dim * DTYPE_BYTES[self.dtype]
@@ -509,8 +512,17 @@ class CostModel:
             beside, after = features + statistics, self.keys * self.dim * self._accumulator_bytes
         latency_s = self.profile.launch_us.value * 1e-6
         beside_s, after_s = (size and size / (link.value * 1e9) + latency_s for size in (beside, after))
-        hops, hidden_s = self.world_size, compute_s / self.world_size
-        exposed = (hops - 1) * max(0.0, beside_s - hidden_s) + hops * after_s
+        hops = self.world_size
+        hop_s = math.fsum(part.time_s for part in work) / hops
+        rows, keys = sizes.forward_rows, sizes.forward_keys
+        if phase == "backward":
+            rows, keys = sizes.panel_rows, sizes.panel_keys
+        panels = (
+            1 if "fused dq" in {part.name for part in work} else -(-self.rows // rows) * -(-self.keys // keys)
+        )
+        first_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS) / hops / panels
+        late_s = max(0.0, after_s - first_s, beside_s + after_s - hop_s)
+        exposed = (hops - 1) * late_s + after_s
         total = (hops - 1) * beside + hops * after
         return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
 

@@ -144,7 +144,19 @@ def forward(
                     continue
                 block = None if rotation.accumulator is None else view(rotation.accumulator, 0, valid)
                 visiting, offset = rotation.parcels[0][:valid], layout.key_offset(owner)
-                schedule.forward_block(q, visiting, scale, bias, positives, offset, queries, block, positive)
+                schedule.forward_block(
+                    q,
+                    visiting,
+                    scale,
+                    bias,
+                    positives,
+                    offset,
+                    queries,
+                    block,
+                    positive,
+                    arrive=rotation.arrive,
+                )
+            rotation.arrive()
             if rotation.accumulator is not None:
                 key_statistics.copy_(rotation.accumulator[:, :keys])
         if package.labelled:
@@ -236,20 +248,24 @@ class _Backward:
         return dq, dk
 
     def over(self, ring: rings.Ring, layout: Layout, dots: Tensor) -> tuple[Tensor, Tensor]:
-        """The ring. Accumulators for all rows, then the results."""
+        """The ring. Accumulators for all rows, then the results: of the queries while the sums for dk come home."""
         q, k = self.q, self.k
-        dq_sum, dk_sum = self._travel(ring, layout)
+        dq_sum, rotation = self._travel(ring, layout)
         in_place = q.dtype == self.package.schedule.STATISTICS_DTYPE
         dq = dq_sum if in_place else q.new_empty(q.shape)
-        dk = dk_sum if in_place else k.new_empty(k.shape)
         if q.shape[0]:
             self._finish(dq_sum, q, dq, dots)
+        rotation.arrive()
+        assert rotation.accumulator is not None
+        dk_sum = rotation.accumulator[: k.shape[0]]
+        del rotation
+        dk = dk_sum if in_place else k.new_empty(k.shape)
         if k.shape[0]:
             self._finish(dk_sum, k, dk)
         return dq, dk
 
-    def _travel(self, ring: rings.Ring, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Unweighted sums for dq and dk. Those for dq stay; those for dk travel with the keys and come home."""
+    def _travel(self, ring: rings.Ring, layout: Layout) -> tuple[Tensor, rings.Rotation]:
+        """Unweighted sums for dq, and the trip after which its accumulator, on its way home, is that for dk."""
         schedule, q, k = self.package.schedule, self.q, self.k
         rows, keys, largest = q.shape[0], k.shape[0], max(layout.keys)
         dq_sum = q.new_zeros(q.shape, dtype=schedule.STATISTICS_DTYPE)
@@ -267,9 +283,10 @@ class _Backward:
             assert rotation.accumulator is not None
             statistics = view(rotation.parcels[1], 0, valid) if self.package.loss.HAS_KEYS else None
             visiting, total = rotation.parcels[0][:valid], rotation.accumulator[:valid]
-            self._block(0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total)
-        assert rotation.accumulator is not None
-        return dq_sum, rotation.accumulator[:keys]
+            self._block(
+                0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total, arrive=rotation.arrive
+            )
+        return dq_sum, rotation
 
     def _block(
         self,
@@ -280,14 +297,14 @@ class _Backward:
         keys: Any,
         dq_sum: Tensor,
         dk_sum: Tensor,
-        **fresh: bool,
+        **how: Any,  # what is fresh; when dk_sum has arrived
     ) -> None:
         positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
         statistics = self.saved.query_statistics
         stash = self.saved.stash[start:stop]
         self.package.schedule.backward_block(
             self.q[start:stop], k, self.scale, self.bias, positives, key_offset, view(statistics, start, stop), keys,
-            statistics[2:, start:stop], dq_sum, dk_sum, stash=stash if stash.numel() else None, **fresh,
+            statistics[2:, start:stop], dq_sum, dk_sum, stash=stash if stash.numel() else None, **how,
         )  # fmt: skip
 
     def _finish(self, total: Tensor, x: Tensor, out: Tensor, dots: Tensor | None = None) -> None:

@@ -159,9 +159,10 @@ class Rotation:
     accumulator  a tensor that the work at each hop adds to, or None.
 
     Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
-    and `.accumulator`. Afterwards `.accumulator` is this rank's own, with the contributions of all. On CUDA nothing
-    waits on the host: transfers run on the backend's stream, ordered against the current one at `post` and `wait`.
-    Raises RuntimeError naming phase, hop and peers when a transfer fails.
+    and, after `arrive()`, `.accumulator`: it leaves the previous rank when that has added to it, and travels beside
+    this hop's work until then. Afterwards, and after a last `arrive()`, it is this rank's own, with the contributions
+    of all. On CUDA nothing waits on the host: transfers run on the backend's stream, ordered against the current one
+    at `post` and `wait`. Raises RuntimeError naming phase, hop and peers when a transfer fails.
     """
 
     def __init__(
@@ -171,6 +172,10 @@ class Rotation:
         self.parcels, self.accumulator = list(parcels), accumulator
         self._spare_parcels = [torch.empty_like(parcel) for parcel in parcels]
         self._spare_accumulator = None if accumulator is None else torch.empty_like(accumulator)
+        self._arriving: tuple[int, list[dist.Work]] = (
+            0,
+            [],
+        )  # the accumulator: hop that it left in, its transfers
 
     def __iter__(self) -> Iterator[int]:
         size = self.ring.size
@@ -180,11 +185,20 @@ class Rotation:
                 for tag, (parcel, spare) in enumerate(zip(self.parcels, self._spare_parcels, strict=True)):
                     works += self._post(hop, parcel, spare, tag)
             yield (self.ring.rank - hop) % size
+            self.arrive()  # where there was no work
             if self.accumulator is not None and self._spare_accumulator is not None:
-                works += self._post(hop, self.accumulator, self._spare_accumulator, len(self.parcels))
+                transfers = self._post(hop, self.accumulator, self._spare_accumulator, len(self.parcels))
+                self._arriving = hop, transfers
                 self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
             self._wait(hop, works)
             self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
+        self.parcels, self._spare_parcels = [], []  # their memory is for the results
+
+    def arrive(self) -> None:
+        """Waits for the accumulator, once a hop; nothing may touch it before."""
+        hop, transfers = self._arriving
+        self._arriving = hop, []
+        self._wait(hop, transfers)
 
     def _post(self, hop: int, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
         try:
