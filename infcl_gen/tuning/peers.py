@@ -133,7 +133,7 @@ def _checkpointed(inputs: Inputs) -> LossFunction:
 
 def _open_clip(inputs: Inputs) -> LossFunction:
     """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast."""
-    criterion = _open_clip_loss().ClipLoss()
+    criterion = open_clip_loss().ClipLoss()
     return _under_autocast(inputs, lambda: criterion(inputs.q, inputs.k, inputs.scale))
 
 
@@ -141,7 +141,7 @@ def _open_clip_compiled(inputs: Inputs) -> LossFunction:
     """The same module by `torch.compile`, for exactly these shapes."""
     import torch
 
-    criterion = torch.compile(_open_clip_loss().ClipLoss(), dynamic=False)
+    criterion = torch.compile(open_clip_loss().ClipLoss(), dynamic=False)
     return _under_autocast(inputs, lambda: criterion(inputs.q, inputs.k, inputs.scale))
 
 
@@ -235,7 +235,7 @@ def _under_autocast(inputs: Inputs, loss: LossFunction) -> LossFunction:
     return under_autocast
 
 
-def _open_clip_loss() -> ModuleType:
+def open_clip_loss() -> ModuleType:
     """The installed package's `loss.py`; importing `open_clip` itself wants torchvision and timm, which it does not."""
     folder = importlib.util.find_spec("open_clip")
     assert folder is not None and folder.submodule_search_locations

@@ -28,6 +28,7 @@ from typing import Any
 from infcl_gen.emission.package import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.tuning.bench import Timer, features
+from infcl_gen.tuning.peers import open_clip_loss
 from infcl_gen.tuning.process import one_line
 from infcl_gen.verification.memory import PeakMeter
 
@@ -158,7 +159,8 @@ def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
         if row["error"] is None:
             steps[name] = step
     rows["infcl"]["predicted_ms"] = 1e3 * predicted["time_s"]
-    timer, times = Timer("cuda"), {name: [] for name in steps}  # type: dict[str, list[float]]
+    timer = Timer("cuda")
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(job.rounds):
         start = round_ % len(steps)
         for name in (*list(steps)[start:], *list(steps)[:start]):
@@ -278,9 +280,8 @@ def _inf_cl(q: Any, k: Any, scale: Any, rank: int, ranks: int) -> Callable[[], A
 def _open_clip(q: Any, k: Any, scale: Any, rank: int, ranks: int) -> Callable[[], Any]:
     """`open_clip.ClipLoss(local_loss=True, gather_with_grad=True)` under autocast."""
     import torch
-    from open_clip.loss import ClipLoss
 
-    criterion = ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=ranks)
+    criterion = open_clip_loss().ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=ranks)
 
     def loss() -> Any:
         with torch.autocast("cuda", q.dtype):

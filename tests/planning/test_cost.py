@@ -91,7 +91,7 @@ def test_predictions_are_near_the_measurements(row: dict[str, Any]) -> None:
 
 
 def test_communication_by_hand() -> None:
-    """clip, bf16, D = 768, 65 536 keys over 4 ranks: of what travels beside the work only the way home is waited for."""
+    """clip, bf16, D = 768, 65 536 keys over 4 ranks: of what travels only the way home is waited for."""
     for nodes, rate in ((1, 345e9), (2, 50e9)):  # link_gbs and node_link_gbs of the H200
         plan = plan_flags(batch_size=65536, devices=4, nodes=nodes)
         phases = {phase.name: phase for phase in plan.phases}
