@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import importlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.emission.package import import_package, read_package
+from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.tuning.bench import Timer, features
 from infcl_gen.tuning.peers import open_clip_loss
@@ -71,8 +72,9 @@ def measure_ring(
         planned = read_package(folder).spec["plan"]["world_size"]
         if planned != ranks:
             raise InputError(f"--ranks: {folder} was planned for {planned} device(s), not {ranks}")
-    if torch.cuda.device_count() < ranks:
-        raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {torch.cuda.device_count()} are here")
+    gpus = torch.cuda.device_count()
+    if gpus < ranks and any(_device(read_package(folder).spec) == "cuda" for folder in packages):
+        raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {gpus} are here")
     with tempfile.TemporaryDirectory(prefix="infcl-gen-ring-") as scratch:
         job = Job(
             tuple(str(Path(folder).resolve()) for folder in packages), ranks, tuple(peers), scale, rounds,
@@ -118,16 +120,23 @@ def main() -> None:
     import torch.distributed as dist
 
     job, rank = Job(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
-    torch.cuda.set_device(rank)
+    device = _device(read_package(Path(job.packages[0])).spec)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl", init_method=Path(job.store).as_uri(), rank=rank, world_size=job.ranks,
-        timeout=datetime.timedelta(seconds=120), device_id=torch.device("cuda", rank),
+        "nccl" if device == "cuda" else "gloo", init_method=Path(job.store).as_uri(), rank=rank, world_size=job.ranks,
+        timeout=datetime.timedelta(seconds=120), device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )  # fmt: skip
     rows = [row for package in job.packages for row in _point(job, Path(package), rank)]
     if rank == 0:
         Path(job.output).write_text(json.dumps(rows))
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # tearing a group down may wait for ranks that are gone
+
+
+def _device(spec: dict[str, Any]) -> str:
+    return "cpu" if spec["device"]["target"] == "cpu" else "cuda"
 
 
 def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
@@ -136,37 +145,39 @@ def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
     module = import_package(folder)
     problem, plan, predicted = (module.SPEC[name] for name in ("problem", "plan", "predicted"))
     batch, dim = problem["batch_size"], problem["dim"]
-    own = batch // job.ranks + (rank < batch % job.ranks)
-    q, k = (features(own, dim, problem["dtype"], 2 * rank + seed) for seed in range(2))
-    scale = torch.tensor(job.scale, device="cuda", requires_grad=True)
+    shards = [batch // job.ranks + (other < batch % job.ranks) for other in range(job.ranks)]
+    own = shards[rank]
+    device = _device(module.SPEC)
+    q, k = (features(own, dim, problem["dtype"], 2 * rank + seed, device) for seed in range(2))
+    wide = torch.float64 if problem["dtype"] == "fp64" else torch.float32
+    scale = torch.tensor(job.scale, dtype=wide, device=device, requires_grad=True)
     planned = {
         "strategy": plan["strategy"],
         "budget_bytes": plan["budget_bytes"],
         "predicted_peak_bytes": predicted["peak_bytes"],
     }
-    losses: dict[str, Callable[[], Any]] = {}
-    for name, how in HOW.items():
-        losses[name] = lambda how=how: _with(module, how, lambda: module.contrastive_loss(q, k, scale))
+    losses: dict[str, Callable[[], Any]] = dict.fromkeys(HOW, lambda: module.contrastive_loss(q, k, scale))
     for name in job.peers:
         losses[name] = globals()[f"_{name}"](q, k, scale, rank, job.ranks)
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], None]] = {}
     for name, loss in losses.items():
-        step = _step(module, HOW.get(name), loss, (q, k, scale))
+        step = _step(module, HOW.get(name), shards, loss, (q, k, scale))
         row = _empty(job, problem, name) | (planned if name in HOW else {})
         row["error"], row["peak_bytes"] = _first(step, (q, k, scale))
         rows[name] = row
         if row["error"] is None:
             steps[name] = step
     rows["infcl"]["predicted_ms"] = 1e3 * predicted["time_s"]
-    timer = Timer("cuda")
+    timer = Timer(device)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(job.rounds):
         start = round_ % len(steps)
         for name in (*list(steps)[start:], *list(steps)[:start]):
             torch.distributed.barrier()
-            torch.cuda.synchronize()
-            times[name].append(_slowest(timer.ms(steps[name])))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times[name].append(_slowest(timer.ms(steps[name]), device))
     for name, found in times.items():
         rows[name] |= {
             "median_ms": statistics.median(found),
@@ -195,12 +206,14 @@ def _empty(job: Job, problem: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def _step(module: Any, how: str | None, loss: Callable[[], Any], leaves: Sequence[Any]) -> Callable[[], None]:
+def _step(
+    module: Any, how: str | None, shards: list[int], loss: Callable[[], Any], leaves: Sequence[Any]
+) -> Callable[[], None]:
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        value = loss()
-        _with(module, how, value.backward)
+        with _transport(module, how, shards):
+            loss().backward()
 
     return step
 
@@ -214,7 +227,7 @@ def _first(step: Callable[[], None], leaves: Sequence[Any]) -> tuple[str | None,
         step()
         for leaf in leaves:
             leaf.grad = None
-        with PeakMeter("cuda") as meter:
+        with PeakMeter(leaves[0].device) as meter:
             step()
         peak = meter.peak_bytes
         if not all(leaf.grad is None or bool(leaf.grad.isfinite().all()) for leaf in leaves):
@@ -229,22 +242,17 @@ def _first(step: Callable[[], None], leaves: Sequence[Any]) -> tuple[str | None,
     return (errors[0], None) if errors else (None, max(size for _, size in found))
 
 
-def _slowest(time_ms: float) -> float:
+def _slowest(time_ms: float, device: str) -> float:
     import torch
 
-    value = torch.tensor(time_ms, device="cuda")
+    value = torch.tensor(time_ms, device=device)
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
     return float(value)
 
 
-def _with(module: Any, how: str | None, work: Callable[[], Any]) -> Any:
-    with _transport(module, how):
-        return work()
-
-
 @contextlib.contextmanager
-def _transport(module: Any, how: str | None) -> Iterator[None]:
-    """The package's ring with another way to carry messages, while this lasts."""
+def _transport(module: Any, how: str | None, shards: list[int]) -> Iterator[None]:
+    """The package's ring with another way to carry messages between these shards, while this lasts."""
     ring = importlib.import_module(f"{module.__name__}._runtime.ring")
     if how is None:
         yield
@@ -260,7 +268,7 @@ def _transport(module: Any, how: str | None) -> Iterator[None]:
         ring.Ring.post = at_once
     else:
         ring.Ring.post = lambda self, *arguments: []
-        ring.Ring.exchange = lambda self, header: [dict(header) for _ in range(self.size)]
+        ring.Ring.exchange = lambda self, header: [{**header, "rows": rows, "keys": rows} for rows in shards]
     try:
         yield
     finally:

@@ -1,0 +1,40 @@
+"""Measuring a ring, on gloo processes of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import infcl_gen
+from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.tuning.ring_bench import HOW, measure_ring
+
+
+def package(folder: Path, devices: int = 2, **flags: str) -> Path:
+    flags = {"dtype": "fp32", "target": "cpu"} | flags
+    return infcl_gen.generate(output=folder, batch_size=129, dim=16, devices=devices, **flags)
+
+
+def test_a_package_is_measured_with_and_without_its_communication(tmp_path: Path) -> None:
+    folders = [package(tmp_path / dtype, dtype=dtype) for dtype in ("fp32", "bf16")]
+    rows = measure_ring(folders, 2, rounds=3, timeout_s=100)
+    assert [(row["dtype"], row["impl"], row["package"]) for row in rows] == [
+        (dtype, "infcl", how) for dtype in ("fp32", "bf16") for how in HOW.values()
+    ]
+    for row in rows:
+        assert row["error"] is None and row["ranks"] == 2 and row["batch"] == 129 and row["repeats"] == 3
+        assert row["median_ms"] > 0 and 0 < row["peak_bytes"] <= row["predicted_peak_bytes"]
+
+
+def test_what_cannot_be_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="planned for 2 device"):
+        measure_ring([package(tmp_path / "a")], 4)
+    with pytest.raises(InputError, match="memeff runs on one device"):
+        measure_ring([package(tmp_path / "b")], 2, peers=["memeff"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    gpu = package(tmp_path / "c", target="auto", device_profile="h200", dtype="bf16")
+    with pytest.raises(ToolchainError, match="2 GPUs are needed, and 1 are here"):
+        measure_ring([gpu], 2)
+    with pytest.raises(ToolchainError, match="no result of 2 ranks"):
+        measure_ring([package(tmp_path / "d")], 2, timeout_s=0.1)
