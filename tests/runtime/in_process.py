@@ -1,0 +1,314 @@
+"""Ranks as threads of one process: the shipped runtime on real tensors, over a transport that forgives nothing.
+
+The threads take turns. One runs until it has to wait; which of those that can go on is next, a generator with the
+given seed decides. So a run is a function of its seed, different seeds show different orders of events, and a deadlock
+is noticed when nobody can go on, not after a timeout. A message costs 15 us, which leaves room for thousands of rings.
+
+A transport may do anything to a buffer between `post` and `wait`, and this one does the worst that is allowed:
+
+    receive    NaN from the post on; the message arrives at the wait, if nobody has written to the buffer meanwhile
+    send       must hold at the wait what it held at the post
+    matching   the n-th send along an edge meets the n-th receive there, as with NCCL: same tag, same size, or it fails
+    waiting    both ends wait until the other end has posted: nothing is buffered
+    the end    a message that nobody takes, or that nobody waits for, is an error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import random
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from infcl_gen.runtime.ring import ALONE
+
+TIMEOUT_S = (
+    120.0  # of a run; 64 ranks need 3 s. Deadlocks are noticed at once: this is for a computation that hangs
+)
+YIELD_AT_POST = 0.25  # how often a rank gives way after a post: some messages are early, some late
+POISON = b"\xff"  # NaN in every floating-point dtype, -1 in every integer one
+
+Result = TypeVar("Result")
+
+
+class TransportError(RuntimeError):
+    """The runtime has misused the transport, or waits for what never comes."""
+
+
+class Stopped(RuntimeError):
+    """Another rank has failed; this one ends."""
+
+
+class World:
+    """`size` ranks, and the process groups that some of them form.
+
+    groups: name -> members, in group-rank order; "" is the group of all. `seed` decides who runs when.
+    """
+
+    def __init__(
+        self, package: ModuleType, size: int, groups: Mapping[str, Sequence[int]] | None = None, seed: int = 0
+    ) -> None:
+        self.size, self.package = size, package
+        self.failure: BaseException | None = None
+        self._rings: dict[tuple[str, int], Ring] = {}
+        self.groups = [Group(self, name, m) for name, m in {"": range(size), **(groups or {})}.items()]
+        for group in self.groups:
+            for rank, member in enumerate(group.members):
+                self._rings[group.name, member] = Ring(group, rank)
+        self._chance = random.Random(seed)
+        self._ready = list(range(size))
+        self._waiting: dict[int, str] = {}  # rank -> for what
+        self._turns = [threading.Lock() for _ in range(size + 1)]  # the last one: everybody has ended
+        for turn in self._turns:
+            turn.acquire()
+
+    def run(self, job: Callable[[int], Result]) -> list[Result]:
+        """`job(rank)` on every rank, with the package's runtime on this transport; results by rank.
+
+        Raises what the first rank that failed has raised, after all ranks have ended; TransportError for misuse.
+        """
+        results: dict[int, Result] = {}
+        threads = [
+            threading.Thread(target=self._live, args=(rank, job, results), name=f"rank {rank}", daemon=True)
+            for rank in range(self.size)
+        ]
+        with _attached(self.package), _uninitialised_memory_is_nan():
+            for thread in threads:
+                thread.start()
+            self._next()
+            self._take_turn(self.size)
+            for thread in threads:
+                thread.join(TIMEOUT_S)
+        if self.failure is None:
+            for group in self.groups:
+                group.check_end()
+        if self.failure is not None:
+            raise self.failure
+        return [results[rank] for rank in range(self.size)]
+
+    def ring(self, rank: int, group_name: str) -> Ring | None:
+        """What `find_ring` answers on this rank."""
+        ring = self._rings.get((group_name, rank))
+        if ring is None:
+            raise RuntimeError(f"rank {rank} is not a member of the process group {group_name!r}")
+        return None if ring.size == 1 else ring
+
+    # Below: called by the thread whose turn it is, so nothing here needs a lock.
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Ends all ranks with `error`, unless they are ending already; returns it."""
+        if self.failure is None:
+            self.failure = error
+            self._ready += self._waiting
+            self._waiting.clear()
+        return error
+
+    def wait_for(self, rank: int, what: str) -> None:
+        """Until somebody resumes this rank."""
+        self._go_on()
+        self._waiting[rank] = what
+        self._next()
+        self._take_turn(rank)
+        self._go_on()
+
+    def resume(self, rank: int) -> None:
+        if self._waiting.pop(rank, None) is not None:
+            self._ready.append(rank)
+
+    def maybe_yield(self, rank: int) -> None:
+        self._go_on()
+        if self._chance.random() < YIELD_AT_POST:
+            self._ready.append(rank)
+            self._next()
+            self._take_turn(rank)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self.failure is not None:
+            raise Stopped(f"another rank has failed: {self.failure}")
+
+    def _next(self) -> None:
+        """Gives the turn to a rank that can go on."""
+        if not self._ready and self._waiting:
+            waits = [f"rank {rank} waits for {what}" for rank, what in sorted(self._waiting.items())]
+            self.fail(TransportError("nobody can go on: " + "; ".join(waits)))
+        if not self._ready:
+            self._turns[self.size].release()
+            return
+        chosen = self._chance.randrange(len(self._ready))
+        self._ready[chosen], self._ready[-1] = self._ready[-1], self._ready[chosen]
+        self._turns[self._ready.pop()].release()
+
+    def _take_turn(self, rank: int) -> None:
+        if not self._turns[rank].acquire(timeout=TIMEOUT_S):
+            raise TimeoutError(f"no end after {TIMEOUT_S} s: some rank hangs in a computation")
+
+    def _live(self, rank: int, job: Callable[[int], Result], results: dict[int, Result]) -> None:
+        self._take_turn(rank)
+        _place.world, _place.rank = self, rank
+        try:
+            torch.set_num_threads(1)  # OpenMP's setting is one of each thread
+            self._go_on()
+            results[rank] = job(rank)
+        except BaseException as error:  # the main thread raises it
+            self.fail(error)
+        self._next()
+
+
+class Group:
+    """What the ranks of one process group share."""
+
+    def __init__(self, world: World, name: str, members: Sequence[int]) -> None:
+        self.world, self.name, self.members = world, name, tuple(members)
+        self.edges = [Edge() for _ in members]  # from rank p to rank p + 1
+        self.headers: dict[int, dict[str, Any]] = {}  # of the exchange in progress
+        self.posted: list[Counter[tuple[int, int]]] = [
+            Counter() for _ in members
+        ]  # (tag, bytes) sent by rank
+        module = importlib.import_module(f"{world.package.__name__}._runtime.ring")
+        self.as_received = lambda header: module._decode(module._encode(header))
+
+    def check_end(self) -> None:
+        """Fails the world if a message has not been taken or not been waited for."""
+        left = [half for edge in self.edges for half in edge.busy]
+        if left:
+            reasons = ("nobody has waited for it" if half.other else "it has no other end" for half in left)
+            texts = (f"{half.text}: {why}" for half, why in zip(left, reasons, strict=True))
+            self.world.fail(TransportError("left at the end: " + "; ".join(texts)))
+
+
+class Edge:
+    """Messages from one rank to the next. `unmatched` holds ends of one kind only, in the order of their posts."""
+
+    def __init__(self) -> None:
+        self.unmatched: deque[Half] = deque()
+        self.busy: set[Half] = set()  # posted, and not waited for
+
+
+class Half:
+    """One end of a message, which keeps its buffer busy until it is waited for: what the runtime knows as a Work."""
+
+    def __init__(self, ring: Ring, edge: Edge, sends: bool, buffer: Tensor, tag: int) -> None:
+        assert buffer.is_contiguous()
+        self.world, self.rank, self.edge = ring.group.world, ring.group.members[ring.rank], edge
+        self.sends, self.buffer, self.tag = sends, buffer, tag
+        verb = "sending" if sends else "receiving"
+        self.text = f"rank {self.rank} {verb} {buffer.nbytes} bytes with tag {tag}"
+        self.other: Half | None = None
+        if not sends:
+            ctypes.memmove(buffer.data_ptr(), POISON * buffer.nbytes, buffer.nbytes)
+        self.content = _content(buffer)  # what the buffer must hold at the wait
+        edge.busy.add(self)
+        if edge.unmatched and edge.unmatched[0].sends != sends:
+            self._match(edge.unmatched.popleft())
+        else:
+            edge.unmatched.append(self)
+
+    def _match(self, other: Half) -> None:
+        if (self.tag, self.buffer.nbytes) != (other.tag, other.buffer.nbytes):
+            raise self.world.fail(TransportError(f"{self.text} meets {other.text}"))
+        self.other, other.other = other, self
+        self.world.resume(other.rank)  # it may wait for another message: then it goes on waiting
+
+    def wait(self) -> bool:
+        if self not in self.edge.busy:
+            return True
+        while self.other is None:
+            self.world.wait_for(self.rank, f"the other end of: {self.text}")
+        if _content(self.buffer) != self.content:
+            raise self.world.fail(TransportError(f"{self.text}: the buffer was written to before the wait"))
+        if not self.sends:
+            ctypes.memmove(self.buffer.data_ptr(), self.other.content, self.buffer.nbytes)
+        self.edge.busy.remove(self)
+        return True
+
+
+class Ring:
+    """Stands in for `infcl_gen.runtime.ring.Ring`."""
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, len(group.members)
+        self.labels_checked: set[str] = set()
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"the in-process transport cannot carry {device.type} tensors")
+
+    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+        group, world = self.group, self.group.world
+        headers = group.headers
+        headers[self.rank] = group.as_received(header)
+        if len(headers) == self.size:
+            group.headers = {}  # the next exchange may begin before all have left this one
+            for member in group.members:
+                world.resume(member)
+        while len(headers) < self.size:
+            world.wait_for(group.members[self.rank], f"the headers of all ranks of group {group.name!r}")
+        return [dict(headers[rank]) for rank in range(self.size)]
+
+    def post(self, send: Tensor, receive: Tensor, tag: int) -> list[Half]:
+        edges = self.group.edges
+        self.group.posted[self.rank][tag, send.nbytes] += 1
+        works = [
+            Half(self, edges[self.rank], True, send, tag),
+            Half(self, edges[(self.rank - 1) % self.size], False, receive, tag),
+        ]
+        self.group.world.maybe_yield(self.group.members[self.rank])
+        return works
+
+
+def current_rank() -> int:
+    """The world rank of the calling thread."""
+    rank: int = _place.rank
+    return rank
+
+
+_place = threading.local()
+
+
+def _content(buffer: Tensor) -> bytes:
+    return ctypes.string_at(buffer.data_ptr(), buffer.nbytes)
+
+
+@contextlib.contextmanager
+def _attached(package: ModuleType) -> Iterator[None]:
+    """The package's `find_ring` answers threads of a World with their world's rings, and all others as ever."""
+    with contextlib.ExitStack() as patches:
+        for name in ("ring", "replay"):  # replay has imported the function by name
+            module = importlib.import_module(f"{package.__name__}._runtime.{name}")
+            patches.enter_context(mock.patch.object(module, "find_ring", _found_by_thread(module.find_ring)))
+        yield
+
+
+def _found_by_thread(find_ring: Callable[[str], Any]) -> Callable[[str], Any]:
+    def find(group_name: str) -> Any:
+        world: World | None = getattr(_place, "world", None)
+        if world is None or group_name == ALONE:
+            return find_ring(group_name)
+        return world.ring(_place.rank, group_name)
+
+    return find
+
+
+@contextlib.contextmanager
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    """torch fills it in deterministic mode: reading past the valid rows of a buffer then shows in the result."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with warnings.catch_warnings():
+            # Said once per package, by the first example whose ring is larger than planned.
+            warnings.filterwarnings("ignore", message=".*was planned for")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)

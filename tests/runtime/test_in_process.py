@@ -1,0 +1,453 @@
+"""The runtime over rings of up to 64 ranks: threads of one process, real tensors, drawn shards and orders of events."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from infcl_gen.planning.schedule import BACKWARD_PARTS, FORWARD_PARTS, ring_schedule, simulate
+from infcl_gen.runtime.ring import _HEADER, Rotation
+from tests.kernels.planted import plant
+from tests.kernels.tiers import examples
+
+from .in_process import Stopped, TransportError, World, current_rank
+from .test_planted_bugs import BUGS, Bug
+
+Packages = Callable[..., ModuleType]
+Results = list[list[Tensor]]  # of one group, by its ranks: loss, dq, dk, dscale, dbias
+LOSSES = ("clip", "infonce", "soft")
+# Most rings are small: that is where ranks are each other's only neighbour, or both neighbours are the same rank.
+SMALL_WORLDS = (1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 6, 7, 8, 8)
+ROWS = (0, 0, 1, 1, 2, 3, 5)
+MORE_THAN_A_PANEL = 66
+TOLERANCE = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What one group computes; the ranks' shards are consecutive rows of random features."""
+
+    members: tuple[int, ...]  # world ranks, in group-rank order
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+    labelled: bool = False
+    scale: float = 3.0
+    bias: float = 0.0
+    upstream: float = 1.0
+    grad_sync: str = "mean"
+    reduction: str = "mean"
+    transposed: bool = False
+    seed: int = 0
+
+    def tensors(self, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All queries and keys, and the labels if there are any."""
+        generator = torch.Generator().manual_seed(self.seed)
+        q, k = (
+            torch.randn(sum(n), dim, generator=generator, dtype=torch.float64) for n in (self.rows, self.keys)
+        )
+        if self.transposed:
+            q, k = q.T.contiguous().T, k.T.contiguous().T
+        labels = torch.randint(sum(self.keys), (sum(self.rows),), generator=generator)
+        return q, k, labels if self.labelled else None
+
+
+@st.composite
+def batches(draw: st.DrawFn, loss: str, members: Sequence[int]) -> Batch:
+    world = len(members)
+    rows = draw(st.lists(st.sampled_from(ROWS), min_size=world, max_size=world))
+    if not any(rows) or draw(st.integers(0, 15)) == 15:
+        rows[draw(st.integers(0, world - 1))] = draw(st.sampled_from((1, MORE_THAN_A_PANEL)))
+    labelled = loss == "infonce" and draw(st.booleans())
+    if loss != "infonce" and draw(st.booleans()):
+        keys = rows
+    else:  # sharded in another way than the queries
+        total = sum(rows)
+        if labelled:
+            total = draw(st.integers(1, total + 9))
+        elif loss == "infonce":
+            total += draw(st.integers(0, 9))
+        cuts = sorted(draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1)))
+        keys = [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
+    return Batch(
+        tuple(members),
+        tuple(rows),
+        tuple(keys),
+        labelled,
+        scale=draw(st.sampled_from((1.0, 0.07, 4.0, 14.3, -2.0, 0.0))),
+        bias=draw(st.sampled_from((0.0, -10.0))),
+        upstream=draw(st.sampled_from((1.0, -0.375))),
+        grad_sync=draw(st.sampled_from(("mean", "sum"))),
+        reduction=draw(st.sampled_from(("mean", "sum"))),
+        transposed=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Disjoint groups of the world's ranks, in any order, each with a batch of its own, at the same time."""
+
+    loss: str
+    dim: int
+    groups: tuple[Batch, ...]
+    turns: int  # the seed of the order of events
+
+
+@st.composite
+def runs(draw: st.DrawFn, largest: int = 64) -> Example:
+    large = largest > 8 and draw(st.integers(0, 11)) == 11
+    world = draw(st.integers(9, largest)) if large else draw(st.sampled_from(SMALL_WORLDS))
+    order = draw(st.permutations(range(world))) if draw(st.booleans()) else list(range(world))
+    cuts = sorted(draw(st.sets(st.integers(1, world - 1), max_size=2))) if world > 1 else []
+    loss, dim = draw(st.sampled_from(LOSSES)), draw(st.integers(1, 9))
+    members = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, world], strict=True)]
+    groups = tuple(draw(batches(loss, m)) for m in members)
+    return Example(loss, dim, groups, draw(st.integers(0, 2**31)))
+
+
+# ---------------------------------------------------------------------------------------------- runs and their truth
+
+
+Visits = dict[tuple[int, str], list[int]]  # (world rank, phase) -> the first key of each block, in order
+
+
+@contextmanager
+def spied(package: ModuleType) -> Iterator[Visits]:
+    """Notes the blocks that the device sweep is given."""
+    schedule = package.ContrastiveLoss._package.schedule
+    visits: Visits = {}
+
+    def noting(phase: str, block: Callable[..., None]) -> Callable[..., None]:
+        def noted(*arguments: Any, **options: Any) -> None:
+            visits.setdefault((current_rank(), phase), []).append(arguments[5])
+            block(*arguments, **options)
+
+        return noted
+
+    with (
+        mock.patch.object(schedule, "forward_block", noting("forward", schedule.forward_block)),
+        mock.patch.object(schedule, "backward_block", noting("backward", schedule.backward_block)),
+    ):
+        yield visits
+
+
+def run(package: ModuleType, groups: Sequence[Batch], turns: int = 0) -> tuple[list[Results], World, Visits]:
+    """The results of each group's ranks, in group-rank order."""
+    size = sum(len(batch.members) for batch in groups)
+    world = World(package, size, {str(i): batch.members for i, batch in enumerate(groups)}, turns)
+    dim = package.SPEC["problem"]["dim"]
+    tensors = [batch.tensors(dim) for batch in groups]
+    places = {
+        member: (i, rank) for i, batch in enumerate(groups) for rank, member in enumerate(batch.members)
+    }
+
+    def job(member: int) -> list[Tensor]:
+        group, rank = places[member]
+        batch, (q, k, labels) = groups[group], tensors[group]
+        own = slice(sum(batch.rows[:rank]), sum(batch.rows[: rank + 1]))
+        visiting = slice(sum(batch.keys[:rank]), sum(batch.keys[: rank + 1]))
+        leaves = [q[own].detach().requires_grad_(), k[visiting].detach().requires_grad_()]
+        leaves += [
+            torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (batch.scale, batch.bias)
+        ]
+        module = package.ContrastiveLoss(grad_sync=batch.grad_sync)
+        module.options = module.options._replace(group_name=str(group), reduction=batch.reduction)
+        loss = module(*leaves, labels=None if labels is None else labels[own])
+        (loss * batch.upstream).backward()
+        return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+    with spied(package) as visits:
+        results = world.run(job)
+    return [[results[member] for member in batch.members] for batch in groups], world, visits
+
+
+def joined(batch: Batch, results: Results) -> list[Tensor]:
+    """What the parameters of a model would get: averaged over the ranks, or summed."""
+    share = 1.0 / len(batch.members) if batch.grad_sync == "mean" else 1.0
+    loss, dq, dk, dscale, dbias = zip(*results, strict=True)
+    return [
+        sum(loss) * share, torch.cat(dq) * share, torch.cat(dk) * share, sum(dscale) * share, sum(dbias) * share,
+    ]  # fmt: skip
+
+
+def check_against_reference(package: ModuleType, batch: Batch, results: Results) -> None:
+    """Loss and gradients to 1e-12 of their size, or of that of the terms that cancel in them."""
+    q, k, labels = batch.tensors(package.SPEC["problem"]["dim"])
+    z = float((q @ k.T).abs().max())
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    leaves += [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (batch.scale, batch.bias)]
+    arguments = {} if labels is None else {"labels": labels}
+    weight = float(len(q)) if batch.reduction == "sum" else 1.0
+    loss = package.reference(*leaves, **arguments) * weight
+    truth = [
+        loss.detach(), *torch.autograd.grad(loss * batch.upstream, leaves, materialize_grads=True)
+    ]  # fmt: skip
+    unit = weight * abs(batch.upstream)
+    slope = abs(batch.scale) * unit / len(q)
+    terms = [
+        weight * (1.0 + abs(batch.scale) * z + abs(batch.bias)),
+        slope * float(k.detach().abs().max()),
+        slope * float(q.detach().abs().max()),
+        unit * z,
+        unit,
+    ]
+    for name, ours, exact, size in zip(
+        ("loss", "dq", "dk", "dscale", "dbias"), joined(batch, results), truth, terms, strict=True
+    ):
+        error = float((ours - exact).abs().max())
+        allowed = TOLERANCE * max(size, float(exact.abs().max()))
+        assert error <= allowed, f"{name} is off by {error:.3g}, allowed {allowed:.3g}"
+
+
+def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, visits: Visits) -> None:
+    """Blocks are met in the order, and messages sent in the numbers, of the simulated schedule."""
+    size, dim = len(batch.members), package.SPEC["problem"]["dim"]
+    has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
+    schedule = ring_schedule(size, has_keys)
+    simulated = simulate(schedule, list(zip(batch.rows, batch.keys, strict=True)), has_keys)
+    firsts = [sum(batch.keys[:owner]) for owner in range(size)]
+    for phase in ("forward", "backward"):
+        expected: dict[int, list[int]] = {rank: [] for rank in range(size)}
+        for rank, owner in simulated[phase].visits:
+            if batch.rows[rank] and batch.keys[owner]:
+                expected[rank].append(firsts[owner])
+        for rank, member in enumerate(batch.members):
+            assert visits.get((member, phase), []) == expected[rank], (phase, rank)
+    largest = max(batch.keys)
+    sizes = {"keys": 8 * largest * dim, "key statistics": 16 * largest, "key gradients": 8 * largest * dim}
+    messages: Counter[tuple[int, int]] = Counter()
+    for parts, carries in (
+        (FORWARD_PARTS, [hop.forward_carries for hop in schedule.hops]),
+        (BACKWARD_PARTS, [hop.backward_carries for hop in schedule.hops]),
+    ):
+        tags = [part for part in parts if has_keys or part != "key statistics"]
+        messages.update((tags.index(part), sizes[part]) for hop in carries for part in hop)
+    group = next(group for group in world.groups if group.name == str(index))
+    assert group.posted == [messages] * size
+
+
+def check(package: ModuleType, example: Example) -> list[Results]:
+    results, world, visits = run(package, example.groups, example.turns)
+    for index, (batch, of_group) in enumerate(zip(example.groups, results, strict=True)):
+        check_against_reference(package, batch, of_group)
+        if len(batch.members) > 1:
+            check_schedule(package, batch, index, world, visits)
+    return results
+
+
+def package_of(packages: Packages, example: Example) -> ModuleType:
+    return packages(example.loss, dim=example.dim, batch_size=1024)
+
+
+# ---------------------------------------------------------------------------------------------- properties
+
+
+@examples(ci=850, long=8500)
+@given(example=runs())
+def test_loss_and_gradients_are_those_of_one_process(packages: Packages, example: Example) -> None:
+    """Any world, uneven and empty ranks, disjoint sub-groups of permuted ranks: the dense reference, to 1e-12."""
+    check(package_of(packages, example), example)
+
+
+@examples(ci=100, long=1000)
+@given(example=runs(largest=16), turns=st.integers(0, 2**31))
+def test_results_do_not_depend_on_the_order_of_events(
+    packages: Packages, example: Example, turns: int
+) -> None:
+    """Bitwise."""
+    package = package_of(packages, example)
+    first = check(package, example)
+    again = run(package, example.groups, turns)[0]
+    for batch, one, other in zip(example.groups, first, again, strict=True):
+        for rank in range(len(batch.members)):
+            assert all(torch.equal(a, b) for a, b in zip(one[rank], other[rank], strict=True)), rank
+
+
+@examples(ci=50, long=500)
+@given(
+    world=st.integers(2, 64), parcels=st.integers(1, 3), accumulates=st.booleans(), turns=st.integers(0, 99)
+)
+def test_parcels_visit_everybody_and_accumulators_come_home(
+    packages: Packages, world: int, parcels: int, accumulates: bool, turns: int
+) -> None:
+    """Rotation alone: at each hop what the schedule says, contributions added in the order of the hops."""
+    schedule = ring_schedule(world, has_keys=True)
+    package = packages("clip")
+
+    def job(rank: int) -> None:
+        ring = place.ring(rank, "")
+        own = [torch.full((2, 3), 100.0 * part + rank) for part in range(parcels)]
+        log = torch.full((world,), -1.0) if accumulates else None  # who has been here, in order
+        rotation = Rotation(ring, "forward", own, log)
+        hops = 0
+        for hop, owner in zip(schedule.hops, rotation, strict=True):
+            assert owner == schedule.owner(rank, hop)
+            for part, parcel in enumerate(rotation.parcels):
+                assert torch.equal(parcel, torch.full((2, 3), 100.0 * part + owner))
+            if rotation.accumulator is not None:
+                rotation.accumulator[hop.index] = rank
+            hops += 1
+        assert hops == world
+        if log is not None:
+            assert rotation.accumulator.tolist() == [(rank + hop) % world for hop in range(world)]
+
+    place = World(package, world, seed=turns)
+    place.run(job)
+
+
+# ---------------------------------------------------------------------------------------------- what must be noticed
+
+
+def test_messages_arrive_at_the_wait(packages: Packages) -> None:
+    def job(rank: int) -> list[float]:
+        receive = torch.zeros(1)
+        works = world.ring(rank, "").post(torch.full((1,), float(rank)), receive, 0)
+        early = receive.item()
+        for _ in range(2):  # as with torch's own works, waiting again does nothing
+            for work in works:
+                work.wait()
+        return [early, receive.item()]
+
+    world = World(packages("clip"), 3)
+    assert repr(world.run(job)) == "[[nan, 2.0], [nan, 0.0], [nan, 1.0]]"
+
+
+def write(ring: Any, to_send: bool) -> None:
+    buffers = torch.zeros(2, 4)
+    works = ring.post(buffers[0], buffers[1], 0)
+    buffers[0 if to_send else 1, 3] = 1.0
+    for work in works:
+        work.wait()
+
+
+def post(ring: Any, tag: int = 0, size: int = 4, wait: bool = True) -> None:
+    works = ring.post(torch.zeros(size), torch.zeros(size), tag)
+    for work in works if wait else ():
+        work.wait()
+
+
+def stay_out_of_exchange(ring: Any) -> None:
+    if ring.rank:
+        ring.exchange({field: kind() for field, kind in _HEADER.items()})
+
+
+MISUSES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "writes to what is being sent": (lambda ring: write(ring, True), "sending 16 bytes.* written to before"),
+    "writes to what is being received": (lambda ring: write(ring, False), "receiving .* written to before"),
+    "disagrees on the tag": (lambda ring: post(ring, tag=ring.rank // 2), "with tag 1 meets .* with tag 0"),
+    "disagrees on the size": (lambda ring: post(ring, size=4 + ring.rank // 2), "20 bytes .* meets .* 16"),
+    "never waits": (lambda ring: post(ring, wait=False), "left at the end.*nobody has waited for it"),
+    "leaves a message": (
+        lambda ring: post(ring, wait=False) if ring.rank else None, "left at the end: .*it has no other end"
+    ),
+    "waits for ever": (
+        lambda ring: post(ring) if ring.rank else None, "nobody can go on: rank 1 waits for the other end of"
+    ),
+    "stays out of the exchange": (
+        stay_out_of_exchange, "nobody can go on: rank 1 waits for the headers of all ranks"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turns", range(5))
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_of_the_transport_is_noticed(packages: Packages, misuse: str, turns: int) -> None:
+    job, message = MISUSES[misuse]
+    world = World(packages("clip"), 3, seed=turns)
+    with pytest.raises(TransportError, match=message):
+        world.run(lambda rank: job(world.ring(rank, "")))
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_an_exception_ends_all_ranks(packages: Packages, turns: int) -> None:
+    ends: list[type] = []
+
+    def job(rank: int) -> None:
+        if rank == 3:
+            raise KeyError("rank 3")
+        try:
+            while True:
+                post(world.ring(rank, ""))
+        except Exception as error:
+            ends.append(type(error))
+            raise
+
+    world = World(packages("clip"), 5, seed=turns)
+    threads = threading.active_count()
+    with pytest.raises(KeyError, match="rank 3"):
+        world.run(job)
+    assert set(ends) <= {Stopped} and threading.active_count() == threads
+
+
+@pytest.mark.parametrize("turns", range(3))
+def test_ranks_that_disagree_all_fail(packages: Packages, turns: int) -> None:
+    """One rank's wrong sizes, on all ranks, and no message after the exchange."""
+    ends: list[str] = []
+    q = torch.zeros(2, 8, dtype=torch.float64)
+
+    def job(rank: int) -> None:
+        try:
+            package.contrastive_loss(q, q[: 1 + (rank != 2)])
+        except ValueError as error:
+            ends.append(str(error))
+
+    package = packages("clip")
+    world = World(package, 4, seed=turns)
+    world.run(job)
+    assert len(ends) == 4 and all("8 queries and 7 keys" in text for text in ends)
+    assert not any(world.groups[0].posted)
+
+
+ENGINE = "_runtime/engine.py"
+TRAVEL = "dq_sum, dk_sum = self._travel(ring, layout)"
+MORE_BUGS = {
+    "a shard's keys are numbered from its end": Bug(
+        ((ENGINE, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
+    ),
+    "every shard is taken to be as long as the own": Bug(
+        ((ENGINE, "valid = layout.keys[owner]", "valid = layout.keys[layout.rank]"),)
+    ),
+    "an empty rank does not take part in backward": Bug(
+        ((ENGINE, TRAVEL, TRAVEL + " if len(q) else (q.clone(), k.clone())"),)
+    ),
+}
+NOT_THIS_TRANSPORT = {
+    "the group is hard-wired",
+    "keys go the wrong way round",
+}  # edits of what it stands in for
+
+
+PLANTED = {name: bug for name, bug in (BUGS | MORE_BUGS).items() if name not in NOT_THIS_TRANSPORT}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs_are_noticed(
+    packages: Packages, folder_of: Callable[[ModuleType], Path], name: str
+) -> None:
+    bug = PLANTED[name]
+    keys = tuple(n + 3 for n in reversed(bug.rows)) if bug.loss == "infonce" else bug.rows
+    batch = Batch(tuple(range(len(bug.rows))), bug.rows, keys, labelled=bug.loss == "infonce")
+    example = Example(bug.loss, 8, (batch,), turns=1)
+    original = packages(bug.loss)
+    check(original, example)
+    wrong = folder_of(original).parent / f"in_process_{''.join(c for c in name if c.isalpha())}"
+    shutil.copytree(folder_of(original), wrong, ignore=shutil.ignore_patterns("__pycache__"))
+    plant(f"in process: {name}", bug.edits, wrong)
+    importlib.invalidate_caches()
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(importlib.import_module(wrong.name), example)
