@@ -1,7 +1,9 @@
-"""The memory plan against what a package really allocates on the CPU (the GPU suite does the same on a GPU)."""
+"""The memory plan against what a package really allocates on the CPU (the GPU suite does the same on a GPU), and
+against the world size, on which neither may depend."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,8 +11,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import infcl_gen
+from infcl_gen.planning import Plan
+from tests.runtime.in_process import Echo
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+WORLDS = (2, 3, 8, 64, 4096, 65536)
 
 
 def measured_peak_bytes(step: Any) -> int:
@@ -47,3 +54,72 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     scale = torch.tensor(3.0, requires_grad=True)
     measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
     assert measured <= predicted <= 1.1 * measured
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags"),
+    [
+        (4096, {"device_profile": "h200", "dim": 768, "memory_budget": "256MiB"}),
+        (1000, {"device_profile": "h200", "dim": 768}),
+        (512, {"device_profile": "h200", "dim": 64, "dtype": "fp32", "loss": "infonce", "memory_budget": "64MiB"}),
+        (3, {"target": "cpu", "dim": 8, "dtype": "fp64", "memory_budget": "8MiB"}),
+    ],
+    ids=["256MiB", "auto", "infonce", "cpu"],
+)  # fmt: skip
+def test_predicted_peak_is_that_of_two_ranks_in_every_world(rows: int, flags: dict[str, Any]) -> None:
+    """With as many rows on each rank: the same buffers, to the byte. (One rank alone has no visitors.)"""
+    two, *others = (infcl_gen.plan(batch_size=rows * world, devices=world, **flags) for world in WORLDS)
+    for plan in others:
+        assert plan.predicted_peak_bytes == two.predicted_peak_bytes
+        assert plan.buffers == two.buffers
+        assert plan.smallest_budget_bytes == two.smallest_budget_bytes
+        assert (plan.rows_per_rank, plan.panel_rows, plan.panel_keys) == (
+            rows,
+            two.panel_rows,
+            two.panel_keys,
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "rounding"),
+    [
+        ({"target": "cpu", "dim": 8, "dtype": "fp64"}, 0),
+        ({"target": "cpu", "dim": 8, "dtype": "bf16"}, 0),
+        (
+            {"device_profile": "h200", "dim": 768},
+            512,
+        ),  # the CUDA allocator's unit; all buffers are above 1 MiB
+    ],
+    ids=["cpu-fp64", "cpu-bf16", "h200"],
+)
+def test_predicted_peak_is_linear_in_the_own_rows(flags: dict[str, Any], rounding: int) -> None:
+    panel = (("panel_rows", "1024"), ("panel_keys", "1024"))  # as they are for any number of rows
+    strategy = () if "target" in flags else (("strategy", "panel"),)
+
+    def plan(panels: int) -> Plan:
+        return infcl_gen.plan(batch_size=8 * 1024 * panels, devices=8, settings=panel + strategy, **flags)
+
+    peaks = [plan(panels).predicted_peak_bytes for panels in range(1, 9)]
+    steps = [more - less for less, more in itertools.pairwise(peaks)]
+    assert min(steps) > 0 and max(steps) - min(steps) <= rounding, steps
+
+
+def test_a_rank_allocates_the_same_in_every_world() -> None:
+    """One rank of the real runtime, with 64 rows, in rings of up to 65 536; at most 128 others hold keys (of as many
+    rows), so that a hop costs 0.01 ms. On the host each rank knows the sizes of all: 16 bytes per rank."""
+    rows, dim = 64, 8
+    package = infcl_gen.load(
+        target="cpu", batch_size=rows * WORLDS[-1], devices=WORLDS[-1], dim=dim, dtype="fp64"
+    )
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(rows, dim, generator=generator, dtype=torch.float64) for _ in range(2))
+    peaks = []
+    for world in WORLDS:
+        every = max(1, world // 128)
+        ring = Echo([rows if rank % every == 0 else 0 for rank in range(world)])
+        with ring.attached(package):
+            package.loss_and_grads(q, k, 3.0)  # the constants of the first call stay
+            measured = measured_peak_bytes(lambda: package.loss_and_grads(q, k, 3.0))
+        peaks.append(measured - 16 * world)
+    assert len(set(peaks)) == 1, dict(zip(WORLDS, peaks, strict=True))
+    assert peaks[0] <= package.SPEC["predicted"]["peak_bytes"]
