@@ -318,8 +318,10 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
             for part, parcel in enumerate(rotation.parcels):
                 assert torch.equal(parcel, torch.full((2, 3), 100.0 * part + owner))
             if rotation.accumulator is not None:
+                rotation.arrive()
                 rotation.accumulator[hop.index] = rank
             hops += 1
+        rotation.arrive()
         assert hops == world
         if log is not None:
             assert rotation.accumulator.tolist() == [(rank + hop) % world for hop in range(world)]
@@ -353,8 +355,10 @@ def write(ring: Any, to_send: bool) -> None:
         work.wait()
 
 
-def post(ring: Any, tag: int = 0, size: int = 4, wait: bool = True) -> None:
-    works = ring.post(torch.zeros(size), torch.zeros(size), tag)
+def post(
+    ring: Any, tag: int = 0, size: int = 4, dtype: torch.dtype = torch.float32, wait: bool = True
+) -> None:
+    works = ring.post(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), tag)
     for work in works if wait else ():
         work.wait()
 
@@ -365,10 +369,13 @@ def stay_out_of_exchange(ring: Any) -> None:
 
 
 MISUSES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "writes to what is being sent": (lambda ring: write(ring, True), "sending 16 bytes.* written to before"),
+    "writes to what is being sent": (lambda ring: write(ring, True), "sending 4 x float32 .* written to before"),
     "writes to what is being received": (lambda ring: write(ring, False), "receiving .* written to before"),
     "disagrees on the tag": (lambda ring: post(ring, tag=ring.rank // 2), "with tag 1 meets .* with tag 0"),
-    "disagrees on the size": (lambda ring: post(ring, size=4 + ring.rank // 2), "20 bytes .* meets .* 16"),
+    "disagrees on the size": (lambda ring: post(ring, size=4 + ring.rank // 2), "5 x float32 .* meets .* 4 x float32"),
+    "disagrees on the dtype": (
+        lambda ring: post(ring, dtype=(torch.float32, torch.int32)[ring.rank // 2]), "int32 .* meets .* float32"
+    ),
     "never waits": (lambda ring: post(ring, wait=False), "left at the end.*nobody has waited for it"),
     "leaves a message": (
         lambda ring: post(ring, wait=False) if ring.rank else None, "left at the end: .*it has no other end"
@@ -432,7 +439,6 @@ def test_ranks_that_disagree_all_fail(packages: Packages, turns: int) -> None:
 
 
 ENGINE = "_runtime/engine.py"
-TRAVEL = "dq_sum, dk_sum = self._travel(ring, layout)"
 MORE_BUGS = {
     "a shard's keys are numbered from its end": Bug(
         ((ENGINE, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
@@ -441,9 +447,16 @@ MORE_BUGS = {
         ((ENGINE, "valid = layout.keys[owner]", "valid = layout.keys[layout.rank]"),)
     ),
     "an empty rank does not take part in backward": Bug(
-        ((ENGINE, TRAVEL, TRAVEL + " if len(q) else (q.clone(), k.clone())"),)
+        ((ENGINE, "        dq_sum, rotation = self._travel(",
+          "        if not len(q):\n            return q.clone(), k.clone()\n        dq_sum, rotation = self._travel("),)
     ),
-}
+    "sums are added to before they have arrived": Bug(
+        ((ENGINE, "arrive=rotation.arrive", "arrive=lambda: None"),)
+    ),
+    "the gradient of the keys is taken before it has come home": Bug(
+        ((ENGINE, "        rotation.arrive()\n        assert", "        assert"),)
+    ),
+}  # fmt: skip
 NOT_THIS_TRANSPORT = {
     "the group is hard-wired",
     "keys go the wrong way round",
