@@ -2,7 +2,7 @@
 
 The threads take turns. One runs until it has to wait; which of those that can go on is next, a generator with the
 given seed decides. So a run is a function of its seed, different seeds show different orders of events, and a deadlock
-is noticed when nobody can go on, not after a timeout. A message costs 15 us, which leaves room for thousands of rings.
+is noticed when nobody can go on, not after a timeout. A message costs 20 us, which leaves room for thousands of rings.
 
 A transport may do anything to a buffer between `post` and `wait`, and this one does the worst that is allowed:
 
