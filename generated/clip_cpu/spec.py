@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d940e41f4620d8a6675ecadb1b1dbd88352d7b08d4976c3d3a69ff4323ecbd56",
+    "digest": "767f054f2116baf47d871e57e14006360997a104fe8cacdfc4eebae9d7a5b84e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

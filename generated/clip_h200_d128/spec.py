@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e70f04645728109d20db43d416dca51032c62ef0a30eec4e2879991154813bc3",
+    "digest": "4df9d68c6ba7e687edf932ef6cb16dbfa1a77d9bc3c314d25531057ce8e569d8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

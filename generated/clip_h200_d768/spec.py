@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "06d97b5799e24eacbf99d10e9511b5cc9114bd56e6ff46ad5cc45cf8a1e8c5b2",
+    "digest": "28756ad2856a40a6affe2286a7527c61011056bcb6347c5ab3b39f442e5cbec3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

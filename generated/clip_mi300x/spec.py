@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d4e9e986016aa8521a777a7267f444aec180741d59f93c57dd7959c35068937b",
+    "digest": "ccd12b5ae7ea7e0c5277bcf32b93bfa09b12f13577987b9ef8283be693db2f21",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "30149cec07717922267ecc32c2290f3d96c924390259f65354c77ecbe1ac4f5f",
+    "digest": "9aaa0aec66d2ad6f87ae6cbd3e53ae7a507b52782132c455fd41c9250432c8c0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
