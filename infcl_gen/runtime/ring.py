@@ -21,18 +21,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 1  # raise it with every change of what ranks send to each other
+PROTOCOL = 2  # raise it with every change of what ranks send to each other
 
-# What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words.
-_TEXT_WORDS, _WORD_BYTES = 2, 7
+# What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words. The protocol
+# comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
+_TEXT_WORDS, _WORD_BYTES, _HEADER_WORDS = 2, 7, 32
+_CONTROL_TAG = 64  # parcels and accumulators count from 0
 _HEADER: dict[str, type] = {
-    "accepted": bool,  # False: this rank's own arguments were wrong, and it raises
     "protocol": int,
+    "accepted": bool,  # False: this rank's own arguments were wrong, and it raises
     "package digest": str,
     "torch version": str,
     "loss": str,
     "dtype": str,
     "embedding dimension": int,
+    "phase": str,
+    "trips finished": int,  # of this process in this group
+    "call number": int,  # trips finished before the forward
+    "ranks compared": bool,
     "labels given": bool,
     "gradients wanted": int,  # bits: q, k, scale, bias
     "grad_sync": str,
@@ -43,11 +49,14 @@ _HEADER: dict[str, type] = {
     "last label": int,
 }
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
-_PER_CALL = ("labels given", "gradients wanted", "grad_sync", "reduction")
+_ORDER = ("phase", "trips finished", "call number")
+_PER_CALL = ("ranks compared", "labels given", "gradients wanted", "grad_sync", "reduction")
 
 _rings: dict[str, Ring] = {}
-# Gloo groups beside NCCL groups, one for all packages of this process: a second one would meet the first one's keys.
+# Of all packages of this process together. Gloo groups beside NCCL groups: a second one would meet the keys of another.
+# Trips finished in each group: transfers that one package left behind would meet those of the next.
 _control_groups: Any = vars(dist).setdefault("_infcl_control_groups", weakref.WeakKeyDictionary())
+_trips: Any = vars(dist).setdefault("_infcl_trips", weakref.WeakKeyDictionary())
 
 
 def find_ring(group_name: str) -> Ring | None:
@@ -108,18 +117,49 @@ class Ring:
                 f"initialise it with the {need} backend"
             )
 
-    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's header, in group-rank order. One small all-gather between hosts; the device is not involved."""
-        words = torch.tensor(_encode(header), dtype=torch.int64)
-        gathered = [torch.empty_like(words) for _ in range(self.size)]
-        try:
-            self._control_group().allgather([gathered], [words]).wait()
+    @property
+    def trips(self) -> int:
+        """Trips that this process has finished in the group. Where it differs, ranks are not in the same call."""
+        return int(_trips.get(self.group, 0))
+
+    def finish_trip(self) -> None:
+        _trips[self.group] = self.trips + 1
+
+    def exchange(
+        self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Every rank's header, in group-rank order. A small message between every two hosts; the device is not
+        involved.
+
+        `phase` is what follows, `call` in backward the number of trips before its forward. Raises RuntimeError if
+        somebody's header does not come within the group's timeout, or is of another protocol.
+        """
+        trips = self.trips
+        order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
+        words = torch.tensor(_encode({**header, "protocol": PROTOCOL, **order}), dtype=torch.int64)
+        gathered = words.repeat(self.size, 1)
+        peers = [(self.rank - distance) % self.size for distance in range(1, self.size)]
+        step, works = "connecting", []
+        try:  # directly, not by an all-gather: whoever is silent can be named
+            control = self._control_group()
+            for peer in peers:
+                step = f"addressing rank {peer}"
+                works.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
+                works.append((peer, control.send([words], peer, _CONTROL_TAG)))
+            for peer, work in works:
+                step = f"waiting for rank {peer}"
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"the ranks could not compare their arguments: rank {self.rank} of {self.size} failed in the control "
-                f"exchange (a peer has died, hangs, or does not call the loss): {error}"
+                f"control exchange before the {phase} ring: rank {self.rank} of {self.size} failed {step} "
+                f"(it has died, hangs, or does not call the loss): {error}"
             ) from error
-        return [_decode(row.tolist()) for row in gathered]
+        rows = gathered.tolist()
+        protocols = [row[0] for row in rows]
+        if any(protocol != PROTOCOL for protocol in protocols):
+            each = ", ".join(f"rank {rank}: {protocol}" for rank, protocol in enumerate(protocols))
+            raise RuntimeError(f"ranks disagree: protocol differs ({each})")
+        return [_decode(row) for row in rows]
 
     def post(self, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
         """Starts sending to the next rank and receiving from the previous; both buffers are busy until waited for."""
@@ -144,7 +184,8 @@ class Ring:
             store = dist.PrefixStore(
                 f"infcl/{self.group.group_name}", dist.distributed_c10d._get_default_store()
             )
-            timeout = dist.distributed_c10d._get_default_timeout(dist.Backend("gloo"))
+            backend: Any = self.group._get_backend(torch.device(next(iter(self._backends))))
+            timeout = backend.options._timeout  # the group's own; gloo's default would be 30 minutes
             control = _control_groups[self.group] = dist.ProcessGroupGloo(
                 store, self.rank, self.size, timeout
             )
@@ -193,6 +234,7 @@ class Rotation:
             self._wait(hop, works)
             self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
         self.parcels, self._spare_parcels = [], []  # their memory is for the results
+        self.ring.finish_trip()
 
     def arrive(self) -> None:
         """Waits for the accumulator, once a hop; nothing may touch it before."""
@@ -221,15 +263,16 @@ class Rotation:
         )
 
 
-def disagreement(headers: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the ranks do not have in common, in words, or None."""
-    fields = (*_FINGERPRINT, *_PER_CALL)
-    different = [field for field in fields if any(header[field] != headers[0][field] for header in headers)]
-    if different:
-        return "; ".join(
-            f"{field} differs (" + ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) + ")"
-            for field in different
-        )
+def disagreement(headers: Sequence[Mapping[str, Any]], only_order: bool = False) -> str | None:
+    """What the ranks do not have in common, in words, or None: the first kind of difference, from which the others may
+    follow. `only_order`: no more than that all are in the same call and accept it."""
+    for fields in (_ORDER,) if only_order else (_FINGERPRINT, _ORDER, _PER_CALL):
+        different = [field for field in fields if any(h[field] != headers[0][field] for h in headers)]
+        if different:
+            return "; ".join(
+                f"{field} differs (" + ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) + ")"
+                for field in different
+            )
     rejecting = [rank for rank, header in enumerate(headers) if not header["accepted"]]
     if rejecting:
         return f"the arguments of rank {', '.join(map(str, rejecting))} are invalid (see the error there)"
@@ -254,7 +297,7 @@ def _encode(header: Mapping[str, Any]) -> list[int]:
             words += [int.from_bytes(text[start : start + _WORD_BYTES], "big") for start in starts]
         else:
             words.append(int(value))
-    return words
+    return words + [0] * (_HEADER_WORDS - len(words))
 
 
 def _decode(words: list[int]) -> dict[str, Any]:

@@ -322,6 +322,8 @@ def test_the_ring_follows_the_planned_schedule() -> None:
         def __init__(self, rank: int, size: int) -> None:
             self.rank, self.size = rank, size
 
+        def finish_trip(self) -> None: ...
+
     for size in range(2, 9):
         schedule = ring_schedule(size, has_keys=True)
         simulate(schedule, [(1, 1)] * size)

@@ -63,8 +63,9 @@ def build_api(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -
         group        a ProcessGroup, a 1-D DeviceMesh, or None: the default group if there is one, else this device.
         grad_sync    "mean": gradients are right after averaging over the ranks (DDP, FSDP); "sum": after summing.
         reduction    "mean", or "sum": M times as much.
-        check_ranks  "never": ranks are not compared. Else every call compares package, versions and arguments (they
-                     travel with the sizes); labels on a device are looked at on "first" use, or "always".
+        check_ranks  "never": ranks are not compared, except that all are in the same call. Else every call compares
+                     package, versions and arguments (they travel with the sizes); labels on a device are looked at on
+                     "first" use, or "always".
 
         Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree.
         """

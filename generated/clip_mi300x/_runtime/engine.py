@@ -71,7 +71,8 @@ class Saved(NamedTuple):
     query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
     key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none
     stash             what the sweep keeps of the tile matrix (`stash_shape`), of shape (0,) if nothing
-    layout            int64 (W, 2) on the host: rows and keys of each rank; for a group of one (0, 2), on the device
+    layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
+                      is compared; for a group of one (0, 3), on the device
     """
 
     query_statistics: Tensor
@@ -112,6 +113,7 @@ def forward(
     where ranks disagree.
     """
     ring = rings.find_ring(options.group_name)
+    call = 0 if ring is None else ring.trips
     layout = _agree(package, ring, q, k, labels, options, gradients)
     rows, keys = q.shape[0], k.shape[0]
     schedule = package.schedule
@@ -173,9 +175,10 @@ def forward(
             weight,
         )
     if ring is None:
-        sizes = q.new_empty((0, 2), dtype=torch.int64)
+        sizes = q.new_empty((0, 3), dtype=torch.int64)
     else:
-        sizes = torch.tensor(list(zip(layout.rows, layout.keys, strict=True)), dtype=torch.int64)
+        calls = [call] * ring.size
+        sizes = torch.tensor(list(zip(layout.rows, layout.keys, calls, strict=True)), dtype=torch.int64)
     return loss, Saved(query_statistics, key_statistics, stash, sizes)
 
 
@@ -191,7 +194,8 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq (m, D), dk (n, D) in the features' dtype, dscale, dbias 0-dim in the statistics dtype), times `upstream`, the
-    gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it."""
+    gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it, in one order where
+    there are several; else all raise RuntimeError."""
     ring = rings.find_ring(options.group_name)
     rows, keys = q.shape[0], k.shape[0]
     if ring is None:
@@ -199,6 +203,9 @@ def backward(
     else:
         sizes = saved.layout.tolist()
         layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
+        # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
+        header = _header(package, q, k, labels, options._replace(check_ranks="first"), 0, (0, -1))
+        _compare(ring.exchange(header, "backward", call=sizes[0][2]))
     schedule, statistics = package.schedule, package.schedule.STATISTICS_DTYPE
     weight = _weight(layout, options)
     with _device_state(package, q.device):
@@ -348,19 +355,25 @@ def _agree(
         raise
     label_range = _label_range(package, labels, ring.labels_checked, options)
     headers = ring.exchange(_header(package, q, k, labels, options, gradients, label_range))
-    if options.check_ranks != "never":
-        # The fingerprint is in every header: two packages that both were agreed on may meet in one call.
-        difference = rings.disagreement(headers)
-        if difference is not None:
-            raise RuntimeError(f"ranks disagree: {difference}")
-    elif not all(header["accepted"] for header in headers):
-        raise RuntimeError(f"ranks disagree: {rings.disagreement(headers)}")
+    _compare(headers)
     layout = Layout(
         ring.rank, tuple(header["rows"] for header in headers), tuple(header["keys"] for header in headers)
     )
     _check_sizes(package, layout, labels is not None)
     _check_labels([(header["first label"], header["last label"]) for header in headers], layout)
     return layout
+
+
+def _compare(headers: list[dict[str, Any]]) -> None:
+    """Raises RuntimeError where the ranks must not go on together; on all of them, since all have the same headers.
+
+    The fingerprint is in every header: two packages that both were agreed on may meet in one call.
+    """
+    difference = rings.disagreement(
+        headers, only_order=not any(header["ranks compared"] for header in headers)
+    )
+    if difference is not None:
+        raise RuntimeError(f"ranks disagree: {difference}")
 
 
 def _header(
@@ -377,7 +390,6 @@ def _header(
     keys = k if isinstance(k, Tensor) else torch.empty(0, 0)
     return {
         "accepted": accepted,
-        "protocol": rings.PROTOCOL,
         "package digest": package.digest[:14],
         "torch version": str(torch.__version__)[:14],
         "loss": package.loss_name[:14],
@@ -385,6 +397,7 @@ def _header(
             "torch."
         ),
         "embedding dimension": features.shape[-1] if features.dim() else 0,
+        "ranks compared": options.check_ranks != "never",
         "labels given": labels is not None,
         "gradients wanted": gradients,
         "grad_sync": str(options.grad_sync),

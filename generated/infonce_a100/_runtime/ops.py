@@ -231,7 +231,7 @@ def _define(package: Package, namespace: str) -> None:
             q.new_empty((2, k.shape[0] if package.loss.HAS_KEYS else 0), dtype=statistics),
             q.new_empty((0,) if stash is None else stash),
             torch.empty(
-                (0 if size == 1 else size, 2), dtype=torch.int64, device=q.device if size == 1 else "cpu"
+                (0 if size == 1 else size, 3), dtype=torch.int64, device=q.device if size == 1 else "cpu"
             ),
         )
 
