@@ -5,11 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-<<<<<<< HEAD
-    "digest": "5c674a838d139820e8e11d3bde2fe62cdb0bd3388308d95b245c7a9e15e4a49b",
-=======
-    "digest": "767f054f2116baf47d871e57e14006360997a104fe8cacdfc4eebae9d7a5b84e",
->>>>>>> ring-failures
+    "digest": "086e81cfa45a8e124d07f9ea5ebc01e0cba65729f6de871d2c229d59d34039f1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,11 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-<<<<<<< HEAD
-    "digest": "b465c23edea15bcb2c2576646486ca86c1318bb0c1350aa9edea3bb64fe700f4",
-=======
-    "digest": "4df9d68c6ba7e687edf932ef6cb16dbfa1a77d9bc3c314d25531057ce8e569d8",
->>>>>>> ring-failures
+    "digest": "d23e4ae3e23533e4f7457aafccbdd521d231cc9034c051b305202d4b667479fa",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,11 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-<<<<<<< HEAD
-    "digest": "3f6166b9b98ebd27706e2a9be308358faabe778ab302e30435bb433611be0590",
-=======
-    "digest": "28756ad2856a40a6affe2286a7527c61011056bcb6347c5ab3b39f442e5cbec3",
->>>>>>> ring-failures
+    "digest": "d7e011a54e15e86dad70fbf0cdfc82c463e47e60f5cc73bd779cce1360ea872a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

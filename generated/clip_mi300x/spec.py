@@ -5,11 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-<<<<<<< HEAD
-    "digest": "9f06dbc918014b0e2eed72793e2133af5cc614efeb0e81db9247ccdcda5bd1d0",
-=======
-    "digest": "ccd12b5ae7ea7e0c5277bcf32b93bfa09b12f13577987b9ef8283be693db2f21",
->>>>>>> ring-failures
+    "digest": "8bfb8b4b0bb16968cdf921bfd926a4594c8ffdb2b5b7436e5f16a8f347fbfc99",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,11 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-<<<<<<< HEAD
-    "digest": "d4f0456baf4d2e468efc30da51822d076e0ef76cd6c5f97ff25f417fcd68c140",
-=======
-    "digest": "9aaa0aec66d2ad6f87ae6cbd3e53ae7a507b52782132c455fd41c9250432c8c0",
->>>>>>> ring-failures
+    "digest": "5e3f36361d9558fa640d3c96c12a899fd3212450dbf132d7def8598c752948c5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

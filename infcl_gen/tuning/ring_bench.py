@@ -220,8 +220,8 @@ def _step(
 
 
 def _first(step: Callable[[], None], leaves: Sequence[Any], true: bool) -> tuple[str | None, int | None]:
-    """Two runs, which compile and measure the peak: why there is none on some rank, and the largest one. `true`: results
-    are the loss's, so they must be finite (of an uneven shard without communication a row is anything)."""
+    """Two runs, which compile and measure the peak: why there is none on some rank, and the largest one. `true`: the
+    results are the loss's, and must be finite (without communication a row of an uneven shard is anything)."""
     import torch
 
     error, peak = None, 0
@@ -274,7 +274,7 @@ def _transport(module: Any, how: str | None, shards: list[int]) -> Iterator[None
         ring.Ring.post = at_once
     else:
         ring.Ring.post = copied
-        ring.Ring.exchange = lambda self, header: [{**header, "rows": rows, "keys": rows} for rows in shards]
+        ring.Ring.exchange = lambda self, header, *_, **__: [{**header, "rows": rows, "keys": rows} for rows in shards]
     try:
         yield
     finally:

@@ -174,6 +174,7 @@ class Group:
             Counter() for _ in members
         ]  # (tag, bytes) sent by rank
         module = importlib.import_module(f"{world.package.__name__}._runtime.ring")
+        self.trips: Counter[int] = Counter()
         self.as_received = lambda header: module._decode(module._encode(header))
 
     def check_end(self) -> None:
@@ -243,10 +244,20 @@ class Ring:
         if device.type != "cpu":
             raise ValueError(f"the in-process transport cannot carry {device.type} tensors")
 
-    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    @property
+    def trips(self) -> int:
+        return self.group.trips[self.rank]
+
+    def finish_trip(self) -> None:
+        self.group.trips[self.rank] += 1
+
+    def exchange(
+        self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
+    ) -> list[dict[str, Any]]:
         group, world = self.group, self.group.world
-        headers = group.headers
-        headers[self.rank] = group.as_received(header)
+        headers, trips = group.headers, self.trips
+        order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
+        headers[self.rank] = group.as_received({**header, "protocol": 0, **order})
         if len(headers) == self.size:
             group.headers = {}  # the next exchange may begin before all have left this one
             for member in group.members:
@@ -276,8 +287,16 @@ class Echo(Ring):
         self.rank, self.size, self.shards = 0, len(shards), shards
         self.labels_checked = set()
 
-    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{**header, "rows": count, "keys": count} for count in self.shards]
+    trips = 0
+
+    def finish_trip(self) -> None:
+        pass
+
+    def exchange(
+        self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
+    ) -> list[dict[str, Any]]:
+        order = {"protocol": 0, "phase": phase, "trips finished": 0, "call number": 0}
+        return [{**header, **order, "rows": count, "keys": count} for count in self.shards]
 
     def post(self, send: Tensor, receive: Tensor, tag: int) -> list[Half]:
         ctypes.memmove(receive.data_ptr(), send.data_ptr(), send.nbytes)

@@ -233,17 +233,14 @@ class Rotation:
                 self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
             self._wait(hop, works)
             self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
-<<<<<<< HEAD
         self.parcels, self._spare_parcels = [], []  # their memory is for the results
+        self.ring.finish_trip()
 
     def arrive(self) -> None:
         """Waits for the accumulator, once a hop; nothing may touch it before."""
         hop, transfers = self._arriving
         self._arriving = hop, []
         self._wait(hop, transfers)
-=======
-        self.ring.finish_trip()
->>>>>>> ring-failures
 
     def _post(self, hop: int, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
         try:
