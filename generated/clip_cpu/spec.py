@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "086e81cfa45a8e124d07f9ea5ebc01e0cba65729f6de871d2c229d59d34039f1",
+    "digest": "6dd5800e9472d0b769518c0e4739915c755b46d2aa8b568c91c5501b362b752b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

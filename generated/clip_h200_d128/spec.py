@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "d23e4ae3e23533e4f7457aafccbdd521d231cc9034c051b305202d4b667479fa",
+    "digest": "5615491f3133ce594f7b223bc5ba1e431fca83ab5f0e09a983744e752869f2fe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

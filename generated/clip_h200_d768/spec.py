@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d7e011a54e15e86dad70fbf0cdfc82c463e47e60f5cc73bd779cce1360ea872a",
+    "digest": "397ac20d478a2ea46dbeff4bd1388b7b831113e6d70be95fdc99e6fdb7241211",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "8bfb8b4b0bb16968cdf921bfd926a4594c8ffdb2b5b7436e5f16a8f347fbfc99",
+    "digest": "e5fd257c7016bf36ef0bbfb339c1fb0755e181f610c3afea4b0be56277e0280a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

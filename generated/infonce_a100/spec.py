@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "5e3f36361d9558fa640d3c96c12a899fd3212450dbf132d7def8598c752948c5",
+    "digest": "0f8ed96a8a37731d9852d97576e74cc1f1c8c52077a801633774f6ff0b8f4ecf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

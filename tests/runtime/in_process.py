@@ -239,6 +239,7 @@ class Ring:
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, len(group.members)
         self.labels_checked: set[str] = set()
+        self.layouts: dict[Any, Any] = {}
 
     def check_device(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -251,9 +252,12 @@ class Ring:
     def finish_trip(self) -> None:
         self.group.trips[self.rank] += 1
 
-    def exchange(
+    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self.ask(header)()
+
+    def ask(
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> Callable[[], list[dict[str, Any]]]:
         group, world = self.group, self.group.world
         headers, trips = group.headers, self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
@@ -262,17 +266,23 @@ class Ring:
             group.headers = {}  # the next exchange may begin before all have left this one
             for member in group.members:
                 world.resume(member)
-        while len(headers) < self.size:
-            world.wait_for(group.members[self.rank], f"the headers of all ranks of group {group.name!r}")
-        return [headers[rank] for rank in range(self.size)]
 
-    def post(self, send: Tensor, receive: Tensor, tag: int) -> list[Half]:
+        def answers() -> list[dict[str, Any]]:
+            while len(headers) < self.size:
+                world.wait_for(group.members[self.rank], f"the headers of all ranks of group {group.name!r}")
+            return [headers[rank] for rank in range(self.size)]
+
+        return answers
+
+    def post(self, messages: Sequence[tuple[Tensor, Tensor, int]]) -> list[Half]:
         edges = self.group.edges
-        self.group.posted[self.rank][tag, send.nbytes] += 1
-        works = [
-            Half(self, edges[self.rank], True, send, tag),
-            Half(self, edges[(self.rank - 1) % self.size], False, receive, tag),
-        ]
+        works = []
+        for send, receive, tag in messages:
+            self.group.posted[self.rank][tag, send.nbytes] += 1
+            works += [
+                Half(self, edges[self.rank], True, send, tag),
+                Half(self, edges[(self.rank - 1) % self.size], False, receive, tag),
+            ]
         self.group.world.maybe_yield(self.group.members[self.rank])
         return works
 
@@ -286,20 +296,22 @@ class Echo(Ring):
     def __init__(self, shards: Sequence[int]) -> None:
         self.rank, self.size, self.shards = 0, len(shards), shards
         self.labels_checked = set()
+        self.layouts = {}
 
     trips = 0
 
     def finish_trip(self) -> None:
         pass
 
-    def exchange(
+    def ask(
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> Callable[[], list[dict[str, Any]]]:
         order = {"protocol": 0, "phase": phase, "trips finished": 0, "call number": 0}
-        return [{**header, **order, "rows": count, "keys": count} for count in self.shards]
+        return lambda: [{**header, **order, "rows": count, "keys": count} for count in self.shards]
 
-    def post(self, send: Tensor, receive: Tensor, tag: int) -> list[Half]:
-        ctypes.memmove(receive.data_ptr(), send.data_ptr(), send.nbytes)
+    def post(self, messages: Sequence[tuple[Tensor, Tensor, int]]) -> list[Half]:
+        for send, receive, _ in messages:
+            ctypes.memmove(receive.data_ptr(), send.data_ptr(), send.nbytes)
         return []
 
     @contextlib.contextmanager

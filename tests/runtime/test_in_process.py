@@ -336,7 +336,7 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
 def test_messages_arrive_at_the_wait(packages: Packages) -> None:
     def job(rank: int) -> list[float]:
         receive = torch.zeros(1)
-        works = world.ring(rank, "").post(torch.full((1,), float(rank)), receive, 0)
+        works = world.ring(rank, "").post([(torch.full((1,), float(rank)), receive, 0)])
         early = receive.item()
         for _ in range(2):  # as with torch's own works, waiting again does nothing
             for work in works:
@@ -349,7 +349,7 @@ def test_messages_arrive_at_the_wait(packages: Packages) -> None:
 
 def write(ring: Any, to_send: bool) -> None:
     buffers = torch.zeros(2, 4)
-    works = ring.post(buffers[0], buffers[1], 0)
+    works = ring.post([(buffers[0], buffers[1], 0)])
     buffers[0 if to_send else 1, 3] = 1.0
     for work in works:
         work.wait()
@@ -358,7 +358,7 @@ def write(ring: Any, to_send: bool) -> None:
 def post(
     ring: Any, tag: int = 0, size: int = 4, dtype: torch.dtype = torch.float32, wait: bool = True
 ) -> None:
-    works = ring.post(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), tag)
+    works = ring.post([(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), tag)])
     for work in works if wait else ():
         work.wait()
 

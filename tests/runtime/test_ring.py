@@ -307,7 +307,11 @@ def test_a_killed_peer_is_an_error_and_no_hang(
         for rank in (0, 2):
             kind, text = answers[rank]
             assert kind == "RuntimeError", answers
-            assert ("control exchange" if when == "exchange" else f"{when} ring, hop") in text, answers
+            # A rank that ends at a hop may be missed before that, in the exchange of the phase.
+            expected = ["control exchange before the forward ring"]
+            if when != "exchange":
+                expected = [f"control exchange before the {when} ring", f"{when} ring, hop"]
+            assert any(part in text for part in expected), answers
             assert f"rank {rank}" in text
     finally:
         pool.close()
@@ -323,6 +327,9 @@ def test_the_ring_follows_the_planned_schedule() -> None:
             self.rank, self.size = rank, size
 
         def finish_trip(self) -> None: ...
+
+        def post(self, messages: object) -> list[dist.Work]:
+            return []
 
     for size in range(2, 9):
         schedule = ring_schedule(size, has_keys=True)

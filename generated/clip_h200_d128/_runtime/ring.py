@@ -12,8 +12,9 @@ follows after it, and is home after W hops. Everything that touches torch.distri
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", 
 _ORDER = ("phase", "trips finished", "call number")
 _PER_CALL = ("ranks compared", "labels given", "gradients wanted", "grad_sync", "reduction")
 
+# A message takes 0.15 ms of an H200's host, in which a link carries 50 MB. Sums do not wait for keys larger than this.
+TOGETHER_BYTES = 64 << 20
+
+_streams: dict[int, torch.cuda.Stream] = {}
 _rings: dict[str, Ring] = {}
 # Of all packages of this process together. Gloo groups beside NCCL groups: a second one would meet the keys of another.
 # Trips finished in each group: transfers that one package left behind would meet those of the next.
@@ -105,6 +110,7 @@ class Ring:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.labels_checked: set[str] = set()
+        self.layouts: dict[tuple[str, int, int], Any] = {}  # of the last call by package and own sizes
         self._backends = _backends(group)
 
     def check_device(self, device: torch.device) -> None:
@@ -125,50 +131,68 @@ class Ring:
     def finish_trip(self) -> None:
         _trips[self.group] = self.trips + 1
 
-    def exchange(
+    def ask(
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
-    ) -> list[dict[str, Any]]:
-        """Every rank's header, in group-rank order. A small message between every two hosts; the device is not
-        involved.
+    ) -> Callable[[], list[dict[str, Any]]]:
+        """Sends this rank's header to all others, without waiting; the result waits for theirs: in group-rank order.
 
-        `phase` is what follows, `call` in backward the number of trips before its forward. Raises RuntimeError if
-        somebody's header does not come within the group's timeout, or is of another protocol.
+        A small message between every two hosts; the device is not involved. `phase` is what follows, `call` in backward
+        the number of trips before its forward. Raises RuntimeError, then or at the waiting, if somebody's header does
+        not come within the group's timeout, or is of another protocol.
         """
         trips = self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
         words = torch.tensor(_encode({**header, "protocol": PROTOCOL, **order}), dtype=torch.int64)
         gathered = words.repeat(self.size, 1)
         peers = [(self.rank - distance) % self.size for distance in range(1, self.size)]
-        step, works = "connecting", []
+        works: list[tuple[int, dist.Work]] = []
+
+        def failure(step: str, error: RuntimeError) -> RuntimeError:
+            return RuntimeError(
+                f"control exchange before the {phase} ring: rank {self.rank} of {self.size} failed {step} "
+                f"(it has died, hangs, or does not call the loss): {error}"
+            )
+
+        step = "connecting"
         try:  # directly, not by an all-gather: whoever is silent can be named
             control = self._control_group()
             for peer in peers:
                 step = f"addressing rank {peer}"
                 works.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
                 works.append((peer, control.send([words], peer, _CONTROL_TAG)))
-            for peer, work in works:
-                step = f"waiting for rank {peer}"
-                work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"control exchange before the {phase} ring: rank {self.rank} of {self.size} failed {step} "
-                f"(it has died, hangs, or does not call the loss): {error}"
-            ) from error
-        rows = gathered.tolist()
-        protocols = [row[0] for row in rows]
-        if any(protocol != PROTOCOL for protocol in protocols):
-            each = ", ".join(f"rank {rank}: {protocol}" for rank, protocol in enumerate(protocols))
-            raise RuntimeError(f"ranks disagree: protocol differs ({each})")
-        return [_decode(row) for row in rows]
+            raise failure(step, error) from error
 
-    def post(self, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
-        """Starts sending to the next rank and receiving from the previous; both buffers are busy until waited for."""
+        def answers() -> list[dict[str, Any]]:
+            for peer, work in works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise failure(f"waiting for rank {peer}", error) from error
+            rows = gathered.tolist()
+            protocols = [row[0] for row in rows]
+            if any(protocol != PROTOCOL for protocol in protocols):
+                each = ", ".join(f"rank {rank}: {protocol}" for rank, protocol in enumerate(protocols))
+                raise RuntimeError(f"ranks disagree: protocol differs ({each})")
+            return [_decode(row) for row in rows]
+
+        return answers
+
+    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """`ask`, and the answers."""
+        return self.ask(header)()
+
+    def post(self, messages: Sequence[tuple[Tensor, Tensor, int]]) -> list[dist.Work]:
+        """Starts sending to the next rank and receiving from the previous: (what to send, where to receive, tag) each.
+        All buffers are busy until waited for, once."""
         send_to, receive_from = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        transfers = [
-            dist.P2POp(dist.isend, send, group=self.group, group_peer=send_to, tag=tag),
-            dist.P2POp(dist.irecv, receive, group=self.group, group_peer=receive_from, tag=tag),
-        ]
-        works: list[dist.Work] = dist.batch_isend_irecv(transfers)
+        transfers = []
+        for send, receive, tag in messages:
+            transfers += [
+                dist.P2POp(dist.isend, send, group=self.group, group_peer=send_to, tag=tag),
+                dist.P2POp(dist.irecv, receive, group=self.group, group_peer=receive_from, tag=tag),
+            ]
+        works: list[dist.Work] = dist.batch_isend_irecv(transfers) if transfers else []
         return works
 
     def _control_group(self) -> Any:
@@ -198,6 +222,7 @@ class Rotation:
     parcels      tensors that travel unchanged (the keys; in backward also their finished statistics). Contiguous, of
                  the same shape on every rank: the largest shard's. They are overwritten.
     accumulator  a tensor that the work at each hop adds to, or None.
+    agree        called before anything is sent, when the work on this rank's own keys has been started.
 
     Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
     and, after `arrive()`, `.accumulator`: it leaves the previous rank when that has added to it, and travels beside
@@ -207,60 +232,108 @@ class Rotation:
     """
 
     def __init__(
-        self, ring: Ring, phase: str, parcels: Sequence[Tensor], accumulator: Tensor | None = None
+        self,
+        ring: Ring,
+        phase: str,
+        parcels: Sequence[Tensor],
+        accumulator: Tensor | None = None,
+        agree: Callable[[], None] | None = None,
     ) -> None:
         self.ring, self.phase = ring, phase
         self.parcels, self.accumulator = list(parcels), accumulator
+        self._agree = agree
         self._spare_parcels = [torch.empty_like(parcel) for parcel in parcels]
         self._spare_accumulator = None if accumulator is None else torch.empty_like(accumulator)
-        self._arriving: tuple[int, list[dist.Work]] = (
-            0,
-            [],
-        )  # the accumulator: hop that it left in, its transfers
+        self._accumulator_tag = len(self.parcels)
+        self._together = sum(parcel.nbytes for parcel in parcels) <= TOGETHER_BYTES
+        self._arriving: list[dist.Work] = []  # transfers that the accumulator waits for
 
     def __iter__(self) -> Iterator[int]:
         size = self.ring.size
+        works: list[dist.Work] = []
+        self._hop, begin = 0, _Moment(self.parcels)
         for hop in range(size):
-            works: list[dist.Work] = []
-            if hop < size - 1:  # the keys need not go home
-                for tag, (parcel, spare) in enumerate(zip(self.parcels, self._spare_parcels, strict=True)):
-                    works += self._post(hop, parcel, spare, tag)
+            if hop:
+                self._wait(works)
+                self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
+                self._hop = hop
+                works = self._send()
             yield (self.ring.rank - hop) % size
+            if not hop:
+                if self._agree is not None:
+                    self._agree()
+                with begin:  # not after the work
+                    works = self._send()
             self.arrive()  # where there was no work
-            if self.accumulator is not None and self._spare_accumulator is not None:
-                transfers = self._post(hop, self.accumulator, self._spare_accumulator, len(self.parcels))
-                self._arriving = hop, transfers
-                self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
-            self._wait(hop, works)
-            self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
         self.parcels, self._spare_parcels = [], []  # their memory is for the results
+        self._hop = size
+        self._send()
         self.ring.finish_trip()
 
     def arrive(self) -> None:
         """Waits for the accumulator, once a hop; nothing may touch it before."""
-        hop, transfers = self._arriving
-        self._arriving = hop, []
-        self._wait(hop, transfers)
+        works, self._arriving = self._arriving, []
+        self._wait(works)
 
-    def _post(self, hop: int, send: Tensor, receive: Tensor, tag: int) -> list[dist.Work]:
+    def _send(self) -> list[dist.Work]:
+        """What leaves at the start of a hop: the keys for the next one, and what the last one has added to.
+
+        Returns what the keys wait for, less what `arrive` does.
+        """
+        keys: list[tuple[Tensor, Tensor, int]] = []
+        sums: list[tuple[Tensor, Tensor, int]] = []
+        if self._hop < self.ring.size - 1:  # the keys need not go home
+            pairs = zip(self.parcels, self._spare_parcels, strict=True)
+            keys = [(parcel, spare, tag) for tag, (parcel, spare) in enumerate(pairs)]
+        if self._hop and self.accumulator is not None and self._spare_accumulator is not None:
+            sums = [(self.accumulator, self._spare_accumulator, self._accumulator_tag)]
+            self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
+        if not sums:
+            return self._post(keys)
+        if self._together:
+            self._arriving = self._post(sums + keys)
+            return []
+        self._arriving = self._post(sums)
+        return self._post(keys)
+
+    def _post(self, messages: list[tuple[Tensor, Tensor, int]]) -> list[dist.Work]:
         try:
-            return self.ring.post(send, receive, tag)
+            return self.ring.post(messages)
         except RuntimeError as error:
-            raise self._failure(hop, error) from error
+            raise self._failure(error) from error
 
-    def _wait(self, hop: int, works: list[dist.Work]) -> None:
+    def _wait(self, works: list[dist.Work]) -> None:
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self._failure(hop, error) from error
+            raise self._failure(error) from error
 
-    def _failure(self, hop: int, error: RuntimeError) -> RuntimeError:
-        rank, size = self.ring.rank, self.ring.size
+    def _failure(self, error: RuntimeError) -> RuntimeError:
+        rank, size, hop = self.ring.rank, self.ring.size, min(self._hop, self.ring.size - 1)
         return RuntimeError(
             f"{self.phase} ring, hop {hop} of {size}: rank {rank} failed sending to rank {(rank + 1) % size} or "
             f"receiving from rank {(rank - 1) % size}: {error}"
         )
+
+
+class _Moment:
+    """A context in which transfers wait for what the device has been given up to now, and not for what comes later."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._device = next((x.device for x in tensors if x.is_cuda), None)
+        self._exits = contextlib.ExitStack()
+        if self._device is not None:
+            self._event = torch.cuda.current_stream(self._device).record_event()
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            stream = _streams.setdefault(self._device.index, torch.cuda.Stream(self._device))
+            stream.wait_event(self._event)
+            self._exits.enter_context(torch.cuda.stream(stream))
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
 
 
 def disagreement(headers: Sequence[Mapping[str, Any]], only_order: bool = False) -> str | None:

@@ -15,7 +15,7 @@ import contextlib
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,8 +113,35 @@ def forward(
     where ranks disagree.
     """
     ring = rings.find_ring(options.group_name)
+    arguments = (q, k, scale, bias, labels, options, gradients)
+    if ring is None:
+        layout = Layout(0, (q.shape[0],), (k.shape[0],))
+        _check_sizes(package, layout, labels is not None)
+        _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
+        return _forward(package, None, layout, *arguments)
+    agreement = _Agreement(package, ring, q, k, labels, options, gradients)
+    guess = ring.layouts.get((package.digest, q.shape[0], k.shape[0]))
+    if guess is not None:  # as in the last call: this rank's own keys need not wait for the others' answers
+        with contextlib.suppress(_OtherSizes):
+            return _forward(package, ring, guess, *arguments, agree=lambda: agreement.expect(guess))
+    return _forward(package, ring, agreement.layout(), *arguments)
+
+
+def _forward(
+    package: Package,
+    ring: rings.Ring | None,
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    gradients: int,
+    agree: Callable[[], None] | None = None,
+) -> tuple[Tensor, Saved]:
+    """`agree` is called before anything is sent."""
     call = 0 if ring is None else ring.trips
-    layout = _agree(package, ring, q, k, labels, options, gradients)
     rows, keys = q.shape[0], k.shape[0]
     schedule = package.schedule
     with _device_state(package, q.device):
@@ -139,7 +166,7 @@ def forward(
             if package.loss.HAS_KEYS:
                 sums = q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE)
                 clear(sums)
-            rotation = rings.Rotation(ring, "forward", [parcel], sums)
+            rotation = rings.Rotation(ring, "forward", [parcel], sums, agree)
             for owner in rotation:
                 valid = layout.keys[owner]
                 if not (rows and valid):
@@ -205,7 +232,7 @@ def backward(
         layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
         # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
         header = _header(package, q, k, labels, options._replace(check_ranks="first"), 0, (0, -1))
-        _compare(ring.exchange(header, "backward", call=sizes[0][2]))
+        answers = ring.ask(header, "backward", call=sizes[0][2])
     schedule, statistics = package.schedule, package.schedule.STATISTICS_DTYPE
     weight = _weight(layout, options)
     with _device_state(package, q.device):
@@ -213,7 +240,10 @@ def backward(
         dots = q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=statistics)
         positives = _positives(package, layout, labels, q.device)
         sweep = _Backward(package, q, k, scale, bias, positives, saved, upstream, weight)
-        dq, dk = sweep.alone(dots) if ring is None else sweep.over(ring, layout, dots)
+        if ring is None:
+            dq, dk = sweep.alone(dots)
+        else:
+            dq, dk = sweep.over(ring, layout, dots, lambda: _compare(answers()))
         dscale, dbias = schedule.scalar_gradients(dots, scale, bias, upstream, weight, rows)
     return dq, dk, dscale, dbias
 
@@ -254,10 +284,12 @@ class _Backward:
         self._finish(dk_sum, k, dk)
         return dq, dk
 
-    def over(self, ring: rings.Ring, layout: Layout, dots: Tensor) -> tuple[Tensor, Tensor]:
+    def over(
+        self, ring: rings.Ring, layout: Layout, dots: Tensor, agree: Callable[[], None]
+    ) -> tuple[Tensor, Tensor]:
         """The ring. Accumulators for all rows, then the results: of the queries while the sums for dk come home."""
         q, k = self.q, self.k
-        dq_sum, rotation = self._travel(ring, layout)
+        dq_sum, rotation = self._travel(ring, layout, agree)
         in_place = q.dtype == self.package.schedule.STATISTICS_DTYPE
         dq = dq_sum if in_place else q.new_empty(q.shape)
         if q.shape[0]:
@@ -271,7 +303,9 @@ class _Backward:
             self._finish(dk_sum, k, dk)
         return dq, dk
 
-    def _travel(self, ring: rings.Ring, layout: Layout) -> tuple[Tensor, rings.Rotation]:
+    def _travel(
+        self, ring: rings.Ring, layout: Layout, agree: Callable[[], None]
+    ) -> tuple[Tensor, rings.Rotation]:
         """Unweighted sums for dq, and the trip after which its accumulator, on its way home, is that for dk."""
         schedule, q, k = self.package.schedule, self.q, self.k
         rows, keys, largest = q.shape[0], k.shape[0], max(layout.keys)
@@ -282,7 +316,7 @@ class _Backward:
             parcels.append(q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE))
             parcels[1][:, :keys].copy_(self.saved.key_statistics)
         dk_sum = q.new_zeros((largest, self.package.dim), dtype=schedule.STATISTICS_DTYPE)
-        rotation = rings.Rotation(ring, "backward", parcels, dk_sum)
+        rotation = rings.Rotation(ring, "backward", parcels, dk_sum, agree)
         for owner in rotation:
             valid = layout.keys[owner]
             if not (rows and valid):
@@ -333,35 +367,49 @@ def announce_rejection(package: Package, q: object, k: object, labels: object, o
             raise RuntimeError(f"ranks disagree: {difference}")
 
 
-def _agree(
-    package: Package,
-    ring: rings.Ring | None,
-    q: Tensor,
-    k: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-) -> Layout:
-    """Everybody's sizes, after comparing what must be equal and checking what must fit."""
-    if ring is None:
-        layout = Layout(0, (q.shape[0],), (k.shape[0],))
-        _check_sizes(package, layout, labels is not None)
-        _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
-        return layout
-    try:
-        ring.check_device(q.device)
-    except ValueError:
-        announce_rejection(package, q, k, labels, options)
-        raise
-    label_range = _label_range(package, labels, ring.labels_checked, options)
-    headers = ring.exchange(_header(package, q, k, labels, options, gradients, label_range))
-    _compare(headers)
-    layout = Layout(
-        ring.rank, tuple(header["rows"] for header in headers), tuple(header["keys"] for header in headers)
-    )
-    _check_sizes(package, layout, labels is not None)
-    _check_labels([(header["first label"], header["last label"]) for header in headers], layout)
-    return layout
+class _OtherSizes(Exception):
+    """The ranks' rows and keys are not those of the last call."""
+
+
+class _Agreement:
+    """What ranks tell each other at the start of a forward: asked at once, looked at when something depends on it."""
+
+    def __init__(
+        self,
+        package: Package,
+        ring: rings.Ring,
+        q: Tensor,
+        k: Tensor,
+        labels: Tensor | None,
+        options: Options,
+        gradients: int,
+    ) -> None:
+        try:
+            ring.check_device(q.device)
+        except ValueError:
+            announce_rejection(package, q, k, labels, options)
+            raise
+        label_range = _label_range(package, labels, ring.labels_checked, options)
+        self._package, self._ring, self._labelled = package, ring, labels is not None
+        self._answers = ring.ask(_header(package, q, k, labels, options, gradients, label_range))
+        self._layout: Layout | None = None
+
+    def layout(self) -> Layout:
+        """Everybody's sizes, after comparing what must be equal and checking what must fit."""
+        if self._layout is None:
+            headers, ring = self._answers(), self._ring
+            _compare(headers)
+            rows, keys = (tuple(header[name] for header in headers) for name in ("rows", "keys"))
+            layout = Layout(ring.rank, rows, keys)
+            _check_sizes(self._package, layout, self._labelled)
+            _check_labels([(header["first label"], header["last label"]) for header in headers], layout)
+            ring.layouts[self._package.digest, rows[ring.rank], keys[ring.rank]] = self._layout = layout
+        return self._layout
+
+    def expect(self, guess: Layout) -> None:
+        """Raises _OtherSizes if the sizes are others, and whatever `layout` raises."""
+        if self.layout() != guess:
+            raise _OtherSizes
 
 
 def _compare(headers: list[dict[str, Any]]) -> None:
