@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "767f054f2116baf47d871e57e14006360997a104fe8cacdfc4eebae9d7a5b84e",
+    "digest": "4a838a4ef600240929cd2018683256d63e603bccd015649b11882607070c75bf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

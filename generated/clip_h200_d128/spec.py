@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "4df9d68c6ba7e687edf932ef6cb16dbfa1a77d9bc3c314d25531057ce8e569d8",
+    "digest": "20201f0f4493634151a9e2b247dd04d2bc0c3c7254cde4e7564c870e061158ea",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

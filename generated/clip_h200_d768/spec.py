@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "28756ad2856a40a6affe2286a7527c61011056bcb6347c5ab3b39f442e5cbec3",
+    "digest": "0e9df1ad48729b9df19e55f722aa204a02c871d226e9406dffea1fef7d1a2e9f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

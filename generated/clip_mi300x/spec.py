@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "ccd12b5ae7ea7e0c5277bcf32b93bfa09b12f13577987b9ef8283be693db2f21",
+    "digest": "756938a6eff826b0473088045b891131b0a2d46248885c5dbcc18fb6b8906e87",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "9aaa0aec66d2ad6f87ae6cbd3e53ae7a507b52782132c455fd41c9250432c8c0",
+    "digest": "066761b8857840c240a39c4c9f366188bc4ea22f1d13f449335dd0a263e4b04f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

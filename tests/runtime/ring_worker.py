@@ -254,8 +254,8 @@ def alone(package: str) -> list[Tensor]:
 
 
 def headers(packages: list[str], ranks: tuple[int, ...]) -> bool:
-    """Whether everybody's header arrives in group-rank order over the gloo group that stands beside an NCCL group,
-    for several packages in one process, each of which has its own copy of the runtime."""
+    """Whether everybody's header arrives in group-rank order over the gloo group that stands beside an NCCL group and
+    has its timeout, for several packages in one process, each of which has its own copy of the runtime."""
     group, right = group_of(ranks), True
     for package in [*packages, *packages]:
         ring = importlib.import_module(f"{package}._runtime.ring")
@@ -265,6 +265,10 @@ def headers(packages: list[str], ranks: tuple[int, ...]) -> bool:
             field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in ring._HEADER.items()
         }
         right &= [header["rows"] for header in made.exchange(header)] == dist.get_process_group_ranks(group)
+        own, beside = (
+            pg.options._timeout for pg in (group._get_backend(torch.device("cpu")), made._control_group())
+        )
+        right &= own == beside
     return right
 
 

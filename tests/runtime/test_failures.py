@@ -41,7 +41,7 @@ def folder(packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(names: dict[str, str], folder: Path) -> Iterator[Pool]:
-    pool = Pool(4, folder)
+    pool = Pool(4, folder, timeout_s=20)
     yield pool
     pool.close()
 
@@ -78,7 +78,7 @@ MISMATCHES = {
         {"labels": [0]}, "arguments of rank {v} are invalid|labels must be int64 of shape", LABELS, "infonce"
     ),
     "scale": Mismatch({"scale": "large"}, "arguments of rank {v} are invalid|scale must be a number"),
-    "device": Mismatch({"device": "meta"}, "arguments of rank {v} are invalid|cannot carry meta tensors"),
+    "device": Mismatch({"device": "meta"}, "arguments of rank {v} are invalid|device.type"),
     "a label that is no key": Mismatch(
         {"labels": [0, 1, 2, 99]}, "labels on rank {v} range from 0 to 99", LABELS, "infonce", "ValueError"
     ),
@@ -112,6 +112,7 @@ def test_mismatched_ranks_raise_everywhere_before_the_first_hop(
     package = names[case.loss]
     wrong = {key: names[value] if key == "package" else value for key, value in case.wrong.items()}
     common = {"steps": ["forward"], **case.common}
+    renewed(pool, ranks)
     answers = pool.run("refused", ranks, each={victim: wrong}, package=package, ranks=ranks, **common)
     for rank, (error, text, transfers) in enumerate(results(answers)):
         own_fault = rank == victim and error in ("TypeError", "ValueError")
@@ -124,12 +125,14 @@ def test_mismatched_ranks_raise_everywhere_before_the_first_hop(
 
 def test_calls_are_compared_after_the_first_use_too(pool: Pool, names: dict[str, str]) -> None:
     arguments = {"package": names["clip"], "ranks": (0, 1)}
+    renewed(pool, (0, 1))
     results(pool.run("call", (0, 1), **arguments))
     answers = pool.run("call", (0, 1), each={1: {"grad_sync": "sum"}}, **arguments)
     assert all(kind == "RuntimeError" and "grad_sync differs" in text for kind, text in answers), answers
 
 
 def test_an_empty_batch_raises_everywhere(pool: Pool, names: dict[str, str]) -> None:
+    renewed(pool, (0, 1))
     answers = pool.run("call", (0, 1), package=names["clip"], ranks=(0, 1), rows=0)
     assert all(kind == "ValueError" and "at least one query" in text for kind, text in answers), answers
 
@@ -150,7 +153,6 @@ SURVIVED = {
     "exception in the exchange": Failure("raise", "exchange", 0),
     "exception in a forward hop": Failure("raise", "forward", 1),
     "exception in a backward hop": Failure("raise", "backward", 1),
-    "exception in the last backward hop": Failure("raise", "backward", -1),
 }
 KILLED = {
     "killed in the exchange": Failure("kill", "exchange", 0),
@@ -180,7 +182,7 @@ def assert_told(answer: Any, rank: int, world: int, victim: int, failure: Failur
     match = re.match(rf"{told}receiving from rank {(rank - 1) % world}: ", text)
     assert match, answer
     if (rank - victim) % world == 1:  # it waits for the victim itself; those behind it may be further on
-        assert int(match[1]) == failure.turn % world, answer
+        assert int(match[1]) == failure.turn, answer
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -189,7 +191,6 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
     pool: Pool, names: dict[str, str], kind: str, world: int
 ) -> None:
     ranks, victim, failure = WORLDS[world], VICTIM[world], SURVIVED[kind]
-    failure = failure._replace(turn=failure.turn % world)
     renewed(pool, ranks)
     pool.start(
         "struggle",
@@ -200,20 +201,35 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
         seconds=TIMEOUT_S + 1,
         **failure._asdict(),
     )
-    try:
-        for rank in ranks:
-            if rank != victim:
-                assert_told(pool.receive(rank), rank, world, victim, failure)
-    finally:
-        os.kill(pool.processes[victim].pid or 0, signal.SIGCONT)
+    rest = [rank for rank in ranks if rank != victim]
+    answers = [pool.receive(rank) for rank in rest]
+    os.kill(pool.processes[victim].pid or 0, signal.SIGCONT)
     ((error, text, _, found),) = results([pool.receive(victim)])
+    for rank, answer in zip(rest, answers, strict=True):
+        assert_told(answer, rank, world, victim, failure)
     if failure.act == "raise":
         assert (error, text) == ("ZeroDivisionError", "integer division or modulo by zero")
     else:  # it wakes up in a group that has given up on it
-        assert error == "RuntimeError" and re.match(
-            rf"(control|\w+ ring, hop \d of {world}: rank {victim} )", text
-        )
+        assert error == "RuntimeError", (error, text)
+        assert re.match(rf"(control exchange|\w+ ring, hop \d of {world}: rank {victim} )", text), text
     assert not found
+
+
+def test_an_exception_in_the_last_hop_leaves_errors_or_right_results(
+    pool: Pool, names: dict[str, str]
+) -> None:
+    """Ranks that need nothing more from the one that fails have their results; its neighbours have not."""
+    ranks, failure = WORLDS[4], Failure("raise", "backward", 3)
+    arguments = {"package": names["clip"], "ranks": ranks}
+    renewed(pool, ranks)
+    healthy = results(pool.run("struggle", ranks, **arguments))
+    answers = pool.run("struggle", ranks, victim=2, **failure._asdict(), **arguments)
+    for rank in (1, 3):
+        assert_told(answers[rank], rank, 4, 2, failure)
+    error, text, _, found = answers[0][1]
+    assert error == "RuntimeError" and "backward ring, hop 3 of 4" in text if error else found, answers
+    if found:
+        assert_equal(found, healthy[0][3])
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -304,6 +320,6 @@ def test_a_late_rank_changes_nothing(
     renewed(pool, ranks)
     late = {"victim": victim, "act": "sleep", "place": place, "turn": 1, "seconds": TIMEOUT_S / 3}
     answers = results(pool.run("struggle", ranks, package=names["clip"], ranks=ranks, **late))
-    assert all(not error and TIMEOUT_S / 3 <= seconds for error, _, seconds, _ in answers), answers
+    assert all(not error and seconds >= TIMEOUT_S / 3 for error, _, seconds, _ in answers), answers
     truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
     assert_equal(average([found for *_, found in answers]), truth)
