@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6dd5800e9472d0b769518c0e4739915c755b46d2aa8b568c91c5501b362b752b",
+    "digest": "7313fb87a53b42356a39733f32061cfc9c538d21f6c625eeffd4302078c6298e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "5615491f3133ce594f7b223bc5ba1e431fca83ab5f0e09a983744e752869f2fe",
+    "digest": "c4791ad58171c880acb454314e1a4f43f1d1cf0d101b92800e584c55a5d515dd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "397ac20d478a2ea46dbeff4bd1388b7b831113e6d70be95fdc99e6fdb7241211",
+    "digest": "56f7c6d973c4cf81f503a3eb4c6b0049144f72a003054db85e16d02fc2905d9c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "e5fd257c7016bf36ef0bbfb339c1fb0755e181f610c3afea4b0be56277e0280a",
+    "digest": "319aa0068989ebbbbea0702d859620d5934f73d6b16b0eb3d7dfbbeee0d22ffb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "0f8ed96a8a37731d9852d97576e74cc1f1c8c52077a801633774f6ff0b8f4ecf",
+    "digest": "8a8a5eab22c000e81366515665fee62c05520fc00e11b684d5f66f7aeff5a4e6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

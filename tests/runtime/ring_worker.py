@@ -6,15 +6,20 @@ filled with NaN throughout, so that reading past the valid rows of a buffer show
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import inspect
+import itertools
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -173,7 +178,12 @@ def gradients(
     return results[0]
 
 
-def call(
+def call(package: str, ranks: tuple[int, ...], **arguments: Any) -> float:
+    """The loss of one call with arguments that may be wrong on some ranks."""
+    return float(loss_of(package, ranks, **arguments))
+
+
+def loss_of(
     package: str,
     ranks: tuple[int, ...],
     dtype: str = "float64",
@@ -182,26 +192,48 @@ def call(
     keys: int | None = None,
     labels: list[int] | None = None,
     grad: bool = False,
-    torch_version: str | None = None,
-    backward: bool = False,
+    device: str = "cpu",
     scale: Any = 2.0,
+    torch_version: str | None = None,
+    protocol: int | None = None,
+    trips: int | None = None,
     **options: Any,
-) -> float:
-    """One call with arguments that may be wrong on some ranks. Returns the loss."""
+) -> Tensor:
+    """The loss of ones. What `torch_version`, `protocol` and `trips` are given for, this rank pretends."""
     module = importlib.import_module(package)
-    group = group_of(ranks)
-    q = torch.ones(rows, dim, dtype=getattr(torch, dtype), requires_grad=grad)
-    k = torch.ones(rows if keys is None else keys, dim, dtype=getattr(torch, dtype))
-    version = torch.__version__
-    try:
-        torch.__version__ = torch_version or version
-        given = None if labels is None else torch.tensor(labels)
-        loss = module.contrastive_loss(q, k, scale, labels=given, group=group, **options)
-    finally:
-        torch.__version__ = version
-    if backward:
-        loss.backward()
-    return float(loss)
+    ring = importlib.import_module(f"{package}._runtime.ring")
+    q = torch.ones(rows, dim, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
+    k = torch.ones(rows if keys is None else keys, dim, dtype=getattr(torch, dtype), device=device)
+    given = None if labels is None else torch.tensor(labels)
+    with contextlib.ExitStack() as pretence:
+        for place, name, value in (
+            (torch, "__version__", torch_version),
+            (ring, "PROTOCOL", protocol),
+            (ring.Ring, "trips", trips),
+        ):
+            if value is not None:
+                pretence.enter_context(mock.patch.object(place, name, value))
+        loss = module.contrastive_loss(q, k, scale, labels=given, group=group_of(ranks), **options)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def refused(package: str, ranks: tuple[int, ...], steps: list[str], **arguments: Any) -> tuple[str, str, int]:
+    """Takes steps, of which the last must fail: "forward", or "backward 0" of the first forward. Returns its error's
+    type and message, and how many transfers this rank had begun by then."""
+    losses: list[Tensor] = []
+    for number, step in enumerate(steps, start=1):
+        verb, _, which = step.partition(" ")
+        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as begin:
+            try:
+                if verb == "forward":
+                    losses.append(loss_of(package, ranks, **arguments))
+                else:
+                    losses[int(which)].backward()
+            except (RuntimeError, ValueError, TypeError) as error:
+                assert number == len(steps), f"{step} failed: {error}"
+                return type(error).__name__, str(error), begin.call_count
+    raise AssertionError(f"{steps[-1]} was not refused")
 
 
 def outside(package: str, ranks: tuple[int, ...], how: str) -> float:
@@ -222,8 +254,8 @@ def alone(package: str) -> list[Tensor]:
 
 
 def headers(packages: list[str], ranks: tuple[int, ...]) -> bool:
-    """Whether everybody's header arrives in group-rank order over the gloo group that stands beside an NCCL group,
-    for several packages in one process, each of which has its own copy of the runtime."""
+    """Whether everybody's header arrives in group-rank order over the gloo group that stands beside an NCCL group and
+    has its timeout, for several packages in one process, each of which has its own copy of the runtime."""
     group, right = group_of(ranks), True
     for package in [*packages, *packages]:
         ring = importlib.import_module(f"{package}._runtime.ring")
@@ -233,6 +265,10 @@ def headers(packages: list[str], ranks: tuple[int, ...]) -> bool:
             field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in ring._HEADER.items()
         }
         right &= [header["rows"] for header in made.exchange(header)] == dist.get_process_group_ranks(group)
+        own, beside = (
+            pg.options._timeout for pg in (group._get_backend(torch.device("cpu")), made._control_group())
+        )
+        right &= own == beside
     return right
 
 
@@ -276,22 +312,47 @@ def traffic(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[tuple
     return seen
 
 
-def die(package: str, ranks: tuple[int, ...], victim: int, when: str) -> float:
-    """One rank ends without a word: before the exchange, at a hop of forward, or at a hop of backward."""
-    module = importlib.import_module(package)
-    ring = importlib.import_module(f"{package}._runtime.ring")
-    if dist.get_rank() == victim:
-        if when == "exchange":
-            os._exit(1)
-        original = ring.Rotation.__init__
+def renew(groups: list[tuple[int, ...]], timeout_s: float) -> None:
+    """Fresh groups of these ranks, in place of those that a failure has broken. Every process must take part."""
+    for ranks in groups:
+        _groups[ranks] = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
 
-        def start(self: Any, ring_: Any, phase: str, *arguments: Any) -> None:
-            if phase == when:
-                os._exit(1)
-            original(self, ring_, phase, *arguments)
 
-        ring.Rotation.__init__ = start
-    q = torch.ones(4, 8, dtype=torch.float64, requires_grad=True)
-    loss = module.contrastive_loss(q, q, 2.0, group=group_of(ranks))
-    loss.backward()
-    return float(loss)
+def struggle(
+    package: str,
+    ranks: tuple[int, ...],
+    victim: int | None = None,
+    act: str = "",
+    place: str = "",
+    turn: int = 0,
+    seconds: float = 0.0,
+) -> tuple[str, str, float, list[Tensor]]:
+    """One forward and backward in which the victim does something in its `turn`-th "exchange", or at that hop of
+    "forward" or "backward". Returns the error's type and message ("" if there was none), the seconds that the whole
+    took, and the results as `gradients` has them."""
+    acts: dict[str, Callable[[], Any]] = {
+        "kill": lambda: os._exit(1),
+        "sleep": lambda: time.sleep(seconds),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "raise": lambda: 1 // 0,
+    }
+    rows = [4] * len(ranks)
+    start = time.monotonic()
+    with contextlib.ExitStack() as trouble:
+        if dist.get_rank() == victim:
+            ring = importlib.import_module(f"{package}._runtime.ring")
+            schedule = importlib.import_module(f"{package}.schedule")
+            owner, name = (ring.Ring, place) if place == "exchange" else (schedule, f"{place}_block")
+            original, calls = getattr(owner, name), itertools.count()
+
+            def acting(*arguments: Any, **options: Any) -> Any:
+                if next(calls) == turn:
+                    acts[act]()
+                return original(*arguments, **options)
+
+            trouble.enter_context(mock.patch.object(owner, name, acting))
+        try:
+            found = gradients(package, ranks, rows, rows)
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic() - start, []
+    return "", "", time.monotonic() - start, found

@@ -236,7 +236,7 @@ def _prepare(
     try:
         _check_choices(options)
         return _converted(package, q, k, scale, bias, labels)
-    except (TypeError, ValueError):
+    except Exception:  # also torch's own, such as RuntimeError for a device or for want of memory
         if not torch.compiler.is_compiling():
             engine.announce_rejection(package, q, k, labels, options)
         raise
