@@ -342,7 +342,7 @@ def struggle(
         if dist.get_rank() == victim:
             ring = importlib.import_module(f"{package}._runtime.ring")
             schedule = importlib.import_module(f"{package}.schedule")
-            owner, name = (ring.Ring, place) if place == "exchange" else (schedule, f"{place}_block")
+            owner, name = (ring.Ring, "ask") if place == "exchange" else (schedule, f"{place}_block")
             original, calls = getattr(owner, name), itertools.count()
 
             def acting(*arguments: Any, **options: Any) -> Any:

@@ -182,7 +182,7 @@ def assert_told(answer: Any, rank: int, world: int, victim: int, failure: Failur
     match = re.match(rf"{told}receiving from rank {(rank - 1) % world}: ", text)
     assert match, answer
     if (rank - victim) % world == 1:  # it waits for the victim itself; those behind it may be further on
-        assert int(match[1]) == failure.turn, answer
+        assert failure.turn <= int(match[1]) < world, answer  # a rank farther off goes on for longer
 
 
 @pytest.mark.parametrize("world", WORLDS)
