@@ -212,6 +212,9 @@ def tune(directory: str, **flags: Any) -> None:
 @click.option("--against", metavar="NAME,...", help="Whom to compare with: names, all or none [all].")
 @click.option("--scale", metavar="S", help="Logit scale [14.3].")
 @click.option("--repeats", metavar="N", help="Timed runs of each [10].")
+@click.option(
+    "--ranks", metavar="N", help="Measure a ring of N processes, with and without communication [1]."
+)
 @click.option("--errors", metavar="N", help="Largest batch whose errors are computed, in fp64 [32k].")
 @click.option("--plot", metavar="FILE", help="Draw time and memory against the batch size: .svg, .png, .pdf.")
 @click.option("-o", "--output", metavar="FILE", help="Write the measurements to this .json file.")
@@ -223,6 +226,10 @@ def bench(**flags: Any) -> None:
     installed is named as absent.
     """
     flags = _settle(flags)
+    ranks = _ranks(flags["ranks"])
+    if ranks is not None and ranks > 1:
+        _bench_ring(flags, ranks)
+        return
     from infcl_gen.tuning import bench, contest
     from infcl_gen.tuning.peers import chosen_peers
     from infcl_gen.tuning.plot import check_plot, plot
@@ -251,6 +258,39 @@ def bench(**flags: Any) -> None:
         plot(rows, picture, f"{bench.board()}; {command}")
     result = bench.results(rows, command, measured.absent, [peer.distribution for peer in peers])
     _output(flags, result, lambda: _bench_text(rows, measured.absent, output, picture))
+
+
+def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
+    import tempfile
+
+    from infcl_gen.emission import build, write_package
+    from infcl_gen.problem import flag_name
+    from infcl_gen.tuning import bench
+    from infcl_gen.tuning.peers import PEERS, chosen_peers
+    from infcl_gen.tuning.ring_bench import PEERS as RING_PEERS
+    from infcl_gen.tuning.ring_bench import check_peers, measure_ring
+
+    for name in ("plot", "errors"):
+        if flags[name] is not None:
+            raise InputError(
+                f"{flag_name(name)}: not with --ranks, where no errors are computed; leave it out"
+            )
+    asked = chosen_peers(flags["against"] or ",".join(RING_PEERS))
+    check_peers([peer.name for peer in asked])
+    absent = {peer.name: why for peer in asked if (why := PEERS[peer.name].absent()) is not None}
+    peers = [peer.name for peer in asked if peer.name not in absent]
+    rounds = _count_flag(flags["repeats"], "--repeats", 10, 1, 10000)
+    output = _result_file("--output", flags["output"])
+    command = _bench_command(flags)
+    with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as scratch:
+        folders = [Path(_directory_name(folder, "--package")) for folder in flags["package"] or ()]
+        for index, problem in enumerate(() if folders else _bench_problems({**flags, "devices": ranks})):
+            folders.append(write_package(build(problem), Path(scratch) / str(index) / bench.GENERATED))
+        rows = measure_ring(folders, ranks, peers, _scale(flags["scale"]), rounds)
+    libraries = [peer.distribution for peer in asked]
+    if output is not None:
+        bench.write_results(output, rows, command, absent, libraries)
+    _output(flags, bench.results(rows, command, absent, libraries), lambda: _bench_text(rows, absent, output))
 
 
 @main.command()
@@ -399,7 +439,7 @@ def _result_file(flag: str, value: str | None) -> Path | None:
 
 def _bench_work(flags: Mapping[str, Any]) -> contextlib.AbstractContextManager[Work]:
     """Which packages are measured at which batch sizes: given ones, or generated ones in a temporary folder."""
-    from infcl_gen.problem import MAX_BATCH, MAX_DIM, flag_name, make_problem
+    from infcl_gen.problem import MAX_BATCH, flag_name
     from infcl_gen.tuning.contest import generated
 
     for several, one in (("batches", "batch_size"), ("dims", "dim")):
@@ -415,14 +455,18 @@ def _bench_work(flags: Mapping[str, Any]) -> contextlib.AbstractContextManager[W
         folders = [Path(_directory_name(folder, "--package")) for folder in dict.fromkeys(flags["package"])]
         sizes: list[int | None] = [*batches] if batches else [None]
         return contextlib.nullcontext([(folders, batch) for batch in sizes])
+    return generated(_bench_problems(flags))
+
+
+def _bench_problems(flags: Mapping[str, Any]) -> list[Problem]:
+    from infcl_gen.problem import MAX_BATCH, MAX_DIM, make_problem
+
+    batches = [flags["batch_size"]]
+    if flags["batches"] is not None:
+        batches = _counts_flag(flags["batches"], "--batches", MAX_BATCH)
     dims = [flags["dim"]] if flags["dims"] is None else _counts_flag(flags["dims"], "--dims", MAX_DIM)
     given = {name: flags[name] for name in _PROBLEM_FLAGS}
-    problems = [
-        make_problem(**{**given, "batch_size": batch, "dim": dim})
-        for dim in dims
-        for batch in (batches or [flags["batch_size"]])
-    ]
-    return generated(problems)
+    return [make_problem(**{**given, "batch_size": batch, "dim": dim}) for dim in dims for batch in batches]
 
 
 def _bench_command(flags: Mapping[str, Any]) -> str:
@@ -432,7 +476,17 @@ def _bench_command(flags: Mapping[str, Any]) -> str:
     from infcl_gen.problem import flag_name, parse_settings
 
     words = ["infcl-gen", "bench"]
-    for name in (*_PROBLEM_FLAGS, "batches", "dims", "package", "against", "scale", "repeats", "errors"):
+    for name in (
+        *_PROBLEM_FLAGS,
+        "batches",
+        "dims",
+        "package",
+        "against",
+        "scale",
+        "repeats",
+        "ranks",
+        "errors",
+    ):
         value = flags[name]
         if name == "set" and value:
             value = [f"{key}={word}" for key, word in parse_settings(value)]

@@ -80,8 +80,9 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
 
 
 def _who(row: dict[str, Any]) -> str:
-    package = row.get("package")
-    return row["impl"] if package in (None, "generated") else f"{row['impl']} {package}"
+    package, ranks = row.get("package"), row.get("ranks", 1)
+    who = row["impl"] if package in (None, "generated") else f"{row['impl']}, {package}"
+    return who if ranks == 1 else f"{who}, {ranks} GPUs"
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -66,9 +66,7 @@ def measure_ring(
     """
     import torch
 
-    for name in peers:
-        if name not in PEERS:
-            raise InputError(f"--against: {name} runs on one device; on several: {', '.join(PEERS)} or none")
+    check_peers(peers)
     for folder in packages:
         planned = read_package(folder).spec["plan"]["world_size"]
         if planned != ranks:
@@ -86,6 +84,13 @@ def measure_ring(
         _run(description, ranks, timeout_s)
         rows: list[dict[str, Any]] = json.loads(Path(job.output).read_text())
     return rows
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Raises InputError for a peer that runs on one device only."""
+    for name in names:
+        if name not in PEERS:
+            raise InputError(f"--against: {name} runs on one device; on several: {', '.join(PEERS)} or none")
 
 
 def _run(description: Path, ranks: int, timeout_s: float) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,23 @@ def test_a_package_is_measured_with_and_without_its_communication(tmp_path: Path
     for row in rows:
         assert row["error"] is None and row["ranks"] == 2 and row["batch"] == 129 and row["repeats"] == 3
         assert row["median_ms"] > 0 and 0 < row["peak_bytes"] <= row["predicted_peak_bytes"]
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    output = tmp_path / "ring.json"
+    flags = "bench --target cpu --dtype fp32 --batch-size 64 --dim 16 --ranks 2 --against none --repeats 2 -o"
+    command = [sys.executable, "-m", "infcl_gen", *flags.split(), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert [row["package"] for row in result["rows"]] == list(HOW.values())
+    assert "--ranks 2" in result["command"] and "no communication" in done.stdout
+    for extra, message in (
+        (["--plot", "x.svg"], "--plot: not with --ranks"),
+        (["--against", "memeff"], "one device"),
+    ):
+        refused = subprocess.run([*command, *extra], capture_output=True, text=True, check=False)
+        assert refused.returncode == 2 and message in refused.stderr
 
 
 def test_what_cannot_be_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
