@@ -98,9 +98,10 @@ def _line(row: dict[str, Any]) -> str:
         return f"| {row.get('loss', '')} | no figure: {row['error']} |\n"
     sizes = (f"{row[name] / 2**20:.1f}" for name in ("budget_bytes", "predicted_peak_bytes", "peak_bytes"))
     error = f"{row['err']['dq']:.1e}" if row["err"] else ""
+    floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}"
     cells = (
         row["loss"], row["batch"], row["dim"], row["dtype"], row["strategy"],
-        f"{row['median_ms']:.2f} ± {row['std_ms']:.2f}", f"{row['floor_ms']:.2f}", *sizes, error,
+        f"{row['median_ms']:.2f} ± {row['std_ms']:.2f}", floor, *sizes, error,
     )  # fmt: skip
     return "| " + " | ".join(str(cell) for cell in cells) + " |\n"
 
