@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7313fb87a53b42356a39733f32061cfc9c538d21f6c625eeffd4302078c6298e",
+    "digest": "b7d96bbd42d2ecb490690cd70ad41a6e9d49c28bf63b977fbd0e13093e8aca63",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

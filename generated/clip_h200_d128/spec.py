@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "c4791ad58171c880acb454314e1a4f43f1d1cf0d101b92800e584c55a5d515dd",
+    "digest": "5eb976f9f5144c1dcdb880d029390d9270b0060ed22c197608b645e370fca73a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

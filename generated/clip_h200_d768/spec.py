@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "56f7c6d973c4cf81f503a3eb4c6b0049144f72a003054db85e16d02fc2905d9c",
+    "digest": "43532c502032d9297f405a611e8191fffd20acc500bd445eb279e7a7ba4fac41",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

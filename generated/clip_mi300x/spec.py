@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "319aa0068989ebbbbea0702d859620d5934f73d6b16b0eb3d7dfbbeee0d22ffb",
+    "digest": "f45c55034ea7a40b1f39b64ecb32dceb7166aeca1c676bec0672ca376974803a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "8a8a5eab22c000e81366515665fee62c05520fc00e11b684d5f66f7aeff5a4e6",
+    "digest": "7a2940c793bf360a7ea0386f409db9e98870a6e9214875bd0703cae1299bc6ed",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -317,12 +317,14 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
         raise TypeError(f"{name} must be a number or a 0-dim tensor, not {type(value).__name__}")
     if traced(q) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return torch.full((), value, dtype=dtype, device=q.device)
-    return _constant(float(value), dtype, q.device)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    return _constant(float(value), dtype, q.device, stream)
 
 
 @functools.lru_cache(maxsize=64)
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number on the device, which nobody writes to: it takes a launch to put it there."""
+def _constant(value: float, dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    """A number on the device, which nobody writes to: it takes a launch to put it there, of which other streams do not
+    know."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
 

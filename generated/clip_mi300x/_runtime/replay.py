@@ -7,8 +7,9 @@ gives it back before anything else runs: its memory ("recorded" in the plan) is 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def forward(
         recording = recorder.next(_kind(q, k, labels, options))
         if recording is None:
             return engine.forward(package, q, k, scale, bias, labels, options, gradients)
-        with torch.no_grad(), torch.cuda.device(q.device):
+        with _plain_tensors(q.device):
             return recording.forward(q, k, scale, bias, labels)
 
 
@@ -74,7 +75,7 @@ def backward(
         with recorder.lock:
             recording = recorder.recording
             if recording is not None and recording.kind == _kind(q, k, labels, options):
-                with torch.no_grad(), torch.cuda.device(q.device):
+                with _plain_tensors(q.device):
                     return recording.backward(upstream, q, k, scale, bias, labels, saved)
     return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
 
@@ -187,6 +188,13 @@ def _recorder(package: Package, q: Tensor, labels: Tensor | None, options: Optio
     if find_ring(options.group_name) is not None or torch.cuda.is_current_stream_capturing():
         return None
     return _recorders.setdefault((package.digest, q.device.index), _Recorder(package))
+
+
+@contextlib.contextmanager
+def _plain_tensors(device: torch.device) -> Iterator[None]:
+    """No graph, and no inference tensors: what a call in inference mode records, a training step writes to."""
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+        yield
 
 
 def _kind(q: Tensor, k: Tensor, labels: Tensor | None, options: Options) -> Kind:
