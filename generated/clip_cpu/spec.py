@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b7d96bbd42d2ecb490690cd70ad41a6e9d49c28bf63b977fbd0e13093e8aca63",
+    "digest": "ec8f8d827cce37be8706985f416cd5e6f9c5489e5933aa254f0df21b16ed9546",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

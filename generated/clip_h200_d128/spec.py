@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "5eb976f9f5144c1dcdb880d029390d9270b0060ed22c197608b645e370fca73a",
+    "digest": "0a807f679ac4044aac348d4aacdea6694c5ad5b94d9c210b5c62aef132ea4095",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

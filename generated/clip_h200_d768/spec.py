@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "43532c502032d9297f405a611e8191fffd20acc500bd445eb279e7a7ba4fac41",
+    "digest": "4459712ff91fe298f329b5fcb7658dd5f6072f88faf05addca9595263646e104",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

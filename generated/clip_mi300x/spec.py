@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "f45c55034ea7a40b1f39b64ecb32dceb7166aeca1c676bec0672ca376974803a",
+    "digest": "d41451730bec3ab1c30402aea1a05e15c9c8720510cae1811595d798f0803b28",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "7a2940c793bf360a7ea0386f409db9e98870a6e9214875bd0703cae1299bc6ed",
+    "digest": "2e6bd4ddb60045d3ab3f1bc4f7bd7399547428b8491fc53fa5ba265ec6a24e12",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -110,7 +110,7 @@ class Ring:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.labels_checked: set[str] = set()
-        self.layouts: dict[tuple[str, int, int], Any] = {}  # of the last call by package and own sizes
+        self.layouts: dict[str, Any] = {}  # everybody's sizes in the last call, by package
         self._backends = _backends(group)
 
     def check_device(self, device: torch.device) -> None:
@@ -227,8 +227,8 @@ class Rotation:
     Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
     and, after `arrive()`, `.accumulator`: it leaves the previous rank when that has added to it, and travels beside
     this hop's work until then. Afterwards, and after a last `arrive()`, it is this rank's own, with the contributions
-    of all. On CUDA nothing waits on the host: transfers run on the backend's stream, ordered against the current one
-    at `post` and `wait`. Raises RuntimeError naming phase, hop and peers when a transfer fails.
+    of all. On CUDA no transfer is waited for on the host: they run on the backend's stream, ordered against the current
+    one at `post` and `wait`. Raises RuntimeError naming phase, hop and peers when a transfer fails.
     """
 
     def __init__(
@@ -328,7 +328,9 @@ class _Moment:
 
     def __enter__(self) -> None:
         if self._device is not None:
-            stream = _streams.setdefault(self._device.index, torch.cuda.Stream(self._device))
+            if self._device.index not in _streams:
+                _streams[self._device.index] = torch.cuda.Stream(self._device)
+            stream = _streams[self._device.index]
             stream.wait_event(self._event)
             self._exits.enter_context(torch.cuda.stream(stream))
 

@@ -359,7 +359,7 @@ def test_operators_are_well_formed(packages: Packages, loss: str) -> None:
         )
     plain = [x.detach() for x in (loss_value, q, k, scalar(2.0), scalar(0.0))]
     torch.library.opcheck(
-        package.ContrastiveLoss._operators.backward, (*plain, labels, *saved, "", "mean", "mean"),
+        package.ContrastiveLoss._operators.backward, (*plain, labels, *saved, "", "mean", "mean", "first"),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ import pytest
 from . import ring_worker
 from .test_ring import Packages, Pool, assert_equal, average, results
 
-TIMEOUT_S = 3.0  # of the groups in which a rank fails
+TIMEOUT_S = 5.0  # gloo connects 4 processes within it, on 2 busy cores
 GRACE_S = 2.0  # within which an error must follow the timeout
 WORLDS = {2: (0, 1), 4: (0, 1, 2, 3)}
 SMALLER = {2: (1,), 4: (0, 1, 2)}  # groups without some rank that the whole has

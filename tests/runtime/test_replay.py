@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
 
-from infcl_gen.runtime import replay
+from infcl_gen.runtime import engine, replay
 from infcl_gen.runtime.engine import Options
 
 
@@ -62,10 +64,77 @@ def test_sizes_that_alternate_are_recorded_ever_more_rarely(recorder: Any) -> No
 @dataclasses.dataclass
 class Package:
     replay: bool = True
-    digest: str = ""
+    digest: str = "of test_replay"
 
 
-def test_nothing_is_recorded_off_the_gpu_or_where_it_is_not_planned() -> None:
-    q = torch.zeros(4, 2)
-    assert replay._recorder(Package(), q, None, Options()) is None  # type: ignore[arg-type]
-    assert replay._recorder(Package(replay=False), q, None, Options()) is None  # type: ignore[arg-type]
+class OnGpu:
+    device = torch.device("cuda", 0)
+
+
+def test_nothing_is_recorded_off_the_gpu_or_where_it_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "capturing", lambda device: False)
+    monkeypatch.setattr(replay, "_clear_workspaces", lambda: None)
+    gpu: Any = OnGpu()
+    planned, not_planned = (cast(Any, Package(wanted)) for wanted in (True, False))
+    assert replay._recorder(planned, gpu, None, Options()) is not None
+    assert replay._recorder(not_planned, gpu, None, Options()) is None
+    assert replay._recorder(planned, torch.zeros(4, 2), None, Options()) is None
+    assert (
+        replay._recorder(planned, gpu, torch.zeros(4), Options()) is None
+    )  # labels of the host are looked at
+    monkeypatch.setattr(replay, "capturing", lambda device: True)
+    assert replay._recorder(planned, gpu, None, Options()) is None
+
+
+class Graph:
+    """Stands for a CUDA graph: replaying it does the work again, into the results of the first time."""
+
+    def __init__(self, work: Callable[[], Any], results: Any) -> None:
+        self.work, self.results = work, results
+
+    def pool(self) -> None: ...
+
+    def replay(self) -> None:
+        again = self.work()
+        for old, new in zip(flat(self.results), flat(again), strict=True):
+            old.copy_(new)
+
+
+def flat(results: Any) -> list[torch.Tensor]:
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [x for part in results for x in flat(part)]
+
+
+def recorded(work: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
+    results = work()
+    return Graph(work, results), results
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_backward_finds_its_own_forward_in_a_recording(
+    packages: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, reading: bool
+) -> None:
+    """Whatever ran in between, and also if that failed between reading its inputs and handing out its results."""
+    package = packages("clip").ContrastiveLoss._package
+    monkeypatch.setattr(replay, "_record", recorded)
+    recorder = replay._Recorder(package)
+    recorder.next(kind(12))
+    recording = recorder.next(kind(12))
+    assert recording is not None
+    first, second = ([torch.randn(12, 8).double() for _ in range(2)] for _ in range(2))
+    scale, bias, upstream = (torch.tensor(value, dtype=torch.float64) for value in (3.0, -1.0, 2.0))
+    loss, saved = recording.forward(*first, scale, bias, None)
+    expected, kept = engine.forward(package, *first, scale, bias, None, Options(), 0b1111)
+    assert torch.equal(loss, expected)
+    truth = engine.backward(package, upstream, *first, scale, bias, None, kept, Options())
+    if reading:
+        monkeypatch.setattr(Graph, "replay", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            recorder.attempt(lambda: recording.forward(*second, scale, bias, None))
+        assert recorder.recording is None  # so that backward does not read what is half another call's
+        return
+    recording.forward(*second, scale, bias, None)
+    for _ in range(2):
+        found = recording.backward(upstream, *first, scale, bias, None, saved)
+        assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))

@@ -2,7 +2,8 @@
 
 The second of two calls alike is recorded, later ones replay it: inputs are copied to where the graph reads them,
 results to fresh tensors, so nothing that a caller holds changes under it. A package has one recording per device, and
-gives it back before anything else runs: its memory ("recorded" in the plan) is never beside another batch's.
+gives it up before another kind of batch runs. Its memory, which is that of the plan, is torch's to give to others when
+that asks the device for more, or when the next recording is made.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ LONGEST_WAIT = (
 )
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+T = TypeVar("T")
 
 
 class Kind(NamedTuple):
@@ -55,7 +57,7 @@ def forward(
         if recording is None:
             return engine.forward(package, q, k, scale, bias, labels, options, gradients)
         with _plain_tensors(q.device):
-            return recording.forward(q, k, scale, bias, labels)
+            return recorder.attempt(lambda: recording.forward(q, k, scale, bias, labels))
 
 
 def backward(
@@ -76,7 +78,8 @@ def backward(
             recording = recorder.recording
             if recording is not None and recording.kind == _kind(q, k, labels, options):
                 with _plain_tensors(q.device):
-                    return recording.backward(upstream, q, k, scale, bias, labels, saved)
+                    inputs = (upstream, q, k, scale, bias, labels, saved)
+                    return recorder.attempt(lambda: recording.backward(*inputs))
     return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
 
 
@@ -161,17 +164,30 @@ class _Recorder:
         self._kind: Kind | None = None
         self._equal = 0  # calls alike before this one
         self._wait = 1
+        self._given_back = False
 
     def next(self, kind: Kind) -> _Recording | None:
         """The recording for the call of this kind, new where it is time for one; None: not recorded."""
         self._equal = self._equal + 1 if kind == self._kind else 0
         self._kind = kind
         if self.recording is not None and self.recording.kind != kind:
-            self.recording = None
+            self.recording, self._given_back = None, True
         if self.recording is None and self._equal >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
+            if (
+                self._given_back
+            ):  # torch keeps the memory of a graph that is gone apart until it is asked for it
+                torch.cuda.empty_cache()
             self.recording = _Recording(self._package, kind)
         return self.recording
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Of a recording: without one afterwards if it fails, since its tensors may be of two calls, or missing."""
+        try:
+            return work()
+        except BaseException:
+            self.recording, self._given_back = None, True
+            raise
 
 
 _recorders: dict[tuple[str, int], _Recorder] = {}
@@ -185,7 +201,7 @@ def _recorder(package: Package, q: Tensor, labels: Tensor | None, options: Optio
         return None
     if labels is not None and (labels.device.type == "cpu" or options.check_ranks == "always"):
         return None
-    if find_ring(options.group_name) is not None or torch.cuda.is_current_stream_capturing():
+    if find_ring(options.group_name) is not None or capturing(q.device):
         return None
     return _recorders.setdefault((package.digest, q.device.index), _Recorder(package))
 
@@ -197,6 +213,12 @@ def _plain_tensors(device: torch.device) -> Iterator[None]:
         yield
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is in somebody's graph."""
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_current_stream_capturing())
+
+
 def _kind(q: Tensor, k: Tensor, labels: Tensor | None, options: Options) -> Kind:
     stream = torch.cuda.current_stream(q.device).cuda_stream
     return Kind(q.shape[0], k.shape[0], labels is not None, options, stream)
@@ -206,7 +228,9 @@ def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
     """The graph of `work`, which runs once before (kernels compile, libraries start), and its results."""
     work()
     device = torch.cuda.current_device()
-    here, stream = torch.cuda.current_stream(), _streams.setdefault(device, torch.cuda.Stream())
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    here, stream = torch.cuda.current_stream(), _streams[device]
     graph = torch.cuda.CUDAGraph()
     # A workspace from outside of the graph's pool might be given back while the graph still uses it.
     assert _clear_workspaces is not None

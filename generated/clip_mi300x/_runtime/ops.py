@@ -26,7 +26,8 @@ _FORWARD = (
 )
 _BACKWARD = (
     "(Tensor upstream, Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, Tensor query_statistics, "
-    "Tensor key_statistics, Tensor stash, Tensor layout, str group_name, str grad_sync, str reduction) "
+    "Tensor key_statistics, Tensor stash, Tensor layout, str group_name, str grad_sync, str reduction, "
+    "str check_ranks) "
     "-> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
 )
 
@@ -202,9 +203,10 @@ def _define(package: Package, namespace: str) -> None:
         group_name: str,
         grad_sync: str,
         reduction: str,
+        check_ranks: str,
     ) -> tuple[Tensor, ...]:
         saved = Saved(query_statistics, key_statistics, stash, layout)
-        options = Options(group_name, grad_sync, reduction)
+        options = Options(group_name, grad_sync, reduction, check_ranks)
         return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
 
     statistics = package.schedule.STATISTICS_DTYPE
@@ -254,12 +256,12 @@ def _define(package: Package, namespace: str) -> None:
     operators = getattr(torch.ops, namespace)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, scale, bias, labels, group_name, grad_sync, reduction, _, _ = inputs
+        q, k, scale, bias, labels, *options, _ = inputs
         _, *saved = output
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)
         ctx.save_for_backward(q, k, scale, bias, labels, *saved)
-        ctx.options = (group_name, grad_sync, reduction)
+        ctx.options = tuple(options)
 
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # torch's own error for a second backward without retain_graph

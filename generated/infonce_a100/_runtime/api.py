@@ -315,7 +315,7 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
         return value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, not {type(value).__name__}")
-    if traced(q) or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if traced(q) or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     return _constant(float(value), dtype, q.device, stream)

@@ -120,8 +120,10 @@ def forward(
         _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
         return _forward(package, None, layout, *arguments)
     agreement = _Agreement(package, ring, q, k, labels, options, gradients)
-    guess = ring.layouts.get((package.digest, q.shape[0], k.shape[0]))
-    if guess is not None:  # as in the last call: this rank's own keys need not wait for the others' answers
+    guess = ring.layouts.get(package.digest)
+    own = (q.shape[0], k.shape[0])
+    if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == own:
+        # As in the last call: this rank's own keys need not wait for the others' answers.
         with contextlib.suppress(_OtherSizes):
             return _forward(package, ring, guess, *arguments, agree=lambda: agreement.expect(guess))
     return _forward(package, ring, agreement.layout(), *arguments)
@@ -231,7 +233,7 @@ def backward(
         sizes = saved.layout.tolist()
         layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
         # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
-        header = _header(package, q, k, labels, options._replace(check_ranks="first"), 0, (0, -1))
+        header = _header(package, q, k, labels, options, 0, (0, -1))
         answers = ring.ask(header, "backward", call=sizes[0][2])
     schedule, statistics = package.schedule, package.schedule.STATISTICS_DTYPE
     weight = _weight(layout, options)
@@ -403,7 +405,7 @@ class _Agreement:
             layout = Layout(ring.rank, rows, keys)
             _check_sizes(self._package, layout, self._labelled)
             _check_labels([(header["first label"], header["last label"]) for header in headers], layout)
-            ring.layouts[self._package.digest, rows[ring.rank], keys[ring.rank]] = self._layout = layout
+            ring.layouts[self._package.digest] = self._layout = layout
         return self._layout
 
     def expect(self, guess: Layout) -> None:
