@@ -62,7 +62,10 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
         lines: dict[str, dict[int, dict[str, Any]]] = {}
         for row in group:
             lines.setdefault(_who(row), {})[row["batch"]] = row
-        floors = {row["batch"]: f"{row['floor_ms']:.2f}" for row in group if row.get("floor_ms") is not None}
+        floors: dict[str, dict[int, str]] = {}
+        for row in group:
+            if row.get("floor_ms") is not None:
+                floors.setdefault(_who(row), {})[row["batch"]] = f"{row['floor_ms']:.2f}"
         parts.append(
             f"\n| {loss}, D = {dim}, {dtype}: ms, MiB | {' | '.join(map(str, batches))} | error of dq |\n"
         )
@@ -73,7 +76,9 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
                 row["err"]["dq"] for row in points.values() if row["err"] and row["err"]["dq"] is not None
             ]
             parts.append(f"| {who} | {' | '.join(cells)} | {f'{max(errors):.1e}' if errors else ''} |\n")
-        parts.append(f"| product floor | {' | '.join(floors.get(batch, '') for batch in batches)} | |\n")
+        for who, found in floors.items():
+            cells = " | ".join(found.get(batch, "") for batch in batches)
+            parts.append(f"| products of {who} | {cells} | |\n")
     if absent:
         parts.append(f"\nAbsent: {'; '.join(f'{name} ({why})' for name, why in sorted(absent.items()))}.\n")
     return "".join(parts)
