@@ -18,7 +18,16 @@ import torch
 import infcl_gen
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import RESULTS, Timer, empty_row, features, point_of, training_step, write_results
+from infcl_gen.tuning.bench import (
+    RESULTS,
+    Timer,
+    empty_row,
+    features,
+    point_of,
+    time_figures,
+    training_step,
+    write_results,
+)
 from infcl_gen.verification.memory import PeakMeter
 
 
@@ -69,10 +78,7 @@ def _once(folder: Path, batch: int) -> dict[str, Any]:
         "budget_bytes": plan["budget_bytes"],
         "predicted_peak_bytes": predicted["peak_bytes"],
         "predicted_ms": 1e3 * predicted["time_s"],
-        "median_ms": time_ms,
-        "mean_ms": time_ms,
-        "std_ms": 0.0,
-        "repeats": 1,
+        **time_figures([time_ms]),
         "peak_bytes": meter.peak_bytes,
         "error": error,
     }

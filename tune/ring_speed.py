@@ -32,7 +32,7 @@ def main() -> int:
     measured: list[dict[str, Any]] = []
     for ranks in map(parse_count, given.ranks.split(",")):
         for own in map(parse_count, given.rows.split(",")):
-            peers = tuple(PEERS) if ranks == 4 and ranks * own <= given.peers_up_to else ()
+            peers = tuple(PEERS) if ranks * own <= given.peers_up_to else ()
             with tempfile.TemporaryDirectory() as folder:
                 problem = make_problem(batch_size=ranks * own, dim=given.dim, devices=ranks)
                 package = infcl_gen.generate(problem, Path(folder) / "package")

@@ -21,7 +21,8 @@ class Hop:
     """One hop of every rank. Offsets are added to the rank, modulo the world size.
 
     `owner_offset`: whose keys are visiting. `send_offset`, `recv_offset`: the neighbours of the transfer that follows.
-    `forward_carries`, `backward_carries`: what is transferred after this hop's work; () means no transfer.
+    `forward_carries`, `backward_carries`: what the next rank needs for its next hop, () for nothing: keys and finished
+    statistics leave beside this hop's work, what the work adds to when that is done.
     """
 
     index: int

@@ -218,13 +218,7 @@ def measure_point(
         if defect is not None:
             report(name, _without_figures({**row, "error": defect}))
             continue
-        figures = {
-            "median_ms": statistics.median(times),
-            "mean_ms": statistics.fmean(times),
-            "std_ms": statistics.stdev(times) if len(times) > 1 else 0.0,
-            "repeats": len(times),
-        }
-        report(name, {**row, **figures})
+        report(name, row | time_figures(times))
     if "torch._dynamo" in sys.modules:  # compiled graphs hold on to this point's shapes
         torch._dynamo.reset()
     ready.clear()
@@ -395,20 +389,28 @@ def _inputs(point: Point) -> Inputs:
 def empty_row(point: Point, name: str) -> dict[str, Any]:
     """A contestant's row before anything is known of it: all figures are None."""
     is_package = name in point.packages
+    sizes = {field: getattr(point, field) for field in ("loss", "batch", "keys", "dim", "dtype", "precision")}
+    package = Path(name).name if is_package else None
+    return blank_row(sizes, 1, "infcl" if is_package else name, package, point.scale)
+
+
+def blank_row(
+    sizes: Mapping[str, Any], ranks: int, impl: str, package: str | None, scale: float
+) -> dict[str, Any]:
+    """The fields of the measurement format in their order; what is to be measured is None."""
     figures = ("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes", "floor_ms", "err", "error")
     planned = ("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms")
+    who = {"ranks": ranks, "impl": impl, "package": package, "scale": scale}
+    return {**sizes, **who, **dict.fromkeys((*planned, *figures))}
+
+
+def time_figures(times_ms: Sequence[float]) -> dict[str, Any]:
+    """What a row says of the times of some runs."""
     return {
-        "loss": point.loss,
-        "batch": point.batch,
-        "keys": point.keys,
-        "dim": point.dim,
-        "dtype": point.dtype,
-        "precision": point.precision,
-        "ranks": 1,
-        "impl": "infcl" if is_package else name,
-        "package": Path(name).name if is_package else None,
-        "scale": point.scale,
-        **dict.fromkeys((*planned, *figures)),
+        "median_ms": statistics.median(times_ms),
+        "mean_ms": statistics.fmean(times_ms),
+        "std_ms": statistics.stdev(times_ms) if len(times_ms) > 1 else 0.0,
+        "repeats": len(times_ms),
     }
 
 

@@ -218,12 +218,15 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _fastest(row: dict[str, Any], rows: Rows) -> float | None:
-    """Median of the fastest package at a row's point."""
-    at = ("loss", "batch", "keys", "dim", "dtype")
+    """Median of the fastest package at a row's point; of a ring, as it is: other transports compute nothing of use."""
+    at = ("loss", "batch", "keys", "dim", "dtype", "ranks")
     medians = [
         other["median_ms"]
         for other in rows
-        if other["impl"] == "infcl" and not other["error"] and all(other[n] == row[n] for n in at)
+        if other["impl"] == "infcl"
+        and not other["error"]
+        and (row["ranks"] == 1 or other["package"] is None)
+        and all(other[n] == row[n] for n in at)
     ]
     return min(medians, default=None)
 

@@ -19,7 +19,6 @@ import datetime
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import Any
 
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.tuning.bench import Timer, features
+from infcl_gen.tuning.bench import Timer, blank_row, features, time_figures
 from infcl_gen.tuning.peers import open_clip_loss
 from infcl_gen.tuning.process import one_line
 from infcl_gen.verification.memory import PeakMeter
@@ -185,31 +184,14 @@ def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
                 torch.cuda.synchronize()
             times[name].append(_slowest(timer.ms(steps[name]), device))
     for name, found in times.items():
-        rows[name] |= {
-            "median_ms": statistics.median(found),
-            "mean_ms": statistics.fmean(found),
-            "std_ms": statistics.stdev(found) if len(found) > 1 else 0.0,
-            "repeats": len(found),
-        }
+        rows[name] |= time_figures(found)
     return list(rows.values())
 
 
 def _empty(job: Job, problem: dict[str, Any], name: str) -> dict[str, Any]:
-    figures = ("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes", "floor_ms", "err", "error")
-    planned = ("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms")
-    return {
-        "loss": problem["loss"],
-        "batch": problem["batch_size"],
-        "keys": problem["batch_size"],
-        "dim": problem["dim"],
-        "dtype": problem["dtype"],
-        "precision": problem["precision"],
-        "ranks": job.ranks,
-        "impl": "infcl" if name in HOW else name,
-        "package": HOW.get(name),
-        "scale": job.scale,
-        **dict.fromkeys((*planned, *figures)),
-    }
+    sizes = {"loss": problem["loss"], "batch": problem["batch_size"], "keys": problem["batch_size"]}
+    sizes |= {field: problem[field] for field in ("dim", "dtype", "precision")}
+    return blank_row(sizes, job.ranks, "infcl" if name in HOW else name, HOW.get(name), job.scale)
 
 
 def _step(

@@ -502,7 +502,7 @@ def test_comparisons_as_tables_of_the_readme() -> None:
     assert "| clip, D = 64, bf16: ms, MiB | 1024 | 4096 | 6000 | error of dq |" in text
     assert "| infcl | 1024.00 ± 0.50, 1024 | 4096.00 ± 0.50, 4096 |" in text and "| 2.0e-03 |" in text
     assert "| inf_cl | out of memory | 12288.00" in text
-    assert "| product floor | 1.25 | 1.25 | 1.25 | |" in text
+    assert "| products of infcl | 1.25 | 1.25 | 1.25 | |" in text
     assert text.endswith("Absent: memeff (memeff is not installed).\n")
 
 
