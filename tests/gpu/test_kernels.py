@@ -136,6 +136,7 @@ def test_the_rest(made: Made) -> None:
     checks.autocast(made, "cuda")
     checks.refuses_no_rows(made, "cuda")
     if made.dtype != "fp32":
+        checks.autocast_of_wider_features(made, "cuda")
         checks.accumulators(made, "cuda")
     if made.dtype == "fp16" and made.loss == "infonce":
         checks.small_probabilities(made, "cuda")

@@ -204,6 +204,30 @@ def autocast(made: Made, device: str = "cpu") -> None:
         assert torch.equal(a, b), f"autocast changes {name}"
 
 
+def autocast_of_wider_features(made: Made, device: str = "cpu") -> None:
+    """fp32 features under autocast to the package's dtype: its own results, with gradients that are not rounded. Often
+    enough for a recording, and in turns with the package's dtype."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(70, 70, 0, scale=14.3)), package.SPEC["positives"], device)
+    dtype = inputs.q.dtype
+    plain = package.loss_and_grads(*inputs[:4], labels=inputs.labels)
+    for _ in range(3):
+        for _ in range(3):
+            with torch.autocast(device, dtype):
+                wide = package.loss_and_grads(
+                    inputs.q.float(), inputs.k.float(), *inputs[2:4], labels=inputs.labels
+                )
+            assert wide[1].dtype == wide[2].dtype == torch.float32
+            for name, a, b in zip(LossAndGrads._fields, plain, wide, strict=True):
+                unit = torch.finfo(a.dtype).eps  # Triton's interpreter cuts bf16 where GPUs round
+                assert torch.allclose(a.float(), b.float(), rtol=unit, atol=0.0), f"wider features change {name}"
+        again = package.loss_and_grads(*inputs[:4], labels=inputs.labels)
+        for name, a, b in zip(LossAndGrads._fields, plain, again, strict=True):
+            assert torch.equal(a, b), f"a call with wider features changes {name} of the next"
+    rounded = [(a.float() != b).any() for a, b in zip(plain[1:3], wide[1:3], strict=True)]
+    assert any(rounded), "gradients of wider features are rounded"
+
+
 def second_derivative(made: Made, device: str = "cpu") -> None:
     """There is none, and that is said instead of returning a wrong one."""
     package = module(made)

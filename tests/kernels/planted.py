@@ -449,6 +449,12 @@ BUGS: dict[str, Bug] = {
         checks.autocast,
         (),
     ),
+    "gradients of wider features are rounded": Bug(
+        Made("torch", dtype="bf16"),
+        (("_runtime/engine.py", "dtype = statistics if options.unrounded else q.dtype", "dtype = q.dtype"),),
+        checks.autocast_of_wider_features,
+        (),
+    ),
     "the second derivative is silently wrong": Bug(
         Made("torch", dtype="fp32"),
         (

@@ -49,6 +49,8 @@ def test_interface_of_the_kernels(interpreted: Interpreter, made: Made) -> None:
     interpreted(checks.upstream, made)
     interpreted(checks.refuses_no_rows, made)
     interpreted(checks.second_derivative, made)
+    if made.dtype != "fp32":
+        interpreted(checks.autocast_of_wider_features, made)
 
 
 @pytest.mark.parametrize("made", CPU, ids=named)
@@ -59,6 +61,8 @@ def test_the_cpu_target(made: Made) -> None:
     checks.not_finite_scale(made, math.nan)
     checks.far_rows(made)
     checks.autocast(made)
+    if made.dtype in ("bf16", "fp16"):
+        checks.autocast_of_wider_features(made)
     checks.refuses_no_rows(made)
     for scale in (0.0, -14.3, -1000.0):
         checks.numerics(made, Case(65, 63, 0, scale=scale))
