@@ -21,6 +21,7 @@ from infcl_gen.problem import make_problem, parse_count
 from infcl_gen.tuning.bench import (
     RESULTS,
     Timer,
+    Times,
     empty_row,
     features,
     point_of,
@@ -68,7 +69,7 @@ def _once(folder: Path, batch: int) -> dict[str, Any]:
     step, timer = training_step(module, q, k, scale), Timer("cuda")
     results: list[tuple[Any, ...]] = []
     with PeakMeter("cuda") as meter:
-        time_ms = timer.ms(lambda: results.append(step()))
+        time_ms, _ = timer.idle_ms(lambda: results.append(step()))
     not_finite = [name for name, x in zip(RESULTS, results[0], strict=True) if not _finite(x)]
     error = f"not finite: {', '.join(not_finite)}" if not_finite else None
     if meter.peak_bytes > predicted["peak_bytes"]:
@@ -78,7 +79,7 @@ def _once(folder: Path, batch: int) -> dict[str, Any]:
         "budget_bytes": plan["budget_bytes"],
         "predicted_peak_bytes": predicted["peak_bytes"],
         "predicted_ms": 1e3 * predicted["time_s"],
-        **time_figures([time_ms]),
+        **time_figures([Times(time_ms, None)]),
         "peak_bytes": meter.peak_bytes,
         "error": error,
     }

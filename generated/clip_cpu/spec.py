@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ec8f8d827cce37be8706985f416cd5e6f9c5489e5933aa254f0df21b16ed9546",
+    "digest": "7845944cbe4911dc678e5cac7129d7d77470ce673112a7194eaf467bae81a0b6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

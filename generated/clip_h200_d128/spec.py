@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "0a807f679ac4044aac348d4aacdea6694c5ad5b94d9c210b5c62aef132ea4095",
+    "digest": "e2a9e0f3623238c20552b6658bd2f45405f50ad5fe99b200e82277add17cd940",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4459712ff91fe298f329b5fcb7658dd5f6072f88faf05addca9595263646e104",
+    "digest": "bde4220aa424f5d5b5556f5d9371165e0ffa41e713b57602095bf4355cb48259",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d41451730bec3ab1c30402aea1a05e15c9c8720510cae1811595d798f0803b28",
+    "digest": "e9c72ef85167f4f4b42871e7c228eef314d0b9ccbb24773f5c5f8b8034a7ddd9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

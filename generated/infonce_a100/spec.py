@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "2e6bd4ddb60045d3ab3f1bc4f7bd7399547428b8491fc53fa5ba265ec6a24e12",
+    "digest": "10a19c6414e397a2bd52ccec45f5ab22575a0981fdc5719442604aa9759e6a85",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -218,12 +218,12 @@ def _loss_and_grads(
     labels: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, *scalars = _prepare(package, q, k, scale, bias, labels, options)
+    q, k, scale, bias = _prepare(package, q, k, scale, bias, labels, options)
     options = wanted(package, q, k, options)
-    tensors = (*cast(package, q, k), *scalars)
+    tensors = (*cast(package, q, k), scale, bias)
     loss, saved = replay.forward(package, *tensors, labels, options, gradients=0b1111)
-    dq, dk, *rest = replay.backward(package, torch.ones_like(loss), *tensors, labels, saved, options)
-    return (loss, dq.to(q.dtype), dk.to(k.dtype), *rest)
+    dq, dk, dscale, dbias = replay.backward(package, torch.ones_like(loss), *tensors, labels, saved, options)
+    return loss, dq.to(q.dtype), dk.to(k.dtype), dscale, dbias
 
 
 def _prepare(

@@ -7,6 +7,10 @@ turns, one run of each per round, so that a ratio of times comes from one run. A
 measurement format, version 1: times in milliseconds, sizes in bytes beyond the inputs, errors as norms relative to
 fp64, None where there is no figure. A row whose `error` is not None has no figures of time or memory.
 
+On a GPU everybody runs twice a round. `median_ms` begins on an idle device, which waits for the host to start the first
+kernels. `queued_ms` begins behind other work, as a loss does behind its towers in training: the host has run ahead, and
+this is the device's time alone.
+
 `measure` does it for one package in a process of its own, so that no package inherits another's memory or library
 workspaces, and `write_results` keeps rows.
 """
@@ -33,7 +37,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from infcl_gen.emission.package import Package, read_package
 from infcl_gen.errors import InputError, ToolchainError
@@ -47,6 +51,7 @@ TIMEOUT_S = 600.0
 FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is in memory, not in a cache
 CPU_FLUSH_BYTES = 64 << 20
 SEED = 0
+LONGEST_LEAD_MS = 20.0
 LEAST_ROUNDS = 3
 WRONG = 0.25  # of the norm of loss, dq or dk: what roundings in bf16 never reach, and a wrong factor does
 RESULTS = ("loss", "dq", "dk", "dscale")
@@ -214,7 +219,7 @@ def measure_point(
     for name in ready:
         times, defect = timed[name]
         floors, _ = timed.get(f"{name} products", ([], None))
-        row = ready[name][1] | {"floor_ms": statistics.median(floors) if floors else None}
+        row = ready[name][1] | floor_figures(floors)
         if defect is not None:
             report(name, _without_figures({**row, "error": defect}))
             continue
@@ -225,8 +230,15 @@ def measure_point(
     _release(inputs)
 
 
+class Times(NamedTuple):
+    """Milliseconds of one run from an idle device, and of another one behind other work (None on the CPU)."""
+
+    idle_ms: float
+    queued_ms: float | None
+
+
 class Timer:
-    """Times single runs, each on a cold cache: by the GPU's own events, or by the clock on the CPU."""
+    """Times runs, each on a cold cache: by the GPU's own events, or by the clock on the CPU."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -234,16 +246,45 @@ class Timer:
         self._gpu = device == "cuda"
         size = FLUSH_BYTES if self._gpu else CPU_FLUSH_BYTES
         self._flush = torch.empty(size, dtype=torch.uint8, device=device)
+        if self._gpu:
+            self._flush.zero_()
+            self._flush_ms = self._between(self._flush.zero_)
 
-    def ms(self, run: Callable[[], object]) -> float:
-        """Milliseconds of one run."""
+    def times(self, run: Callable[[], object]) -> Times:
+        """Of two runs on a GPU, of one on the CPU."""
+        idle_ms, host_ms = self.idle_ms(run)
+        return Times(idle_ms, self.queued_ms(run, host_ms) if self._gpu else None)
+
+    def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Milliseconds of a run that begins on an idle device, and what it took the host to start everything."""
         import torch
 
         self._flush.zero_()
-        if not self._gpu:
+        host_ms = 0.0
+
+        def watched() -> None:
+            nonlocal host_ms
             started = time.perf_counter()
             run()
-            return 1e3 * (time.perf_counter() - started)
+            host_ms = 1e3 * (time.perf_counter() - started)
+
+        if not self._gpu:
+            watched()
+            return host_ms, host_ms
+        torch.cuda.synchronize()
+        return self._between(watched), host_ms
+
+    def queued_ms(self, run: Callable[[], object], host_ms: float) -> float:
+        """Milliseconds of a run behind so much work, which flushes the cache, that its host, which took `host_ms`, is
+        ready before the device is."""
+        lead_ms = min(1.5 * host_ms + 0.5, LONGEST_LEAD_MS)
+        for _ in range(math.ceil(lead_ms / self._flush_ms)):
+            self._flush.zero_()
+        return self._between(run)
+
+    def _between(self, run: Callable[[], object]) -> float:
+        import torch
+
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -253,10 +294,11 @@ class Timer:
 
 
 def times_ms(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:
-    """Times of `repeats` runs, each on a cold cache, after one that is not timed. On the GPU by its own events."""
+    """Times of `repeats` runs, each on a cold cache, after one that is not timed: on a GPU behind other work."""
     timer = Timer(device)
     run()
-    return [timer.ms(run) for _ in range(repeats)]
+    found = (timer.times(run) for _ in range(repeats))
+    return [times.idle_ms if times.queued_ms is None else times.queued_ms for times in found]
 
 
 def write_results(
@@ -398,24 +440,46 @@ def blank_row(
     sizes: Mapping[str, Any], ranks: int, impl: str, package: str | None, scale: float
 ) -> dict[str, Any]:
     """The fields of the measurement format in their order; what is to be measured is None."""
-    figures = ("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes", "floor_ms", "err", "error")
+    times = ("median_ms", "mean_ms", "std_ms", "repeats", "queued_ms", "queued_std_ms")
+    figures = (*times, "peak_bytes", "floor_ms", "queued_floor_ms", "err", "error")
     planned = ("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms")
     who = {"ranks": ranks, "impl": impl, "package": package, "scale": scale}
     return {**sizes, **who, **dict.fromkeys((*planned, *figures))}
 
 
-def time_figures(times_ms: Sequence[float]) -> dict[str, Any]:
+def time_figures(times: Sequence[Times]) -> dict[str, Any]:
     """What a row says of the times of some runs."""
+    idle = [found.idle_ms for found in times]
+    queued = _queued(times)
     return {
-        "median_ms": statistics.median(times_ms),
-        "mean_ms": statistics.fmean(times_ms),
-        "std_ms": statistics.stdev(times_ms) if len(times_ms) > 1 else 0.0,
-        "repeats": len(times_ms),
+        "median_ms": statistics.median(idle),
+        "mean_ms": statistics.fmean(idle),
+        "std_ms": _spread(idle),
+        "repeats": len(times),
+        "queued_ms": statistics.median(queued) if queued else None,
+        "queued_std_ms": _spread(queued) if queued else None,
     }
 
 
+def floor_figures(times: Sequence[Times]) -> dict[str, float | None]:
+    """The same of the bare products; nothing where they could not be timed."""
+    idle, queued = [found.idle_ms for found in times], _queued(times)
+    return {
+        "floor_ms": statistics.median(idle) if idle else None,
+        "queued_floor_ms": statistics.median(queued) if queued else None,
+    }
+
+
+def _queued(times: Sequence[Times]) -> list[float]:
+    return [found.queued_ms for found in times if found.queued_ms is not None]
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def _without_figures(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "peak_bytes": None, "floor_ms": None}
+    return {**row, "peak_bytes": None, "floor_ms": None, "queued_floor_ms": None}
 
 
 def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, Any], dict[str, Any] | None]:
@@ -489,21 +553,22 @@ def _in_turns(
     timer: Timer,
     announce: Callable[[str | None], None],
     crowded: bool,
-) -> dict[str, tuple[list[float], str | None]]:
-    """Times of each, one run per round, the order rotated from round to round; or why there are none.
+) -> dict[str, tuple[list[Times], str | None]]:
+    """Times of each, one measurement per round, the order rotated from round to round; or why there are none.
 
     The first is preceded by a run that is not timed and fills the allocator's cache. `crowded`: they may not fit into
     the device's memory beside what the others leave in that cache, so it is emptied and filled again for every run.
     """
     import torch
 
-    found: dict[str, tuple[list[float], str | None]] = {name: ([], None) for name in steps}
+    found: dict[str, tuple[list[Times], str | None]] = {name: ([], None) for name in steps}
     racing = list(steps)
     for round_ in range(point.rounds):
         start = round_ % max(1, len(racing))
         for name in (*racing[start:], *racing[:start]):
             times, step = found[name][0], steps[name]
-            if round_ >= LEAST_ROUNDS and sum(times) > 1e3 * point.seconds / len(steps):
+            taken_ms = sum(sum(filter(None, both)) for both in times)
+            if round_ >= LEAST_ROUNDS and taken_ms > 1e3 * point.seconds / len(steps):
                 continue
             announce(name.removesuffix(" products"))
             error = None
@@ -512,7 +577,7 @@ def _in_turns(
                     torch.cuda.empty_cache()
                 if crowded or round_ == 0:
                     step()
-                times.append(timer.ms(step))
+                times.append(timer.times(step))
             except Exception as failure:
                 error = _described(failure, point.device)
             if error is not None:

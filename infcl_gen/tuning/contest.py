@@ -194,41 +194,51 @@ def generated(problems: Iterable[Problem]) -> Iterator[Work]:
 def table(rows: Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and lines of text: one per row, with times relative to the fastest package at its point."""
     header = (
-        *("loss", "B", "D", "who", "median ms", "mean", "std", "runs", "ratio", "floor ms", "MiB"),
+        *("loss", "B", "D", "who", "median ms", "mean", "std", "runs", "ratio", "floor ms"),
+        *("queued ms", "std", "ratio", "floor ms", "MiB"),
         *(f"err {name}" for name in RESULTS),
         "",
     )
-    return header, [_line(row, _fastest(row, rows)) for row in rows]
+    return header, [_line(row, rows) for row in rows]
 
 
-def _line(row: dict[str, Any], fastest_ms: float | None) -> tuple[str, ...]:
+def _line(row: dict[str, Any], rows: Rows) -> tuple[str, ...]:
     who = row["impl"] if row["package"] in (None, GENERATED) else f"{row['impl']} {row['package']}"
     start = (row["loss"], str(row["batch"]), str(row["dim"]), who)
     errors = [_number((row["err"] or {}).get(name), "{:.1e}") for name in RESULTS]
     if row["error"] is not None:
-        return (*start, *[""] * 7, *errors, row["error"])
-    times = (_number(row[name], "{:.2f}") for name in ("median_ms", "mean_ms", "std_ms"))
-    ratio = _number(fastest_ms and row["median_ms"] / fastest_ms, "{:.2f}")
-    floor, memory = _number(row["floor_ms"], "{:.2f}"), _number(row["peak_bytes"] / 2**20, "{:.1f}")
-    return (*start, *times, str(row["repeats"]), ratio, floor, memory, *errors, "")
+        return (*start, *[""] * 11, *errors, row["error"])
+    idle, queued = (
+        [_number(row[field], "{:.2f}") for field in fields]
+        for fields in (("median_ms", "mean_ms", "std_ms"), ("queued_ms", "queued_std_ms"))
+    )
+    idle += [str(row["repeats"]), _ratio("median_ms", row, rows), _number(row["floor_ms"], "{:.2f}")]
+    queued += [_ratio("queued_ms", row, rows), _number(row["queued_floor_ms"], "{:.2f}")]
+    return (*start, *idle, *queued, _number(row["peak_bytes"] / 2**20, "{:.1f}"), *errors, "")
+
+
+def _ratio(field: str, row: dict[str, Any], rows: Rows) -> str:
+    """A row's time to that of the fastest package at its point."""
+    fastest_ms = _fastest(field, row, rows)
+    return _number(fastest_ms and row[field] and row[field] / fastest_ms, "{:.2f}")
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _fastest(row: dict[str, Any], rows: Rows) -> float | None:
-    """Median of the fastest package at a row's point; of a ring, as it is: other transports compute nothing of use."""
+def _fastest(field: str, row: dict[str, Any], rows: Rows) -> float | None:
+    """Time of the fastest package at a row's point; of a ring, as it is: other transports compute nothing of use."""
     at = ("loss", "batch", "keys", "dim", "dtype", "ranks")
-    medians = [
-        other["median_ms"]
+    found = [
+        other[field]
         for other in rows
         if other["impl"] == "infcl"
-        and not other["error"]
+        and other[field] is not None
         and (row["ranks"] == 1 or other["package"] is None)
         and all(other[n] == row[n] for n in at)
     ]
-    return min(medians, default=None)
+    return min(found, default=None)
 
 
 def _restricted(point: Point, names: Sequence[str]) -> Point:

@@ -28,7 +28,7 @@ from typing import Any
 
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.tuning.bench import Timer, blank_row, features, time_figures
+from infcl_gen.tuning.bench import Timer, Times, blank_row, features, time_figures
 from infcl_gen.tuning.peers import open_clip_loss
 from infcl_gen.tuning.process import one_line
 from infcl_gen.verification.memory import PeakMeter
@@ -175,14 +175,11 @@ def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
             steps[name] = step
     rows["infcl"]["predicted_ms"] = 1e3 * predicted["time_s"]
     timer = Timer(device)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[Times]] = {name: [] for name in steps}
     for round_ in range(job.rounds):
         start = round_ % len(steps)
         for name in (*list(steps)[start:], *list(steps)[:start]):
-            torch.distributed.barrier()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times[name].append(_slowest(timer.ms(steps[name]), device))
+            times[name].append(_times(timer, steps[name], device))
     for name, found in times.items():
         rows[name] |= time_figures(found)
     return list(rows.values())
@@ -231,12 +228,32 @@ def _first(step: Callable[[], None], leaves: Sequence[Any], true: bool) -> tuple
     return (errors[0], None) if errors else (None, max(size for _, size in found))
 
 
-def _slowest(time_ms: float, device: str) -> float:
+def _times(timer: Timer, step: Callable[[], None], device: str) -> Times:
+    """Those of the slowest rank. All begin together; behind other work they all have as much of it before."""
+    _meet(device)
+    idle_ms, host_ms = _largest(timer.idle_ms(step), device)
+    if device == "cpu":
+        return Times(idle_ms, None)
+    _meet(device)
+    (queued_ms,) = _largest([timer.queued_ms(step, host_ms)], device)
+    return Times(idle_ms, queued_ms)
+
+
+def _meet(device: str) -> None:
     import torch
 
-    value = torch.tensor(time_ms, device=device)
-    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
-    return float(value)
+    torch.distributed.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _largest(values: Sequence[float], device: str) -> list[float]:
+    """Each the largest of all ranks."""
+    import torch
+
+    found = torch.tensor(values, dtype=torch.float32, device=device)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return [float(value) for value in found.tolist()]
 
 
 @contextlib.contextmanager

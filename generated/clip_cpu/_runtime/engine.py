@@ -57,12 +57,14 @@ class Package:
 
 class Options(NamedTuple):
     """How a call wants its result: `grad_sync` "mean" or "sum" (module docstring); `reduction` "mean" or "sum" (times
-    M); `check_ranks` "first", "always" or "never" (`contrastive_loss`)."""
+    M); `check_ranks` "first", "always" or "never" (`contrastive_loss`); `unrounded`: dq and dk in the statistics dtype,
+    as they are accumulated, for features that were wider before autocast."""
 
     group_name: str = ""
     grad_sync: str = "mean"
     reduction: str = "mean"
     check_ranks: str = "first"
+    unrounded: bool = False
 
 
 class Saved(NamedTuple):
@@ -222,9 +224,9 @@ def backward(
     saved: Saved,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq (m, D), dk (n, D) in the features' dtype, dscale, dbias 0-dim in the statistics dtype), times `upstream`, the
-    gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it, in one order where
-    there are several; else all raise RuntimeError."""
+    """(dq (m, D), dk (n, D) in the features' dtype or `unrounded`, dscale, dbias 0-dim in the statistics dtype), times
+    `upstream`, the gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it, in
+    one order where there are several; else all raise RuntimeError."""
     ring = rings.find_ring(options.group_name)
     rows, keys = q.shape[0], k.shape[0]
     if ring is None:
@@ -241,7 +243,8 @@ def backward(
         upstream = upstream.to(statistics).contiguous()
         dots = q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=statistics)
         positives = _positives(package, layout, labels, q.device)
-        sweep = _Backward(package, q, k, scale, bias, positives, saved, upstream, weight)
+        dtype = statistics if options.unrounded else q.dtype
+        sweep = _Backward(package, q, k, scale, bias, positives, saved, upstream, weight, dtype)
         if ring is None:
             dq, dk = sweep.alone(dots)
         else:
@@ -263,13 +266,14 @@ class _Backward:
     saved: Saved
     upstream: Tensor
     weight: float
+    dtype: torch.dtype  # of dq and dk
 
     def alone(self, dots: Tensor) -> tuple[Tensor, Tensor]:
         """One device. The query gradient of PANEL_ROWS rows at a time accumulates in the statistics dtype."""
         schedule, q, k = self.package.schedule, self.q, self.k
         step = min(schedule.PANEL_ROWS, q.shape[0])
-        dq, dk = (x.new_empty(x.shape) for x in (q, k))  # contiguous, whatever the strides of the input
-        in_place = q.dtype == schedule.STATISTICS_DTYPE
+        dq, dk = (x.new_empty(x.shape, dtype=self.dtype) for x in (q, k))  # contiguous, whatever the input is
+        in_place = self.dtype == schedule.STATISTICS_DTYPE
         dk_sum, dq_panel = dk, None
         if not in_place:  # one allocation: the allocator may round each up by 1 MiB
             sums = q.new_empty((k.shape[0] + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
@@ -292,7 +296,7 @@ class _Backward:
         """The ring. Accumulators for all rows, then the results: of the queries while the sums for dk come home."""
         q, k = self.q, self.k
         dq_sum, rotation = self._travel(ring, layout, agree)
-        in_place = q.dtype == self.package.schedule.STATISTICS_DTYPE
+        in_place = self.dtype == self.package.schedule.STATISTICS_DTYPE
         dq = dq_sum if in_place else q.new_empty(q.shape)
         if q.shape[0]:
             self._finish(dq_sum, q, dq, dots)

@@ -58,6 +58,7 @@ class _Loss(torch.autograd.Function):
         gradients: int,
     ) -> Tensor:
         # With `ctx` here, and no setup_context, torch does not look up this signature at each call: 65 us of the host.
+        q, k = cast(package, q, k)
         loss, saved = replay.forward(package, q, k, scale, bias, labels, options, gradients)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, scale, bias, labels, *saved)
@@ -69,7 +70,7 @@ class _Loss(torch.autograd.Function):
         q, k, scale, bias, labels, *saved = ctx.saved_tensors
         if upstream is None:
             return (None,) * 8
-        tensors = (upstream, q, k, scale, bias)
+        tensors = (upstream, *cast(ctx.package, q, k), scale, bias)
         if torch.is_grad_enabled():  # create_graph
             gradients: Any = _Gradients.apply(*tensors, labels, ctx.package, Saved(*saved), ctx.options)
         else:
@@ -83,7 +84,8 @@ class _TransformedLoss(_Loss):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        loss, saved = replay.forward(inputs[5], *inputs[:5], *inputs[6:])
+        q, k = cast(inputs[5], *inputs[:2])
+        loss, saved = replay.forward(inputs[5], q, k, *inputs[2:5], *inputs[6:])
         return (loss, *saved)
 
     @staticmethod
@@ -134,23 +136,41 @@ def differentiable(
     labels: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """The loss of arguments that were checked and converted."""
+    """The loss of arguments that were checked and converted. Features of another dtype than the package's are cast, and
+    have their gradients in their own, not rounded to the package's in between."""
     gradients = 0
     if torch.is_grad_enabled():
         for bit, tensor in enumerate((q, k, scale, bias)):
             gradients |= int(tensor.requires_grad) << bit
     loss: Tensor
     if traced(q, k, scale, bias):
-        loss = operators.forward(q, k, scale, bias, labels, *options, gradients)[0]
-    elif gradients or forward_ad._current_level >= 0:  # the function refuses forward-mode derivatives
+        loss = operators.forward(q, k, scale, bias, labels, *_in_schema(options), gradients)[0]
+        return loss
+    options = wanted(package, q, k, options)
+    if gradients or forward_ad._current_level >= 0:  # the function refuses forward-mode derivatives
         inputs = (q, k, scale, bias, labels, package, options, gradients)
         if torch._C._are_functorch_transforms_active():
             loss = _TransformedLoss.apply(*inputs)[0]
         else:
             loss = _Loss.apply(*inputs)
     else:
-        loss = replay.forward(package, q, k, scale, bias, labels, options, gradients)[0]
+        loss = replay.forward(package, *cast(package, q, k), scale, bias, labels, options, gradients)[0]
     return loss
+
+
+def wanted(package: Package, q: Tensor, k: Tensor, options: Options) -> Options:
+    """The options for features as they are before they are cast."""
+    return options._replace(unrounded=not q.dtype == k.dtype == package.dtype)
+
+
+def cast(package: Package, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The features in the package's dtype."""
+    return q.to(package.dtype), k.to(package.dtype)
+
+
+def _in_schema(options: Options) -> tuple[str, ...]:
+    """What an operator is given; the rest follows from the features' dtype."""
+    return options[:4]
 
 
 def traced(*tensors: Tensor) -> bool:
@@ -186,7 +206,8 @@ def _define(package: Package, namespace: str) -> None:
         gradients: int,
     ) -> tuple[Tensor, ...]:
         options = Options(group_name, grad_sync, reduction, check_ranks)
-        loss, saved = engine.forward(package, q, k, scale, bias, labels, options, gradients)
+        features = cast(package, q, k)
+        loss, saved = engine.forward(package, *features, scale, bias, labels, options, gradients)
         return (loss, *saved)
 
     def backward(
@@ -206,8 +227,10 @@ def _define(package: Package, namespace: str) -> None:
         check_ranks: str,
     ) -> tuple[Tensor, ...]:
         saved = Saved(query_statistics, key_statistics, stash, layout)
-        options = Options(group_name, grad_sync, reduction, check_ranks)
-        return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
+        options = wanted(package, q, k, Options(group_name, grad_sync, reduction, check_ranks))
+        inputs = (upstream, *cast(package, q, k), scale, bias, labels, saved, options)
+        dq, dk, *scalars = engine.backward(package, *inputs)
+        return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
 
     statistics = package.schedule.STATISTICS_DTYPE
 
@@ -231,7 +254,7 @@ def _define(package: Package, namespace: str) -> None:
             q.new_empty((), dtype=statistics),
             q.new_empty((2 + package.schedule.POSITIVE_PARTS, q.shape[0]), dtype=statistics),
             q.new_empty((2, k.shape[0] if package.loss.HAS_KEYS else 0), dtype=statistics),
-            q.new_empty((0,) if stash is None else stash),
+            q.new_empty((0,) if stash is None else stash, dtype=package.dtype),
             torch.empty(
                 (0 if size == 1 else size, 3), dtype=torch.int64, device=q.device if size == 1 else "cpu"
             ),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import engine, replay
 from .engine import Options, Package
 from .launch import INTERPRETED
-from .ops import Operators, differentiable, register, traced
+from .ops import Operators, cast, differentiable, register, traced, wanted
 from .ring import ALONE, resolve
 
 _CHOICES = {
@@ -55,7 +55,8 @@ def build_api(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -
         """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
 
         q            (M, D) queries of this rank and k (N, D) keys, any strides, in the package's dtype (under autocast
-                     to that dtype they are cast). M and N differ between ranks as they like, and may be 0.
+                     to that dtype, others are cast; their gradients are in their own dtype, not rounded in between). M
+                     and N differ between ranks as they like, and may be 0.
         scale, bias  numbers or 0-dim tensors. A host tensor with a device batch makes backward wait for the device.
         labels       int64 (M,), the index of each query's positive among all keys of the group; None means the same
                      global row. Host labels are checked on every call, labels on a device on first use (later, one that
@@ -217,9 +218,12 @@ def _loss_and_grads(
     labels: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = _prepare(package, q, k, scale, bias, labels, options)
+    q, k, scale, bias = _prepare(package, q, k, scale, bias, labels, options)
+    options = wanted(package, q, k, options)
+    tensors = (*cast(package, q, k), scale, bias)
     loss, saved = replay.forward(package, *tensors, labels, options, gradients=0b1111)
-    return (loss, *replay.backward(package, torch.ones_like(loss), *tensors, labels, saved, options))
+    dq, dk, dscale, dbias = replay.backward(package, torch.ones_like(loss), *tensors, labels, saved, options)
+    return loss, dq.to(q.dtype), dk.to(k.dtype), dscale, dbias
 
 
 def _prepare(
@@ -270,10 +274,8 @@ def _converted(
             f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu"
         )
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == package.dtype
-    if autocast and q.is_floating_point() and k.is_floating_point():
-        q, k = q.to(package.dtype), k.to(package.dtype)
     for name, x in (("q", q), ("k", k)):
-        if x.dtype != package.dtype:
+        if x.dtype != package.dtype and not (autocast and x.is_floating_point()):
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "regenerate the package with another --dtype"

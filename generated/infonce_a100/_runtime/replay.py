@@ -121,7 +121,6 @@ class _Recording:
         labels: Tensor | None,
         saved: Saved,
     ) -> Gradients:
-        dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
         if self._handed is None or saved.query_statistics.data_ptr() != self._handed.data_ptr():
             self._load(q, k, scale, bias, labels)
             own = (self._saved.query_statistics, self._saved.key_statistics)
@@ -132,6 +131,7 @@ class _Recording:
             assert self._forward is not None
             self._backward, self._gradients = _record(self._compute_backward, self._forward.pool())
         self._backward.replay()
+        dq, dk = (x.new_empty(x.shape) for x in self._gradients[:2])
         torch._foreach_copy_([dq, dk], self._gradients[:2])
         dscale, dbias = torch.stack(self._gradients[2:]).unbind()
         return dq, dk, dscale, dbias
