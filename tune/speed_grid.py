@@ -48,6 +48,7 @@ def main() -> int:
         "--errors", type=parse_count, default="32k", help="largest batch with errors against fp64"
     )
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--scale", type=float, default=14.3)
     parser.add_argument(
         "--memory-budgets", default="auto,40GiB", help="a package for each that plans otherwise"
     )
@@ -64,7 +65,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * given.minutes
     limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
     left = 0
-    with Contest(everybody, limits=limits) as contest:
+    with Contest(everybody, given.scale, limits) as contest:
         for dim in given.dims:
             for batch in given.batches:
                 wanted = [
@@ -73,7 +74,8 @@ def main() -> int:
                 here = [
                     row
                     for row in rows
-                    if (row["batch"], row["dim"], row["dtype"]) == (batch, dim, given.dtype)
+                    if [row[name] for name in ("batch", "dim", "dtype", "scale")]
+                    == [batch, dim, given.dtype, given.scale]
                 ]
                 if here and {row["impl"] for row in here} | set(absent) >= set(wanted):
                     continue

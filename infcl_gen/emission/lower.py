@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from infcl_gen.losses import loss_template_context, spec_as_dict, triton_code
 from infcl_gen.losses.printers import p
 from infcl_gen.planning.levels import (
+    EXACT_DEPTH,
     SPLIT_TERMS,
     Block,
     key_lanes,
@@ -234,6 +235,7 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "torch_dtype": TORCH_DTYPES[operand_dtype(plan.dtype, plan.split)],
         "split": plan.split,
         "split_terms": SPLIT_TERMS,
+        "exact_depth": EXACT_DEPTH,
         "statistics_dtype": "float64" if plan.dtype == "fp64" else "float32",
         "gradient_exponent": _gradient_exponent(plan, derivation),
         "input_precision": _input_precision(plan),

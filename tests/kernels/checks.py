@@ -374,6 +374,17 @@ def near_exact(made: Made, rows: int, device: str = "cuda") -> None:
         assert (a - b).norm() <= 2e-5 * b.norm(), f"{name} is off by {float((a - b).norm() / b.norm()):.1e}"
 
 
+def split_products_in_parts(made: Made, device: str = "cpu") -> None:
+    """Sums of split operands that are longer than one product of high halves may be."""
+    schedule: Any = module(made)._schedule
+    planned, schedule.EXACT_DEPTH = schedule.EXACT_DEPTH, 48
+    try:
+        for case in (Case(129, 129, 0, scale=14.3), Case(96, 96, 0, scale=100.0, seed=1)):
+            numerics(made, case, device)
+    finally:
+        schedule.EXACT_DEPTH = planned
+
+
 def far_accumulators(made: Made, device: str = "cuda") -> None:
     """Accumulators and results of more than 2^31 elements. Wrapped addresses lie in memory of ours."""
     package = module(made)

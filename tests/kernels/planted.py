@@ -449,6 +449,12 @@ BUGS: dict[str, Bug] = {
         checks.autocast,
         (),
     ),
+    "parts of a split product replace one another": Bug(
+        Made("panel", dtype="fp32"),
+        (("schedule.py", "fresh and start == 0)", "fresh)"),),
+        checks.split_products_in_parts,
+        (),
+    ),
     "gradients of wider features are rounded": Bug(
         Made("torch", dtype="bf16"),
         (("_runtime/engine.py", "dtype = statistics if options.unrounded else q.dtype", "dtype = q.dtype"),),

@@ -53,6 +53,10 @@ def test_interface_of_the_kernels(interpreted: Interpreter, made: Made) -> None:
         interpreted(checks.autocast_of_wider_features, made)
 
 
+def test_split_products_in_parts(interpreted: Interpreter) -> None:
+    interpreted(checks.split_products_in_parts, Made("panel", dtype="fp32"))
+
+
 @pytest.mark.parametrize("made", CPU, ids=named)
 def test_the_cpu_target(made: Made) -> None:
     for which in ("q", "k"):
