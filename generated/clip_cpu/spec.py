@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7845944cbe4911dc678e5cac7129d7d77470ce673112a7194eaf467bae81a0b6",
+    "digest": "e5379292116d574f73bdd9117284eb6955ccad4adc42b217c3898b90a24a3b24",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

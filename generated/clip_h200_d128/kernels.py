@@ -257,31 +257,36 @@ def positives(q, k, labels, first_key, row_exponent, key_exponent, positive_z, r
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, loss,
+def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, part_sums,
                queries, keys, query_weight, key_weight, BLOCK: tl.constexpr):
-    """This rank's share of the loss, summed in fp64 by one program: a fixed order, and O(M) work."""
+    """part_sums[program] = what BLOCK queries and keys add to this rank's share of the loss, in fp64."""
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64)
     slope = base2_slope(scale_ptr, bias_ptr)
     shift = bias
-    for start in range(0, queries, BLOCK):
-        i = start + lanes
-        z = tl.load(positive_z + i, mask=i < queries, other=0.0)
-        reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
-        p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
-        r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
-             + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
-        total += tl.where(i < queries, query_weight * ((r - p) / 2.0), 0.0)
-        reference = tl.load(key_reference + i, mask=i < queries, other=0.0)
-        p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift
-        total += tl.where(i < queries, key_weight * (-p / 2.0), 0.0)
-    for start in range(0, keys, BLOCK):
-        j = start + lanes
-        c = (tl.load(key_exponent + j, mask=j < keys, other=0.0).to(tl.float64)
-             + tl.log2(tl.load(key_mantissa + j, mask=j < keys, other=1.0).to(tl.float64))) * LN2 + shift
-        total += tl.where(j < keys, key_weight * (c / 2.0), 0.0)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(positive_z + i, mask=i < queries, other=0.0)
+    reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
+    p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
+    r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
+         + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
+    terms = tl.where(i < queries, query_weight * ((r - p) / 2.0), 0.0)
+    reference = tl.load(key_reference + i, mask=i < queries, other=0.0)
+    p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift
+    terms += tl.where(i < queries, key_weight * (-p / 2.0), 0.0)
+    c = (tl.load(key_exponent + i, mask=i < keys, other=0.0).to(tl.float64)
+         + tl.log2(tl.load(key_mantissa + i, mask=i < keys, other=1.0).to(tl.float64))) * LN2 + shift
+    terms += tl.where(i < keys, key_weight * (c / 2.0), 0.0)
+    tl.store(part_sums + tl.program_id(0), tl.sum(terms).to(part_sums.dtype.element_ty))
+
+
+@triton.jit
+def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
+    """loss = the sum of the parts in a fixed order, by one program."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, parts, BLOCK):
+        total += tl.load(part_sums + start + lanes, mask=start + lanes < parts, other=0.0)
     tl.store(loss, tl.sum(total).to(tl.float32))
 
 

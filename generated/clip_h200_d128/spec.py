@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e2a9e0f3623238c20552b6658bd2f45405f50ad5fe99b200e82277add17cd940",
+    "digest": "a3d4991e1140192ada974b0532637e44eaae03094633a333cb07ec251b7ef8c1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -76,7 +76,8 @@ SPEC: dict[str, Any] = {
         "forward_wide": {"warps": 8, "stages": 2},
         "merge": {"warps": 4, "stages": 1},
         "positives": {"warps": 4, "stages": 2},
-        "loss_terms": {"warps": 8, "stages": 1},
+        "loss_terms": {"warps": 16, "stages": 1},
+        "total_loss": {"warps": 4, "stages": 1},
         "ratios": {"warps": 4, "stages": 1},
         "fused_positives": {"warps": 4, "stages": 1},
         "fused_queries": {"warps": 4, "stages": 2},
@@ -117,6 +118,7 @@ SPEC: dict[str, Any] = {
             {"name": "key_partials", "phase": "forward", "bytes": 4194304, "shape": [2, 32, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
             {"name": "flags", "phase": "forward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {"name": "references", "phase": "forward", "bytes": 512, "shape": [128], "dtype": "fp32", "why": "of each block of keys"},
+            {"name": "loss_parts", "phase": "forward", "bytes": 512, "shape": [64], "dtype": "fp64", "why": "partial sums of the loss"},
             {"name": "positive_gradients", "phase": "backward", "bytes": 262144, "shape": [65536], "dtype": "fp32", "why": "g of each positive, unrounded"},
             {"name": "gradient_flags", "phase": "backward", "bytes": 4096, "shape": [1024], "dtype": "int32", "why": "programs of wide range"},
             {"name": "ratios", "phase": "backward", "bytes": 266240, "shape": [512, 130], "dtype": "fp32", "why": "shares over sums, and the range of each block"},

@@ -22,6 +22,7 @@ FORWARD_KEYS = 16384
 PANEL_ROWS = 16384  # backward panel; on a group of one the query gradient accumulates over this many rows
 PANEL_KEYS = 16384
 FINISH_ROWS = 32
+LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
 FORWARD_STRIPS = 32  # at most, for each block of keys
 FORWARD_PROGRAMS = 132  # that run at once
 GRADIENT_STRIPS = 32
@@ -70,10 +71,15 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
 def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     """query_weight * sum of the query terms + key_weight * sum of the key terms: 0-dim fp32."""
     loss = torch.empty((), dtype=torch.float32, device=positive.device)
+    m, n = queries.exponent.shape[0], keys.exponent.shape[0]
+    parts = max(1, cdiv(max(m, n), LOSS_ROWS))
+    part_sums = loss if parts == 1 else torch.empty(parts, dtype=torch.float64, device=positive.device)
     launch(
-        kernels.loss_terms, (1,),
-        *queries, *keys, *positive, scale, bias, loss, queries.exponent.shape[0], keys.exponent.shape[0],
-        query_weight, key_weight, BLOCK=1024, num_warps=8)
+        kernels.loss_terms, (parts,),
+        *queries, *keys, *positive, scale, bias, part_sums, m, n, query_weight, key_weight, BLOCK=LOSS_ROWS,
+        num_warps=16)
+    if parts > 1:
+        launch(kernels.total_loss, (1,), part_sums, loss, parts, BLOCK=1024, num_warps=4)
     return loss
 
 

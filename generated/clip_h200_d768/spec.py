@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "bde4220aa424f5d5b5556f5d9371165e0ffa41e713b57602095bf4355cb48259",
+    "digest": "a4116bb5cf99736d296b65aed6659f50d03de1d2579f07d68669a2734b22e5ef",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -76,7 +76,8 @@ SPEC: dict[str, Any] = {
         "forward_wide": {"warps": 8, "stages": 2},
         "merge": {"warps": 4, "stages": 1},
         "positives": {"warps": 4, "stages": 2},
-        "loss_terms": {"warps": 8, "stages": 1},
+        "loss_terms": {"warps": 16, "stages": 1},
+        "total_loss": {"warps": 4, "stages": 1},
         "gradient": {"warps": 4, "stages": 3},
         "gradient_wide": {"warps": 8, "stages": 2},
         "ratios": {"warps": 4, "stages": 1},
@@ -118,6 +119,7 @@ SPEC: dict[str, Any] = {
             {"name": "key_partials", "phase": "forward", "bytes": 4194304, "shape": [2, 32, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
             {"name": "flags", "phase": "forward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {"name": "references", "phase": "forward", "bytes": 512, "shape": [128], "dtype": "fp32", "why": "of each block of keys"},
+            {"name": "loss_parts", "phase": "forward", "bytes": 512, "shape": [64], "dtype": "fp64", "why": "partial sums of the loss"},
             {"name": "gradient_panel", "phase": "backward", "bytes": 536870912, "shape": [16384, 16384], "dtype": "bf16", "why": "gradients of one panel's logits"},
             {"name": "gradient_flags", "phase": "backward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {"name": "ratios", "phase": "backward", "bytes": 66560, "shape": [128, 130], "dtype": "fp32", "why": "shares over sums, and the range of each block"},

@@ -232,23 +232,30 @@ def positives(q, k, labels, first_key, row_exponent, positive_z, row_reference, 
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, positive_z, row_reference, scale_ptr, bias_ptr, loss,
+def loss_terms(query_exponent, query_mantissa, positive_z, row_reference, scale_ptr, bias_ptr, part_sums,
                queries, query_weight, BLOCK: tl.constexpr):
-    """This rank's share of the loss, summed in fp64 by one program: a fixed order, and O(M) work."""
+    """part_sums[program] = what BLOCK queries add to this rank's share of the loss, in fp64."""
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
-    lanes = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float64)
     slope = base2_slope(scale_ptr, bias_ptr)
     shift = bias
-    for start in range(0, queries, BLOCK):
-        i = start + lanes
-        z = tl.load(positive_z + i, mask=i < queries, other=0.0)
-        reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
-        p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
-        r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
-             + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
-        total += tl.where(i < queries, query_weight * (r - p), 0.0)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(positive_z + i, mask=i < queries, other=0.0)
+    reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
+    p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
+    r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
+         + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
+    terms = tl.where(i < queries, query_weight * (r - p), 0.0)
+    tl.store(part_sums + tl.program_id(0), tl.sum(terms).to(part_sums.dtype.element_ty))
+
+
+@triton.jit
+def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
+    """loss = the sum of the parts in a fixed order, by one program."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, parts, BLOCK):
+        total += tl.load(part_sums + start + lanes, mask=start + lanes < parts, other=0.0)
     tl.store(loss, tl.sum(total).to(tl.float32))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "10a19c6414e397a2bd52ccec45f5ab22575a0981fdc5719442604aa9759e6a85",
+    "digest": "bd2bb3378b5f430b3d782c98d9af9b2a26d20d96aeca99585f5cba2691f3cafd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -75,7 +75,8 @@ SPEC: dict[str, Any] = {
         "forward_wide": {"warps": 8, "stages": 2},
         "merge": {"warps": 4, "stages": 1},
         "positives": {"warps": 4, "stages": 2},
-        "loss_terms": {"warps": 8, "stages": 1},
+        "loss_terms": {"warps": 16, "stages": 1},
+        "total_loss": {"warps": 4, "stages": 1},
         "gradient": {"warps": 8, "stages": 3},
         "gradient_positives": {"warps": 4, "stages": 1},
         "product": {"warps": 8, "stages": 3},
@@ -115,6 +116,7 @@ SPEC: dict[str, Any] = {
             {"name": "row_partials", "phase": "forward", "bytes": 16777216, "shape": [2, 128, 16384], "dtype": "fp32", "why": "partial sums of one panel, merged in a fixed order"},
             {"name": "flags", "phase": "forward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {"name": "references", "phase": "forward", "bytes": 512, "shape": [128], "dtype": "fp32", "why": "of each block of keys"},
+            {"name": "loss_parts", "phase": "forward", "bytes": 512, "shape": [64], "dtype": "fp64", "why": "partial sums of the loss"},
             {"name": "gradient_panel", "phase": "backward", "bytes": 536870912, "shape": [16384, 16384], "dtype": "bf16", "why": "gradients of one panel's logits"},
             {"name": "gradient_flags", "phase": "backward", "bytes": 16384, "shape": [32, 128], "dtype": "int32", "why": "strips of wide range"},
             {

@@ -18,6 +18,7 @@ from infcl_gen.losses import loss_template_context, spec_as_dict, triton_code
 from infcl_gen.losses.printers import p
 from infcl_gen.planning.levels import (
     EXACT_DEPTH,
+    LOSS_ROWS,
     SPLIT_TERMS,
     Block,
     key_lanes,
@@ -49,7 +50,7 @@ KERNEL_TEMPLATES: dict[str, tuple[str, ...]] = {
 KERNEL_FAMILIES: dict[str, dict[str, str | int]] = {
     "header": {},
     "forward": {"references": "forward", "forward": "forward", "forward_wide": "forward"},
-    "statistics": {"merge": 4, "positives": "positive", "loss_terms": 8},
+    "statistics": {"merge": 4, "positives": "positive", "loss_terms": 16, "total_loss": 4},
     "gradient": {"gradient": "gradient", "gradient_wide": "gradient", "ratios": 4, "gradient_positives": 4},
     "stash": {"gradient_from_stash": "gradient"},
     "fused": {
@@ -236,6 +237,7 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "split": plan.split,
         "split_terms": SPLIT_TERMS,
         "exact_depth": EXACT_DEPTH,
+        "loss_rows": LOSS_ROWS,
         "statistics_dtype": "float64" if plan.dtype == "fp64" else "float32",
         "gradient_exponent": _gradient_exponent(plan, derivation),
         "input_precision": _input_precision(plan),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from sympy import Expr, Integer, Max, Min, Rational
 
-from infcl_gen.planning.levels import SPLIT_TERMS, inner_dim, most_strips
+from infcl_gen.planning.levels import LOSS_ROWS, SPLIT_TERMS, inner_dim, most_strips
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class BufferTerm:
 
     @property
     def bytes(self) -> Expr:
-        sizes = {"features": e, "statistics": s, "bf16": 2, "int32": 4, "int64": 8, "uint8": 1}
+        sizes = {"features": e, "statistics": s, "bf16": 2, "int32": 4, "fp64": 8, "int64": 8, "uint8": 1}
         return sympy.prod(self.shape) * sizes[self.dtype] * self.pieces
 
 
@@ -212,6 +212,9 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             v.has_keys and BufferTerm("key_partials", forward, (2, strips, forward_keys), "statistics", why),
             BufferTerm("flags", forward, (strips, key_blocks), "int32", "strips of wide range"),
             BufferTerm("references", forward, (key_blocks,), "statistics", "of each block of keys"),
+            BufferTerm(
+                "loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "fp64", "partial sums of the loss"
+            ),
         ]
         if v.split:
             why = "one panel's features as bf16 halves, a row for each term"

@@ -176,6 +176,7 @@ def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleT
         return "i32"
     named = {
         "stash": "*bf16",
+        "part_sums": "*fp64",
         "flags": "*i32",
         "first_key": "i64",
         "query_weight": "fp32",
