@@ -15,8 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 COLUMNS = (
-    "| loss | B | D | dtype | strategy | ms (median ± std) | product floor, ms | budget, MiB | predicted peak, MiB "
-    "| measured peak, MiB | error of dq |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| loss | B | D | dtype | strategy | ms (median ± std; queued) | product floor, ms | budget, MiB "
+    "| predicted peak, MiB | measured peak, MiB | error of dq |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -44,7 +44,9 @@ def tables() -> str:
         parts.append(
             f"\n`{path.relative_to(ROOT)}`: {results['board']}; {versions}; `{results['command']}`\n"
         )
-        if any(row["impl"] != "infcl" for row in results["rows"]):
+        if all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
+            parts.append(accuracies(results["rows"]))
+        elif any(row["impl"] != "infcl" for row in results["rows"]):
             parts.append(comparisons(results["rows"], results.get("absent", {})))
         else:
             parts += [f"\n{COLUMNS}\n", *(_line(row) for row in results["rows"])]
@@ -65,9 +67,9 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
         floors: dict[str, dict[int, str]] = {}
         for row in group:
             if row.get("floor_ms") is not None:
-                floors.setdefault(_who(row), {})[row["batch"]] = f"{row['floor_ms']:.2f}"
+                floors.setdefault(_who(row), {})[row["batch"]] = _times(row, "floor_ms", "queued_floor_ms")
         parts.append(
-            f"\n| {loss}, D = {dim}, {dtype}: ms, MiB | {' | '.join(map(str, batches))} | error of dq |\n"
+            f"\n| {loss}, D = {dim}, {dtype}: ms (queued), MiB | {' | '.join(map(str, batches))} | error of dq |\n"
         )
         parts.append("|---" * (len(batches) + 2) + "|\n")
         for who, points in lines.items():
@@ -95,7 +97,26 @@ def _cell(row: dict[str, Any] | None) -> str:
         return ""
     if row["error"]:
         return row["error"].partition(":")[0]
-    return f"{row['median_ms']:.2f} ± {row['std_ms']:.2f}, {row['peak_bytes'] / 2**20:.0f}"
+    return f"{_times(row, 'median_ms', 'queued_ms', 'std_ms')}, {row['peak_bytes'] / 2**20:.0f}"
+
+
+def _times(row: dict[str, Any], idle: str, queued: str, spread: str | None = None) -> str:
+    """ "11.15 ± 0.67 (10.48)": from an idle device, and where it was measured behind other work."""
+    text = f"{row[idle]:.2f}" + (f" ± {row[spread]:.2f}" if spread else "")
+    return text + (f" ({row[queued]:.2f})" if row.get(queued) is not None else "")
+
+
+def accuracies(rows: list[dict[str, Any]]) -> str:
+    """A table of errors alone."""
+    names = ("loss", "dq", "dk", "dscale")
+    head = f"\n| errors: loss | B | D | scale | who | {' | '.join(names)} |\n{'|---' * 9}|\n"
+    lines = []
+    for row in rows:
+        who = row["impl"] if row["package"] is None else f"{row['impl']}, {row['package']}"
+        sizes = (row["loss"], row["batch"], row["dim"], row["scale"], who)
+        errors = (f"{row['err'][name]:.1e}" for name in names)
+        lines.append(f"| {' | '.join(map(str, (*sizes, *errors)))} |\n")
+    return head + "".join(lines)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -103,10 +124,10 @@ def _line(row: dict[str, Any]) -> str:
         return f"| {row.get('loss', '')} | no figure: {row['error']} |\n"
     sizes = (f"{row[name] / 2**20:.1f}" for name in ("budget_bytes", "predicted_peak_bytes", "peak_bytes"))
     error = f"{row['err']['dq']:.1e}" if row["err"] else ""
-    floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}"
+    floor = "" if row["floor_ms"] is None else _times(row, "floor_ms", "queued_floor_ms")
     cells = (
         row["loss"], row["batch"], row["dim"], row["dtype"], row["strategy"],
-        f"{row['median_ms']:.2f} ± {row['std_ms']:.2f}", floor, *sizes, error,
+        _times(row, "median_ms", "queued_ms", "std_ms"), floor, *sizes, error,
     )  # fmt: skip
     return "| " + " | ".join(str(cell) for cell in cells) + " |\n"
 

@@ -29,6 +29,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -554,7 +555,8 @@ def _in_turns(
     announce: Callable[[str | None], None],
     crowded: bool,
 ) -> dict[str, tuple[list[Times], str | None]]:
-    """Times of each, one measurement per round, the order rotated from round to round; or why there are none.
+    """Times of each, one measurement per round, in an order that is drawn anew, since who always comes after the hottest
+    is slower for it; or why there are none.
 
     The first is preceded by a run that is not timed and fills the allocator's cache. `crowded`: they may not fit into
     the device's memory beside what the others leave in that cache, so it is emptied and filled again for every run.
@@ -564,8 +566,7 @@ def _in_turns(
     found: dict[str, tuple[list[Times], str | None]] = {name: ([], None) for name in steps}
     racing = list(steps)
     for round_ in range(point.rounds):
-        start = round_ % max(1, len(racing))
-        for name in (*racing[start:], *racing[:start]):
+        for name in random.Random(SEED + round_).sample(racing, len(racing)):
             times, step = found[name][0], steps[name]
             taken_ms = sum(sum(filter(None, both)) for both in times)
             if round_ >= LEAST_ROUNDS and taken_ms > 1e3 * point.seconds / len(steps):

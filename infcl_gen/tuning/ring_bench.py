@@ -19,6 +19,7 @@ import datetime
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -177,8 +178,7 @@ def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
     timer = Timer(device)
     times: dict[str, list[Times]] = {name: [] for name in steps}
     for round_ in range(job.rounds):
-        start = round_ % len(steps)
-        for name in (*list(steps)[start:], *list(steps)[:start]):
+        for name in random.Random(round_).sample(list(steps), len(steps)):  # the same on every rank
             times[name].append(_times(timer, steps[name], device))
     for name, found in times.items():
         rows[name] |= time_figures(found)
