@@ -555,8 +555,8 @@ def _in_turns(
     announce: Callable[[str | None], None],
     crowded: bool,
 ) -> dict[str, tuple[list[Times], str | None]]:
-    """Times of each, one measurement per round, in an order that is drawn anew, since who always comes after the hottest
-    is slower for it; or why there are none.
+    """Times of each, one measurement per round, in an order that is drawn anew, since who always comes after the
+    hottest is slower for it; or why there are none.
 
     The first is preceded by a run that is not timed and fills the allocator's cache. `crowded`: they may not fit into
     the device's memory beside what the others leave in that cache, so it is emptied and filled again for every run.
