@@ -321,7 +321,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
             flops=2 * rows * keys * W * P,
             bytes=features + partials,
             exponentials=pairs,
-            efficiency=EFFICIENCY["forward"],
+            efficiency=EFFICIENCY["forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         )
     )
@@ -353,7 +353,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
                 flops=2 * rows * keys * W * P * fraction,
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs * fraction,
-                efficiency=EFFICIENCY["gradient"] * PANEL_EFFICIENCY,
+                efficiency=EFFICIENCY["gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg),
                 launches=3 * panels,
             ),
             # Written in the forward epilogue, which nothing hides; read and overwritten by g in the backward.
@@ -386,6 +386,11 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     if v.replay:
         terms.append(TimeTerm("copies", bytes=4 * (m + n) * D * e, launches=8))
     return tuple(term for term in terms if term)
+
+
+def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:
+    """Part of the multiprocessors that a panel has blocks for: small ones do not fill a large board."""
+    return Min(1, ceil_div(rows, block_rows) * ceil_div(keys, block_keys) / U)
 
 
 @dataclasses.dataclass(frozen=True)
