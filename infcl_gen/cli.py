@@ -645,6 +645,7 @@ def _plan_text(plan: Plan) -> str:
         (p.name, _time(p.time_s), p.bound, _count(p.flops) + "FLOP", _bytes(round(p.bytes)))
         for p in plan.phases
     ]
+    queued = f", {_time(plan.predicted_queued_s)} behind other work" * bool(plan.blocks)
     parts = [
         title,
         "Tiles\n"
@@ -657,7 +658,8 @@ def _plan_text(plan: Plan) -> str:
         + f"; largest batch for this budget {plan.largest_batch}",
         "Time\n"
         + _table(("phase", "time", "bound by", "work", "traffic"), phases)
-        + f"\npredicted {_time(plan.predicted_time_s)} for forward and backward",
+        + f"\npredicted {_time(plan.predicted_time_s)} for forward and backward"
+        + queued,
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "e5379292116d574f73bdd9117284eb6955ccad4adc42b217c3898b90a24a3b24",
+    "digest": "c23c3d0f711c74a2b558b47f403410821ee66da2503812413882261fd06751b8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -71,7 +71,7 @@ SPEC: dict[str, Any] = {
         "dbias": "dbias = 0",
     },
     "launches": {},
-    "predicted": {"peak_bytes": 50577664, "time_s": 0.40457188},
+    "predicted": {"peak_bytes": 50577664, "time_s": 0.40457188, "queued_s": 0.40457188},
     "plan": {
         "strategy": "torch",
         "target": "cpu",
@@ -112,6 +112,7 @@ SPEC: dict[str, Any] = {
             {"name": "finish", "time_s": 0.00255658, "bound": "memory", "flops": 0, "bytes": 50331648},
         ],
         "predicted_time_s": 0.40457188,
+        "predicted_queued_s": 0.40457188,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},

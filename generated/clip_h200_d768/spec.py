@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a4116bb5cf99736d296b65aed6659f50d03de1d2579f07d68669a2734b22e5ef",
+    "digest": "8e1aa4b424703493f30c5d782f122976a319dc1f1ef797cb5dce0663ef6f726e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -86,7 +86,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 1031660544, "time_s": 0.042244218},
+    "predicted": {"peak_bytes": 1031660544, "time_s": 0.042244342, "queued_s": 0.041444342},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -138,14 +138,15 @@ SPEC: dict[str, Any] = {
         "predicted_peak_bytes": 1031660544,
         "phases": [
             {"name": "forward product", "time_s": 0.0106829, "bound": "product", "flops": 6597069766656, "bytes": 1140850688},
-            {"name": "statistics", "time_s": 0.000260851, "bound": "launches", "flops": 0, "bytes": 536870912},
+            {"name": "statistics", "time_s": 0.000260853, "bound": "launches", "flops": 0, "bytes": 536870912},
             {"name": "gradient", "time_s": 0.0108, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
-            {"name": "dq product", "time_s": 0.00970148, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
-            {"name": "dk product", "time_s": 0.00970148, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
-            {"name": "finish", "time_s": 0.000297507, "bound": "memory", "flops": 0, "bytes": 1107296256},
+            {"name": "dq product", "time_s": 0.00970154, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
+            {"name": "dk product", "time_s": 0.00970154, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
+            {"name": "finish", "time_s": 0.000297509, "bound": "memory", "flops": 0, "bytes": 1107296256},
             {"name": "host", "time_s": 0.0008, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.042244218,
+        "predicted_time_s": 0.042244342,
+        "predicted_queued_s": 0.041444342,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},

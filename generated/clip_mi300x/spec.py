@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "4b2ec4c046ea225477f7ee278ce0d4cbfe2428c75707273a5e5034b1d5b0d299",
+    "digest": "14459e15889484829003d24ab584b8bbd918f64bafe21c06c90a0e287d4a9ffd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -86,7 +86,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 997057536, "time_s": 0.038751265},
+    "predicted": {"peak_bytes": 997057536, "time_s": 0.038751954, "queued_s": 0.037951954},
     "plan": {
         "strategy": "panel",
         "target": "rocm",
@@ -136,15 +136,16 @@ SPEC: dict[str, Any] = {
         ],
         "predicted_peak_bytes": 997057536,
         "phases": [
-            {"name": "forward product", "time_s": 0.00815102, "bound": "product", "flops": 6597069766656, "bytes": 1140850688},
-            {"name": "statistics", "time_s": 0.000237289, "bound": "launches", "flops": 0, "bytes": 536870912},
-            {"name": "gradient", "time_s": 0.00825544, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
-            {"name": "dq product", "time_s": 0.0105293, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
-            {"name": "dk product", "time_s": 0.0105293, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
-            {"name": "finish", "time_s": 0.000248916, "bound": "memory", "flops": 0, "bytes": 1107296256},
+            {"name": "forward product", "time_s": 0.00815116, "bound": "product", "flops": 6597069766656, "bytes": 1140850688},
+            {"name": "statistics", "time_s": 0.000237293, "bound": "launches", "flops": 0, "bytes": 536870912},
+            {"name": "gradient", "time_s": 0.00825558, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
+            {"name": "dq product", "time_s": 0.0105295, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
+            {"name": "dk product", "time_s": 0.0105295, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
+            {"name": "finish", "time_s": 0.000248921, "bound": "memory", "flops": 0, "bytes": 1107296256},
             {"name": "host", "time_s": 0.0008, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.038751265,
+        "predicted_time_s": 0.038751954,
+        "predicted_queued_s": 0.037951954,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "bd2bb3378b5f430b3d782c98d9af9b2a26d20d96aeca99585f5cba2691f3cafd",
+    "digest": "52c90709d0039f5f1e0ae1364da377318d90c3e1243aafd867bb75f3ba48c3f9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -83,7 +83,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 954126336, "time_s": 0.065982346},
+    "predicted": {"peak_bytes": 954126336, "time_s": 0.065982346, "queued_s": 0.065182346},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -142,6 +142,7 @@ SPEC: dict[str, Any] = {
             {"name": "host", "time_s": 0.0008, "bound": "launches", "flops": 0, "bytes": 0},
         ],
         "predicted_time_s": 0.065982346,
+        "predicted_queued_s": 0.065182346,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},

@@ -152,7 +152,11 @@ def spec_literals(
         "device": dataclasses.asdict(profile),
         "derivation": derivation.formulas(),
         "launches": {kernel.name: {"warps": kernel.warps, "stages": kernel.stages} for kernel in kernels},
-        "predicted": {"peak_bytes": plan.predicted_peak_bytes, "time_s": plan.predicted_time_s},
+        "predicted": {
+            "peak_bytes": plan.predicted_peak_bytes,
+            "time_s": plan.predicted_time_s,
+            "queued_s": plan.predicted_queued_s,
+        },
         # The problem stands above; the hops of a ring follow from its size, for any size.
         "plan": {key: value for key, value in planned.items() if key not in ("problem", "schedule")},
     }

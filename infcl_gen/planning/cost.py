@@ -115,17 +115,17 @@ class TimeTerm:
 
 
 # Fraction of the peak that a kernel reaches as a function of the embedding, and how much faster a short step is (before
-# the board is as hot, and its clock as low, as in steps of 40 ms and more): fitted to 75 rows measured on H200s, B from
-# 1 024 to 131 072, D from 128 to 1 152.
+# the board is as hot, and its clock as low, as in steps of 40 ms and more): fitted to 71 rows measured on an H200
+# behind other work, B from 1 024 to 131 072, D from 128 to 1 152; the worst is 14 % off.
 EFFICIENCY = {
     "forward": Rational(95, 100) * P / (P + 125),
     "gradient": Rational(104, 100) * P / (P + 205),
-    "fused": P / (P + 26),
+    "fused": P / (P + 34),
     "dq": Rational(906, 1000) * D**2 / (D**2 + 40**2),
     "dk": Rational(906, 1000) * D**2 / (D**2 + 40**2),
     "torch": Rational(7, 10),
 }
-COOL, COOL_S = 0.4, 4e-3  # (1 + COOL) times as fast at first, which fades over COOL_S
+COOL, COOL_S = 0.18, 4e-3  # (1 + COOL) times as fast at first, which fades over COOL_S
 # Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 # A vendor's figure is not reached by any product: 765 of 989 on the H200.
@@ -138,6 +138,7 @@ LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 # host; and a whole step that the device waits for all the time. Launches as they are, or two recorded graphs.
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.8e-3, 1.75e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.83e-3
+HOST = "host"  # the phase of what the device waits for the host
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 # What a panel of a ring's hop does before it adds to what travels.
 BEFORE_SUMS = ("forward product", "gradient product", "gradient", "dq product", "fused dq")
@@ -467,8 +468,12 @@ class CostModel:
         return tuple(found)
 
     def time_s(self, sizes: Sizes) -> float:
-        """Predicted time of one forward and backward."""
+        """Predicted time of one forward and backward that begin on an idle device."""
         return math.fsum(phase.time_s for phase in self.phases(sizes))
+
+    def queued_s(self, sizes: Sizes) -> float:
+        """The same behind other work, as in training: the device does not wait for the host."""
+        return math.fsum(phase.time_s for phase in self.phases(sizes) if phase.name != HOST)
 
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
         """Time by phase, of a ring the last two are what of the communication is not hidden. Kernels wait for the host
@@ -492,7 +497,7 @@ class CostModel:
             busy_s = math.fsum(phase.time_s for phase in found)
             faster = 1 + COOL * math.exp(-busy_s / COOL_S)
             found = [dataclasses.replace(phase, time_s=_rounded(phase.time_s / faster)) for phase in found]
-            found.append(PhaseTime("host", self._host_s(found, numbers[4::5]), "launches", 0, 0))
+            found.append(PhaseTime(HOST, self._host_s(found, numbers[4::5]), "launches", 0, 0))
         if self.variant.ring:
             work = {"forward": found[:2], "backward": found[2 : len(terms)]}
             found += [self._link(phase, parts, sizes) for phase, parts in work.items()]

@@ -66,6 +66,7 @@ class Plan:
     """Everything that emission needs to know. Bytes and times are per rank.
 
     `predicted_peak_bytes` bounds what the loss allocates beyond its inputs and never exceeds `budget_bytes`.
+    `predicted_time_s` begins on an idle device, `predicted_queued_s` behind other work, where the host costs nothing.
     `largest_batch` is feasible under the same `--memory-budget` ("auto": 1/8 of the device's memory), and the next
     larger one is not. `stash_rows` is 0 without a stash; `blocks` is empty for torch.
     """
@@ -91,6 +92,7 @@ class Plan:
     predicted_peak_bytes: int
     phases: tuple[PhaseTime, ...]
     predicted_time_s: float
+    predicted_queued_s: float
     reasons: tuple[Reason, ...]
     budget_bytes: int
     smallest_budget_bytes: int
@@ -147,6 +149,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         predicted_peak_bytes=peak,
         phases=model.phases(sizes),
         predicted_time_s=best.time_s,
+        predicted_queued_s=model.queued_s(sizes),
         reasons=_reasons(problem, best, candidates, ceiling),
         budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
         smallest_budget_bytes=smallest,

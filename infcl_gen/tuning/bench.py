@@ -443,7 +443,7 @@ def blank_row(
     """The fields of the measurement format in their order; what is to be measured is None."""
     times = ("median_ms", "mean_ms", "std_ms", "repeats", "queued_ms", "queued_std_ms")
     figures = (*times, "peak_bytes", "floor_ms", "queued_floor_ms", "err", "error")
-    planned = ("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms")
+    planned = ("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms", "predicted_queued_ms")
     who = {"ranks": ranks, "impl": impl, "package": package, "scale": scale}
     return {**sizes, **who, **dict.fromkeys((*planned, *figures))}
 
@@ -498,6 +498,7 @@ def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, A
         "budget_bytes": plan["budget_bytes"],
         "predicted_peak_bytes": predicted["peak_bytes"],
         "predicted_ms": 1e3 * predicted["time_s"] if planned else None,
+        "predicted_queued_ms": 1e3 * predicted["queued_s"] if planned and q.is_cuda else None,
     }
     return training_step(module, q, k, scale), facts, plan
 

@@ -175,6 +175,8 @@ def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
         if row["error"] is None:
             steps[name] = step
     rows["infcl"]["predicted_ms"] = 1e3 * predicted["time_s"]
+    if device == "cuda":
+        rows["infcl"]["predicted_queued_ms"] = 1e3 * predicted["queued_s"]
     timer = Timer(device)
     times: dict[str, list[Times]] = {name: [] for name in steps}
     for round_ in range(job.rounds):

@@ -81,19 +81,20 @@ BENCH = Path(__file__).resolve().parents[2] / "tune" / "bench"
 
 
 def test_predictions_are_near_the_measurements() -> None:
-    """Within 15 % for nine of ten; what is farther off is a step that waits for the host, where runs differ by more."""
-    errors = []
+    """Within 15 % behind other work. From an idle device the host counts, which differs by more from run to run."""
+    count = 0
     for name in ("h200-grid.json", "h200-large.json"):
         for row in json.loads((BENCH / name).read_text())["rows"]:
             if row["impl"] != "infcl":
                 continue
             flags = {"batch_size": row["batch"], "dim": row["dim"], "memory_budget": row["budget_bytes"]}
             plan = plan_flags(**flags, set={"strategy": row["strategy"]})
-            error = plan.predicted_time_s * 1e3 / row["median_ms"] - 1
-            errors.append(abs(error))
-            assert abs(error) <= (0.2 if row["batch"] > 8192 else 0.4), (row["batch"], row["dim"], error)
+            queued_ms = row.get("queued_ms") or row["median_ms"]  # from an idle device where it takes seconds
+            error = plan.predicted_queued_s * 1e3 / queued_ms - 1
+            assert abs(error) <= 0.15, (row["batch"], row["dim"], error)
             assert row["peak_bytes"] <= row["predicted_peak_bytes"] <= row["budget_bytes"]
-    assert len(errors) > 60 and sum(error <= 0.15 for error in errors) >= 0.9 * len(errors)
+            count += 1
+    assert count > 70
 
 
 def test_communication_by_hand() -> None:

@@ -37,7 +37,7 @@ FIELDS = {
     *("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes", "budget_bytes", "predicted_peak_bytes"),
     *("predicted_ms", "floor_ms", "err", "error"),
 }
-ADDED = {"strategy", "package", "queued_ms", "queued_std_ms", "queued_floor_ms"}
+ADDED = {"strategy", "package", "predicted_queued_ms", "queued_ms", "queued_std_ms", "queued_floor_ms"}
 FIGURES = ("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes")
 Rows = dict[str, dict[str, Any]]
 
