@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from . import ring_worker
-from .test_ring import Packages, Pool, assert_equal, average, results
+from .pool import Packages, Pool, assert_equal, average, results
 
 TIMEOUT_S = 5.0  # gloo connects 4 processes within it, on 2 busy cores
 GRACE_S = 2.0  # within which an error must follow the timeout
