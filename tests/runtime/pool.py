@@ -31,10 +31,14 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "gloo": Backend("gloo", {}),
-    # As in training: the host waits for no transfer. After a timeout torch's watchdog waits four times this long, then
-    # ends the process (by default 4 x 15 s).
-    "nccl": Backend("nccl", {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200"}),
-    # The host waits for each transfer, and raises where one is not done in time.
+    # What ranks tell each other goes beside the group, as it does beside NCCL.
+    "gloo-beside": Backend("gloo", {ring_worker.BESIDE: "1"}),
+    # As in training: the host waits for no transfer. After a timeout torch's watchdog gives others four times this long
+    # to write down what they did (by default 4 x 15 s), then ends the process.
+    "nccl": Backend(
+        "nccl", {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    ),
+    # The host waits for each transfer, and raises where one is not done in time; there is no watchdog.
     "nccl-waiting": Backend("nccl", {"TORCH_NCCL_BLOCKING_WAIT": "1"}),
 }
 
