@@ -278,11 +278,11 @@ def fail(pool: Pool, backend: str, names: dict[str, str], world: int, failure: F
 
 
 def places(*names: str) -> list[Any]:
-    """(backend, world); once is enough for a control group beside gloo."""
+    """(backend, world); once is enough for a control group beside gloo. A process of the GPU suite keeps its rings."""
     return [
-        pytest.param(*backend.values, world, marks=backend.marks)
-        for backend in backends(*names)
-        for world in (WORLDS if backend.values != ("gloo-beside",) else (4,))
+        pytest.param(name, world, marks=[*backend.marks, pytest.mark.xdist_group(f"{name}-{world}")])
+        for name, backend in zip(names, backends(*names), strict=True)
+        for world in (WORLDS if name != "gloo-beside" else (4,))
     ]
 
 
@@ -328,7 +328,7 @@ def test_an_exception_in_the_last_hop_leaves_errors_or_right_results(
     ranks, failure = WORLDS[4], Failure("raise", "backward", 3)
     arguments = {"package": names["clip"], "ranks": ranks}
     pool = pools.get(backend, 4)
-    renewed(pool, ranks)
+    renewed(pool, ranks, worked=before(backend, names))
     healthy = results(pool.run("struggle", ranks, **arguments))
     answers = pool.run("struggle", ranks, victim=2, **failure._asdict(), **arguments)
     for rank in (1, 3):
