@@ -12,41 +12,65 @@ import importlib
 import inspect
 import itertools
 import os
+import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from infcl_gen.verification.properties import Case, autograd_results, tensors
+
 HIDDEN = 5
 GROUPS = (
     (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3), (3, 0, 2), (2, 3, 1, 0),
 )  # fmt: skip
+BESIDE = "INFCL_TEST_CONTROL_BESIDE"  # in the environment: pretend that the group carries no host tensors
 _groups: dict[tuple[int, ...], Any] = {}
+_device = torch.device("cpu")
 
 
-def main(rank: int, world: int, port: int, folder: str, timeout_s: float, pipe: Connection) -> None:
+class Seat(NamedTuple):
+    """What a process is told when it starts. It makes those of the groups that the world has the ranks for."""
+
+    rank: int
+    world: int
+    port: int  # of the store
+    folders: tuple[str, ...]  # where packages are imported from
+    timeout_s: float
+    backend: str
+    environment: Mapping[str, str]
+    groups: tuple[tuple[int, ...], ...]
+    log: str  # the file that stderr goes to
+
+
+def main(seat: Seat, pipe: Connection) -> None:
+    global _device
+    os.dup2(os.open(seat.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    # cuBLAS is repeatable only with a workspace of its own for each stream.
+    os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **seat.environment})
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    sys.path.insert(0, folder)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-    for ranks in GROUPS:  # all processes, in one order: new_group demands it
-        if max(ranks) < world:
-            keep = (
-                {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
-            )
-            _groups[ranks] = dist.new_group(
-                list(ranks), **keep
-            )  # before torch 2.12 always in ascending order
+    gpu = seat.backend == "nccl"
+    # Here it is for the NaNs; on GPUs some operations of the reference have no deterministic version.
+    torch.use_deterministic_algorithms(True, warn_only=gpu)
+    if gpu:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # torch's watchdog ends processes by an abort
+        _device = torch.device("cuda", seat.rank)
+        torch.cuda.set_device(_device)
+        square = torch.eye(2, dtype=torch.float64, device=_device)
+        torch.cuda.synchronize(square.mm(square).device)  # what takes seconds, before a timeout counts
+    sys.path[:0] = seat.folders
+    timeout = datetime.timedelta(seconds=seat.timeout_s)
+    store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=timeout)
+    dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.world, timeout=timeout)
+    renew([ranks for ranks in seat.groups if max(ranks) < seat.world], seat.timeout_s)
     pipe.send("ready")
     while True:
         try:
@@ -62,6 +86,19 @@ def main(rank: int, world: int, port: int, folder: str, timeout_s: float, pipe: 
             pipe.send((type(error).__name__, str(error)))
     pipe.close()
     os._exit(0)  # destroy_process_group would wait for ranks that a test has killed
+
+
+def renew(groups: list[tuple[int, ...]], timeout_s: float) -> None:
+    """Makes groups of these ranks, in this order, anew: a failure leaves one broken. Every process must take part."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    for ranks in groups:
+        if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+            _groups[ranks] = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
+        else:  # before torch 2.12: always in ascending order, unless it cannot sort
+            with mock.patch.object(dist.distributed_c10d, "sorted", list, create=True):
+                _groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        if dist.get_rank() in ranks:
+            assert dist.get_process_group_ranks(_groups[ranks]) == list(ranks), "not in the order asked for"
 
 
 def group_of(ranks: tuple[int, ...]) -> Any:
@@ -143,8 +180,10 @@ def gradients(
     module = importlib.import_module(package)
     group = group_of(ranks)
     rank = dist.get_rank(group)
-    model = Model(module.SPEC["problem"]["dim"], torch.float64)
-    x, y, labels = batch(rows, keys, labelled, torch.float64)
+    model = Model(module.SPEC["problem"]["dim"], torch.float64).to(_device)
+    x, y, labels = (
+        None if whole is None else whole.to(_device) for whole in batch(rows, keys, labelled, torch.float64)
+    )
     x_own, y_own = shard(x, rows, rank), shard(y, keys, rank)
     own_labels = shard(labels, rows, rank)
     assert x_own is not None and y_own is not None
@@ -175,7 +214,26 @@ def gradients(
         results.append([loss.detach().clone(), *(g.clone() for g in found)])
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"
-    return results[0]
+    return [result.cpu() for result in results[0]]
+
+
+def case_results(
+    package: str, ranks: tuple[int, ...], rows: list[int], keys: list[int], case: Case, repeats: int = 3
+) -> list[Tensor]:
+    """This rank's loss, dq, dk, dscale and dbias for its rows and keys of the case: the same bits each time."""
+    module = importlib.import_module(package)
+    group = group_of(ranks)
+    rank = dist.get_rank(group)
+    whole = tensors(case, module.SPEC["positives"], _device)
+    q, k = shard(whole.q, rows, rank), shard(whole.k, keys, rank)
+    labels = shard(whole.labels, rows, rank)
+    results = [
+        autograd_results(module, q, k, whole.scale, whole.bias, labels=labels, group=group)
+        for _ in range(repeats)
+    ]
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"
+    return [result.cpu() for result in results[0]]
 
 
 def call(package: str, ranks: tuple[int, ...], **arguments: Any) -> float:
@@ -312,12 +370,6 @@ def traffic(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[tuple
     return seen
 
 
-def renew(groups: list[tuple[int, ...]], timeout_s: float) -> None:
-    """Fresh groups of these ranks, in place of those that a failure has broken. Every process must take part."""
-    for ranks in groups:
-        _groups[ranks] = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s))
-
-
 def struggle(
     package: str,
     ranks: tuple[int, ...],
@@ -337,10 +389,13 @@ def struggle(
         "raise": lambda: 1 // 0,
     }
     rows = [4] * len(ranks)
+    ring = importlib.import_module(f"{package}._runtime.ring")
     start = time.monotonic()
     with contextlib.ExitStack() as trouble:
+        if BESIDE in os.environ:
+            trouble.enter_context(mock.patch.object(ring, "_backends", lambda group: {"cuda": "nccl"}))
+            trouble.enter_context(mock.patch.object(ring.Ring, "check_device", lambda *_: None))
         if dist.get_rank() == victim:
-            ring = importlib.import_module(f"{package}._runtime.ring")
             schedule = importlib.import_module(f"{package}.schedule")
             owner, name = (ring.Ring, "ask") if place == "exchange" else (schedule, f"{place}_block")
             original, calls = getattr(owner, name), itertools.count()

@@ -1,11 +1,18 @@
-"""What the ring does when it cannot work, on gloo processes: ranks that do not fit together are refused before anything
-is sent, ranks that die, hang or fail are named within the group's timeout, and nobody returns a wrong result."""
+"""What the ring does when it cannot work: ranks that do not fit together are refused before anything is sent, ranks
+that die, hang or fail are named within the group's timeout, and nobody returns a wrong result.
+
+On gloo processes, and in the GPU suite on NCCL. There the host waits for no transfer, so that a failure in a hop is
+noticed where the ranks next compare their calls: before backward. After that only torch's watchdog notices it, and ends
+the process. With TORCH_NCCL_BLOCKING_WAIT=1 the hop is named as on gloo.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,10 +21,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from . import ring_worker
-from .test_ring import Packages, Pool, assert_equal, average, results
+from .pool import Packages, Pool, assert_equal, average, backends, need, results
 
 TIMEOUT_S = 5.0  # gloo connects 4 processes within it, on 2 busy cores
 GRACE_S = 2.0  # within which an error must follow the timeout
+WATCHDOG_S = 0.8  # what torch's watchdog takes to end a process after a timeout (see BACKENDS)
 WORLDS = {2: (0, 1), 4: (0, 1, 2, 3)}
 SMALLER = {2: (1,), 4: (0, 1, 2)}  # groups without some rank that the whole has
 VICTIM = {2: 1, 4: 2}
@@ -39,11 +47,49 @@ def folder(packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Path:
     return folder_of(packages("clip")).parent
 
 
+class Pools:
+    """Processes for rings of 2 and 4, started on first use and again after a failure that they did not survive."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pools: dict[tuple[str, int], Pool] = {}
+
+    def get(self, backend: str, world: int) -> Pool:
+        need(backend, world)
+        key = (backend, world if backend.startswith("nccl") else 4)
+        pool = self._pools.get(key)
+        if pool is None or not all(process.is_alive() for process in pool.processes):
+            self.drop(*key)
+            pool = self._pools[key] = Pool(key[1], self._folder, backend=backend)
+        return pool
+
+    def drop(self, backend: str, world: int) -> None:
+        """The transfers of these processes may never end."""
+        pool = self._pools.pop((backend, world), None)
+        if pool is not None:
+            pool.close()
+
+    @contextlib.contextmanager
+    def fresh(self, backend: str, world: int) -> Iterator[Pool]:
+        need(backend, world)
+        pool = Pool(world, self._folder, backend=backend)
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+
 @pytest.fixture(scope="module")
-def pool(names: dict[str, str], folder: Path) -> Iterator[Pool]:
-    pool = Pool(4, folder, timeout_s=20)
-    yield pool
-    pool.close()
+def pools(names: dict[str, str], folder: Path) -> Iterator[Pools]:
+    pools = Pools(folder)
+    yield pools
+    for key in list(pools._pools):
+        pools.drop(*key)
+
+
+@pytest.fixture
+def pool(pools: Pools) -> Pool:
+    return pools.get("gloo", 4)
 
 
 class Mismatch(NamedTuple):
@@ -162,10 +208,19 @@ KILLED = {
 }
 
 
-def renewed(pool: Pool, *groups: tuple[int, ...]) -> None:
-    """Fresh groups: a failure leaves connections broken."""
+def renewed(pool: Pool, *groups: tuple[int, ...], worked: str = "") -> None:
+    """Fresh groups: a failure leaves connections broken. `worked`: and each has a step of this package behind it."""
     everybody = tuple(range(len(pool.pipes)))
     results(pool.run("renew", everybody, groups=list(groups), timeout_s=TIMEOUT_S))
+    for ranks in groups if worked else ():
+        answers = results(pool.run("struggle", ranks, package=worked, ranks=ranks))
+        assert not any(error for error, *_ in answers), answers
+
+
+def before(backend: str, names: dict[str, str]) -> str:
+    """What a ring has worked with before something goes wrong. The first step connects processes, and on GPUs loads
+    libraries; the other rings fail in their first step."""
+    return "" if backend == "gloo" else names["clip"]
 
 
 def assert_told(answer: Any, rank: int, world: int, victim: int, failure: Failure) -> None:
@@ -185,13 +240,19 @@ def assert_told(answer: Any, rank: int, world: int, victim: int, failure: Failur
         assert failure.turn <= int(match[1]) < world, answer  # a rank farther off goes on for longer
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", SURVIVED)
-def test_a_stalled_or_failing_rank_is_an_error_in_time(
-    pool: Pool, names: dict[str, str], kind: str, world: int
-) -> None:
-    ranks, victim, failure = WORLDS[world], VICTIM[world], SURVIVED[kind]
-    renewed(pool, ranks)
+def assert_ended(pool: Pool, answer: Any, rank: int, seconds: float) -> None:
+    """A survivor that nobody could tell: the watchdog has ended it in time, and it has returned nothing."""
+    assert answer == ("dead", ""), answer
+    assert seconds <= TIMEOUT_S + WATCHDOG_S + GRACE_S, seconds
+    pool.processes[rank].join(5)
+    assert pool.processes[rank].exitcode == -signal.SIGABRT, pool.log(rank)
+    assert "Watchdog caught collective operation timeout" in pool.log(rank), pool.log(rank)
+
+
+def fail(pool: Pool, backend: str, names: dict[str, str], world: int, failure: Failure) -> Any:
+    """Lets one rank fail, checks what the others say, and returns what it says itself."""
+    ranks, victim = WORLDS[world], VICTIM[world]
+    start = time.monotonic()
     pool.start(
         "struggle",
         ranks,
@@ -202,11 +263,55 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
         **failure._asdict(),
     )
     rest = [rank for rank in ranks if rank != victim]
-    answers = [pool.receive(rank) for rank in rest]
-    os.kill(pool.processes[victim].pid or 0, signal.SIGCONT)
-    ((error, text, _, found),) = results([pool.receive(victim)])
-    for rank, answer in zip(rest, answers, strict=True):
-        assert_told(answer, rank, world, victim, failure)
+    answers = [(rank, pool.receive(rank), time.monotonic() - start) for rank in rest]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pool.processes[victim].pid or 0, signal.SIGCONT)
+    last = pool.receive(victim)
+    for rank, answer, seconds in answers:
+        if backend == "nccl" and failure.place == "backward":
+            assert_ended(pool, answer, rank, seconds)
+        elif backend == "nccl" and failure.place == "forward":  # noticed where calls are compared next
+            assert_told(answer, rank, world, victim, failure._replace(place="exchange", turn=1))
+        else:
+            assert_told(answer, rank, world, victim, failure)
+    return last
+
+
+def places(*names: str) -> list[Any]:
+    """(backend, world); once is enough for a control group beside gloo. A process of the GPU suite keeps its rings."""
+    return [
+        pytest.param(name, world, marks=[*backend.marks, pytest.mark.xdist_group(f"{name}-{world}")])
+        for name, backend in zip(names, backends(*names), strict=True)
+        for world in (WORLDS if name != "gloo-beside" else (4,))
+    ]
+
+
+def where(failures: dict[str, Failure]) -> list[Any]:
+    """(kind, backend, world): in exchanges the host waits on all backends."""
+    exchange, hop = places("gloo", "gloo-beside", "nccl"), places("gloo", "nccl", "nccl-waiting")
+    return [
+        pytest.param(kind, *place.values, marks=place.marks)
+        for kind, failure in failures.items()
+        for place in (exchange if failure.place == "exchange" else hop)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "backend", "world"), where(SURVIVED))
+def test_a_stalled_or_failing_rank_is_an_error_in_time(
+    pools: Pools, names: dict[str, str], kind: str, backend: str, world: int
+) -> None:
+    victim, failure = VICTIM[world], SURVIVED[kind]
+    pool = pools.get(backend, world)
+    renewed(pool, WORLDS[world], worked=before(backend, names))
+    try:
+        last = fail(pool, backend, names, world, failure)
+    finally:
+        if backend == "nccl" and failure.place != "exchange":
+            pools.drop(backend, world)
+    if failure.act != "raise" and backend == "nccl" and failure.place == "backward":
+        assert last == ("dead", "")  # like the others: its transfers have no one to go to
+        return
+    ((error, text, _, found),) = results([last])
     if failure.act == "raise":
         assert (error, text) == ("ZeroDivisionError", "integer division or modulo by zero")
     else:  # it wakes up in a group that has given up on it
@@ -215,13 +320,15 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
     assert not found
 
 
+@pytest.mark.parametrize("backend", backends("gloo", "nccl-waiting"))
 def test_an_exception_in_the_last_hop_leaves_errors_or_right_results(
-    pool: Pool, names: dict[str, str]
+    pools: Pools, names: dict[str, str], backend: str
 ) -> None:
     """Ranks that need nothing more from the one that fails have their results; its neighbours have not."""
     ranks, failure = WORLDS[4], Failure("raise", "backward", 3)
     arguments = {"package": names["clip"], "ranks": ranks}
-    renewed(pool, ranks)
+    pool = pools.get(backend, 4)
+    renewed(pool, ranks, worked=before(backend, names))
     healthy = results(pool.run("struggle", ranks, **arguments))
     answers = pool.run("struggle", ranks, victim=2, **failure._asdict(), **arguments)
     for rank in (1, 3):
@@ -232,46 +339,35 @@ def test_an_exception_in_the_last_hop_leaves_errors_or_right_results(
         assert_equal(found, healthy[0][3])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", KILLED)
+@pytest.mark.parametrize(("kind", "backend", "world"), where(KILLED))
 def test_a_killed_rank_is_an_error_in_time(
-    names: dict[str, str], folder: Path, kind: str, world: int
+    pools: Pools, names: dict[str, str], kind: str, backend: str, world: int
 ) -> None:
-    ranks, victim, failure = WORLDS[world], VICTIM[world], KILLED[kind]
-    pool = Pool(world, folder)
-    try:
-        renewed(pool, ranks)
-        answers = pool.run(
-            "struggle", ranks, package=names["clip"], ranks=ranks, victim=victim, **failure._asdict()
-        )
-        assert answers[victim] == ("dead", "")
-        for rank in ranks:
-            if rank != victim:
-                assert_told(answers[rank], rank, world, victim, failure)
-    finally:
-        pool.close()
+    with pools.fresh(backend, world) as pool:
+        renewed(pool, WORLDS[world], worked=before(backend, names))
+        assert fail(pool, backend, names, world, KILLED[kind]) == ("dead", "")
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_that_has_left_is_named(names: dict[str, str], folder: Path, world: int) -> None:
+@pytest.mark.parametrize(("backend", "world"), places("gloo", "gloo-beside", "nccl"))
+def test_a_rank_that_has_left_is_named(pools: Pools, names: dict[str, str], backend: str, world: int) -> None:
     ranks, victim = WORLDS[world], VICTIM[world]
-    pool = Pool(world, folder)
-    try:
-        renewed(pool, ranks)
+    with pools.fresh(backend, world) as pool:
+        renewed(pool, ranks, worked=before(backend, names))
         pool.pipes[victim].send(None)
         pool.processes[victim].join()
         rest = tuple(rank for rank in ranks if rank != victim)
         answers = pool.run("struggle", rest, package=names["clip"], ranks=ranks)
         for rank, answer in zip(rest, answers, strict=True):
             assert_told(answer, rank, world, victim, Failure("", "exchange", 0))
-    finally:
-        pool.close()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_that_does_not_call_the_loss_is_named(pool: Pool, names: dict[str, str], world: int) -> None:
+@pytest.mark.parametrize(("backend", "world"), places("gloo", "gloo-beside", "nccl"))
+def test_a_rank_that_does_not_call_the_loss_is_named(
+    pools: Pools, names: dict[str, str], backend: str, world: int
+) -> None:
     ranks, victim = WORLDS[world], VICTIM[world]
-    renewed(pool, ranks)
+    pool = pools.get(backend, world)
+    renewed(pool, ranks, worked=before(backend, names))
     rest = tuple(rank for rank in ranks if rank != victim)
     for rank, answer in zip(
         rest, pool.run("struggle", rest, package=names["clip"], ranks=ranks), strict=True
@@ -279,12 +375,13 @@ def test_a_rank_that_does_not_call_the_loss_is_named(pool: Pool, names: dict[str
         assert_told(answer, rank, world, victim, Failure("", "exchange", 0))
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("backend", "world"), places("gloo", "nccl"))
 def test_a_rank_with_a_smaller_group_is_named(
-    pool: Pool, packages: Packages, names: dict[str, str], world: int
+    pools: Pools, packages: Packages, names: dict[str, str], backend: str, world: int
 ) -> None:
     ranks, victim, smaller = WORLDS[world], VICTIM[world], SMALLER[world]
-    renewed(pool, ranks, smaller)
+    pool = pools.get(backend, world)
+    renewed(pool, ranks, smaller, worked=before(backend, names))
     answers = pool.run(
         "struggle", ranks, each={victim: {"ranks": smaller}}, package=names["clip"], ranks=ranks
     )
@@ -299,10 +396,13 @@ def test_a_rank_with_a_smaller_group_is_named(
         assert seconds <= TIMEOUT_S + GRACE_S
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_rank_with_another_package_is_told_at_once(pool: Pool, names: dict[str, str], world: int) -> None:
+@pytest.mark.parametrize(("backend", "world"), places("gloo", "nccl"))
+def test_a_rank_with_another_package_is_told_at_once(
+    pools: Pools, names: dict[str, str], backend: str, world: int
+) -> None:
     ranks, victim = WORLDS[world], VICTIM[world]
-    renewed(pool, ranks)
+    pool = pools.get(backend, world)
+    renewed(pool, ranks, worked=before(backend, names))
     answers = pool.run(
         "struggle", ranks, each={victim: {"package": names["other"]}}, package=names["clip"], ranks=ranks
     )
@@ -311,13 +411,14 @@ def test_a_rank_with_another_package_is_told_at_once(pool: Pool, names: dict[str
         assert seconds <= GRACE_S, answers
 
 
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("place", ["exchange", "forward", "backward"])
+@pytest.mark.parametrize(("backend", "world"), places("gloo", "nccl"))
 def test_a_late_rank_changes_nothing(
-    pool: Pool, packages: Packages, names: dict[str, str], place: str, world: int
+    pools: Pools, packages: Packages, names: dict[str, str], backend: str, place: str, world: int
 ) -> None:
     ranks, victim, rows = WORLDS[world], VICTIM[world], [4] * world
-    renewed(pool, ranks)
+    pool = pools.get(backend, world)
+    renewed(pool, ranks, worked=before(backend, names))
     late = {"victim": victim, "act": "sleep", "place": place, "turn": 1, "seconds": TIMEOUT_S / 3}
     answers = results(pool.run("struggle", ranks, package=names["clip"], ranks=ranks, **late))
     assert all(not error and seconds >= TIMEOUT_S / 3 for error, _, seconds, _ in answers), answers

@@ -13,8 +13,9 @@ import pytest
 
 from tests.kernels.planted import Edit, plant
 
-from . import ring_worker, test_ring
-from .test_ring import Packages, Pool, assert_equal, average, results
+from . import pool as pools
+from . import ring_worker
+from .pool import Packages, Pool, assert_equal, average, results
 
 ENGINE, RING, API = "_runtime/engine.py", "_runtime/ring.py", "_runtime/api.py"
 
@@ -136,7 +137,7 @@ def test_wrong_gradients_are_noticed(
     wrong = planted(name, bug.loss, bug.edits)
     other = Pool(3, folder_of(packages("clip")).parent) if bug.breaks else None
     if other is not None:
-        monkeypatch.setattr(test_ring, "TIMEOUT_S", 3)  # a hang is one way to notice
+        monkeypatch.setattr(pools, "TIMEOUT_S", 3)  # a hang is one way to notice
     try:
         with pytest.raises((AssertionError, TimeoutError)):
             answers = (other or pool).run("gradients", bug.ranks, package=wrong, **arguments)

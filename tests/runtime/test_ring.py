@@ -1,83 +1,24 @@
-"""The ring on real gloo processes: a pool of four, started once."""
+"""The ring on real gloo processes: a pool of ten, started once."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import ring_worker
+from .pool import Packages, Pool, assert_equal, average, results
 
-Packages = Callable[..., ModuleType]
-TIMEOUT_S = 60
-
-
-class Pool:
-    """Processes that each run `ring_worker.main`."""
-
-    def __init__(self, world: int, folder: Path, timeout_s: float = TIMEOUT_S) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])  # imported once, not by every process
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            arguments = (rank, world, self.store.port, str(folder), timeout_s, theirs)
-            process = context.Process(target=ring_worker.main, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        for rank in range(world):
-            assert self.receive(rank) == "ready"
-
-    def run(
-        self,
-        job: str,
-        on: tuple[int, ...],
-        /,
-        each: dict[int, dict[str, Any]] | None = None,
-        **arguments: Any,
-    ) -> list[Any]:
-        """[("ok", result) or (error's type, message)] of these processes, in this order; `each` adds to one rank's
-        arguments."""
-        self.start(job, on, each, **arguments)
-        return [self.receive(rank) for rank in on]
-
-    def start(
-        self, job: str, on: tuple[int, ...], each: dict[int, dict[str, Any]] | None = None, **arguments: Any
-    ) -> None:
-        """`run`, except that the answers are to be received."""
-        for rank in on:
-            self.pipes[rank].send((job, {**arguments, **(each or {}).get(rank, {})}))
-
-    def receive(self, rank: int) -> Any:
-        if not self.pipes[rank].poll(TIMEOUT_S):
-            raise TimeoutError(f"rank {rank} hangs")
-        try:
-            return self.pipes[rank].recv()
-        except EOFError:
-            return ("dead", "")
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+WORLD = 10  # so that also a ring of 8 is a sub-group, beside another
+GROUPS = (
+    *ring_worker.GROUPS, (3, 1), (0, 2, 4, 6), (7, 5, 3, 1), (8, 9),
+    (0, 1, 2, 3, 4, 5, 6, 7), (5, 2, 7, 0, 3, 6, 1, 4), (9, 1, 8, 3, 2, 6, 5, 4), (7, 0),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +37,9 @@ def names(packages: Packages) -> dict[str, str]:
 def pool(
     names: dict[str, str], packages: Packages, folder_of: Callable[[ModuleType], Path]
 ) -> Iterator[Pool]:
-    pool = Pool(4, folder_of(packages("clip")).parent)
+    pool = Pool(WORLD, folder_of(packages("clip")).parent, groups=GROUPS)
     yield pool
     pool.close()
-
-
-def results(answers: list[Any]) -> list[Any]:
-    assert all(kind == "ok" for kind, _ in answers), answers
-    return [value for _, value in answers]
-
-
-def average(per_rank: list[list[Tensor]]) -> list[Tensor]:
-    return [torch.stack(values).mean(0) for values in zip(*per_rank, strict=True)]
-
-
-def assert_equal(ours: list[Tensor], truth: list[Tensor]) -> None:
-    for a, b in zip(ours, truth, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
 SHARDS = [
@@ -126,8 +53,14 @@ SHARDS = [
     ((0, 1, 2, 3), [3, 64, 1, 20]),
     ((0, 1, 2, 3), [0, 0, 7, 0]),
     ((1, 3), [4, 9]),
+    ((3, 1), [2, 40]),
     ((3, 0, 2), [5, 1, 0]),
     ((2, 3, 1, 0), [5, 9, 0, 70]),
+    ((0, 1, 2, 3, 4, 5, 6, 7), [5] * 8),
+    ((0, 1, 2, 3, 4, 5, 6, 7), [3, 64, 1, 20, 7, 2, 65, 5]),
+    ((0, 1, 2, 3, 4, 5, 6, 7), [0, 0, 9, 0, 0, 70, 0, 1]),
+    ((5, 2, 7, 0, 3, 6, 1, 4), [5, 9, 0, 70, 1, 2, 8, 3]),
+    ((9, 1, 8, 3, 2, 6, 5, 4), [2, 0, 66, 1, 0, 4, 4, 13]),
 ]
 
 
@@ -144,6 +77,36 @@ def test_averaged_gradients_are_those_of_the_global_loss(
     assert_equal(average(results(pool.run("gradients", ranks, repeats=2, **arguments))), truth)
     summed = results(pool.run("gradients", ranks, grad_sync="sum", **arguments))
     assert_equal([value * len(ranks) for value in average(summed)], truth)
+
+
+AT_ONCE = [
+    [((0, 1), [3, 9]), ((3, 0, 2), [0, 9, 4])],  # rank 0 is in both, and takes part in one after the other
+    [((0, 2, 4, 6), [4, 0, 66, 1]), ((7, 5, 3, 1), [9, 2, 0, 5]), ((8, 9), [30, 1])],
+    [((9, 1, 8, 3, 2, 6, 5, 4), [1, 9, 64, 3, 0, 0, 2, 30]), ((7, 0), [6, 0])],
+]
+
+
+@pytest.mark.parametrize("rings", AT_ONCE)
+def test_rings_at_once_do_not_meet(
+    pool: Pool, packages: Packages, names: dict[str, str], rings: list[tuple[tuple[int, ...], list[int]]]
+) -> None:
+    for loss in ("clip", "infonce"):
+        cases = [
+            (
+                ranks,
+                {
+                    "rows": rows,
+                    "keys": rows[::-1] if loss == "infonce" else rows,
+                    "labelled": loss == "infonce",
+                },
+            )
+            for ranks, rows in rings
+        ]
+        for ranks, case in cases:
+            pool.start("gradients", ranks, package=names[loss], ranks=ranks, repeats=3, **case)
+        for ranks, case in cases:
+            ours = results([pool.receive(rank) for rank in ranks])
+            assert_equal(average(ours), ring_worker.reference_gradients(packages(loss), **case))
 
 
 def test_keys_and_queries_may_be_sharded_differently(

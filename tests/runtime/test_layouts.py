@@ -1,0 +1,119 @@
+"""Every way to lay a batch out over ranks, judged by the numerics gate: gloo processes everywhere, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import infcl_gen
+from infcl_gen.verification.gate import Truth, failures, gate, truth_of
+from infcl_gen.verification.properties import Case, tensors
+from infcl_gen.verification.worker import averaged
+
+from .pool import Packages, Pool, backends, need, results
+
+GENERATED = Path(__file__).resolve().parents[2] / "generated"
+Ring = tuple[tuple[int, ...], list[int]]  # global ranks in group order, and the rows of each
+GROUPS = ((0,), (1,), (0, 1), (1, 0), (0, 1, 2, 3), (2, 3, 1, 0), (3, 1), (0, 2))
+
+
+def layouts(world: int, total: int) -> dict[str, list[Ring]]:
+    """Of each kind the rings that work at once, each on a batch of its own."""
+    everybody = tuple(range(world))
+    even = {"even": [(everybody, [total // world] * world)]}
+    if world == 1:
+        return even
+    if world == 2:
+        return even | {
+            "uneven": [(everybody, [1, total - 1])],
+            "empty": [(everybody, [0, total])],
+            "sub-group": [((1,), [total]), ((0,), [total])],
+            "permuted": [((1, 0), [total - 70, 70])],
+        }
+    return even | {
+        "uneven": [(everybody, [1, 70, total - 101, 30])],
+        "empty": [(everybody, [0, total - 13, 0, 13])],
+        "sub-group": [((3, 1), [17, total - 17]), ((0, 2), [total, 0])],
+        "permuted": [((2, 3, 1, 0), [total - 101, 0, 31, 70])],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the packages are that a GPU's rings need beside those of `generated`."""
+    folder = tmp_path_factory.mktemp("layouts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(folder), str(GENERATED), *sys.path])
+        yield folder
+
+
+def for_gpus(folder: Path) -> list[ModuleType]:
+    """bf16: each loss, and each strategy that a ring can have. fp32: split products, and the torch strategy."""
+    if not (folder / "clip_fp32").exists():
+        infcl_gen.generate(
+            loss="clip", batch_size=4096, dim=64, dtype="fp32", devices=4, device_profile="h200",
+            output=folder / "clip_fp32",
+        )  # fmt: skip
+    names = ("clip_h200_d768", "clip_h200_d128", "infonce_a100", "clip_fp32", "clip_cpu")
+    return [importlib.import_module(name) for name in names]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("backend", backends("gloo", "nccl"))
+def test_results_are_as_accurate_as_one_process_and_repeatable(
+    packages: Packages, folder_of: Callable[[ModuleType], Path], folder: Path, backend: str, world: int
+) -> None:
+    need(backend, world)
+    if backend == "gloo":
+        device, total = "cpu", 300
+        modules = [
+            packages("clip", "bf16", 24),
+            packages("infonce", "bf16", 24),
+            packages("clip", "fp32", 24),
+        ]
+        folders = [folder_of(modules[0]).parent]
+    else:
+        device, total = "cuda", 1024
+        modules = for_gpus(folder)
+        folders = [folder, GENERATED]
+
+    @functools.cache
+    def truth(module: ModuleType, case: Case) -> Truth:
+        inputs = tensors(case, module.SPEC["positives"], device)
+        return truth_of(module, *inputs, precision=module.SPEC["problem"]["precision"])
+
+    pool = Pool(world, folders, backend=backend, groups=GROUPS)
+    try:
+        for module in modules:
+            problem, labelled = module.SPEC["problem"], module.SPEC["positives"] == "label"
+            for kind, rings in layouts(world, total).items():
+                scale = 100.0 if kind == "uneven" else 14.3
+                case = Case(
+                    total,
+                    total,
+                    problem["dim"],
+                    problem["dtype"],
+                    scale,
+                    -1.0,
+                    features="unnormalised",
+                    seed=1,
+                )
+                for ranks, rows in rings:
+                    keys = rows[::-1] if labelled else rows
+                    pool.start(
+                        "case_results", ranks, package=module.__name__, ranks=ranks, rows=rows, keys=keys, case=case
+                    )  # fmt: skip
+                for ranks, rows in rings:
+                    parts = results([pool.receive(rank) for rank in ranks])
+                    judged = gate(averaged(parts), truth(module, case))
+                    assert all(row.passed for row in judged), (
+                        f"{module.__name__}, {kind}, rows {rows} on ranks {ranks}: {failures(judged)}"
+                    )
+    finally:
+        pool.close()
