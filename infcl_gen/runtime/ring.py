@@ -153,17 +153,21 @@ class Ring:
                 f"(it has died, hangs, or does not call the loss): {error}"
             )
 
-        step = "connecting"
         try:  # directly, not by an all-gather: whoever is silent can be named
             control = self._control_group()
-            for peer in peers:
-                step = f"addressing rank {peer}"
+        except RuntimeError as error:
+            raise failure("connecting", error) from error
+        unreachable: list[RuntimeError] = []
+        for peer in peers:
+            try:
                 works.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
                 works.append((peer, control.send([words], peer, _CONTROL_TAG)))
-        except RuntimeError as error:
-            raise failure(step, error) from error
+            except RuntimeError as error:  # the others must hear from this rank, or they would blame it
+                unreachable.append(failure(f"addressing rank {peer}", error))
 
         def answers() -> list[dict[str, Any]]:
+            if unreachable:
+                raise unreachable[0]
             for peer, work in works:
                 try:
                     work.wait()
