@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "c23c3d0f711c74a2b558b47f403410821ee66da2503812413882261fd06751b8",
+    "digest": "36dada51a2f0025a30aba86087d1cd551683a8650e40a46ecdd8ef0fdb0ae756",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -123,5 +123,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 50577664,
         "smallest_budget_bytes": 16929024,
         "largest_batch": 521715,
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

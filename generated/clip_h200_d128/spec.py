@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "1ee98265eb0399d91a34ce54913415c9a6d56cfdcdf24d41b5550b021acd9f45",
+    "digest": "f06efa4dc20288cd1f2a9dff179fee9cc91889759b69d2aed10366792baaea42",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -164,5 +164,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 73515520,
         "largest_batch": 1010508,
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

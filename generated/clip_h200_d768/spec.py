@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8e1aa4b424703493f30c5d782f122976a319dc1f1ef797cb5dce0663ef6f726e",
+    "digest": "f69f99f3048c5766c518579e08967721bd2d2267543b9cbcdf2fbe8db72d81e2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -169,5 +169,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 444179968,
         "largest_batch": 167366,
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "14459e15889484829003d24ab584b8bbd918f64bafe21c06c90a0e287d4a9ffd",
+    "digest": "b4a63355fc17357cfc236811d285f33cbe491b0562117f2c3438188787e405c6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -168,5 +168,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 409150976,
         "largest_batch": 173042,
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "52c90709d0039f5f1e0ae1364da377318d90c3e1243aafd867bb75f3ba48c3f9",
+    "digest": "a3e33adad87ee7d39476226bca533b9520c8918e960e0451fefb6b56b7b9c516",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -165,5 +165,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 366285312,
         "largest_batch": 484884,
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

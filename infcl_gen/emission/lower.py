@@ -157,8 +157,7 @@ def spec_literals(
             "time_s": plan.predicted_time_s,
             "queued_s": plan.predicted_queued_s,
         },
-        # The problem stands above; the hops of a ring follow from its size, for any size.
-        "plan": {key: value for key, value in planned.items() if key not in ("problem", "schedule")},
+        "plan": {key: value for key, value in planned.items() if key != "problem"},  # which stands above
     }
 
 

@@ -38,6 +38,7 @@ def names(packages: Packages) -> dict[str, str]:
         "infonce": packages("infonce"),
         "other": packages("clip", panel=(128, 64)),
         "bf16": packages("clip", dtype="bf16"),
+        "gather": packages("clip", devices=4, transport="gather"),
     }
     return {key: module.__name__ for key, module in made.items()}
 
@@ -113,7 +114,7 @@ MISMATCHES = {
     "package": Mismatch({"package": "other"}, r"package digest differs \(rank 0: \w+, .*rank {v}: \w+"),
     "loss": Mismatch({"package": "infonce"}, r"loss differs \(rank 0: clip, .*rank {v}: infonce"),
     "torch version": Mismatch({"torch_version": "2.11.0+cu128"}, r"torch version differs .*rank {v}: 2.11.0\+cu128"),
-    "protocol": Mismatch({"protocol": 1}, r"protocol differs \(rank 0: 2, .*rank {v}: 1"),
+    "protocol": Mismatch({"protocol": 1}, r"protocol differs \(rank 0: 3, .*rank {v}: 1"),
     "grad_sync": Mismatch({"grad_sync": "sum"}, r"grad_sync differs \(rank 0: mean, .*rank {v}: sum"),
     "an unknown grad_sync": Mismatch({"grad_sync": "average"}, r"grad_sync differs .*rank {v}: average"),
     "reduction": Mismatch({"reduction": "sum"}, r"reduction differs \(rank 0: mean, .*rank {v}: sum"),
@@ -223,18 +224,30 @@ def before(backend: str, names: dict[str, str]) -> str:
     return "" if backend == "gloo" else names["clip"]
 
 
-def assert_told(answer: Any, rank: int, world: int, victim: int, failure: Failure) -> None:
+def assert_told(
+    answer: Any, rank: int, world: int, victim: int, failure: Failure, gather: bool = False
+) -> None:
     """A survivor's answer: an error in time, which names phase, hop and peers."""
     ((error, text, seconds, found),) = results([answer])
     assert error in ("RuntimeError", "DistBackendError") and not found, answer
     assert seconds <= TIMEOUT_S + GRACE_S, answer
     if failure.place == "exchange":
         phase = ("forward", "backward")[failure.turn]
-        told = f"control exchange before the {phase} ring: rank {rank} of {world} failed .* rank {victim} "
+        told = f"control exchange before {phase}: rank {rank} of {world} failed .* rank {victim} "
         assert re.match(told, text), answer
         return
-    told = rf"{failure.place} ring, hop (\d) of {world}: rank {rank} failed sending to rank {(rank + 1) % world} or "
-    match = re.match(rf"{told}receiving from rank {(rank - 1) % world}: ", text)
+    if gather:
+        # Whoever gives up first closes its connections: others may name it. Headers are looked at after the first work
+        # of backward: they may not have left the victim.
+        peer = rf"(?!{rank})\d"
+        told = rf"{failure.place} gather of {world} ranks, [a-z ]+: rank {rank} failed (sending to|receiving from) "
+        told += (
+            rf"rank {peer}: |control exchange before backward: rank {rank} of {world} failed .* rank {peer} "
+        )
+        assert re.match(told, text), answer
+        return
+    peers = f"(sending to rank {(rank + 1) % world}|receiving from rank {(rank - 1) % world})"
+    match = re.match(rf"{failure.place} ring, hop (\d) of {world}: rank {rank} failed {peers}: ", text)
     assert match, answer
     if (rank - victim) % world == 1:  # it waits for the victim itself; those behind it may be further on
         assert failure.turn <= int(match[1]) < world, answer  # a rank farther off goes on for longer
@@ -249,14 +262,16 @@ def assert_ended(pool: Pool, answer: Any, rank: int, seconds: float) -> None:
     assert "Watchdog caught collective operation timeout" in pool.log(rank), pool.log(rank)
 
 
-def fail(pool: Pool, backend: str, names: dict[str, str], world: int, failure: Failure) -> Any:
+def fail(
+    pool: Pool, backend: str, names: dict[str, str], world: int, failure: Failure, package: str = "clip"
+) -> Any:
     """Lets one rank fail, checks what the others say, and returns what it says itself."""
     ranks, victim = WORLDS[world], VICTIM[world]
     start = time.monotonic()
     pool.start(
         "struggle",
         ranks,
-        package=names["clip"],
+        package=names[package],
         ranks=ranks,
         victim=victim,
         seconds=TIMEOUT_S + 1,
@@ -273,7 +288,7 @@ def fail(pool: Pool, backend: str, names: dict[str, str], world: int, failure: F
         elif backend == "nccl" and failure.place == "forward":  # noticed where calls are compared next
             assert_told(answer, rank, world, victim, failure._replace(place="exchange", turn=1))
         else:
-            assert_told(answer, rank, world, victim, failure)
+            assert_told(answer, rank, world, victim, failure, package == "gather")
     return last
 
 
@@ -287,24 +302,29 @@ def places(*names: str) -> list[Any]:
 
 
 def where(failures: dict[str, Failure]) -> list[Any]:
-    """(kind, backend, world): in exchanges the host waits on all backends."""
+    """(kind, package, backend, world): in exchanges the host waits on all backends; a gather's are those of a ring."""
     exchange, hop = places("gloo", "gloo-beside", "nccl"), places("gloo", "nccl", "nccl-waiting")
-    return [
-        pytest.param(kind, *place.values, marks=place.marks)
+    found = [
+        pytest.param(kind, "clip", *place.values, marks=place.marks)
         for kind, failure in failures.items()
         for place in (exchange if failure.place == "exchange" else hop)
     ]
+    return found + [
+        pytest.param(kind, "gather", "gloo", 4)
+        for kind, failure in failures.items()
+        if failure.place != "exchange"
+    ]
 
 
-@pytest.mark.parametrize(("kind", "backend", "world"), where(SURVIVED))
+@pytest.mark.parametrize(("kind", "package", "backend", "world"), where(SURVIVED))
 def test_a_stalled_or_failing_rank_is_an_error_in_time(
-    pools: Pools, names: dict[str, str], kind: str, backend: str, world: int
+    pools: Pools, names: dict[str, str], kind: str, package: str, backend: str, world: int
 ) -> None:
     victim, failure = VICTIM[world], SURVIVED[kind]
     pool = pools.get(backend, world)
     renewed(pool, WORLDS[world], worked=before(backend, names))
     try:
-        last = fail(pool, backend, names, world, failure)
+        last = fail(pool, backend, names, world, failure, package)
     finally:
         if backend == "nccl" and failure.place != "exchange":
             pools.drop(backend, world)
@@ -316,7 +336,9 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
         assert (error, text) == ("ZeroDivisionError", "integer division or modulo by zero")
     else:  # it wakes up in a group that has given up on it
         assert error == "RuntimeError", (error, text)
-        assert re.match(rf"(control exchange|\w+ ring, hop \d of {world}: rank {victim} )", text), text
+        assert re.match(
+            rf"(control exchange|\w+ (ring|gather)[^:]* of {world}[^:]*: rank {victim} )", text
+        ), text
     assert not found
 
 
@@ -339,13 +361,13 @@ def test_an_exception_in_the_last_hop_leaves_errors_or_right_results(
         assert_equal(found, healthy[0][3])
 
 
-@pytest.mark.parametrize(("kind", "backend", "world"), where(KILLED))
+@pytest.mark.parametrize(("kind", "package", "backend", "world"), where(KILLED))
 def test_a_killed_rank_is_an_error_in_time(
-    pools: Pools, names: dict[str, str], kind: str, backend: str, world: int
+    pools: Pools, names: dict[str, str], kind: str, package: str, backend: str, world: int
 ) -> None:
     with pools.fresh(backend, world) as pool:
         renewed(pool, WORLDS[world], worked=before(backend, names))
-        assert fail(pool, backend, names, world, KILLED[kind]) == ("dead", "")
+        assert fail(pool, backend, names, world, KILLED[kind], package) == ("dead", "")
 
 
 @pytest.mark.parametrize(("backend", "world"), places("gloo", "gloo-beside", "nccl"))

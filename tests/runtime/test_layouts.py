@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import infcl_gen
+from infcl_gen.problem import make_problem
 from infcl_gen.verification.gate import Truth, failures, gate, truth_of
 from infcl_gen.verification.properties import Case, tensors
 from infcl_gen.verification.worker import averaged
@@ -53,14 +54,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+OTHERS = {  # for GPUs, beside those of `generated`
+    "clip_fp32": {"dtype": "fp32"},
+    "clip_gather": {"set": {"transport": "gather"}},
+    "clip_nodes": {"nodes": 2},
+}
+
+
 def for_gpus(folder: Path) -> list[ModuleType]:
-    """bf16: each loss, and each strategy that a ring can have. fp32: split products, and the torch strategy."""
-    if not (folder / "clip_fp32").exists():
-        infcl_gen.generate(
-            loss="clip", batch_size=4096, dim=64, dtype="fp32", devices=4, device_profile="h200",
-            output=folder / "clip_fp32",
-        )  # fmt: skip
-    names = ("clip_h200_d768", "clip_h200_d128", "infonce_a100", "clip_fp32", "clip_cpu")
+    """bf16: each loss, each strategy that a ring can have, and each way that keys can travel. fp32: split products, and
+    the torch strategy."""
+    for name, flags in OTHERS.items():
+        if not (folder / name).exists():
+            problem = {"batch_size": 4096, "dim": 64, "devices": 4, "device_profile": "h200", **flags}
+            infcl_gen.generate(make_problem(**problem), folder / name)
+    names = ("clip_h200_d768", "clip_h200_d128", "infonce_a100", "clip_cpu", *OTHERS)
     return [importlib.import_module(name) for name in names]
 
 
@@ -76,6 +84,8 @@ def test_results_are_as_accurate_as_one_process_and_repeatable(
             packages("clip", "bf16", 24),
             packages("infonce", "bf16", 24),
             packages("clip", "fp32", 24),
+            packages("clip", "bf16", 24, devices=4, transport="gather"),
+            packages("clip", "bf16", 24, devices=4, nodes=2),
         ]
         folders = [folder_of(modules[0]).parent]
     else:

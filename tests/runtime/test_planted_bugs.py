@@ -17,7 +17,9 @@ from . import pool as pools
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
 
-ENGINE, RING, API = "_runtime/engine.py", "_runtime/ring.py", "_runtime/api.py"
+ENGINE, RING, ROUTE, GATHER, API = (
+    f"_runtime/{name}.py" for name in ("engine", "ring", "route", "gather", "api")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Bug:
     ranks: tuple[int, ...] = (0, 1, 2)
     rows: tuple[int, ...] = (5, 0, 9)
     loss: str = "clip"
+    keys: tuple[int, ...] = ()  # in another way than the queries
+    nodes: int = 1  # as planned; 0: a gather
     breaks: bool = False  # one rank fails and the others wait for it: no further test may use these processes
 
 
@@ -50,13 +54,13 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "        if ring is None:\n            own = clear",
-          "        if ring is None or not rows:\n            own = clear"),),
+        ((ENGINE, "        if ring is None:\n            if own is not None",
+          "        if ring is None or not rows:\n            if own is not None"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
-        ((ENGINE, "rotation.parcels[0][:valid], layout", "rotation.parcels[0], layout"),
-         (ENGINE, "view(rotation.accumulator, 0, valid)", "view(rotation.accumulator)")),
+        ((ENGINE, "trip.parcels[0][:valid], layout", "trip.parcels[0], layout"),
+         (ENGINE, "view(trip.accumulator, 0, valid)", "view(trip.accumulator)")),
         (0, 1),
         (3, 8),
     ),
@@ -67,11 +71,11 @@ BUGS = {
         ((RING, "        self._hop = size\n        self._send()\n", "        self._hop = size\n"),)
     ),
     "a buffer is used before its message has arrived": Bug(
-        ((RING, "                self._wait(works)\n", "                pass\n"),), (0, 1), (40, 40), breaks=True
+        ((RING, "                    keys.wait()\n", "                    pass\n"),), (0, 1), (40, 40), breaks=True
     ),
     "keys go the wrong way round": Bug(
-        ((RING, "send_to, receive_from = (self.rank + 1) % self.size, (self.rank - 1) % self.size",
-          "send_to, receive_from = (self.rank - 1) % self.size, (self.rank + 1) % self.size"),)
+        ((RING, "send_to = self.route.send_to(", "send_to = self.route.receive_from("),
+         (RING, "receive_from = self.route.receive_from(", "receive_from = self.route.send_to(")),
     ),
     "a label counts from this rank's own first key": Bug(
         ((ENGINE, "return labels.to(device).contiguous()",
@@ -79,7 +83,7 @@ BUGS = {
         loss="infonce",
     ),
     "a shard's keys are numbered from zero": Bug(
-        ((ENGINE, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"
+        ((RING, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"
     ),
 }  # fmt: skip
 
