@@ -38,7 +38,7 @@ MAX_RANKS = 64
 _OPTIONAL = ("torch", "triton")
 _PROBLEM_FLAGS = (
     *("loss", "batch_size", "keys", "dim", "devices", "nodes", "memory_budget"),
-    *("dtype", "precision", "target", "device_profile", "set"),
+    *("dtype", "precision", "target", "device_profile", "cluster", "set"),
 )
 
 
@@ -100,6 +100,7 @@ _problem_flags = _options(
     click.option("--precision", metavar="default|tf32|exact", help="Products of fp32 features [default]."),
     click.option("--target", metavar="auto|cpu|cuda|rocm", help="What the package runs on [auto]."),
     click.option("--device-profile", metavar="NAME|FILE.toml|auto", help="Device to plan for [auto]."),
+    click.option("--cluster", metavar="FILE.toml", help="Nodes, devices, profile and links from a file."),
     click.option("--set", multiple=True, metavar="KEY=VALUE", help="Override a choice of the planner."),
 )
 _common_flags = _options(

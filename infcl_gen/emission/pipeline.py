@@ -15,7 +15,7 @@ from infcl_gen.hardware import Cluster, profile_from_literals, resolve_cluster
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.records import Found, Missing, lookup, record_key
-from infcl_gen.problem import Problem, make_problem
+from infcl_gen.problem import Links, Problem, make_problem
 
 _LOG = logging.getLogger("infcl_gen")
 
@@ -66,7 +66,7 @@ def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
     loss, device = spec.get("loss"), spec.get("device")
     if not isinstance(loss, dict) or not isinstance(device, dict):
         raise InputError("SPEC lacks the loss or the device; generate the package again")
-    cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device))
+    cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device), problem.links or Links())
     return problem, spec_from_dict(loss), cluster
 
 

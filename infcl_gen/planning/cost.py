@@ -23,7 +23,7 @@ from infcl_gen.planning.levels import SPLIT_TERMS, inner_dim, most_strips
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
+    from infcl_gen.hardware import Cluster, DeviceProfile
     from infcl_gen.planning.levels import Block
 
 MIB = 2**20
@@ -424,15 +424,21 @@ class CostModel:
     """The model of one strategy for one problem on one device: `peak_bytes` and `time_s` of any `Sizes`."""
 
     variant: Variant
-    profile: DeviceProfile
+    cluster: Cluster
     rows: int
     keys: int
-    world_size: int
-    nodes: int
     dim: int
     dtype: str
     precision: str
     blocks: Mapping[str, Block]
+
+    @property
+    def profile(self) -> DeviceProfile:
+        return self.cluster.profile
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.devices
 
     def peak_bytes(self, sizes: Sizes) -> int:
         """Upper bound on what one rank allocates beyond its inputs, from forward to the end of backward."""
@@ -504,13 +510,14 @@ class CostModel:
         to where that adds to it first: the forward product of a panel, in backward its gradient and dq. The last
         transfer, home, is waited for.
         """
-        link = self.profile.link_gbs if self.nodes == 1 else self.profile.node_link_gbs
+        cluster, near = self.cluster, self.cluster.nodes == 1
+        link = cluster.link_gbs if near else cluster.node_link_gbs
         features = self.keys * self.dim * DTYPE_BYTES[self.dtype]
         statistics = self.keys * 2 * self._accumulator_bytes * self.variant.has_keys
         beside, after = features, statistics
         if phase == "backward":
             beside, after = features + statistics, self.keys * self.dim * self._accumulator_bytes
-        latency_s = self.profile.launch_us.value * 1e-6
+        latency_s = (cluster.latency_us if near else cluster.node_latency_us).value * 1e-6
         beside_s, after_s = (size and size / (link.value * 1e9) + latency_s for size in (beside, after))
         hops = self.world_size
         hop_s = math.fsum(part.time_s for part in work) / hops

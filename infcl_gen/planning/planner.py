@@ -99,7 +99,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals: dictionaries, lists, text and numbers."""
-        literals = _literals(dataclasses.asdict(self))
+        literals = _literals(dataclasses.asdict(self) | {"problem": self.problem.as_dict()})
         assert isinstance(literals, dict)
         return literals
 
@@ -205,8 +205,8 @@ class _Option:
             split=self.split,
         )
         return CostModel(
-            variant, self.cluster.profile, -(-problem.batch_size // world), -(-problem.total_keys // world), world,
-            self.cluster.nodes, problem.dim, problem.dtype, problem.precision, self.blocks,
+            variant, self.cluster, -(-problem.batch_size // world), -(-problem.total_keys // world),
+            problem.dim, problem.dtype, problem.precision, self.blocks,
         )  # fmt: skip
 
     @property
