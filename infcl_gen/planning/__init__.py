@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from infcl_gen.planning.levels import KERNELS, Block, violations
 from infcl_gen.planning.planner import Plan, Reason, plan
-from infcl_gen.planning.schedule import Hop, Schedule, simulate
+from infcl_gen.planning.schedule import Schedule, simulate
 
-__all__ = ["KERNELS", "Block", "Hop", "Plan", "Reason", "Schedule", "plan", "simulate", "violations"]
+__all__ = ["KERNELS", "Block", "Plan", "Reason", "Schedule", "plan", "simulate", "violations"]

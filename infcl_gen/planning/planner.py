@@ -151,7 +151,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
         smallest_budget_bytes=smallest,
         largest_batch=problem.batch_size if largest is None else largest,
-        schedule=ring_schedule(model.world_size, derivation.has_keys),
+        schedule=ring_schedule(cluster.nodes, cluster.devices_per_node, derivation.has_keys),
     )
 
 

@@ -1,76 +1,116 @@
-"""The ring: which keys visit at each hop, and what travels. Pure data, the same for every rank, and a simulator of it.
+"""The schedule: which keys visit whom at each hop, where they go next, and a simulator of it. Pure data, the same for
+every rank.
 
-Rank p owns queries Q_p and keys K_p. Queries stay. At hop h rank p works on the keys of rank (p - h) mod W; then what
-the hop carries goes to rank p + 1. Nodes need no level of their own: with ranks in node order, only the ring's edges
-between neighbouring nodes cross the network, one device's traffic each.
+Queries stay, keys visit: at hop h a rank works on the keys of `owner(rank, h)`, then what visits goes on by the move of
+that hop. Ranks stand in node order, rank = node * devices_per_node + device. One inner cycle of moves is repeated until
+every rank has met all keys, which are then home:
+
+    flat ring            one node of W devices, moves ((0, 1),): everybody sends to the next rank
+    hierarchical ring    d - 1 moves (0, 1) inside the nodes, then one move (1, 1): everybody sends to the next node at
+                         once, over all its network links, in one hop of d; a flat ring would use one link at each hop.
+                         With the 1 for the device too, d moves are a whole turn inside a node, and N * d come home
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 
 from infcl_gen.errors import VerificationError
 
-FORWARD_PARTS = ("keys", "key statistics")
-BACKWARD_PARTS = ("keys", "key statistics", "key gradients")
+Move = tuple[
+    int, int
+]  # (node step, device step): to the device so many further on, of the node so many further on
 
 
 @dataclasses.dataclass(frozen=True)
-class Hop:
-    """One hop of every rank. Offsets are added to the rank, modulo the world size.
+class Payload:
+    """What visits in one direction of the loss: `parcels` travel as they are, beside the work on them, and need not go
+    home; `sums` follow when the work has added to them, and come home."""
 
-    `owner_offset`: whose keys are visiting. `send_offset`, `recv_offset`: the neighbours of the transfer that follows.
-    `forward_carries`, `backward_carries`: what the next rank needs for its next hop, () for nothing: keys and finished
-    statistics leave beside this hop's work, what the work adds to when that is done.
-    """
-
-    index: int
-    owner_offset: int
-    send_offset: int
-    recv_offset: int
-    forward_carries: tuple[str, ...]
-    backward_carries: tuple[str, ...]
+    parcels: tuple[str, ...]
+    sums: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """`world_size` hops, symbolic in the rank."""
+    """`world_size` hops, symbolic in the rank. `moves`: one cycle, of which hop h is followed by the move h modulo its
+    length; empty for one device. `forward`, `backward`: what moves."""
 
-    world_size: int
-    hops: tuple[Hop, ...]
+    transport: str
+    nodes: int
+    devices_per_node: int
+    moves: tuple[Move, ...]
+    forward: Payload
+    backward: Payload
 
-    def owner(self, rank: int, hop: Hop) -> int:
+    @property
+    def world_size(self) -> int:
+        """Ranks, and as many hops."""
+        return self.nodes * self.devices_per_node
+
+    def owner(self, rank: int, hop: int) -> int:
         """The rank whose keys visit `rank` at `hop`."""
-        return (rank + hop.owner_offset) % self.world_size
+        if not self.moves:
+            return rank
+        cycles, rest = divmod(hop, len(self.moves))
+        whole, part = self._travelled[-1], self._travelled[rest]
+        return self._moved(rank, (cycles * whole[0] + part[0], cycles * whole[1] + part[1]), -1)
+
+    def send_to(self, rank: int, hop: int) -> int:
+        """Where what visits `rank` at `hop` goes next."""
+        return self._moved(rank, self._move(hop), 1)
+
+    def receive_from(self, rank: int, hop: int) -> int:
+        """Whence comes what visits `rank` at the hop after `hop`."""
+        return self._moved(rank, self._move(hop), -1)
+
+    def level(self, hop: int) -> str:
+        """What the move after `hop` crosses: "node" if it leaves the node, else "device"."""
+        return "node" if self._move(hop)[0] % self.nodes else "device"
+
+    def payload(self, phase: str) -> Payload:
+        """What visits in "forward" or "backward"."""
+        return {"forward": self.forward, "backward": self.backward}[phase]
+
+    def carries(self, phase: str, hop: int) -> tuple[str, ...]:
+        """What moves after `hop`: after the last one only what was added to."""
+        payload = self.payload(phase)
+        return (payload.parcels if hop < self.world_size - 1 else ()) + payload.sums
+
+    def _move(self, hop: int) -> Move:
+        return self.moves[hop % len(self.moves)] if self.moves else (0, 0)
+
+    def _moved(self, rank: int, move: Move, sign: int) -> int:
+        node, device = divmod(rank, self.devices_per_node)
+        node, device = node + sign * move[0], device + sign * move[1]
+        return node % self.nodes * self.devices_per_node + device % self.devices_per_node
+
+    @functools.cached_property
+    def _travelled(self) -> tuple[Move, ...]:
+        """How far what visits has come after 0, 1, ... moves of a cycle."""
+        steps = itertools.accumulate(self.moves, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))
+        return tuple(steps)
 
 
-def ring_schedule(world_size: int, has_keys: bool) -> Schedule:
-    """The ring over `world_size` ranks. `has_keys`: statistics are kept per key, and therefore travel with the keys.
-
-    After the last hop the keys themselves need not go home: only what was accumulated does.
-    """
+def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool) -> Schedule:
+    """The ring over all devices, hierarchical where there are several nodes. `has_keys`: statistics are kept per key,
+    and therefore travel with the keys (finished ones, in backward, are only read)."""
     statistics = ("key statistics",) if has_keys else ()
-    hops = []
-    for index in range(world_size):
-        keys = ("keys",) if index < world_size - 1 else ()
-        in_backward = statistics if keys else ()  # finished statistics are only read there
-        hops.append(
-            Hop(
-                index,
-                owner_offset=-index,
-                send_offset=1 % world_size,
-                recv_offset=-1 if world_size > 1 else 0,
-                forward_carries=(*keys, *statistics) if world_size > 1 else (),
-                backward_carries=(*keys, *in_backward, "key gradients") if world_size > 1 else (),
-            )
-        )
-    return Schedule(world_size, tuple(hops))
+    forward, backward = Payload(("keys",), statistics), Payload(("keys", *statistics), ("key gradients",))
+    moves: tuple[Move, ...] = ((0, 1),)
+    if nodes > 1:
+        moves = ((0, 1),) * (devices_per_node - 1) + ((1, 1),)
+    elif devices_per_node == 1:
+        return Schedule("ring", 1, 1, (), Payload((), ()), Payload((), ()))
+    return Schedule("ring", nodes, devices_per_node, moves, forward, backward)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What a simulated sweep did: the order of visits (query rank, key rank), and logits computed in total."""
+    """What a simulated sweep did: the order of visits (query rank, key rank), logits computed in total, transfers."""
 
     visits: tuple[tuple[int, int], ...]
     logits: int
@@ -88,21 +128,13 @@ def simulate(
     """
     if len(shard_sizes) != schedule.world_size:
         raise VerificationError(f"{len(shard_sizes)} shards for a ring of {schedule.world_size}")
+    statistics = ("key statistics",) if has_keys else ()
     return {
-        phase: _sweep(schedule, shard_sizes, phase, _accumulators(phase, has_keys), _needs(phase, has_keys))
-        for phase in ("forward", "backward")
+        "forward": _sweep(schedule, shard_sizes, "forward", statistics, ("keys", *statistics)),
+        "backward": _sweep(
+            schedule, shard_sizes, "backward", ("key gradients",), ("keys", *statistics, "key gradients")
+        ),
     }
-
-
-def _accumulators(phase: str, has_keys: bool) -> tuple[str, ...]:
-    if phase == "backward":
-        return ("key gradients",)
-    return ("key statistics",) if has_keys else ()
-
-
-def _needs(phase: str, has_keys: bool) -> tuple[str, ...]:
-    parts = FORWARD_PARTS if phase == "forward" else BACKWARD_PARTS
-    return tuple(part for part in parts if has_keys or part != "key statistics")
 
 
 def _sweep(
@@ -117,9 +149,8 @@ def _sweep(
     held = [{part: (rank, frozenset[int]()) for part in needs} for rank in range(world)]
     visits: list[tuple[int, int]] = []
     logits = transfers = 0
-    for hop in schedule.hops:
-        where = f"{phase} hop {hop.index}"
-        carries = hop.forward_carries if phase == "forward" else hop.backward_carries
+    for hop in range(world):
+        where = f"{phase} hop {hop}"
         for rank in range(world):
             owner = schedule.owner(rank, hop)
             for part in needs:
@@ -137,26 +168,9 @@ def _sweep(
                 held[rank][part] = (owner, held[rank][part][1] | {rank})
             visits.append((rank, owner))
             logits += shards[rank][0] * shards[owner][1]
-        if carries:
-            for rank in range(world):
-                receiver = (rank + hop.send_offset) % world
-                if (receiver + hop.recv_offset) % world != rank:
-                    raise VerificationError(
-                        f"{where}: rank {rank} sends to {receiver}, which receives from another"
-                    )
-                if receiver == rank:
-                    raise VerificationError(f"{where}: rank {rank} sends to itself")
-            moved = [
-                {part: held[rank].pop(part) for part in carries if part in held[rank]}
-                for rank in range(world)
-            ]
-            for rank in range(world):
-                if set(moved[rank]) != set(carries):
-                    raise VerificationError(
-                        f"{where}: rank {rank} has not all of {', '.join(carries)} to send"
-                    )
-                held[(rank + hop.send_offset) % world].update(moved[rank])
-                transfers += 1
+        if carries := schedule.carries(phase, hop):
+            _transfer(schedule, hop, where, carries, held)
+            transfers += world
     if len(set(visits)) != len(visits) or len(visits) != world * world:
         raise VerificationError(
             f"{phase}: {len(set(visits))} different of {len(visits)} visits, {world**2} pairs"
@@ -171,3 +185,25 @@ def _sweep(
                     f"{phase}: the {part} at rank {rank} belong to rank {owner}, {len(contributors)} contributions"
                 )
     return Sweep(tuple(visits), logits, transfers)
+
+
+def _transfer(
+    schedule: Schedule,
+    hop: int,
+    where: str,
+    carries: tuple[str, ...],
+    held: list[dict[str, tuple[int, frozenset[int]]]],
+) -> None:
+    """The move after a hop, of every rank at once."""
+    moved = []
+    for rank, parts in enumerate(held):
+        receiver = schedule.send_to(rank, hop)
+        if schedule.receive_from(receiver, hop) != rank:
+            raise VerificationError(f"{where}: rank {rank} sends to {receiver}, which receives from another")
+        if receiver == rank:
+            raise VerificationError(f"{where}: rank {rank} sends to itself")
+        if not set(carries) <= set(parts):
+            raise VerificationError(f"{where}: rank {rank} has not all of {', '.join(carries)} to send")
+        moved.append((receiver, {part: parts.pop(part) for part in carries}))
+    for receiver, payload in moved:
+        held[receiver].update(payload)

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infcl_gen.planning.schedule import BACKWARD_PARTS, FORWARD_PARTS, ring_schedule, simulate
+from infcl_gen.planning.schedule import ring_schedule, simulate
 from infcl_gen.runtime.ring import _HEADER, Rotation
 from tests.kernels.planted import plant
 from tests.kernels.tiers import examples
@@ -218,7 +218,7 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
     """Blocks are met in the order, and messages sent in the numbers, of the simulated schedule."""
     size, dim = len(batch.members), package.SPEC["problem"]["dim"]
     has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
-    schedule = ring_schedule(size, has_keys)
+    schedule = ring_schedule(1, size, has_keys)
     simulated = simulate(schedule, list(zip(batch.rows, batch.keys, strict=True)), has_keys)
     firsts = [sum(batch.keys[:owner]) for owner in range(size)]
     for phase in ("forward", "backward"):
@@ -231,12 +231,10 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
     largest = max(batch.keys)
     sizes = {"keys": 8 * largest * dim, "key statistics": 16 * largest, "key gradients": 8 * largest * dim}
     messages: Counter[tuple[int, int]] = Counter()
-    for parts, carries in (
-        (FORWARD_PARTS, [hop.forward_carries for hop in schedule.hops]),
-        (BACKWARD_PARTS, [hop.backward_carries for hop in schedule.hops]),
-    ):
-        tags = [part for part in parts if has_keys or part != "key statistics"]
-        messages.update((tags.index(part), sizes[part]) for hop in carries for part in hop)
+    for phase in ("forward", "backward"):
+        tags = schedule.carries(phase, 0)
+        carried = [schedule.carries(phase, hop) for hop in range(size)]
+        messages.update((tags.index(part), sizes[part]) for parts in carried for part in parts)
     group = next(group for group in world.groups if group.name == str(index))
     assert group.posted == [messages] * size
 
@@ -304,7 +302,7 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
     packages: Packages, world: int, parcels: int, accumulates: bool, turns: int
 ) -> None:
     """Rotation alone: at each hop what the schedule says, contributions added in the order of the hops."""
-    schedule = ring_schedule(world, has_keys=True)
+    schedule = ring_schedule(1, world, has_keys=True)
     package = packages("clip")
 
     def job(rank: int) -> None:
@@ -313,13 +311,13 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
         log = torch.full((world,), -1.0) if accumulates else None  # who has been here, in order
         rotation = Rotation(ring, "forward", own, log)
         hops = 0
-        for hop, owner in zip(schedule.hops, rotation, strict=True):
+        for hop, owner in enumerate(rotation):
             assert owner == schedule.owner(rank, hop)
             for part, parcel in enumerate(rotation.parcels):
                 assert torch.equal(parcel, torch.full((2, 3), 100.0 * part + owner))
             if rotation.accumulator is not None:
                 rotation.arrive()
-                rotation.accumulator[hop.index] = rank
+                rotation.accumulator[hop] = rank
             hops += 1
         rotation.arrive()
         assert hops == world
