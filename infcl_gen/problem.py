@@ -306,10 +306,12 @@ class ClusterFile:
 
 
 def read_cluster(cluster: object) -> ClusterFile:
-    """The cluster that a TOML file describes, or a mapping of the same keys.
+    """The cluster that a TOML file describes, or a mapping of the same keys; a `ClusterFile` is one already.
 
     A profile's file is looked for beside the cluster file. Raises InputError naming what is unknown or out of range.
     """
+    if isinstance(cluster, ClusterFile):
+        return cluster
     if isinstance(cluster, Mapping):
         table, where = dict(cluster), "the mapping"
     elif isinstance(cluster, str | os.PathLike):

@@ -496,6 +496,11 @@ class CostModel:
             found += [self._link(phase, parts, sizes) for phase, parts in work.items()]
         return tuple(found)
 
+    def launches(self, sizes: Sizes) -> dict[str, float]:
+        """How many kernels the host launches in each phase, over all hops."""
+        counts = _time(self.variant)(*self._values(sizes))[4::5]
+        return {term.name: count for term, count in zip(time_terms(self.variant), counts, strict=True)}
+
     def _host_s(self, phases: Sequence[PhaseTime], launches: Sequence[float]) -> float:
         """What the device waits for the host: at the start, and where kernels are shorter than their launches."""
         start_s, step_s = HOST_START_S, HOST_STEP_S + HOST_LAUNCH_S * sum(launches)

@@ -155,6 +155,12 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     )
 
 
+def cost_model(plan: Plan, derivation: Derivation, cluster: Cluster) -> CostModel:
+    """The cost model that a plan was chosen by."""
+    chosen = (plan.strategy, plan.products, plan.split, plan.descriptors, plan.replay, plan.blocks)
+    return _Option(*chosen, derivation, cluster).model(plan.problem)
+
+
 def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
     if derivation.has_keys and problem.total_keys != problem.batch_size:
         raise InputError(

@@ -1,0 +1,469 @@
+"""The timeline of a step: a plan's schedule executed as events, for all ranks or for one that stands for all of them.
+
+What each rank has: a host, which enqueues one thing after the other; a stream of kernels; a stream of messages; a port
+to the devices of its node; and with them its node's links to the network, which all transfers that leave it share.
+
+    host      start, ask  launch 0  agree  post 0  post 1  launch 1  post 2  launch 2 ...
+    kernels                 | first . rest 0 ....... | first . rest 1 ....... | first . rest 2
+    messages                | keys for 1             | sums of 0, keys for 2  | sums of 1
+                                                              ^ the rest of hop 1 adds to the sums of 0: it waits
+
+A message starts when the host has posted it, the one before it is done and, for sums, the work that added to them; a
+transfer starts when both of its ends have; a message is done when what it sends and what it receives has passed. While
+a rank's message is on its way the rank's kernels are slower: it takes multiprocessors. Every rank does the same at each
+hop (`Schedule` is symbolic in the rank), so that one of them, whose neighbour is itself and which counts as often as a
+node has devices, has the times of all.
+
+Work is the cost model's, launches too; what messages cost is below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from infcl_gen.planning import cost
+from infcl_gen.problem import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from infcl_gen.planning.cost import CostModel
+    from infcl_gen.planning.planner import Plan
+
+# What messages cost: fitted to the rings of tune/bench/h200-ring.json, which hold a step from an idle device on;
+# `python tune/scaling.py --compare` shows each row beside its simulated time. The host's start and launches are the
+# cost model's.
+HOST_MESSAGE_S = 200e-6  # one batch of sends and receives, on the host
+HOST_PEER_S = 20e-6  # each further peer in a batch (assumed)
+ASK_PEER_S, ANSWER_PEER_S = (
+    20e-6,
+    15e-6,
+)  # control exchange, each other rank: to post, to read and compare (assumed:
+# half of what it took on two shared cores)
+MESSAGE_S = 120e-6  # from the start of a message's kernel to its first byte: both ends meet
+SLOWDOWN = 1.0  # kernels take so much longer while a message of their rank is on its way
+# of what a step costs the host after its start: what is between forward's last launch and backward's first
+BEFORE_BACKWARD = 0.6
+TOGETHER_BYTES = 64 << 20  # as the runtime's: sums do not wait for keys larger than this
+
+RESOURCES = ("compute", "device link", "network", "host")
+LEVELS = {"device": "device link", "node": "network"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A resource of a rank in use. `name` says with what, and at which hop."""
+
+    rank: int
+    resource: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A simulated step. `alone_s`: the same work when nothing is sent (copied instead). `busy_s`: each resource of the
+    slowest rank in use; `critical_s`: what the longest chain of events is made of, `bound` the largest part of it."""
+
+    step_s: float
+    forward_s: float
+    alone_s: float
+    busy_s: dict[str, float]
+    critical_s: dict[str, float]
+    bound: str
+    intervals: tuple[Interval, ...]
+
+    @property
+    def backward_s(self) -> float:
+        return self.step_s - self.forward_s
+
+    @property
+    def efficiency(self) -> float:
+        """Of the same work without communication."""
+        return self.alone_s / self.step_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One phase of one rank.
+
+    `first_s`, `rest_s`: of a hop's kernels, up to where they add to what travels, and from there on. `last_s`,
+    `home_s`: of what follows the last hop, before and after the sums are home. `launches`: of kernels, at a hop.
+    `keys_bytes` travel unchanged, `sums_bytes` are added to.
+    """
+
+    first_s: float
+    rest_s: float
+    last_s: float
+    home_s: float
+    launches: float
+    keys_bytes: int
+    sums_bytes: int
+
+
+def execute(
+    plan: Plan, model: CostModel, *, communicate: bool = True, overlap: bool = True, everybody: bool = False
+) -> Timeline:
+    """Simulate one forward and backward of `plan`, which was chosen by `model`.
+
+    communicate  False: nothing is sent; it is copied to where it would arrive
+    overlap      False: each message is waited for where it starts
+    everybody    every rank by itself, instead of one that stands for all
+    """
+    works = phase_works(plan, model)
+    done = _Step(plan, model, works, communicate, overlap, everybody).run()
+    if not communicate or plan.world_size == 1:
+        return done
+    alone_s = _Step(plan, model, works, False, overlap, False).run().step_s
+    return dataclasses.replace(done, alone_s=alone_s)
+
+
+def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
+    """What a rank does in "forward" and in "backward", from the phases of the cost model."""
+    sizes = cost.Sizes(
+        plan.forward_rows, plan.forward_keys, plan.panel_rows, plan.panel_keys, plan.stash_rows
+    )
+    launches = model.launches(sizes)
+    times = {phase.name: phase.time_s for phase in plan.phases if phase.name in launches}
+    rows, own, hops = plan.rows_per_rank, plan.keys_per_rank, plan.world_size
+    accumulator = 8 if plan.dtype == "fp64" else 4
+    statistics = own * 2 * accumulator * model.variant.has_keys
+    keys, gradients = (own * plan.problem.dim * size for size in (DTYPE_BYTES[plan.dtype], accumulator))
+    panels = {
+        "forward": -(-rows // plan.forward_rows) * -(-own // plan.forward_keys),
+        "backward": 1
+        if plan.strategy == "fused"
+        else -(-rows // plan.panel_rows) * -(-own // plan.panel_keys),
+    }
+    travel = {"forward": (keys, statistics), "backward": (keys + statistics, gradients)}
+    names = list(times)  # two phases forward, as in the cost model
+    found = {}
+    for phase, mine in (("forward", names[:2]), ("backward", names[2:])):
+        hop_s = math.fsum(times[name] for name in mine if name != "finish") / hops
+        first_s = math.fsum(times[name] for name in mine if name in cost.BEFORE_SUMS) / hops / panels[phase]
+        last_s = times["finish"] if phase == "backward" else 0.0
+        found[phase] = Work(
+            first_s,
+            max(0.0, hop_s - first_s),
+            last_s / 2,  # of queries, then of keys: as long
+            last_s / 2,
+            math.fsum(launches[name] for name in mine) / hops,
+            *travel[phase],
+        )
+    return found
+
+
+class _Task:
+    """Something that starts when all it waits for is done. `left`: seconds at rate 1, or bytes at their rate."""
+
+    __slots__ = ("cause", "end", "followers", "left", "name", "pipe", "rank", "rate", "resource", "since",
+                 "start", "version", "waits", "work")  # fmt: skip
+
+    def __init__(self, rank: int, resource: str, name: str, left: float, pipe: _Pipe | None = None) -> None:
+        self.rank, self.resource, self.name, self.left, self.pipe = rank, resource, name, left, pipe
+        self.work, self.rate = left, 1.0
+        self.waits, self.version = 0, 0
+        self.start = self.since = self.end = -1.0
+        self.followers: list[_Task] = []
+        self.cause: _Task | None = None
+
+
+class _Pipe:
+    """What transfers share: each has at most `each` bytes/s, all together at most `total`; a transfer of a rank that
+    stands for others counts as often as there are of them."""
+
+    def __init__(self, each: float, total: float, weight: int) -> None:
+        self.each, self.total, self.weight = each, total, weight
+        self.active: list[_Task] = []
+
+    @property
+    def rate(self) -> float:
+        return min(self.each, self.total / (self.weight * max(1, len(self.active))))
+
+
+class _Step:
+    """The events of one step: built in the order in which hosts enqueue, then run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: CostModel,
+        works: dict[str, Work],
+        communicate: bool,
+        overlap: bool,
+        everybody: bool,
+    ) -> None:
+        cluster, schedule = model.cluster, plan.schedule
+        self._plan, self._schedule, self._works = plan, schedule, works
+        self._communicate, self._overlap = communicate, overlap
+        self._ranks = range(schedule.world_size if everybody else 1)
+        self._everybody = everybody
+        self._copy = 2 / (cluster.profile.bandwidth_gbs.value * 1e9)  # seconds a byte: read and written
+        each = schedule.devices_per_node
+        self._latency = {
+            "device": cluster.latency_us.value * 1e-6,
+            "node": cluster.node_latency_us.value * 1e-6,
+        }
+        device, node = cluster.link_gbs.value * 1e9, cluster.node_link_gbs.value * 1e9
+        ports = [_Pipe(device, device, 1) for _ in self._ranks]
+        uplinks = [
+            _Pipe(node, node * cluster.links_per_node, 1 if everybody else each)
+            for _ in range(schedule.nodes if everybody else 1)
+        ]
+        self._pipes = [{"device": ports[rank], "node": uplinks[rank // each]} for rank in self._ranks]
+        gpu = plan.strategy != "torch"
+        self._launch_s = cost.HOST_LAUNCH_S if gpu and not plan.replay else 0.0
+        start, step = (
+            (cost.REPLAY_START_S, cost.REPLAY_STEP_S)
+            if plan.replay
+            else (cost.HOST_START_S, cost.HOST_STEP_S)
+        )
+        between_s = (step - start) * BEFORE_BACKWARD
+        self._host_s = {"forward": start * gpu, "backward": between_s * gpu}
+        self._host_end_s = (step - start - between_s) * gpu
+        self._tasks: list[_Task] = []
+        self._host: list[list[_Task]] = [[] for _ in self._ranks]  # what the next of each stream waits for
+        self._kernels: list[list[_Task]] = [[] for _ in self._ranks]
+        self._messages: list[list[_Task]] = [[] for _ in self._ranks]
+        self._keys: list[list[_Task]] = [[] for _ in self._ranks]  # what a hop's keys wait for
+        self._sums: list[list[_Task]] = [[] for _ in self._ranks]
+        self._in_flight = [0 for _ in self._ranks]
+        self._level = ["device link" for _ in self._ranks]  # of a rank's last message
+        self._running: list[_Task | None] = [None for _ in self._ranks]
+        self._heap: list[tuple[float, int, int, _Task]] = []
+        self._now = 0.0
+        self._pushed = 0
+
+    def run(self) -> Timeline:
+        self._phase("forward")
+        forward = [self._kernels[rank][-1] for rank in self._ranks]
+        self._phase("backward")
+        for rank in self._ranks:
+            self._enqueue(self._host, rank, "host", "end", self._host_end_s)
+        ends = [
+            self._task(rank, "end", "end", 0.0, self._host[rank] + self._kernels[rank])
+            for rank in self._ranks
+        ]
+        self._execute()
+        last = max(ends, key=lambda task: task.end)
+        return self._timeline(last, max(task.end for task in forward))
+
+    # ------------------------------------------------------------------------------------------ what is enqueued
+
+    def _phase(self, phase: str) -> None:
+        work, hops, others = self._works[phase], self._schedule.world_size, self._schedule.world_size - 1
+        if not self._communicate:
+            others = 0
+        for rank in self._ranks:
+            self._enqueue(
+                self._host, rank, "host", f"{phase}, start", self._host_s[phase] + ASK_PEER_S * others
+            )
+        asked = [task for rank in self._ranks for task in self._host[rank]]
+        for hop in range(hops + 1):
+            before = [list(tasks) for tasks in self._kernels]
+            name = f"{phase}, hop {hop}"
+            if hop and hops > 1:
+                self._post(phase, hop, before)
+            if hop == hops:
+                break
+            for rank in self._ranks:
+                start, seconds = self._host[rank] + self._keys[rank], work.first_s
+                launched = self._enqueue(self._host, rank, "host", name, self._launch_s * work.launches)
+                if self._sums[rank]:
+                    self._enqueue(self._kernels, rank, "compute", name, seconds, start)
+                    start, seconds = self._sums[rank], 0.0
+                self._enqueue(self._kernels, rank, "compute", name, seconds + work.rest_s, start)
+                self._kernels[rank].append(launched)  # the last kernel is not over before its launch
+            if not hop and hops > 1:
+                for rank in self._ranks:
+                    waits = asked if self._communicate else []
+                    self._enqueue(self._host, rank, "host", f"{phase}, agree", ANSWER_PEER_S * others, waits)
+                self._post(phase, hop, before)  # not after the work
+        for rank in self._ranks:
+            self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
+            self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, self._sums[rank])
+            self._keys[rank], self._sums[rank] = [], []
+
+    def _post(self, phase: str, hop: int, kernels: list[list[_Task]]) -> None:
+        """What leaves at the start of a hop, when `kernels` are done: keys for the next, sums of the last."""
+        work, last = self._works[phase], self._schedule.world_size - 1
+        keys = [(work.keys_bytes, hop)] if hop < last else []
+        sums = [(work.sums_bytes, hop - 1)] if hop and work.sums_bytes else []
+        together = work.keys_bytes <= TOGETHER_BYTES
+        batches = [batch for batch in ([sums + keys] if together else [sums, keys]) if batch]
+        for batch in batches:
+            done = self._message(phase, hop, batch, kernels)
+            for rank in self._ranks:
+                if batch[0] in sums:
+                    self._sums[rank] = done[rank]
+                if batch[-1] in keys:
+                    self._keys[rank] = done[rank]
+                if not self._overlap:
+                    self._kernels[rank] = self._kernels[rank] + done[rank]
+
+    def _message(
+        self, phase: str, hop: int, parts: Sequence[tuple[int, int]], kernels: list[list[_Task]]
+    ) -> list[list[_Task]]:
+        """One batch of (bytes, hop of the move) on every rank; what tells that it is there."""
+        name = f"{phase}, message {hop}"
+        if not self._communicate:
+            seconds = self._copy * sum(size for size, _ in parts)
+            for rank in self._ranks:
+                self._enqueue(self._kernels, rank, "compute", name, seconds, self._host[rank])
+            return [[] for _ in self._ranks]
+        sizes: dict[tuple[int, int], int] = {}  # one transfer to each neighbour
+        for size, move in parts:
+            where = self._schedule.moves[move % len(self._schedule.moves)]
+            sizes[where] = sizes.get(where, 0) + size
+        hops = {self._schedule.moves[move % len(self._schedule.moves)]: move for _, move in parts}
+        levels = {where: self._schedule.level(move) for where, move in hops.items()}
+        start_s = MESSAGE_S + max(self._latency[level] for level in levels.values())
+        host_s = HOST_MESSAGE_S + HOST_PEER_S * (len(sizes) - 1)
+        begins = []
+        for rank in self._ranks:
+            posted = self._enqueue(self._host, rank, "host", name, host_s)
+            waits = [posted, *kernels[rank]]
+            begins.append(self._enqueue(self._messages, rank, "message", name, start_s, waits))
+        arriving: list[list[_Task]] = [[] for _ in self._ranks]
+        for where, size in sizes.items():
+            level = levels[where]
+            for rank in self._ranks:
+                other = self._schedule.send_to(rank, hops[where]) if self._everybody else rank
+                pipe, both = self._pipes[rank][level], [begins[rank], begins[other]]
+                flow = self._task(rank, LEVELS[level], name, float(size), both, pipe)
+                arriving[rank].append(flow)
+                if other != rank:
+                    arriving[other].append(flow)
+        return [
+            [self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank])] for rank in self._ranks
+        ]
+
+    def _enqueue(
+        self,
+        stream: list[list[_Task]],
+        rank: int,
+        resource: str,
+        name: str,
+        seconds: float,
+        waits: Sequence[_Task] = (),
+    ) -> _Task:
+        """A task behind what a stream of a rank holds."""
+        task = self._task(rank, resource, name, seconds, [*stream[rank], *waits])
+        stream[rank] = [task]
+        return task
+
+    def _task(
+        self,
+        rank: int,
+        resource: str,
+        name: str,
+        left: float,
+        waits: Sequence[_Task],
+        pipe: _Pipe | None = None,
+    ) -> _Task:
+        task = _Task(rank, resource, name, left, pipe)
+        for other in waits:
+            other.followers.append(task)
+        task.waits = len(waits)
+        self._tasks.append(task)
+        return task
+
+    # ------------------------------------------------------------------------------------------ what happens
+
+    def _execute(self) -> None:
+        for task in self._tasks:
+            if not task.waits:
+                self._start(task)
+        while self._heap:
+            time_s, _, version, task = heapq.heappop(self._heap)
+            if version == task.version:
+                self._now = time_s
+                self._finish(task)
+
+    def _start(self, task: _Task) -> None:
+        task.start = task.since = self._now
+        if task.resource == "compute":
+            self._running[task.rank] = task
+            task.rate = self._speed(task.rank)
+        elif task.resource == "message":
+            self._in_flight[task.rank] += 1
+            self._change(self._running[task.rank], self._speed(task.rank))
+        elif task.pipe is not None:
+            self._level[task.rank] = task.resource
+            task.pipe.active.append(task)
+            self._share(task.pipe)
+            return
+        self._push(task)
+
+    def _finish(self, task: _Task) -> None:
+        task.end, task.version = self._now, -1
+        if task.resource == "compute":
+            self._running[task.rank] = None
+        elif task.resource == "done":
+            self._in_flight[task.rank] -= 1
+            self._change(self._running[task.rank], self._speed(task.rank))
+        elif task.pipe is not None:
+            task.pipe.active.remove(task)
+            self._share(task.pipe)
+        for follower in task.followers:
+            follower.waits -= 1
+            if not follower.waits:
+                follower.cause = task
+                self._start(follower)
+
+    def _speed(self, rank: int) -> float:
+        return 1 / (1 + SLOWDOWN) if self._in_flight[rank] else 1.0
+
+    def _share(self, pipe: _Pipe) -> None:
+        for task in pipe.active:
+            self._change(task, pipe.rate, task.since == self._now)
+
+    def _change(self, task: _Task | None, rate: float, anyway: bool = False) -> None:
+        """Another rate for something that runs."""
+        if task is not None and (rate != task.rate or anyway):
+            task.left -= (self._now - task.since) * task.rate
+            task.since, task.rate = self._now, rate
+            self._push(task)
+
+    def _push(self, task: _Task) -> None:
+        task.version += 1
+        self._pushed += 1
+        end = self._now + max(0.0, task.left) / task.rate
+        heapq.heappush(self._heap, (end, self._pushed, task.version, task))
+
+    # ------------------------------------------------------------------------------------------ what it says
+
+    def _timeline(self, last: _Task, forward_s: float) -> Timeline:
+        critical = dict.fromkeys(RESOURCES, 0.0)
+        task: _Task | None = last
+        while task is not None:
+            spent = task.end - task.start
+            level = self._level[task.rank]
+            if task.resource == "compute":
+                critical["compute"] += min(spent, task.work)
+                critical[level] += max(0.0, spent - task.work)  # slowed by a message
+            elif task.resource in RESOURCES:
+                critical[task.resource] += spent
+            else:
+                critical[level] += spent
+            task = task.cause
+        intervals = [
+            Interval(task.rank, task.resource, task.name, task.start, task.end)
+            for task in self._tasks
+            if task.resource in RESOURCES and task.end > task.start
+        ]
+        busy = [dict.fromkeys(RESOURCES, 0.0) for _ in self._ranks]
+        for interval in intervals:
+            busy[interval.rank][interval.resource] += interval.end_s - interval.start_s
+        return Timeline(
+            step_s=last.end,
+            forward_s=forward_s,
+            alone_s=last.end,
+            busy_s=busy[last.rank],
+            critical_s=critical,
+            bound=max(RESOURCES, key=lambda name: critical[name]),
+            intervals=tuple(intervals),
+        )
