@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ec8f8d827cce37be8706985f416cd5e6f9c5489e5933aa254f0df21b16ed9546",
+    "digest": "7ad16e50c90f6862aaaff68df5749e69c13480e855d65dce0f2356554bf703b2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -122,5 +122,6 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 50577664,
         "smallest_budget_bytes": 16929024,
         "largest_batch": 521715,
+        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
     },
 }

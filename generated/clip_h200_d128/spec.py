@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "0a807f679ac4044aac348d4aacdea6694c5ad5b94d9c210b5c62aef132ea4095",
+    "digest": "c70cdecd9c8dd410603b7fbb7cdd9fb4d4a4e00a434c808f37832fbcfaa72997",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -161,5 +161,6 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 73515520,
         "largest_batch": 1010508,
+        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d41451730bec3ab1c30402aea1a05e15c9c8720510cae1811595d798f0803b28",
+    "digest": "b8526aa3328f730a3d6082a52f7641aae78a4e9968cd781abe09e92d34f2cd84",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -165,5 +165,6 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 409150976,
         "largest_batch": 173042,
+        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "2e6bd4ddb60045d3ab3f1bc4f7bd7399547428b8491fc53fa5ba265ec6a24e12",
+    "digest": "e547eb817cbeafd3cfcf14c062377419d1fa8c277ccf86db521845bd9effbc01",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -162,5 +162,6 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 366285312,
         "largest_batch": 484884,
+        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
     },
 }

@@ -151,8 +151,7 @@ def spec_literals(
         "derivation": derivation.formulas(),
         "launches": {kernel.name: {"warps": kernel.warps, "stages": kernel.stages} for kernel in kernels},
         "predicted": {"peak_bytes": plan.predicted_peak_bytes, "time_s": plan.predicted_time_s},
-        # The problem stands above; the hops of a ring follow from its size, for any size.
-        "plan": {key: value for key, value in planned.items() if key not in ("problem", "schedule")},
+        "plan": {key: value for key, value in planned.items() if key != "problem"},  # which stands above
     }
 
 

@@ -104,7 +104,7 @@ def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool) -> Schedule
     if nodes > 1:
         moves = ((0, 1),) * (devices_per_node - 1) + ((1, 1),)
     elif devices_per_node == 1:
-        return Schedule("ring", 1, 1, (), Payload((), ()), Payload((), ()))
+        return Schedule("none", 1, 1, (), Payload((), ()), Payload((), ()))
     return Schedule("ring", nodes, devices_per_node, moves, forward, backward)
 
 

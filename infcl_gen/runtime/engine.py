@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from . import ring as rings
+from .route import Route
 from .statistics import clear, view
 
 _labels_checked_alone: set[str] = set()  # packages whose labels were looked at once, in a group of one
@@ -41,6 +42,7 @@ class Package:
     batch_size: int
     key_count: int
     world_size: int  # planned
+    route: Route  # for that many ranks
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
@@ -168,7 +170,7 @@ def _forward(
             if package.loss.HAS_KEYS:
                 sums = q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE)
                 clear(sums)
-            rotation = rings.Rotation(ring, "forward", [parcel], sums, agree)
+            rotation = rings.Rotation(ring, package.route.over(ring.size), "forward", [parcel], sums, agree)
             for owner in rotation:
                 valid = layout.keys[owner]
                 if not (rows and valid):
@@ -318,7 +320,9 @@ class _Backward:
             parcels.append(q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE))
             parcels[1][:, :keys].copy_(self.saved.key_statistics)
         dk_sum = q.new_zeros((largest, self.package.dim), dtype=schedule.STATISTICS_DTYPE)
-        rotation = rings.Rotation(ring, "backward", parcels, dk_sum, agree)
+        rotation = rings.Rotation(
+            ring, self.package.route.over(ring.size), "backward", parcels, dk_sum, agree
+        )
         for owner in rotation:
             valid = layout.keys[owner]
             if not (rows and valid):

@@ -248,14 +248,14 @@ def _transport(module: Any, how: str | None, shards: list[int]) -> Iterator[None
         return
     post, ask = ring.Ring.post, ring.Ring.ask
 
-    def at_once(self: Any, messages: Any) -> list[Any]:
-        for work in post(self, messages):
+    def at_once(self: Any, sends: Any, receives: Any) -> list[Any]:
+        for work in post(self, sends, receives):
             work.wait()
         return []
 
-    def copied(self: Any, messages: Any) -> list[Any]:
-        for send, receive, _ in messages:
-            receive.copy_(send)  # what was never written might be NaN, and raise flags
+    def copied(self: Any, sends: Any, receives: Any) -> list[Any]:
+        for sent, received in zip(sends, receives, strict=True):
+            received.buffer.copy_(sent.buffer)  # what was never written might be NaN, and raise flags
         return []
 
     def known(self: Any, header: Any, phase: str = "forward", call: int = 0) -> Callable[[], Any]:

@@ -28,7 +28,7 @@ SOFT = LossSpec(
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ModuleType]]:
-    """`packages(loss, dtype, dim, batch_size=..., panel=...)` -> the imported package, generated on first use."""
+    """`packages(loss, dtype, dim, ...)` -> the imported package, generated on first use."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "soft.py").write_text(SOFT_CAPPED)
     sys.path.insert(0, str(folder))
@@ -39,8 +39,13 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         dim: int = 8,
         batch_size: int = 300,
         panel: tuple[int, int] = (64, 64),
+        devices: int = 1,
+        nodes: int = 1,
+        transport: str | None = None,
     ) -> ModuleType:
         name = f"{loss}_{dtype}_{dim}_{batch_size}_{panel[0]}x{panel[1]}"
+        name += f"_{transport}_{devices}_{nodes}" if devices > 1 else ""
+        chosen = {} if transport is None else {"transport": transport}
         if not (folder / name).exists():
             infcl_gen.generate(
                 loss=f"{folder}/soft.py:SOFT" if loss == "soft" else loss,
@@ -48,7 +53,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
                 dim=dim,
                 dtype=dtype,
                 target="cpu",
-                settings=(("panel_rows", str(panel[0])), ("panel_keys", str(panel[1]))),
+                devices=devices,
+                nodes=nodes,
+                set={"panel_rows": str(panel[0]), "panel_keys": str(panel[1])} | chosen,
                 output=folder / name,
             )
         return importlib.import_module(name)

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib
 import random
 import threading
 import warnings
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from infcl_gen.planning import Schedule
 from infcl_gen.runtime.ring import ALONE
 
 TIMEOUT_S = 120.0  # of a run; 64 ranks need 1.5 s. Deadlocks are noticed at once: this is for a computation that hangs
@@ -50,13 +52,19 @@ class Stopped(RuntimeError):
 class World:
     """`size` ranks, and the process groups that some of them form.
 
-    groups: name -> members, in group-rank order; "" is the group of all. `seed` decides who runs when.
+    groups: name -> members, in group-rank order; "" is the group of all. `seed` decides who runs when. `schedules`:
+    what groups of these sizes do, as if the package had been planned for them; others as it was planned.
     """
 
     def __init__(
-        self, package: ModuleType, size: int, groups: Mapping[str, Sequence[int]] | None = None, seed: int = 0
+        self,
+        package: ModuleType,
+        size: int,
+        groups: Mapping[str, Sequence[int]] | None = None,
+        seed: int = 0,
+        schedules: Mapping[int, Schedule] | None = None,
     ) -> None:
-        self.size, self.package = size, package
+        self.size, self.package, self.schedules = size, package, schedules or {}
         self.failure: BaseException | None = None
         self._rings: dict[tuple[str, int], Ring] = {}
         self.groups = [Group(self, name, m) for name, m in {"": range(size), **(groups or {})}.items()]
@@ -80,7 +88,7 @@ class World:
             threading.Thread(target=self._live, args=(rank, job, results), name=f"rank {rank}", daemon=True)
             for rank in range(self.size)
         ]
-        with _attached(self.package), _uninitialised_memory_is_nan():
+        with _attached(self.package, self.schedules), _uninitialised_memory_is_nan():
             for thread in threads:
                 thread.start()
             self._next()
@@ -168,18 +176,17 @@ class Group:
 
     def __init__(self, world: World, name: str, members: Sequence[int]) -> None:
         self.world, self.name, self.members = world, name, tuple(members)
-        self.edges = [Edge() for _ in members]  # from rank p to rank p + 1
+        self.edges: defaultdict[tuple[int, int], Edge] = defaultdict(Edge)  # from rank to rank
         self.headers: dict[int, dict[str, Any]] = {}  # of the exchange in progress
-        self.posted: list[Counter[tuple[int, int]]] = [
-            Counter() for _ in members
-        ]  # (tag, bytes) sent by rank
+        # (to whom, tag, bytes) of what each rank has sent
+        self.posted: list[Counter[tuple[int, int, int]]] = [Counter() for _ in members]
         module = importlib.import_module(f"{world.package.__name__}._runtime.ring")
         self.trips: Counter[int] = Counter()
         self.as_received = lambda header: module._decode(module._encode(header))
 
     def check_end(self) -> None:
         """Fails the world if a message has not been taken or not been waited for."""
-        left = [half for edge in self.edges for half in edge.busy]
+        left = [half for edge in self.edges.values() for half in edge.busy]
         if left:
             reasons = ("nobody has waited for it" if half.other else "it has no other end" for half in left)
             texts = (f"{half.text}: {why}" for half, why in zip(left, reasons, strict=True))
@@ -187,7 +194,7 @@ class Group:
 
 
 class Edge:
-    """Messages from one rank to the next. `unmatched` holds ends of one kind only, in the order of their posts."""
+    """Messages from one rank to another. `unmatched` holds ends of one kind only, in the order of their posts."""
 
     def __init__(self) -> None:
         self.unmatched: deque[Half] = deque()
@@ -274,15 +281,14 @@ class Ring:
 
         return answers
 
-    def post(self, messages: Sequence[tuple[Tensor, Tensor, int]]) -> list[Half]:
+    def post(self, sends: Sequence[Any], receives: Sequence[Any]) -> list[Half]:
         edges = self.group.edges
         works = []
-        for send, receive, tag in messages:
-            self.group.posted[self.rank][tag, send.nbytes] += 1
-            works += [
-                Half(self, edges[self.rank], True, send, tag),
-                Half(self, edges[(self.rank - 1) % self.size], False, receive, tag),
-            ]
+        for sent in sends:
+            self.group.posted[self.rank][sent.peer, sent.tag, sent.buffer.nbytes] += 1
+            works.append(Half(self, edges[self.rank, sent.peer], True, sent.buffer, sent.tag))
+        for got in receives:
+            works.append(Half(self, edges[got.peer, self.rank], False, got.buffer, got.tag))
         self.group.world.maybe_yield(self.group.members[self.rank])
         return works
 
@@ -293,8 +299,9 @@ class Echo(Ring):
     shards: how many queries, and as many keys, each rank holds; the rank itself holds `shards[0]`.
     """
 
-    def __init__(self, shards: Sequence[int]) -> None:
+    def __init__(self, shards: Sequence[int], schedule: Schedule | None = None) -> None:
         self.rank, self.size, self.shards = 0, len(shards), shards
+        self.schedules = {} if schedule is None else {self.size: schedule}
         self.labels_checked = set()
         self.layouts = {}
 
@@ -309,15 +316,15 @@ class Echo(Ring):
         order = {"protocol": 0, "phase": phase, "trips finished": 0, "call number": 0}
         return lambda: [{**header, **order, "rows": count, "keys": count} for count in self.shards]
 
-    def post(self, messages: Sequence[tuple[Tensor, Tensor, int]]) -> list[Half]:
-        for send, receive, _ in messages:
-            ctypes.memmove(receive.data_ptr(), send.data_ptr(), send.nbytes)
+    def post(self, sends: Sequence[Any], receives: Sequence[Any]) -> list[Half]:
+        for sent, got in zip(sends, receives, strict=True):
+            ctypes.memmove(got.buffer.data_ptr(), sent.buffer.data_ptr(), sent.buffer.nbytes)
         return []
 
     @contextlib.contextmanager
     def attached(self, package: ModuleType) -> Iterator[None]:
         """The package's runtime finds this ring, in the calling thread."""
-        with _attached(package):
+        with _attached(package, self.schedules):
             _place.world, _place.rank = self, 0
             try:
                 yield
@@ -342,9 +349,17 @@ def _content(buffer: Tensor) -> bytes:
 
 
 @contextlib.contextmanager
-def _attached(package: ModuleType) -> Iterator[None]:
-    """The package's `find_ring` answers threads of a World with their world's rings, and all others as ever."""
+def _attached(package: ModuleType, schedules: Mapping[int, Schedule]) -> Iterator[None]:
+    """The package's `find_ring` answers threads of a World with their world's rings, and all others as ever; groups of
+    the sizes in `schedules` follow these."""
+    route = importlib.import_module(f"{package.__name__}._runtime.route")
+    planned = {size: route.planned_route(dataclasses.asdict(found)) for size, found in schedules.items()}
+    over = route.Route.over
     with contextlib.ExitStack() as patches:
+        answer = mock.patch.object(
+            route.Route, "over", lambda self, size: planned[size] if size in planned else over(self, size)
+        )
+        patches.enter_context(answer)
         for name in ("ring", "replay"):  # replay has imported the function by name
             module = importlib.import_module(f"{package.__name__}._runtime.{name}")
             patches.enter_context(mock.patch.object(module, "find_ring", _found_by_thread(module.find_ring)))

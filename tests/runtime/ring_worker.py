@@ -292,24 +292,28 @@ class Silence:
 
 def traffic(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[tuple[str, int, int]]:
     """(operation, tag, bytes) of each message of this rank, in order, over forward and backward."""
+    return [
+        (
+            "send" if transfer.op is dist.isend else "receive",
+            transfer.tag,
+            transfer.tensor.numel() * transfer.tensor.element_size(),
+        )
+        for transfer in transfers_of(package, ranks, rows)
+    ]
+
+
+def peers(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[int]:
+    """The group rank at the other end of each message of this rank, in order, over forward and backward."""
+    return [transfer.group_peer for transfer in transfers_of(package, ranks, rows)]
+
+
+def transfers_of(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[dist.P2POp]:
+    """What this rank asks of torch.distributed."""
     module = importlib.import_module(package)
-    ring = importlib.import_module(f"{package}._runtime.ring")
-    seen: list[tuple[str, int, int]] = []
-    post = dist.batch_isend_irecv
-
-    def spy(transfers: list[dist.P2POp]) -> Any:
-        for transfer in transfers:
-            name = "send" if transfer.op is dist.isend else "receive"
-            seen.append((name, transfer.tag, transfer.tensor.numel() * transfer.tensor.element_size()))
-        return post(transfers)
-
-    ring.dist.batch_isend_irecv = spy
-    try:
-        n = rows[dist.get_rank(group_of(ranks))]
+    n = rows[dist.get_rank(group_of(ranks))]
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as begin:
         module.loss_and_grads(torch.ones(n, 8).double(), torch.ones(n, 8).double(), group=group_of(ranks))
-    finally:
-        ring.dist.batch_isend_irecv = post
-    return seen
+    return [transfer for call in begin.call_args_list for transfer in call.args[0]]
 
 
 def renew(groups: list[tuple[int, ...]], timeout_s: float) -> None:

@@ -20,13 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infcl_gen.planning.schedule import ring_schedule, simulate
-from infcl_gen.runtime.ring import _HEADER, Rotation
+from infcl_gen.planning.schedule import Schedule, ring_schedule, simulate
+from infcl_gen.runtime.ring import _HEADER, Message, Rotation
+from infcl_gen.runtime.route import planned_route
 from tests.kernels.planted import plant
 from tests.kernels.tiers import examples
 
 from .in_process import Stopped, TransportError, World, current_rank
-from .test_planted_bugs import BUGS, Bug
+from .test_planted_bugs import BUGS, ENGINE, ROUTE, Bug
 
 Packages = Callable[..., ModuleType]
 Results = list[list[Tensor]]  # of one group, by its ranks: loss, dq, dk, dscale, dbias
@@ -53,6 +54,11 @@ class Batch:
     reduction: str = "mean"
     transposed: bool = False
     seed: int = 0
+    nodes: int = 1
+
+    def schedule(self, has_keys: bool) -> Schedule:
+        """As planned for as many ranks as there are members."""
+        return ring_schedule(self.nodes, len(self.members) // self.nodes, has_keys)
 
     def tensors(self, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """All queries and keys, and the labels if there are any."""
@@ -67,7 +73,7 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, loss: str, members: Sequence[int]) -> Batch:
+def batches(draw: st.DrawFn, loss: str, members: Sequence[int], nodes: int) -> Batch:
     world = len(members)
     rows = draw(st.lists(st.sampled_from(ROWS), min_size=world, max_size=world))
     if not any(rows) or draw(st.integers(0, 15)) == 15:
@@ -95,6 +101,7 @@ def batches(draw: st.DrawFn, loss: str, members: Sequence[int]) -> Batch:
         reduction=draw(st.sampled_from(("mean", "sum"))),
         transposed=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
+        nodes=nodes,
     )
 
 
@@ -108,6 +115,10 @@ class Example:
     turns: int  # the seed of the order of events
 
 
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 @st.composite
 def runs(draw: st.DrawFn, loss: str, largest: int = 64) -> Example:
     large = largest > 8 and draw(st.integers(0, 11)) == 11
@@ -116,7 +127,9 @@ def runs(draw: st.DrawFn, loss: str, largest: int = 64) -> Example:
     divided = world > 1 and draw(st.booleans())
     cuts = sorted(draw(st.sets(st.integers(1, world - 1), min_size=1, max_size=2))) if divided else []
     members = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, world], strict=True)]
-    groups = tuple(draw(batches(loss, m)) for m in members)
+    # One way for all groups of a size: a flat ring half of the time.
+    nodes = {n: draw(st.sampled_from((*(1,) * 3, *divisors(n)))) for n in sorted(set(map(len, members)))}
+    groups = tuple(draw(batches(loss, m, nodes[len(m)])) for m in members)
     return Example(loss, draw(st.integers(1, 9)), groups, draw(st.integers(0, 2**31)))
 
 
@@ -149,7 +162,9 @@ def spied(package: ModuleType) -> Iterator[Visits]:
 def run(package: ModuleType, groups: Sequence[Batch], turns: int = 0) -> tuple[list[Results], World, Visits]:
     """The results of each group's ranks, in group-rank order."""
     size = sum(len(batch.members) for batch in groups)
-    world = World(package, size, {str(i): batch.members for i, batch in enumerate(groups)}, turns)
+    has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
+    schedules = {len(batch.members): batch.schedule(has_keys) for batch in groups}
+    world = World(package, size, {str(i): batch.members for i, batch in enumerate(groups)}, turns, schedules)
     dim = package.SPEC["problem"]["dim"]
     tensors = [batch.tensors(dim) for batch in groups]
     places = {
@@ -218,7 +233,7 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
     """Blocks are met in the order, and messages sent in the numbers, of the simulated schedule."""
     size, dim = len(batch.members), package.SPEC["problem"]["dim"]
     has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
-    schedule = ring_schedule(1, size, has_keys)
+    schedule = batch.schedule(has_keys)
     simulated = simulate(schedule, list(zip(batch.rows, batch.keys, strict=True)), has_keys)
     firsts = [sum(batch.keys[:owner]) for owner in range(size)]
     for phase in ("forward", "backward"):
@@ -230,13 +245,17 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
             assert visits.get((member, phase), []) == expected[rank], (phase, rank)
     largest = max(batch.keys)
     sizes = {"keys": 8 * largest * dim, "key statistics": 16 * largest, "key gradients": 8 * largest * dim}
-    messages: Counter[tuple[int, int]] = Counter()
-    for phase in ("forward", "backward"):
-        tags = schedule.carries(phase, 0)
-        carried = [schedule.carries(phase, hop) for hop in range(size)]
-        messages.update((tags.index(part), sizes[part]) for parts in carried for part in parts)
     group = next(group for group in world.groups if group.name == str(index))
-    assert group.posted == [messages] * size
+    for rank in range(size):
+        messages: Counter[tuple[int, int, int]] = Counter()
+        for phase in ("forward", "backward"):
+            tags = schedule.carries(phase, 0)
+            for hop in range(size):
+                peer = schedule.send_to(rank, hop)
+                messages.update(
+                    (peer, tags.index(part), sizes[part]) for part in schedule.carries(phase, hop)
+                )
+        assert group.posted[rank] == messages, rank
 
 
 def check(package: ModuleType, example: Example) -> list[Results]:
@@ -269,12 +288,14 @@ def test_loss_and_gradients_are_those_of_one_process(
     check(package_of(packages, example), example)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_64_ranks(packages: Packages, loss: str) -> None:
+@pytest.mark.parametrize(("loss", "nodes"), [("clip", 8), ("infonce", 16), ("soft", 1)])
+def test_64_ranks(packages: Packages, loss: str, nodes: int) -> None:
     rows = tuple(rank * rank % 5 for rank in range(64))
     keys = tuple(rank % 3 for rank in range(64)) if loss == "infonce" else rows[::-1]
     members = tuple(rank * 37 % 64 for rank in range(64))
-    example = Example(loss, 4, (Batch(members, rows, keys, labelled=loss == "infonce"),), turns=1)
+    example = Example(
+        loss, 4, (Batch(members, rows, keys, labelled=loss == "infonce", nodes=nodes),), turns=1
+    )
     check(package_of(packages, example), example)
 
 
@@ -296,20 +317,27 @@ def test_results_do_not_depend_on_the_order_of_events(
 
 @examples(ci=40, long=400)
 @given(
-    world=st.integers(2, 64), parcels=st.integers(1, 3), accumulates=st.booleans(), turns=st.integers(0, 99)
+    nodes=st.integers(1, 8),
+    devices=st.integers(2, 8),
+    parcels=st.integers(1, 3),
+    accumulates=st.booleans(),
+    turns=st.integers(0, 99),
 )
 def test_parcels_visit_everybody_and_accumulators_come_home(
-    packages: Packages, world: int, parcels: int, accumulates: bool, turns: int
+    packages: Packages, nodes: int, devices: int, parcels: int, accumulates: bool, turns: int
 ) -> None:
     """Rotation alone: at each hop what the schedule says, contributions added in the order of the hops."""
-    schedule = ring_schedule(1, world, has_keys=True)
+    schedule, world = ring_schedule(nodes, devices, has_keys=True), nodes * devices
+    route = planned_route(dataclasses.asdict(schedule))
     package = packages("clip")
+    # hosts[hop][owner]: whom the keys of the owner visit
+    hosts = [{schedule.owner(rank, hop): rank for rank in range(world)} for hop in range(world)]
 
     def job(rank: int) -> None:
         ring = place.ring(rank, "")
         own = [torch.full((2, 3), 100.0 * part + rank) for part in range(parcels)]
         log = torch.full((world,), -1.0) if accumulates else None  # who has been here, in order
-        rotation = Rotation(ring, "forward", own, log)
+        rotation = Rotation(ring, route, "forward", own, log)
         hops = 0
         for hop, owner in enumerate(rotation):
             assert owner == schedule.owner(rank, hop)
@@ -322,7 +350,7 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
         rotation.arrive()
         assert hops == world
         if log is not None:
-            assert rotation.accumulator.tolist() == [(rank + hop) % world for hop in range(world)]
+            assert rotation.accumulator.tolist() == [hosts[hop][rank] for hop in range(world)]
 
     place = World(package, world, seed=turns)
     place.run(job)
@@ -331,10 +359,16 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
 # ---------------------------------------------------------------------------------------------- what must be noticed
 
 
+def to_the_next(ring: Any, send: Tensor, receive: Tensor, tag: int = 0) -> list[Any]:
+    after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+    works: list[Any] = ring.post([Message(send, after, tag)], [Message(receive, before, tag)])
+    return works
+
+
 def test_messages_arrive_at_the_wait(packages: Packages) -> None:
     def job(rank: int) -> list[float]:
         receive = torch.zeros(1)
-        works = world.ring(rank, "").post([(torch.full((1,), float(rank)), receive, 0)])
+        works = to_the_next(world.ring(rank, ""), torch.full((1,), float(rank)), receive)
         early = receive.item()
         for _ in range(2):  # as with torch's own works, waiting again does nothing
             for work in works:
@@ -347,7 +381,7 @@ def test_messages_arrive_at_the_wait(packages: Packages) -> None:
 
 def write(ring: Any, to_send: bool) -> None:
     buffers = torch.zeros(2, 4)
-    works = ring.post([(buffers[0], buffers[1], 0)])
+    works = to_the_next(ring, buffers[0], buffers[1])
     buffers[0 if to_send else 1, 3] = 1.0
     for work in works:
         work.wait()
@@ -356,7 +390,7 @@ def write(ring: Any, to_send: bool) -> None:
 def post(
     ring: Any, tag: int = 0, size: int = 4, dtype: torch.dtype = torch.float32, wait: bool = True
 ) -> None:
-    works = ring.post([(torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), tag)])
+    works = to_the_next(ring, torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), tag)
     for work in works if wait else ():
         work.wait()
 
@@ -436,7 +470,6 @@ def test_ranks_that_disagree_all_fail(packages: Packages, turns: int) -> None:
     assert not any(world.groups[0].posted)
 
 
-ENGINE = "_runtime/engine.py"
 MORE_BUGS = {
     "a shard's keys are numbered from its end": Bug(
         ((ENGINE, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
@@ -451,16 +484,16 @@ MORE_BUGS = {
     "sums are added to before they have arrived": Bug(
         ((ENGINE, "arrive=rotation.arrive", "arrive=lambda: None"),)
     ),
+    "keys stay on their side when they change the node": Bug(
+        ((ROUTE, "sign * device_step)", "sign * device_step * (not node_step))"),),
+        rows=(5, 0, 9, 1, 2, 3),
+        nodes=2,
+    ),
     "the gradient of the keys is taken before it has come home": Bug(
         ((ENGINE, "        rotation.arrive()\n        assert", "        assert"),)
     ),
 }  # fmt: skip
-NOT_THIS_TRANSPORT = {
-    "the group is hard-wired",
-    "keys go the wrong way round",
-}  # edits of what it stands in for
-
-
+NOT_THIS_TRANSPORT = {"the group is hard-wired"}  # an edit of what it stands in for
 PLANTED = {name: bug for name, bug in (BUGS | MORE_BUGS).items() if name not in NOT_THIS_TRANSPORT}
 
 
@@ -470,7 +503,8 @@ def test_planted_bugs_are_noticed(
 ) -> None:
     bug = PLANTED[name]
     keys = tuple(n + 3 for n in reversed(bug.rows)) if bug.loss == "infonce" else bug.rows
-    batch = Batch(tuple(range(len(bug.rows))), bug.rows, keys, labelled=bug.loss == "infonce")
+    ranks = tuple(range(len(bug.rows)))
+    batch = Batch(ranks, bug.rows, keys, labelled=bug.loss == "infonce", nodes=bug.nodes)
     example = Example(bug.loss, 8, (batch,), turns=1)
     original = packages(bug.loss)
     check(original, example)

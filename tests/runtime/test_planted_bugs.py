@@ -16,7 +16,7 @@ from tests.kernels.planted import Edit, plant
 from . import ring_worker, test_ring
 from .test_ring import Packages, Pool, assert_equal, average, results
 
-ENGINE, RING, API = "_runtime/engine.py", "_runtime/ring.py", "_runtime/api.py"
+ENGINE, RING, ROUTE, API = (f"_runtime/{name}.py" for name in ("engine", "ring", "route", "api"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Bug:
     ranks: tuple[int, ...] = (0, 1, 2)
     rows: tuple[int, ...] = (5, 0, 9)
     loss: str = "clip"
+    nodes: int = 1
     breaks: bool = False  # one rank fails and the others wait for it: no further test may use these processes
 
 
@@ -66,11 +67,11 @@ BUGS = {
         ((RING, "        self._hop = size\n        self._send()\n", "        self._hop = size\n"),)
     ),
     "a buffer is used before its message has arrived": Bug(
-        ((RING, "                self._wait(works)\n", "                pass\n"),), (0, 1), (40, 40), breaks=True
+        ((RING, "                    keys.wait()\n", "                    pass\n"),), (0, 1), (40, 40), breaks=True
     ),
     "keys go the wrong way round": Bug(
-        ((RING, "send_to, receive_from = (self.rank + 1) % self.size, (self.rank - 1) % self.size",
-          "send_to, receive_from = (self.rank - 1) % self.size, (self.rank + 1) % self.size"),)
+        ((RING, "send_to = self.route.send_to(", "send_to = self.route.receive_from("),
+         (RING, "receive_from = self.route.receive_from(", "receive_from = self.route.send_to(")),
     ),
     "a label counts from this rank's own first key": Bug(
         ((ENGINE, "return labels.to(device).contiguous()",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from infcl_gen.planning.schedule import ring_schedule, simulate
 
 from . import ring_worker
 
@@ -88,6 +91,8 @@ def names(packages: Packages) -> dict[str, str]:
         "infonce": packages("infonce"),
         "other": packages("clip", panel=(128, 64)),
         "bf16": packages("clip", dtype="bf16"),
+        "clip on 2 x 2": packages("clip", devices=4, nodes=2),
+        "infonce on 2 x 2": packages("infonce", devices=4, nodes=2),
     }
     return {key: module.__name__ for key, module in made.items()}
 
@@ -146,6 +151,37 @@ def test_averaged_gradients_are_those_of_the_global_loss(
     assert_equal([value * len(ranks) for value in average(summed)], truth)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [((0, 1, 2, 3), [16, 16, 16, 16]), ((2, 3, 1, 0), [5, 9, 0, 70]), ((0, 1, 2), [65, 0, 3])],
+)
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_a_package_planned_for_two_nodes_of_two(
+    pool: Pool, packages: Packages, names: dict[str, str], loss: str, ranks: tuple[int, ...], rows: list[int]
+) -> None:
+    """In a group of another size the ring is flat."""
+    labelled = loss == "infonce"
+    keys = [n + 3 for n in reversed(rows)] if labelled else rows
+    truth = ring_worker.reference_gradients(packages(loss), rows, keys, labelled)
+    arguments = {"package": names[f"{loss} on 2 x 2"], "ranks": ranks, "rows": rows, "keys": keys}
+    assert_equal(average(results(pool.run("gradients", ranks, labelled=labelled, **arguments))), truth)
+
+
+def test_peers_of_two_nodes_of_two(pool: Pool, names: dict[str, str]) -> None:
+    """What each of four processes asks torch.distributed for, hop by hop: the planned schedule's peers."""
+    ranks, schedule = (0, 1, 2, 3), ring_schedule(2, 2, has_keys=True)
+    seen = results(pool.run("peers", ranks, package=names["clip on 2 x 2"], ranks=ranks, rows=[4] * 4))
+    for rank in ranks:
+        expected = []
+        for phase in ("forward", "backward"):
+            parts = schedule.payload(phase)
+            for hop in range(5):  # what the hop before has added to, and the keys for the next
+                moves = [(hop - 1, len(parts.sums) * (hop > 0)), (hop, len(parts.parcels) * (hop < 3))]
+                for step in (schedule.send_to, schedule.receive_from):
+                    expected += [step(rank, move) for move, count in moves for _ in range(count)]
+        assert seen[rank] == expected
+
+
 def test_keys_and_queries_may_be_sharded_differently(
     pool: Pool, packages: Packages, names: dict[str, str]
 ) -> None:
@@ -191,9 +227,12 @@ def test_messages_have_a_constant_size(pool: Pool, names: dict[str, str]) -> Non
     """Always the largest shard: keys W - 1 times, what accumulates W times."""
     ranks, rows, size = (0, 1, 2), [2, 9, 0], 9
     keys, pair = size * 8 * 8, 2 * size * 8
-    forward = [(0, keys), (1, pair), (0, keys), (1, pair), (1, pair)]
-    backward = [(0, keys), (1, pair), (2, keys), (0, keys), (1, pair), (2, keys), (2, keys)]
-    expected = [(what, *message) for message in forward + backward for what in ("send", "receive")]
+    forward = [[(0, keys)], [(1, pair), (0, keys)], [(1, pair)], [(1, pair)]]
+    finished = [(0, keys), (1, pair)]
+    backward = [finished, [(2, keys), *finished], [(2, keys)], [(2, keys)]]
+    expected = [
+        (what, *message) for batch in forward + backward for what in ("send", "receive") for message in batch
+    ]
     for seen in results(pool.run("traffic", ranks, package=names["clip"], ranks=ranks, rows=rows)):
         assert seen == expected
 
@@ -227,8 +266,8 @@ def test_a_process_outside_the_group_is_told_so(pool: Pool, names: dict[str, str
 
 def test_the_ring_follows_the_planned_schedule() -> None:
     """The hop loop and the planner's schedule, which is checked by simulation, say the same."""
-    from infcl_gen.planning.schedule import ring_schedule, simulate
     from infcl_gen.runtime.ring import Rotation
+    from infcl_gen.runtime.route import Route, planned_route
 
     class Place:
         def __init__(self, rank: int, size: int) -> None:
@@ -236,16 +275,25 @@ def test_the_ring_follows_the_planned_schedule() -> None:
 
         def finish_trip(self) -> None: ...
 
-        def post(self, messages: object) -> list[dist.Work]:
+        def post(self, sends: object, receives: object) -> list[dist.Work]:
             return []
 
-    for size in range(2, 9):
-        schedule = ring_schedule(1, size, has_keys=True)
+    for nodes, devices in itertools.product(range(1, 5), repeat=2):
+        size, hops = nodes * devices, range(nodes * devices)
+        if size == 1:
+            continue
+        schedule = ring_schedule(nodes, devices, has_keys=True)
         simulate(schedule, [(1, 1)] * size)
+        route = planned_route(dataclasses.asdict(schedule))
+        assert route.over(size) == route and route.over(size + 1) == Route("ring", 1, size + 1, ((0, 1),))
         for rank in range(size):
-            owners = list(Rotation(Place(rank, size), "forward", []))  # type: ignore[arg-type]
-            assert owners == [schedule.owner(rank, hop) for hop in range(size)]
-            assert schedule.send_to(rank, 0) == (rank + 1) % size
+            place = Place(rank, size)
+            owners = list(Rotation(place, route, "forward", []))  # type: ignore[arg-type]
+            assert owners == [schedule.owner(rank, hop) for hop in hops]
+            for step in ("send_to", "receive_from"):
+                assert all(
+                    getattr(route, step)(rank, hop) == getattr(schedule, step)(rank, hop) for hop in hops
+                )
 
 
 def test_headers_survive_the_trip() -> None:

@@ -17,6 +17,7 @@ from .engine import Options, Package
 from .launch import INTERPRETED
 from .ops import Operators, differentiable, register, traced
 from .ring import ALONE, resolve
+from .route import planned_route
 
 _CHOICES = {
     "grad_sync": ("mean", "sum"),
@@ -381,6 +382,7 @@ def _package(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) ->
         batch_size=batch_size,
         key_count=keys,
         world_size=plan["world_size"],
+        route=planned_route(plan["schedule"]),
         rows_per_rank=plan["rows_per_rank"],
         keys_per_rank=plan["keys_per_rank"],
         any_device=plan["strategy"] == "torch" or INTERPRETED,

@@ -1,13 +1,15 @@
 """The group: who takes part, what every rank brings, and how keys travel.
 
-Queries stay; keys go round. At hop h rank p works on the keys of rank (p - h) mod W, while those of the next hop are
-already on their way into a second buffer. What the work changes (statistics of the visiting keys, or their gradients)
-follows after it, and is home after W hops. Everything that touches torch.distributed is in this file.
+Queries stay; keys go round. At each hop a rank works on the keys that visit it, while those of the next hop are already
+on their way into a second buffer. What the work changes (statistics of the visiting keys, or their gradients) follows
+after it, and is home after W hops. The package's route says who sends to whom after which hop; of a flat ring:
 
     hop 0        work on own keys       | keys -> p + 1, keys <- p - 1 |  then the accumulator, the same way
     hop 1        work on those of p - 1 | keys -> p + 1, keys <- p - 1 |  then the accumulator
     ...
     hop W - 1    work on those of p + 1 |                              |  then the accumulator: it comes home
+
+Everything that touches torch.distributed is in this file.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .route import Route
+
+T = TypeVar("T")
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
 PROTOCOL = 2  # raise it with every change of what ranks send to each other
@@ -182,17 +188,14 @@ class Ring:
         """`ask`, and the answers."""
         return self.ask(header)()
 
-    def post(self, messages: Sequence[tuple[Tensor, Tensor, int]]) -> list[dist.Work]:
-        """Starts sending to the next rank and receiving from the previous: (what to send, where to receive, tag) each.
-        All buffers are busy until waited for, once."""
-        send_to, receive_from = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        transfers = []
-        for send, receive, tag in messages:
-            transfers += [
-                dist.P2POp(dist.isend, send, group=self.group, group_peer=send_to, tag=tag),
-                dist.P2POp(dist.irecv, receive, group=self.group, group_peer=receive_from, tag=tag),
-            ]
-        works: list[dist.Work] = dist.batch_isend_irecv(transfers) if transfers else []
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
+        """Starts these messages together. All buffers are busy until waited for, once."""
+        transfers = [
+            dist.P2POp(operation, message.buffer, group=self.group, group_peer=message.peer, tag=message.tag)
+            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for message in messages
+        ]
+        works: list[dist.Work] = dist.batch_isend_irecv(transfers)
         return works
 
     def _control_group(self) -> Any:
@@ -216,6 +219,40 @@ class Ring:
         return control
 
 
+class Message(NamedTuple):
+    """One end of a message: a contiguous buffer, the rank at the other end, and what it is, as a number."""
+
+    buffer: Tensor
+    peer: int
+    tag: int
+
+
+class Transfer:
+    """Messages that travel together, from now on. Errors, here and at `wait`, begin with `what` and name the peers."""
+
+    def __init__(self, ring: Ring, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        ends = ((sends, "sending to"), (receives, "receiving from"))
+        peers = (
+            f"{verb} rank {', '.join(str(peer) for peer in sorted({m.peer for m in messages}))}"
+            for messages, verb in ends
+            if messages
+        )
+        self._text = f"{what}: rank {ring.rank} failed {' or '.join(peers)}"
+        self._works = self._named(lambda: ring.post(sends, receives)) if sends or receives else []
+
+    def wait(self) -> None:
+        """Until all of them have arrived: on CUDA the current stream waits, and not the host."""
+        works, self._works = self._works, []
+        for work in works:
+            self._named(work.wait)
+
+    def _named(self, step: Callable[[], T]) -> T:
+        try:
+            return step()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._text}: {error}") from error
+
+
 class Rotation:
     """One trip of the keys round the ring.
 
@@ -234,36 +271,39 @@ class Rotation:
     def __init__(
         self,
         ring: Ring,
+        route: Route,
         phase: str,
         parcels: Sequence[Tensor],
         accumulator: Tensor | None = None,
         agree: Callable[[], None] | None = None,
     ) -> None:
-        self.ring, self.phase = ring, phase
+        self.ring, self.route, self.phase = ring, route, phase
         self.parcels, self.accumulator = list(parcels), accumulator
         self._agree = agree
         self._spare_parcels = [torch.empty_like(parcel) for parcel in parcels]
         self._spare_accumulator = None if accumulator is None else torch.empty_like(accumulator)
         self._accumulator_tag = len(self.parcels)
         self._together = sum(parcel.nbytes for parcel in parcels) <= TOGETHER_BYTES
-        self._arriving: list[dist.Work] = []  # transfers that the accumulator waits for
+        self._arriving: Transfer | None = None  # what the accumulator waits for
 
     def __iter__(self) -> Iterator[int]:
-        size = self.ring.size
-        works: list[dist.Work] = []
+        size, owner = self.ring.size, self.ring.rank
+        keys: Transfer | None = None
         self._hop, begin = 0, _Moment(self.parcels)
         for hop in range(size):
             if hop:
-                self._wait(works)
+                owner = self.route.receive_from(owner, hop - 1)
+                if keys is not None:
+                    keys.wait()
                 self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
                 self._hop = hop
-                works = self._send()
-            yield (self.ring.rank - hop) % size
+                keys = self._send()
+            yield owner
             if not hop:
                 if self._agree is not None:
                     self._agree()
                 with begin:  # not after the work
-                    works = self._send()
+                    keys = self._send()
             self.arrive()  # where there was no work
         self.parcels, self._spare_parcels = [], []  # their memory is for the results
         self._hop = size
@@ -272,49 +312,46 @@ class Rotation:
 
     def arrive(self) -> None:
         """Waits for the accumulator, once a hop; nothing may touch it before."""
-        works, self._arriving = self._arriving, []
-        self._wait(works)
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait()
 
-    def _send(self) -> list[dist.Work]:
-        """What leaves at the start of a hop: the keys for the next one, and what the last one has added to.
+    def _send(self) -> Transfer | None:
+        """What leaves at the start of a hop: the keys for the next one, by this hop's move, and what the last one has
+        added to, by its move.
 
-        Returns what the keys wait for, less what `arrive` does.
+        Returns what the keys wait for, if `arrive` does not.
         """
-        keys: list[tuple[Tensor, Tensor, int]] = []
-        sums: list[tuple[Tensor, Tensor, int]] = []
+        keys: list[tuple[Tensor, Tensor]] = []
         if self._hop < self.ring.size - 1:  # the keys need not go home
-            pairs = zip(self.parcels, self._spare_parcels, strict=True)
-            keys = [(parcel, spare, tag) for tag, (parcel, spare) in enumerate(pairs)]
-        if self._hop and self.accumulator is not None and self._spare_accumulator is not None:
-            sums = [(self.accumulator, self._spare_accumulator, self._accumulator_tag)]
-            self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
-        if not sums:
-            return self._post(keys)
+            keys = list(zip(self.parcels, self._spare_parcels, strict=True))
+        ahead = self._messages(keys, self._hop, 0)
+        if not self._hop or self.accumulator is None or self._spare_accumulator is None:
+            return self._transfer(ahead)
+        sums = [(self.accumulator, self._spare_accumulator)]
+        behind = self._messages(sums, self._hop - 1, self._accumulator_tag)
+        self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
         if self._together:
-            self._arriving = self._post(sums + keys)
-            return []
-        self._arriving = self._post(sums)
-        return self._post(keys)
+            self._arriving = self._transfer(behind + ahead)
+            return None
+        self._arriving = self._transfer(behind)
+        return self._transfer(ahead)
 
-    def _post(self, messages: list[tuple[Tensor, Tensor, int]]) -> list[dist.Work]:
-        try:
-            return self.ring.post(messages)
-        except RuntimeError as error:
-            raise self._failure(error) from error
+    def _messages(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], hop: int, first_tag: int
+    ) -> list[tuple[Message, Message]]:
+        """What is sent, and what is received, by the move after `hop`."""
+        send_to = self.route.send_to(self.ring.rank, hop)
+        receive_from = self.route.receive_from(self.ring.rank, hop)
+        return [
+            (Message(send, send_to, tag), Message(receive, receive_from, tag))
+            for tag, (send, receive) in enumerate(pairs, start=first_tag)
+        ]
 
-    def _wait(self, works: list[dist.Work]) -> None:
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: RuntimeError) -> RuntimeError:
-        rank, size, hop = self.ring.rank, self.ring.size, min(self._hop, self.ring.size - 1)
-        return RuntimeError(
-            f"{self.phase} ring, hop {hop} of {size}: rank {rank} failed sending to rank {(rank + 1) % size} or "
-            f"receiving from rank {(rank - 1) % size}: {error}"
-        )
+    def _transfer(self, messages: Sequence[tuple[Message, Message]]) -> Transfer:
+        size = self.ring.size
+        what = f"{self.phase} ring, hop {min(self._hop, size - 1)} of {size}"
+        return Transfer(self.ring, what, [sent for sent, _ in messages], [got for _, got in messages])
 
 
 class _Moment:
