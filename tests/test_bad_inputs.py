@@ -245,6 +245,31 @@ def test_bench(words: list[str]) -> None:
     refuse(["bench", *problem, *words], flag)
 
 
+SCALE = [
+    *([f"--batches={value}"] for value in ("0", "4,", "x", "9999999G")),
+    *([f"--devices={value}"] for value in ("", "0", "8,", "8;16", "12", "1G", "-8")),
+    *([f"--output={value}"] for value in ("", "rows.txt", "/proc/nowhere/rows.json", "\n.json")),
+    *([f"--plot={value}"] for value in ("", "plot.gif", "/proc/nowhere/plot.svg")),
+    *([f"--cluster={value}"] for value in ("", "absent.toml", "\x1b")),
+    ["--batch-size=4"],
+    ["--nodes=2"],
+    ["--dim=0"],
+    ["--device-profile=h300"],
+    ["--set=strategy=magic"],
+]
+
+
+@pytest.mark.parametrize("words", SCALE, ids=lambda words: ascii(words[0][:24]))
+def test_scale(words: list[str]) -> None:
+    flag = words[0].partition("=")[0]
+    given = [] if flag in ("--dim", "--device-profile") else ["--dim=16", "--device-profile=h200"]
+    refuse(["scale", *given, *(["--dim=16"] if flag == "--device-profile" else []), *words], flag)
+
+
+def test_scale_needs_a_dimension() -> None:
+    refuse(["scale"], "--dim")
+
+
 def test_bench_of_problems_and_packages_that_contradict(package: Path, tmp_path: Path) -> None:
     given = [f"--package={package}"]
     refuse(["bench"], "--batch-size")

@@ -22,7 +22,7 @@ from infcl_gen.problem import make_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--batch-size", "256", "--dim", "16", "--target", "cpu")
-COMMANDS = ("plan", "generate", "inspect", "verify", "tune", "bench", "doctor")
+COMMANDS = ("plan", "generate", "inspect", "verify", "tune", "bench", "scale", "doctor")
 
 
 def run(*arguments: str) -> Result:
