@@ -353,12 +353,19 @@ def doctor(**flags: Any) -> None:
     flags = _settle(flags)
     from infcl_gen.hardware.doctor import examine
 
-    findings = examine()
-    rows = [(row.subject, row.state, row.detail, row.advice) for row in findings]
+    report = examine()
+    rows = [(row.subject, row.state, row.detail, row.advice) for row in report.findings]
     keys = ("subject", "state", "detail", "advice")
-    result = {"findings": [dict(zip(keys, row, strict=True)) for row in rows]}
-    _output(flags, result, lambda: _table(keys, rows))
-    if any(row.state == "missing" and row.subject == "torch" for row in findings):
+    result: dict[str, Any] = {"findings": [dict(zip(keys, row, strict=True)) for row in rows], "links": None}
+    text = _table(keys, rows)
+    if report.links is not None:
+        lines, (header, *rates) = report.links.cluster_file(report.profile), report.links.table()
+        pairs = [[rate or None for rate in row] for row in report.links.pairs]
+        result["links"] = {"pairs_gbs": pairs, "ring_gbs": report.links.ring, "cluster_file": lines}
+        shown = "\n".join("  " + line for line in lines)
+        text += f"\n\nLinks, one copy at a time\n{_table(header, rates)}\n\nFor a --cluster file\n{shown}"
+    _output(flags, result, lambda: text)
+    if any(row.state == "missing" and row.subject == "torch" for row in report.findings):
         raise _Reported(
             ToolchainError("torch is missing: packages can be generated here, not run or verified")
         )

@@ -220,6 +220,8 @@ def test_doctor() -> None:
     findings = {row["subject"]: row for row in json.loads(done.stdout)["findings"]}
     assert findings["torch"]["state"] == findings["gloo"]["state"] == "ok"
     assert all(row["advice"] for row in findings.values() if row["state"] != "ok")
+    if findings.get("gpu", {}).get("state") == "missing":
+        assert json.loads(done.stdout)["links"] is None
     assert "python" in run("doctor").stdout
 
 
