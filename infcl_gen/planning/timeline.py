@@ -20,10 +20,11 @@ Work is the cost model's, launches too; what messages cost is below.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.planning import cost
 from infcl_gen.problem import DTYPE_BYTES
@@ -171,6 +172,15 @@ class _Task:
         self.cause: _Task | None = None
 
 
+class _Leg(NamedTuple):
+    """`size` bytes over a level from each rank to each of `receivers(rank)`, of which there are so many."""
+
+    size: int
+    level: str
+    receivers: Callable[[int], tuple[int, ...]]
+    receiver_count: int
+
+
 class _Pipe:
     """What transfers share: each has at most `each` bytes/s, all together at most `total`; a transfer of a rank that
     stands for others counts as often as there are of them."""
@@ -197,7 +207,8 @@ class _Step:
         everybody: bool,
     ) -> None:
         cluster, schedule = model.cluster, plan.schedule
-        self._plan, self._schedule, self._works = plan, schedule, works
+        self._schedule, self._works = schedule, works
+        self._transport = schedule.transport if schedule.world_size > 1 else "none"
         self._communicate, self._overlap = communicate, overlap
         self._ranks = range(schedule.world_size if everybody else 1)
         self._everybody = everybody
@@ -254,92 +265,141 @@ class _Step:
     # ------------------------------------------------------------------------------------------ what is enqueued
 
     def _phase(self, phase: str) -> None:
-        work, hops, others = self._works[phase], self._schedule.world_size, self._schedule.world_size - 1
-        if not self._communicate:
-            others = 0
+        work, others = self._works[phase], (self._schedule.world_size - 1) * self._communicate
         for rank in self._ranks:
-            self._enqueue(
-                self._host, rank, "host", f"{phase}, start", self._host_s[phase] + ASK_PEER_S * others
-            )
-        asked = [task for rank in self._ranks for task in self._host[rank]]
-        for hop in range(hops + 1):
-            before = [list(tasks) for tasks in self._kernels]
-            name = f"{phase}, hop {hop}"
-            if hop and hops > 1:
-                self._post(phase, hop, before)
-            if hop == hops:
-                break
-            for rank in self._ranks:
-                start, seconds = self._host[rank] + self._keys[rank], work.first_s
-                launched = self._enqueue(self._host, rank, "host", name, self._launch_s * work.launches)
-                if self._sums[rank]:
-                    self._enqueue(self._kernels, rank, "compute", name, seconds, start)
-                    start, seconds = self._sums[rank], 0.0
-                self._enqueue(self._kernels, rank, "compute", name, seconds + work.rest_s, start)
-                self._kernels[rank].append(launched)  # the last kernel is not over before its launch
-            if not hop and hops > 1:
-                for rank in self._ranks:
-                    waits = asked if self._communicate else []
-                    self._enqueue(self._host, rank, "host", f"{phase}, agree", ANSWER_PEER_S * others, waits)
-                self._post(phase, hop, before)  # not after the work
+            start_s = self._host_s[phase] + ASK_PEER_S * others
+            self._enqueue(self._host, rank, "host", f"{phase}, start", start_s)
+        asked = [list(tasks) for tasks in self._host]
+        {"none": self._alone, "ring": self._rotate, "gather": self._gather}[self._transport](phase, asked)
         for rank in self._ranks:
             self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
-            self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, self._sums[rank])
+            seconds = work.home_s + self._added_s(work) * (self._transport == "gather")
+            self._enqueue(self._kernels, rank, "compute", f"{phase}, home", seconds, self._sums[rank])
             self._keys[rank], self._sums[rank] = [], []
 
-    def _post(self, phase: str, hop: int, kernels: list[list[_Task]]) -> None:
-        """What leaves at the start of a hop, when `kernels` are done: keys for the next, sums of the last."""
-        work, last = self._works[phase], self._schedule.world_size - 1
-        keys = [(work.keys_bytes, hop)] if hop < last else []
-        sums = [(work.sums_bytes, hop - 1)] if hop and work.sums_bytes else []
-        together = work.keys_bytes <= TOGETHER_BYTES
-        batches = [batch for batch in ([sums + keys] if together else [sums, keys]) if batch]
-        for batch in batches:
-            done = self._message(phase, hop, batch, kernels)
-            for rank in self._ranks:
-                if batch[0] in sums:
-                    self._sums[rank] = done[rank]
-                if batch[-1] in keys:
-                    self._keys[rank] = done[rank]
-                if not self._overlap:
-                    self._kernels[rank] = self._kernels[rank] + done[rank]
+    def _alone(self, phase: str, asked: list[list[_Task]]) -> None:
+        self._work(phase, 0)
 
-    def _message(
-        self, phase: str, hop: int, parts: Sequence[tuple[int, int]], kernels: list[list[_Task]]
-    ) -> list[list[_Task]]:
-        """One batch of (bytes, hop of the move) on every rank; what tells that it is there."""
-        name = f"{phase}, message {hop}"
+    def _rotate(self, phase: str, asked: list[list[_Task]]) -> None:
+        """The keys go round, as the runtime's `Rotation` lets them."""
+        for hop in range(self._schedule.world_size + 1):
+            before = [list(tasks) for tasks in self._kernels]
+            if hop:
+                self._post(phase, hop, before)
+            if hop < self._schedule.world_size:
+                self._work(phase, hop)
+            if not hop:
+                self._agree(phase, asked)
+                self._post(phase, hop, before)  # not after the work
+
+    def _gather(self, phase: str, asked: list[list[_Task]]) -> None:
+        """Everybody sends to everybody, as the runtime's `ForwardGather` and `BackwardGather` let them."""
+        work, last = self._works[phase], self._schedule.world_size - 1
+        if phase == "forward":
+            before = [list(tasks) for tasks in self._kernels]
+            self._work(phase, 0)
+            self._agree(phase, asked)
+            self._keys = self._message(f"{phase}, keys", self._to_all(work.keys_bytes), before)
+            for hop in range(1, last + 1):
+                self._work(phase, hop)
+            for what in ("sums", "finished") if work.sums_bytes else ():
+                done = self._message(f"{phase}, {what}", self._to_all(work.sums_bytes), self._kernels)
+                self._kernels = [[*self._kernels[rank], *done[rank]] for rank in self._ranks]
+        else:
+            for hop in range(last):
+                self._work(phase, hop)
+            self._agree(phase, asked)
+            home = self._message(f"{phase}, sums", self._to_all(work.sums_bytes), self._kernels)
+            self._work(phase, last)
+            self._sums = home
+
+    def _work(self, phase: str, hop: int) -> None:
+        """A hop's kernels: those that add to what travels wait for it."""
+        work, name = self._works[phase], f"{phase}, hop {hop}"
+        for rank in self._ranks:
+            start, seconds = self._host[rank] + self._keys[rank], work.first_s
+            launched = self._enqueue(self._host, rank, "host", name, self._launch_s * work.launches)
+            if self._sums[rank]:
+                self._enqueue(self._kernels, rank, "compute", name, seconds, start)
+                start, seconds = self._sums[rank], 0.0
+            self._enqueue(self._kernels, rank, "compute", name, seconds + work.rest_s, start)
+            self._kernels[rank].append(launched)  # the last kernel is not over before its launch
+
+    def _agree(self, phase: str, asked: list[list[_Task]]) -> None:
+        """The control exchange: every rank's host has asked, and reads what each has said."""
+        if self._communicate:
+            everybody = [task for tasks in asked for task in tasks]
+            seconds = ANSWER_PEER_S * (self._schedule.world_size - 1)
+            for rank in self._ranks:
+                self._enqueue(self._host, rank, "host", f"{phase}, agree", seconds, everybody)
+
+    def _added_s(self, work: Work) -> float:
+        """What comes home from each rank is read, and what it is added to read and written."""
+        return 1.5 * self._copy * work.sums_bytes * (self._schedule.world_size - 1)
+
+    def _post(self, phase: str, hop: int, kernels: list[list[_Task]]) -> None:
+        """What leaves at the start of a ring's hop, when `kernels` are done: keys for the next, sums of the last."""
+        work, last, name = self._works[phase], self._schedule.world_size - 1, f"{phase}, message {hop}"
+        keys = {hop: work.keys_bytes} if hop < last else {}
+        sums = {hop - 1: work.sums_bytes} if hop and work.sums_bytes else {}
+        together = work.keys_bytes <= TOGETHER_BYTES
+        for batch in [sums | keys] if together else [sums, keys]:
+            if batch:
+                done = self._message(name, self._moved(batch), kernels)
+                for rank in self._ranks:
+                    self._sums[rank] = done[rank] if hop - 1 in batch else self._sums[rank]
+                    self._keys[rank] = done[rank] if hop in batch else self._keys[rank]
+
+    def _moved(self, parts: dict[int, int]) -> list[_Leg]:
+        """Bytes by the hop whose move they make: one transfer to each neighbour."""
+        moves = self._schedule.moves
+        legs: dict[tuple[int, int], _Leg] = {}
+        for hop, size in parts.items():
+            move = moves[hop % len(moves)]
+            size += legs[move].size if move in legs else 0
+            legs[move] = _Leg(size, self._schedule.level(hop), functools.partial(self._next, hop), 1)
+        return list(legs.values())
+
+    def _next(self, hop: int, rank: int) -> tuple[int, ...]:
+        return (self._schedule.send_to(rank, hop),)
+
+    def _to_all(self, size: int) -> list[_Leg]:
+        """As many bytes to every other rank of a node."""
+        return [_Leg(size, "device", self._others, self._schedule.world_size - 1)]
+
+    def _others(self, rank: int) -> tuple[int, ...]:
+        return tuple(other for other in range(self._schedule.world_size) if other != rank)
+
+    def _message(self, name: str, legs: list[_Leg], kernels: list[list[_Task]]) -> list[list[_Task]]:
+        """One batch of transfers on every rank, when `kernels` are done; what tells that it is there."""
         if not self._communicate:
-            seconds = self._copy * sum(size for size, _ in parts)
+            seconds = self._copy * sum(leg.size * leg.receiver_count for leg in legs)
             for rank in self._ranks:
                 self._enqueue(self._kernels, rank, "compute", name, seconds, self._host[rank])
             return [[] for _ in self._ranks]
-        sizes: dict[tuple[int, int], int] = {}  # one transfer to each neighbour
-        for size, move in parts:
-            where = self._schedule.moves[move % len(self._schedule.moves)]
-            sizes[where] = sizes.get(where, 0) + size
-        hops = {self._schedule.moves[move % len(self._schedule.moves)]: move for _, move in parts}
-        levels = {where: self._schedule.level(move) for where, move in hops.items()}
-        start_s = MESSAGE_S + max(self._latency[level] for level in levels.values())
-        host_s = HOST_MESSAGE_S + HOST_PEER_S * (len(sizes) - 1)
+        start_s = MESSAGE_S + max(self._latency[leg.level] for leg in legs)
+        host_s = HOST_MESSAGE_S + HOST_PEER_S * (sum(leg.receiver_count for leg in legs) - 1)
         begins = []
         for rank in self._ranks:
-            posted = self._enqueue(self._host, rank, "host", name, host_s)
-            waits = [posted, *kernels[rank]]
+            waits = [self._enqueue(self._host, rank, "host", name, host_s), *kernels[rank]]
             begins.append(self._enqueue(self._messages, rank, "message", name, start_s, waits))
         arriving: list[list[_Task]] = [[] for _ in self._ranks]
-        for where, size in sizes.items():
-            level = levels[where]
+        for leg in legs:
             for rank in self._ranks:
-                other = self._schedule.send_to(rank, hops[where]) if self._everybody else rank
-                pipe, both = self._pipes[rank][level], [begins[rank], begins[other]]
-                flow = self._task(rank, LEVELS[level], name, float(size), both, pipe)
-                arriving[rank].append(flow)
-                if other != rank:
-                    arriving[other].append(flow)
-        return [
+                # One rank that stands for all sends everything to itself.
+                size = leg.size if self._everybody else leg.size * leg.receiver_count
+                for other in leg.receivers(rank) if self._everybody else (rank,):
+                    both, pipe = [begins[rank], begins[other]], self._pipes[rank][leg.level]
+                    flow = self._task(rank, LEVELS[leg.level], name, float(size), both, pipe)
+                    for end in {rank, other}:
+                        arriving[end].append(flow)
+        found = [
             [self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank])] for rank in self._ranks
         ]
+        if not self._overlap:
+            for rank in self._ranks:
+                self._kernels[rank] = self._kernels[rank] + found[rank]
+        return found
 
     def _enqueue(
         self,

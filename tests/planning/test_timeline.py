@@ -110,6 +110,48 @@ def test_work_is_that_of_the_cost_model() -> None:
         assert works["forward"].keys_bytes == rows * (4 if plan.dtype == "fp32" else 2)
 
 
+def gathered(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, transport="gather"))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_one_rank_stands_for_all_of_a_gather(world: int) -> None:
+    for rows, loss, rate in itertools.product((96, 4096), ("clip", "infonce"), (300.0, 2.0)):
+        plan, model = case(
+            batch_size=rows * world, loss=loss, cluster=links(link_gbs=rate) | {"devices_per_node": world}
+        )
+        for how in ({}, {"overlap": False}, {"communicate": False}):
+            one, all_ = (execute(gathered(plan), model, everybody=e, **how) for e in (False, True))
+            for field in ("step_s", "forward_s", "alone_s"):
+                assert getattr(all_, field) == pytest.approx(getattr(one, field), rel=1e-9), field
+            assert all_.bound == one.bound
+
+
+def test_a_gather_sends_four_batches() -> None:
+    """Keys beside the own work; statistics home, and what they have come to to everybody; gradients beside the own
+    work. With little work per hop it is faster than the ring, whose messages take the host's time."""
+    world = 8
+    plan, model = case(batch_size=1024 * world, devices=world)
+    ring, step = execute(plan, model), execute(gathered(plan), model)
+    assert step.step_s < ring.step_s
+    plan, model = case(batch_size=65536 * world, devices=world)
+    step = execute(gathered(plan), model)
+    names = ["forward, keys", "forward, sums", "forward, finished", "backward, sums"]
+    assert [i.name for i in of(step, "device link")] == names
+    by = {i.name: i for i in of(step, "device link")}
+    work = {i.name: i for i in of(step, "compute")}
+    assert by["forward, keys"].start_s < work["forward, hop 0"].end_s <= work["forward, hop 1"].start_s
+    assert work["forward, hop 1"].start_s >= by["forward, keys"].end_s
+    assert by["forward, sums"].start_s >= work["forward, hop 7"].end_s
+    assert work["backward, hop 6"].end_s <= by["backward, sums"].start_s
+    assert work["backward, hop 7"].start_s < by["backward, sums"].end_s <= work["backward, home"].start_s
+    size = 65536 * 768 * 4 * (world - 1)
+    sums = by["backward, sums"]
+    assert sums.end_s - sums.start_s == pytest.approx(size / 345e9)
+    infonce, model = case(batch_size=1024 * world, devices=world, loss="infonce")
+    assert len(of(execute(gathered(infonce), model), "device link")) == 2
+
+
 def of(step: Timeline, resource: str, name: str = "") -> list[Interval]:
     return [i for i in step.intervals if i.resource == resource and name in i.name]
 
