@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.planning import cost
+from infcl_gen.planning.events import Events, Pipe, Task
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -38,15 +38,13 @@ if TYPE_CHECKING:
 # cost model's.
 HOST_MESSAGE_S = 200e-6  # one batch of sends and receives, on the host
 HOST_PEER_S = 20e-6  # each further peer in a batch (assumed)
-ASK_PEER_S, ANSWER_PEER_S = (
-    20e-6,
-    15e-6,
-)  # control exchange, each other rank: to post, to read and compare (assumed:
-# half of what it took on two shared cores)
+# Control exchange, of each other rank: to post, to read and compare. Assumed: half of what two shared cores took.
+ASK_PEER_S, ANSWER_PEER_S = 20e-6, 15e-6
 MESSAGE_S = 120e-6  # from the start of a message's kernel to its first byte: both ends meet
 SLOWDOWN = 1.0  # kernels take so much longer while a message of their rank is on its way
-# of what a step costs the host after its start: what is between forward's last launch and backward's first
-BEFORE_BACKWARD = 0.6
+BEFORE_BACKWARD = (
+    0.6  # of what a step costs the host after its start: between forward's launches and backward's
+)
 TOGETHER_BYTES = 64 << 20  # as the runtime's: sums do not wait for keys larger than this
 
 RESOURCES = ("compute", "device link", "network", "host")
@@ -157,21 +155,6 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     return found
 
 
-class _Task:
-    """Something that starts when all it waits for is done. `left`: seconds at rate 1, or bytes at their rate."""
-
-    __slots__ = ("cause", "end", "followers", "left", "name", "pipe", "rank", "rate", "resource", "since",
-                 "start", "version", "waits", "work")  # fmt: skip
-
-    def __init__(self, rank: int, resource: str, name: str, left: float, pipe: _Pipe | None = None) -> None:
-        self.rank, self.resource, self.name, self.left, self.pipe = rank, resource, name, left, pipe
-        self.work, self.rate = left, 1.0
-        self.waits, self.version = 0, 0
-        self.start = self.since = self.end = -1.0
-        self.followers: list[_Task] = []
-        self.cause: _Task | None = None
-
-
 class _Leg(NamedTuple):
     """`size` bytes over a level from each rank to each of `receivers(rank)`, of which there are so many."""
 
@@ -179,19 +162,6 @@ class _Leg(NamedTuple):
     level: str
     receivers: Callable[[int], tuple[int, ...]]
     receiver_count: int
-
-
-class _Pipe:
-    """What transfers share: each has at most `each` bytes/s, all together at most `total`; a transfer of a rank that
-    stands for others counts as often as there are of them."""
-
-    def __init__(self, each: float, total: float, weight: int) -> None:
-        self.each, self.total, self.weight = each, total, weight
-        self.active: list[_Task] = []
-
-    @property
-    def rate(self) -> float:
-        return min(self.each, self.total / (self.weight * max(1, len(self.active))))
 
 
 class _Step:
@@ -219,9 +189,9 @@ class _Step:
             "node": cluster.node_latency_us.value * 1e-6,
         }
         device, node = cluster.link_gbs.value * 1e9, cluster.node_link_gbs.value * 1e9
-        ports = [_Pipe(device, device, 1) for _ in self._ranks]
+        ports = [Pipe(device, device, 1) for _ in self._ranks]
         uplinks = [
-            _Pipe(node, node * cluster.links_per_node, 1 if everybody else each)
+            Pipe(node, node * cluster.links_per_node, 1 if everybody else each)
             for _ in range(schedule.nodes if everybody else 1)
         ]
         self._pipes = [{"device": ports[rank], "node": uplinks[rank // each]} for rank in self._ranks]
@@ -235,18 +205,12 @@ class _Step:
         between_s = (step - start) * BEFORE_BACKWARD
         self._host_s = {"forward": start * gpu, "backward": between_s * gpu}
         self._host_end_s = (step - start - between_s) * gpu
-        self._tasks: list[_Task] = []
-        self._host: list[list[_Task]] = [[] for _ in self._ranks]  # what the next of each stream waits for
-        self._kernels: list[list[_Task]] = [[] for _ in self._ranks]
-        self._messages: list[list[_Task]] = [[] for _ in self._ranks]
-        self._keys: list[list[_Task]] = [[] for _ in self._ranks]  # what a hop's keys wait for
-        self._sums: list[list[_Task]] = [[] for _ in self._ranks]
-        self._in_flight = [0 for _ in self._ranks]
-        self._level = ["device link" for _ in self._ranks]  # of a rank's last message
-        self._running: list[_Task | None] = [None for _ in self._ranks]
-        self._heap: list[tuple[float, int, int, _Task]] = []
-        self._now = 0.0
-        self._pushed = 0
+        self._legs: dict[tuple[tuple[int, int], ...], list[_Leg]] = {}
+        self._events = Events(len(self._ranks), SLOWDOWN)
+        # Of each rank: what the next of each stream waits for; what the keys, and the sums, of a hop wait for.
+        self._host, self._kernels, self._messages, self._keys, self._sums = (
+            [list[Task]() for _ in self._ranks] for _ in range(5)
+        )
 
     def run(self) -> Timeline:
         self._phase("forward")
@@ -255,14 +219,12 @@ class _Step:
         for rank in self._ranks:
             self._enqueue(self._host, rank, "host", "end", self._host_end_s)
         ends = [
-            self._task(rank, "end", "end", 0.0, self._host[rank] + self._kernels[rank])
+            self._events.task(rank, "end", "", "end", 0.0, self._host[rank] + self._kernels[rank])
             for rank in self._ranks
         ]
-        self._execute()
+        self._events.run()
         last = max(ends, key=lambda task: task.end)
         return self._timeline(last, max(task.end for task in forward))
-
-    # ------------------------------------------------------------------------------------------ what is enqueued
 
     def _phase(self, phase: str) -> None:
         work, others = self._works[phase], (self._schedule.world_size - 1) * self._communicate
@@ -277,10 +239,10 @@ class _Step:
             self._enqueue(self._kernels, rank, "compute", f"{phase}, home", seconds, self._sums[rank])
             self._keys[rank], self._sums[rank] = [], []
 
-    def _alone(self, phase: str, asked: list[list[_Task]]) -> None:
+    def _alone(self, phase: str, asked: list[list[Task]]) -> None:
         self._work(phase, 0)
 
-    def _rotate(self, phase: str, asked: list[list[_Task]]) -> None:
+    def _rotate(self, phase: str, asked: list[list[Task]]) -> None:
         """The keys go round, as the runtime's `Rotation` lets them."""
         for hop in range(self._schedule.world_size + 1):
             before = [list(tasks) for tasks in self._kernels]
@@ -292,7 +254,7 @@ class _Step:
                 self._agree(phase, asked)
                 self._post(phase, hop, before)  # not after the work
 
-    def _gather(self, phase: str, asked: list[list[_Task]]) -> None:
+    def _gather(self, phase: str, asked: list[list[Task]]) -> None:
         """Everybody sends to everybody, as the runtime's `ForwardGather` and `BackwardGather` let them."""
         work, last = self._works[phase], self._schedule.world_size - 1
         if phase == "forward":
@@ -325,7 +287,7 @@ class _Step:
             self._enqueue(self._kernels, rank, "compute", name, seconds + work.rest_s, start)
             self._kernels[rank].append(launched)  # the last kernel is not over before its launch
 
-    def _agree(self, phase: str, asked: list[list[_Task]]) -> None:
+    def _agree(self, phase: str, asked: list[list[Task]]) -> None:
         """The control exchange: every rank's host has asked, and reads what each has said."""
         if self._communicate:
             everybody = [task for tasks in asked for task in tasks]
@@ -337,7 +299,7 @@ class _Step:
         """What comes home from each rank is read, and what it is added to read and written."""
         return 1.5 * self._copy * work.sums_bytes * (self._schedule.world_size - 1)
 
-    def _post(self, phase: str, hop: int, kernels: list[list[_Task]]) -> None:
+    def _post(self, phase: str, hop: int, kernels: list[list[Task]]) -> None:
         """What leaves at the start of a ring's hop, when `kernels` are done: keys for the next, sums of the last."""
         work, last, name = self._works[phase], self._schedule.world_size - 1, f"{phase}, message {hop}"
         keys = {hop: work.keys_bytes} if hop < last else {}
@@ -353,12 +315,15 @@ class _Step:
     def _moved(self, parts: dict[int, int]) -> list[_Leg]:
         """Bytes by the hop whose move they make: one transfer to each neighbour."""
         moves = self._schedule.moves
-        legs: dict[tuple[int, int], _Leg] = {}
-        for hop, size in parts.items():
-            move = moves[hop % len(moves)]
-            size += legs[move].size if move in legs else 0
-            legs[move] = _Leg(size, self._schedule.level(hop), functools.partial(self._next, hop), 1)
-        return list(legs.values())
+        key = tuple((hop % len(moves), size) for hop, size in parts.items())
+        if key not in self._legs:  # the same for each cycle
+            legs: dict[tuple[int, int], _Leg] = {}
+            for hop, size in key:
+                size += legs[moves[hop]].size if moves[hop] in legs else 0
+                level, receivers = self._schedule.level(hop), functools.partial(self._next, hop)
+                legs[moves[hop]] = _Leg(size, level, receivers, 1)
+            self._legs[key] = list(legs.values())
+        return self._legs[key]
 
     def _next(self, hop: int, rank: int) -> tuple[int, ...]:
         return (self._schedule.send_to(rank, hop),)
@@ -370,7 +335,7 @@ class _Step:
     def _others(self, rank: int) -> tuple[int, ...]:
         return tuple(other for other in range(self._schedule.world_size) if other != rank)
 
-    def _message(self, name: str, legs: list[_Leg], kernels: list[list[_Task]]) -> list[list[_Task]]:
+    def _message(self, name: str, legs: list[_Leg], kernels: list[list[Task]]) -> list[list[Task]]:
         """One batch of transfers on every rank, when `kernels` are done; what tells that it is there."""
         if not self._communicate:
             seconds = self._copy * sum(leg.size * leg.receiver_count for leg in legs)
@@ -378,23 +343,27 @@ class _Step:
                 self._enqueue(self._kernels, rank, "compute", name, seconds, self._host[rank])
             return [[] for _ in self._ranks]
         start_s = MESSAGE_S + max(self._latency[leg.level] for leg in legs)
+        resource = LEVELS["node" if any(leg.level == "node" for leg in legs) else "device"]
         host_s = HOST_MESSAGE_S + HOST_PEER_S * (sum(leg.receiver_count for leg in legs) - 1)
         begins = []
         for rank in self._ranks:
             waits = [self._enqueue(self._host, rank, "host", name, host_s), *kernels[rank]]
-            begins.append(self._enqueue(self._messages, rank, "message", name, start_s, waits))
-        arriving: list[list[_Task]] = [[] for _ in self._ranks]
+            begins.append(self._enqueue(self._messages, rank, "message", name, start_s, waits, resource))
+        arriving: list[list[Task]] = [[] for _ in self._ranks]
         for leg in legs:
             for rank in self._ranks:
                 # One rank that stands for all sends everything to itself.
                 size = leg.size if self._everybody else leg.size * leg.receiver_count
                 for other in leg.receivers(rank) if self._everybody else (rank,):
                     both, pipe = [begins[rank], begins[other]], self._pipes[rank][leg.level]
-                    flow = self._task(rank, LEVELS[leg.level], name, float(size), both, pipe)
+                    flow = self._events.task(
+                        rank, "transfer", LEVELS[leg.level], name, float(size), both, pipe
+                    )
                     for end in {rank, other}:
                         arriving[end].append(flow)
         found = [
-            [self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank])] for rank in self._ranks
+            [self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank], resource)]
+            for rank in self._ranks
         ]
         if not self._overlap:
             for rank in self._ranks:
@@ -402,118 +371,29 @@ class _Step:
         return found
 
     def _enqueue(
-        self,
-        stream: list[list[_Task]],
-        rank: int,
-        resource: str,
-        name: str,
-        seconds: float,
-        waits: Sequence[_Task] = (),
-    ) -> _Task:
+        self, stream: list[list[Task]], rank: int, kind: str, name: str, seconds: float, waits: Sequence[Task] = (),
+        resource: str | None = None,
+    ) -> Task:  # fmt: skip
         """A task behind what a stream of a rank holds."""
-        task = self._task(rank, resource, name, seconds, [*stream[rank], *waits])
+        before = [*stream[rank], *waits]
+        task = self._events.task(rank, kind, kind if resource is None else resource, name, seconds, before)
         stream[rank] = [task]
         return task
 
-    def _task(
-        self,
-        rank: int,
-        resource: str,
-        name: str,
-        left: float,
-        waits: Sequence[_Task],
-        pipe: _Pipe | None = None,
-    ) -> _Task:
-        task = _Task(rank, resource, name, left, pipe)
-        for other in waits:
-            other.followers.append(task)
-        task.waits = len(waits)
-        self._tasks.append(task)
-        return task
-
-    # ------------------------------------------------------------------------------------------ what happens
-
-    def _execute(self) -> None:
-        for task in self._tasks:
-            if not task.waits:
-                self._start(task)
-        while self._heap:
-            time_s, _, version, task = heapq.heappop(self._heap)
-            if version == task.version:
-                self._now = time_s
-                self._finish(task)
-
-    def _start(self, task: _Task) -> None:
-        task.start = task.since = self._now
-        if task.resource == "compute":
-            self._running[task.rank] = task
-            task.rate = self._speed(task.rank)
-        elif task.resource == "message":
-            self._in_flight[task.rank] += 1
-            self._change(self._running[task.rank], self._speed(task.rank))
-        elif task.pipe is not None:
-            self._level[task.rank] = task.resource
-            task.pipe.active.append(task)
-            self._share(task.pipe)
-            return
-        self._push(task)
-
-    def _finish(self, task: _Task) -> None:
-        task.end, task.version = self._now, -1
-        if task.resource == "compute":
-            self._running[task.rank] = None
-        elif task.resource == "done":
-            self._in_flight[task.rank] -= 1
-            self._change(self._running[task.rank], self._speed(task.rank))
-        elif task.pipe is not None:
-            task.pipe.active.remove(task)
-            self._share(task.pipe)
-        for follower in task.followers:
-            follower.waits -= 1
-            if not follower.waits:
-                follower.cause = task
-                self._start(follower)
-
-    def _speed(self, rank: int) -> float:
-        return 1 / (1 + SLOWDOWN) if self._in_flight[rank] else 1.0
-
-    def _share(self, pipe: _Pipe) -> None:
-        for task in pipe.active:
-            self._change(task, pipe.rate, task.since == self._now)
-
-    def _change(self, task: _Task | None, rate: float, anyway: bool = False) -> None:
-        """Another rate for something that runs."""
-        if task is not None and (rate != task.rate or anyway):
-            task.left -= (self._now - task.since) * task.rate
-            task.since, task.rate = self._now, rate
-            self._push(task)
-
-    def _push(self, task: _Task) -> None:
-        task.version += 1
-        self._pushed += 1
-        end = self._now + max(0.0, task.left) / task.rate
-        heapq.heappush(self._heap, (end, self._pushed, task.version, task))
-
-    # ------------------------------------------------------------------------------------------ what it says
-
-    def _timeline(self, last: _Task, forward_s: float) -> Timeline:
+    def _timeline(self, last: Task, forward_s: float) -> Timeline:
         critical = dict.fromkeys(RESOURCES, 0.0)
-        task: _Task | None = last
+        task: Task | None = last.cause
         while task is not None:
             spent = task.end - task.start
-            level = self._level[task.rank]
-            if task.resource == "compute":
-                critical["compute"] += min(spent, task.work)
-                critical[level] += max(0.0, spent - task.work)  # slowed by a message
-            elif task.resource in RESOURCES:
-                critical[task.resource] += spent
-            else:
-                critical[level] += spent
+            slowed = max(0.0, spent - task.work) if task.kind == "compute" and task.slowed_by else 0.0
+            critical[task.resource] += spent - slowed
+            if slowed:
+                critical[task.slowed_by] += slowed
             task = task.cause
         intervals = [
             Interval(task.rank, task.resource, task.name, task.start, task.end)
-            for task in self._tasks
-            if task.resource in RESOURCES and task.end > task.start
+            for task in self._events.tasks
+            if task.kind in ("host", "compute", "transfer") and task.end > task.start
         ]
         busy = [dict.fromkeys(RESOURCES, 0.0) for _ in self._ranks]
         for interval in intervals:
