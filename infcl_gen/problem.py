@@ -38,6 +38,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "products": ("library", "triton"),
     "descriptors": ("on", "off"),
     "replay": ("on", "off"),
+    "transport": ("ring", "gather"),
     "records": ("off", "measured"),  # measured: the settings beside it are a tuning record's
     "panel_rows": None,
     "panel_keys": None,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7ad16e50c90f6862aaaff68df5749e69c13480e855d65dce0f2356554bf703b2",
+    "digest": "beee4685109b9ff570e61abc5a1889fcfac4c186f52de8b29d2644eb4315455c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -122,6 +122,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 50577664,
         "smallest_budget_bytes": 16929024,
         "largest_batch": 521715,
-        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

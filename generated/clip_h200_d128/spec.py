@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "c70cdecd9c8dd410603b7fbb7cdd9fb4d4a4e00a434c808f37832fbcfaa72997",
+    "digest": "75c2983f5a97d998f9f24a94a3512378a66d137d2e5328170341cdce6e18edc1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -161,6 +161,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 73515520,
         "largest_batch": 1010508,
-        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "5a8631ae3b648c5ea03c14b2ccbab80a2728072a1b33055274e6494557558004",
+    "digest": "6367d382beca4a65fae69d6e230930fe920ffce1e2d68d70bbf618821c5d5e40",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -166,6 +166,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 444179968,
         "largest_batch": 167366,
-        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

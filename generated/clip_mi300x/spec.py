@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "b8526aa3328f730a3d6082a52f7641aae78a4e9968cd781abe09e92d34f2cd84",
+    "digest": "db6fc2f2c17906396cfab22ee40621660ab662b7f66820726f9358522d5afef5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -165,6 +165,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 409150976,
         "largest_batch": 173042,
-        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

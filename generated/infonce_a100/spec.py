@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "e547eb817cbeafd3cfcf14c062377419d1fa8c277ccf86db521845bd9effbc01",
+    "digest": "5e50c9f2c5147aca19f7d938a69e370c0ccfc9c1f644a9065183916f55368bcf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -162,6 +162,13 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 366285312,
         "largest_batch": 484884,
-        "schedule": {"transport": "none", "nodes": 1, "devices_per_node": 1, "moves": [], "forward": {"parcels": [], "sums": []}, "backward": {"parcels": [], "sums": []}},
+        "schedule": {
+            "transport": "none",
+            "nodes": 1,
+            "devices_per_node": 1,
+            "moves": [],
+            "forward": {"parcels": [], "sums": [], "finished": []},
+            "backward": {"parcels": [], "sums": [], "finished": []},
+        },
     },
 }

@@ -70,7 +70,8 @@ class ceil_div(sympy.Function):
 class Variant:
     """What decides which terms exist. `separate`: accumulators are wider than the features, so the returned gradients
     are buffers of their own. `library`: products by the matrix library. `affine`: the logit is slope * z + shift.
-    `replay`: small batches are recorded as CUDA graphs. `split`: fp32 operands as bf16 halves."""
+    `ring`: several ranks; `gather`: keys come from all of them at once instead of going round. `replay`: small batches
+    are recorded as CUDA graphs. `split`: fp32 operands as bf16 halves."""
 
     strategy: str
     has_keys: bool = True
@@ -81,6 +82,7 @@ class Variant:
     affine: bool = True
     replay: bool = False
     split: bool = False
+    gather: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +140,10 @@ LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 # host; and a whole step that the device waits for all the time. Launches as they are, or two recorded graphs.
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.8e-3, 1.75e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.83e-3
+# What a batch of messages costs beyond the time on the link, of the host and of a device that runs it beside its work:
+# rings of 2 and 4 H200s with 16 384 rows each take 6.8 and 12.4 ms, 5.7 and 11.0 by everything else here.
+BATCH_S = 0.15e-3
+TOGETHER_BYTES = 64 << 20  # keys of up to this size travel with a ring's sums (runtime/ring.py)
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 # What a panel of a ring's hop does before it adds to what travels.
 BEFORE_SUMS = ("forward product", "gradient product", "gradient", "dq product", "fused dq")
@@ -160,7 +166,10 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             "statistics",
             "r_i as a wide float; the positive",
         ),
-        v.has_keys and BufferTerm("key_statistics", both, (2, n), "statistics", "c_j as a wide float"),
+        v.has_keys
+        and BufferTerm(
+            "key_statistics", both, (2, W * n if v.gather else n), "statistics", "c_j as a wide float"
+        ),
         v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
         v.labels and BufferTerm("absent", forward, (m,), "statistics", "NaN for labels that name no key"),
         BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
@@ -176,7 +185,15 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
                 "kept tiles and the reference of each",
             ),
         ]
-    if ring:
+    if v.gather:
+        why = "of all ranks, from forward to backward"
+        terms.append(BufferTerm("gathered_keys", both, (W * n, D), "features", why))
+        why = "of this rank's keys, from all others; and what adds them up"
+        terms += [
+            v.has_keys and BufferTerm("received_statistics", forward, (W - 1, 2, n), "statistics", why),
+            v.has_keys and BufferTerm("merged_statistics", forward, (3 * W + 7, n), "statistics", why),
+        ]
+    elif ring:
         visiting = "two buffers: one in use, one in flight"
         statistics = BufferTerm("visiting_statistics", forward, (2, n), "statistics", visiting, pieces=2)
         terms += [
@@ -247,19 +264,28 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
     dq, dk = (
         BufferTerm(name, backward, (x, D), "features", "returned") for name, x in (("dq", m), ("dk", n))
     )
-    if ring:  # the results are written after the last hop, when the visiting buffers are gone
-        total_dq = BufferTerm("dq_accumulator", backward, (m, D), "statistics", "dq over all hops")
+    total_dq = BufferTerm("dq_accumulator", backward, (m, D), "statistics", "dq over all hops")
+    if v.gather:  # dq is written while sums come home, dk where those of others were
+        owned = BufferTerm("dk_accumulator", backward, (n, D), "statistics", "dk of this rank")
+        sent = BufferTerm("dk_of_others", backward, ((W - 1) * n, D), "statistics", "sums that go home")
+        received = BufferTerm(
+            "dk_received", backward, (W - 1, n, D), "statistics", "sums of all others that come home"
+        )
+        held = [total_dq, owned, sent, received]
+        written = [*held, dq] if v.separate else held
+        terms += [*held, *(dataclasses.replace(term, phase=finish) for term in written)]
+    elif ring:  # the results are written after the last hop, when the visiting buffers are gone
         total_dk = BufferTerm("dk_accumulator", backward, (n, D), "statistics", "dk of this rank, home again")
         why = "travels with its keys: one in use, one in flight"
         travels = dataclasses.replace(total_dk, why=why, pieces=2)
-        written = (total_dq, travels, dq, dk) if v.separate else (total_dq, travels)
+        written = [total_dq, travels, dq, dk] if v.separate else [total_dq, travels]
         terms += [total_dq, travels, *(dataclasses.replace(term, phase=finish) for term in written)]
-        if v.strategy == "torch":
-            terms.append(BufferTerm("finish_rows", finish, (2, rows, D), "statistics", "products for dscale"))
     else:
         why = "dk over all query panels, and dq of the panel in work"
         sums = BufferTerm("accumulators", backward, (n + rows, D), "statistics", why)
         terms += [sums, dq, dk] if v.separate else [dq, dk]
+    if ring and v.strategy == "torch":
+        terms.append(BufferTerm("finish_rows", finish, (2, rows, D), "statistics", "products for dscale"))
     if v.replay:
         why = "what the graphs read"
         terms += [
@@ -300,6 +326,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
             TimeTerm("dq product", **product, rate="product", launches=panels),
             TimeTerm("dk product", **product, rate="product", launches=panels),
             TimeTerm("finish", bytes=(m + n) * D * (2 * s + e), launches=4),
+            *_additions(v),
         )
     sides = 2 if v.has_keys else 1
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W
@@ -375,6 +402,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     terms.append(
         TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2)
     )
+    terms += _additions(v)
     if v.split:  # the rows of a panel once, its keys once for each panel of rows
         sweeps = ceil_div(m, F) + ceil_div(m, R)
         read_written = e + 2 * SPLIT_TERMS
@@ -383,6 +411,13 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     if v.replay:
         terms.append(TimeTerm("copies", bytes=4 * (m + n) * D * e, launches=8))
     return tuple(term for term in terms if term)
+
+
+def _additions(variant: Variant) -> list[TimeTerm]:
+    """What comes home at once is added up one by one."""
+    if not variant.gather:
+        return []
+    return [TimeTerm("additions", bytes=3 * s * (W - 1) * n * D, launches=W - 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,6 +474,10 @@ class CostModel:
     @property
     def world_size(self) -> int:
         return self.cluster.devices
+
+    @property
+    def nodes(self) -> int:
+        return self.cluster.nodes
 
     def peak_bytes(self, sizes: Sizes) -> int:
         """Upper bound on what one rank allocates beyond its inputs, from forward to the end of backward."""
@@ -509,23 +548,34 @@ class CostModel:
         return _rounded(max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in phases)))
 
     def _link(self, phase: str, work: Sequence[PhaseTime], sizes: Sizes) -> PhaseTime:
-        """Keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts.
+        """What of the communication of a direction is not hidden, with what its batches of messages cost by themselves.
 
+        Ring: keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts.
         What the work changes (statistics of the keys; in backward dk) follows each hop, beside the next one's work up
         to where that adds to it first: the forward product of a panel, in backward its gradient and dq. The last
-        transfer, home, is waited for.
+        transfer, home, is waited for. Of W moves N cross the network, by all devices at once: the last one too.
+
+        Gather: the keys of all others come beside the work on the own ones, and so go home the sums of gradients;
+        statistics are waited for, on their way home and, finished, to everybody.
         """
-        cluster, near = self.cluster, self.cluster.nodes == 1
-        link = cluster.link_gbs if near else cluster.node_link_gbs
         features = self.keys * self.dim * DTYPE_BYTES[self.dtype]
         statistics = self.keys * 2 * self._accumulator_bytes * self.variant.has_keys
-        beside, after = features, statistics
-        if phase == "backward":
-            beside, after = features + statistics, self.keys * self.dim * self._accumulator_bytes
-        latency_s = (cluster.latency_us if near else cluster.node_latency_us).value * 1e-6
-        beside_s, after_s = (size and size / (link.value * 1e9) + latency_s for size in (beside, after))
+        gradients = self.keys * self.dim * self._accumulator_bytes
         hops = self.world_size
         hop_s = math.fsum(part.time_s for part in work) / hops
+        gpu = self.profile.target != "cpu"
+        if self.variant.gather:
+            beside, after = (features, 2 * statistics) if phase == "forward" else (gradients, 0)
+            batches = 1 + 2 * (after > 0)
+            total = (hops - 1) * (beside + after)
+            exposed = max(0.0, self._transfer_s((hops - 1) * beside) - hop_s)
+            exposed += 2 * self._transfer_s((hops - 1) * after // 2)
+            return PhaseTime(
+                f"{phase} communication", _rounded(exposed + batches * BATCH_S * gpu), "link", 0, total
+            )
+        beside, after = features, statistics
+        if phase == "backward":
+            beside, after = features + statistics, gradients
         rows, keys = sizes.forward_rows, sizes.forward_keys
         if phase == "backward":
             rows, keys = sizes.panel_rows, sizes.panel_keys
@@ -533,10 +583,26 @@ class CostModel:
             1 if "fused dq" in {part.name for part in work} else -(-self.rows // rows) * -(-self.keys // keys)
         )
         first_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS) / hops / panels
-        late_s = max(0.0, after_s - first_s, beside_s + after_s - hop_s)
-        exposed = (hops - 1) * late_s + after_s
+        exposed = self._transfer_s(after, network=self.nodes > 1)
+        for network, moves in ((False, hops - self.nodes), (True, self.nodes - 1)):
+            beside_s, after_s = (self._transfer_s(size, network) for size in (beside, after))
+            exposed += moves * max(0.0, after_s - first_s, beside_s + after_s - hop_s)
         total = (hops - 1) * beside + hops * after
-        return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
+        batches = hops - 1
+        if after:
+            batches = hops + 1 if beside <= TOGETHER_BYTES else 2 * hops - 1
+        return PhaseTime(
+            f"{phase} communication", _rounded(exposed + batches * BATCH_S * gpu), "link", 0, total
+        )
+
+    def _transfer_s(self, size: int, network: bool = False) -> float:
+        """Of one message, of as many bytes to the device as from it."""
+        cluster = self.cluster
+        gbs, latency_us = cluster.link_gbs.value, cluster.latency_us.value
+        if network:  # by all devices of a node at once
+            gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
+            latency_us = cluster.node_latency_us.value
+        return size and size / (gbs * 1e9) + latency_us * 1e-6
 
     @property
     def _accumulator_bytes(self) -> int:
@@ -609,11 +675,15 @@ def markdown(variants: Sequence[Variant] | None = None) -> str:
     """The whole model as a page: legend, memory by buffer and time by phase for each variant."""
     if variants is None:
         names = ("panel", "fused", "stash", "torch")
-        variants = [Variant(name) for name in names] + [Variant("panel", ring=True)]
+        variants = [Variant(name) for name in names] + [
+            Variant("panel", ring=True),
+            Variant("panel", ring=True, gather=True),
+        ]
     lines = ["# Cost model", "", "| symbol | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in LEGEND.items()]
     for variant in variants:
-        lines += ["", f"## {variant.strategy}{', ring' if variant.ring else ''}", ""]
+        transport = ", gather" if variant.gather else ", ring" if variant.ring else ""
+        lines += ["", f"## {variant.strategy}{transport}", ""]
         lines += ["| buffer | phase | bytes | why |", "|---|---|---|---|"]
         lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(variant)]
         lines += [

@@ -26,7 +26,7 @@ from infcl_gen.planning.levels import (
     shared_bytes,
     violations,
 )
-from infcl_gen.planning.schedule import Schedule, ring_schedule
+from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule
 from infcl_gen.problem import BLOCK_FIELDS, DTYPE_BYTES, MAX_BATCH, SETTINGS, parse_count
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ REPLAY_LIMIT_S = (
     5e-3  # of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one
 )
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
+GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
 _TOLERANCE = 1.001
 
@@ -151,14 +152,21 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
         smallest_budget_bytes=smallest,
         largest_batch=problem.batch_size if largest is None else largest,
-        schedule=ring_schedule(cluster.nodes, cluster.devices_per_node, derivation.has_keys),
+        schedule=option.schedule,
     )
 
 
 def cost_model(plan: Plan, derivation: Derivation, cluster: Cluster) -> CostModel:
     """The cost model that a plan was chosen by."""
-    chosen = (plan.strategy, plan.products, plan.split, plan.descriptors, plan.replay, plan.blocks)
-    return _Option(*chosen, derivation, cluster).model(plan.problem)
+    chosen = (
+        plan.strategy,
+        plan.products,
+        plan.split,
+        plan.descriptors,
+        plan.replay,
+        plan.schedule.transport,
+    )
+    return _Option(*chosen, plan.blocks, derivation, cluster).model(plan.problem)
 
 
 def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
@@ -193,9 +201,17 @@ class _Option:
     split: bool
     descriptors: bool
     replay: bool
+    transport: str
     blocks: dict[str, Block]
     derivation: Derivation
     cluster: Cluster
+
+    @property
+    def schedule(self) -> Schedule:
+        has_keys = bool(self.derivation.has_keys)
+        if self.transport == "gather":
+            return gather_schedule(self.cluster.devices, has_keys)
+        return ring_schedule(self.cluster.nodes, self.cluster.devices_per_node, has_keys)
 
     def model(self, problem: Problem) -> CostModel:
         world = self.cluster.devices
@@ -209,6 +225,7 @@ class _Option:
             affine=self.derivation.slope is not None,
             replay=self.replay,
             split=self.split,
+            gather=self.transport == "gather",
         )
         return CostModel(
             variant, self.cluster, -(-problem.batch_size // world), -(-problem.total_keys // world),
@@ -329,6 +346,7 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
     elif problem.memory_budget_bytes is None and wanted is None:
         usable = [name for name in usable if name != "stash"]
     found: list[_Option] = []
+    transports = _transports(problem, cluster)
     replay = problem.setting.get("replay")
     for name in usable:
         try:
@@ -338,7 +356,7 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
                 raise
             continue
         if replay != "on":
-            found.append(option)
+            found += (dataclasses.replace(option, transport=transport) for transport in transports)
         if _recordable(name, cluster) and (replay == "on" or (replay is None and _short(problem, cluster))):
             found.append(dataclasses.replace(option, replay=True))
     if not found:
@@ -347,6 +365,23 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
             f" {' or '.join(usable)} on {cluster.devices} x {cluster.profile.name}; valid: off"
         )
     return found
+
+
+def _transports(problem: Problem, cluster: Cluster) -> tuple[str, ...]:
+    """How keys may travel: by a ring, or all at once among few devices of one node."""
+    wanted, devices = problem.setting.get("transport"), cluster.devices
+    if wanted is not None and devices == 1:
+        raise InputError("--set transport: keys travel between devices, and there is one; give --devices")
+    impossible = None
+    if cluster.nodes > 1:
+        impossible = f"not between {cluster.nodes} nodes"
+    elif devices > GATHER_LIMIT:
+        impossible = f"at most {GATHER_LIMIT} devices, not {devices}"
+    if wanted == "gather" and impossible:
+        raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
+    if wanted is not None:
+        return (wanted,)
+    return ("ring",) if devices == 1 or impossible else ("ring", "gather")
 
 
 def _short(problem: Problem, cluster: Cluster) -> bool:
@@ -384,7 +419,7 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
         if found:
             raise InputError(f"--set {key}: the {kernel} block is illegal: {'; '.join(found)}")
     products = _products(name, problem, cluster)
-    return _Option(name, products, split, descriptors, False, blocks, derivation, cluster)
+    return _Option(name, products, split, descriptors, False, "ring", blocks, derivation, cluster)
 
 
 def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
@@ -412,7 +447,7 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
 
 def _settings_of(name: str) -> set[str]:
     """The keys of `--set` that mean something to a strategy."""
-    keys = {"strategy", "panel_rows", "records"}
+    keys = {"strategy", "panel_rows", "records", "transport"}
     keys |= {f"{kernel}.{field}" for kernel in KERNELS_OF[name] for field in BLOCK_FIELDS}
     if name != "fused":
         keys |= {"panel_keys"}
@@ -580,25 +615,10 @@ def _reasons(
 ) -> tuple[Reason, ...]:
     option, sizes = best.option, best.sizes
     model = option.model(problem)
-    world, cluster = model.world_size, option.cluster
+    cluster = option.cluster
     measured = problem.setting.get("records") == "measured"
     by_setting = f"measured on {cluster.profile.name}" if measured else "set by --set"
-    found = []
-    if cluster.nodes > 1:
-        text = f"ring of {cluster.nodes} nodes; keys visit, queries stay"
-        why = "ranks in node order: one device's traffic per node crosses the network at each hop"
-    else:
-        text, why = "one node", "nothing crosses the network"
-    found.append(Reason(0, text, why))
-    if world > 1:
-        exposed = sum(phase.time_s for phase in model.phases(sizes) if phase.bound == "link")
-        why = f"keys travel beside the work, in two buffers of {model.keys}, and sums after it:"
-        why += f" {1e3 * exposed:.3g} ms are not hidden"
-        found.append(
-            Reason(1, f"ring of {cluster.devices // cluster.nodes} devices, {world} hops in all", why)
-        )
-    else:
-        found.append(Reason(1, "one device", "a group of one runs without communication"))
+    found = [*_transport_reasons(problem, best, candidates)]
     found.append(Reason(2, f"strategy {option.strategy}", _strategy_why(problem, best, candidates)))
     tiles = -(-model.rows // sizes.panel_rows) * -(-model.keys // sizes.panel_keys)
     if option.strategy == "fused":
@@ -658,6 +678,38 @@ def _reasons(
     return tuple(found)
 
 
+def _transport_reasons(
+    problem: Problem, best: _Candidate, candidates: list[_Candidate]
+) -> tuple[Reason, Reason]:
+    """Levels 0 and 1: how keys get to the queries."""
+    option, model, cluster = best.option, best.option.model(problem), best.option.cluster
+    world, nodes = model.world_size, cluster.nodes
+    outer = Reason(0, "one node", "nothing crosses the network")
+    if nodes > 1:
+        inside = cluster.devices_per_node
+        why = f"the network is crossed at one hop of {inside}, by all {inside} devices of a node at once"
+        why = why if inside > 1 else "each device is a node"
+        outer = Reason(0, f"ring of {nodes} nodes; keys visit, queries stay", why)
+    if world == 1:
+        return outer, Reason(1, "one device", "a group of one runs without communication")
+    exposed = sum(phase.time_s for phase in model.phases(best.sizes) if phase.bound == "link")
+    hidden = f"{1e3 * exposed:.3g} ms are not hidden"
+    others = [c.time_s for c in candidates if c.option.transport != option.transport]
+    other = {"ring": "gather", "gather": "ring"}[option.transport]
+    choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""
+    if "transport" in problem.setting:
+        choice = "set by --set; "
+    elif not others and nodes == 1 and world <= GATHER_LIMIT:
+        choice = "a gather exceeds the budget; "
+    if option.transport == "gather":
+        text = f"gather among {world} devices: all keys at once"
+        why = f"{choice}4 batches of messages a step at most, {hidden}"
+    else:
+        text = f"ring of {cluster.devices_per_node} devices, {world} hops in all"
+        why = f"{choice}keys travel beside the work, in two buffers of {model.keys}, and sums after it: {hidden}"
+    return outer, Reason(1, text, why)
+
+
 def _strategy_why(problem: Problem, best: _Candidate, candidates: list[_Candidate]) -> str:
     if "strategy" in problem.setting:
         return "set by --set"
@@ -665,7 +717,7 @@ def _strategy_why(problem: Problem, best: _Candidate, candidates: list[_Candidat
         return "no GPU: panels with torch's matrix products"
     times: dict[str, float] = {}
     for candidate in candidates:
-        if candidate.order != best.order:
+        if candidate.order != best.order and candidate.option.transport == best.option.transport:
             name = candidate.option.strategy + " replayed" * candidate.option.replay
             times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
     others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())

@@ -9,6 +9,12 @@ every rank has met all keys, which are then home:
     hierarchical ring    d - 1 moves (0, 1) inside the nodes, then one move (1, 1): everybody sends to the next node at
                          once, over all its network links, in one hop of d; a flat ring would use one link at each hop.
                          With the 1 for the device too, d moves are a whole turn inside a node, and N * d come home
+
+Where a few ranks share a node, the keys need not go round: by the transport "gather" everybody sends to everybody.
+
+    forward     at hop 0, the own keys, all keys go to everybody; after the last one sums go home, and what they have
+                come to ("finished") to everybody
+    backward    all others' keys are there; at the last hop, the own keys, the sums for others go home
 """
 
 from __future__ import annotations
@@ -28,16 +34,19 @@ Move = tuple[
 @dataclasses.dataclass(frozen=True)
 class Payload:
     """What visits in one direction of the loss: `parcels` travel as they are, beside the work on them, and need not go
-    home; `sums` follow when the work has added to them, and come home."""
+    home; `sums` follow when the work has added to them, and come home. `finished`: sums that everybody gets then."""
 
     parcels: tuple[str, ...]
     sums: tuple[str, ...]
+    finished: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """`world_size` hops, symbolic in the rank. `moves`: one cycle, of which hop h is followed by the move h modulo its
-    length; empty for one device. `forward`, `backward`: what moves."""
+    """`world_size` hops, symbolic in the rank. `transport`: "ring", "gather", or "none" for one device. `moves`: one
+    cycle, of which hop h is followed by the move h modulo its length; empty for one device. `forward`, `backward`: what
+    moves. In a gather moves are the order of the work alone, and backward begins after the first: the own keys come
+    last."""
 
     transport: str
     nodes: int
@@ -51,10 +60,11 @@ class Schedule:
         """Ranks, and as many hops."""
         return self.nodes * self.devices_per_node
 
-    def owner(self, rank: int, hop: int) -> int:
+    def owner(self, rank: int, hop: int, phase: str = "forward") -> int:
         """The rank whose keys visit `rank` at `hop`."""
         if not self.moves:
             return rank
+        hop += self.transport == "gather" and phase == "backward"
         cycles, rest = divmod(hop, len(self.moves))
         whole, part = self._travelled[-1], self._travelled[rest]
         return self._moved(rank, (cycles * whole[0] + part[0], cycles * whole[1] + part[1]), -1)
@@ -77,8 +87,11 @@ class Schedule:
 
     def carries(self, phase: str, hop: int) -> tuple[str, ...]:
         """What moves after `hop`: after the last one only what was added to."""
-        payload = self.payload(phase)
-        return (payload.parcels if hop < self.world_size - 1 else ()) + payload.sums
+        payload, last = self.payload(phase), self.world_size - 1
+        if self.transport == "gather":
+            leaves = last - 1 if phase == "backward" else last
+            return payload.parcels * (hop == 0) + (payload.sums + payload.finished) * (hop == leaves)
+        return (payload.parcels if hop < last else ()) + payload.sums
 
     def _move(self, hop: int) -> Move:
         return self.moves[hop % len(self.moves)] if self.moves else (0, 0)
@@ -108,6 +121,13 @@ def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool) -> Schedule
     return Schedule("ring", nodes, devices_per_node, moves, forward, backward)
 
 
+def gather_schedule(devices: int, has_keys: bool) -> Schedule:
+    """Everybody sends to everybody: `devices` of one node, at least 2."""
+    statistics = ("key statistics",) if has_keys else ()
+    forward, backward = Payload(("keys",), statistics, statistics), Payload((), ("key gradients",))
+    return Schedule("gather", 1, devices, ((0, 1),), forward, backward)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """What a simulated sweep did: the order of visits (query rank, key rank), logits computed in total, transfers."""
@@ -129,6 +149,8 @@ def simulate(
     if len(shard_sizes) != schedule.world_size:
         raise VerificationError(f"{len(shard_sizes)} shards for a ring of {schedule.world_size}")
     statistics = ("key statistics",) if has_keys else ()
+    if schedule.transport == "gather":
+        return _simulate_gather(schedule, shard_sizes, statistics)
     return {
         "forward": _sweep(schedule, shard_sizes, "forward", statistics, ("keys", *statistics)),
         "backward": _sweep(
@@ -171,12 +193,7 @@ def _sweep(
         if carries := schedule.carries(phase, hop):
             _transfer(schedule, hop, where, carries, held)
             transfers += world
-    if len(set(visits)) != len(visits) or len(visits) != world * world:
-        raise VerificationError(
-            f"{phase}: {len(set(visits))} different of {len(visits)} visits, {world**2} pairs"
-        )
-    if logits != sum(rows for rows, _ in shards) * sum(keys for _, keys in shards):
-        raise VerificationError(f"{phase}: {logits} logits computed")
+    _check_visits(phase, visits, logits, shards)
     for rank in range(world):
         for part in accumulators:
             owner, contributors = held[rank].get(part, (-1, frozenset[int]()))
@@ -207,3 +224,64 @@ def _transfer(
         moved.append((receiver, {part: parts.pop(part) for part in carries}))
     for receiver, payload in moved:
         held[receiver].update(payload)
+
+
+def _check_visits(
+    phase: str, visits: Sequence[tuple[int, int]], logits: int, shards: Sequence[tuple[int, int]]
+) -> None:
+    pairs = len(shards) ** 2
+    if len(set(visits)) != len(visits) or len(visits) != pairs:
+        raise VerificationError(
+            f"{phase}: {len(set(visits))} different of {len(visits)} visits, {pairs} pairs"
+        )
+    if logits != sum(rows for rows, _ in shards) * sum(keys for _, keys in shards):
+        raise VerificationError(f"{phase}: {logits} logits computed")
+
+
+def _simulate_gather(
+    schedule: Schedule, shards: Sequence[tuple[int, int]], statistics: tuple[str, ...]
+) -> dict[str, Sweep]:
+    """The same for everybody's messages to everybody: nothing is held at first but what is the own."""
+    world = range(schedule.world_size)
+    held = [{(part, rank) for part in ("keys",)} for rank in world]  # what may be read: (part, of whom)
+    sweeps = {}
+    for phase, sums in (("forward", statistics), ("backward", ("key gradients",))):
+        payload, transfers, visits, logits = schedule.payload(phase), 0, list[tuple[int, int]](), 0
+        # added[rank][part, owner]: the ranks whose contributions are in the sums of the owner that this rank has
+        added: list[dict[tuple[str, int], list[int]]] = [{} for _ in world]
+        needs = ("keys", *statistics) if phase == "backward" else ("keys",)
+        for hop in world:
+            for rank in world:
+                owner = schedule.owner(rank, hop, phase)
+                for part in needs:
+                    if (part, owner) not in held[rank]:
+                        raise VerificationError(
+                            f"{phase} hop {hop}: rank {rank} has no {part} of rank {owner}"
+                        )
+                for part in sums:
+                    added[rank].setdefault((part, owner), []).append(rank)
+                visits.append((rank, owner))
+                logits += shards[rank][0] * shards[owner][1]
+            carried = schedule.carries(phase, hop)
+            transfers += len(world) * (len(world) - 1) * len(carried)
+            for part in payload.parcels if set(payload.parcels) <= set(carried) else ():
+                for rank in world:
+                    held[rank] |= {(part, owner) for owner in world}
+            for part in payload.sums if set(payload.sums) <= set(carried) else ():
+                for rank in world:  # what is on its own keys stays, and is added to there
+                    for owner in set(world) - {rank}:
+                        here = added[owner].setdefault((part, owner), [])
+                        here += added[rank].pop((part, owner), [])
+        _check_visits(phase, visits, logits, shards)
+        for owner in world:
+            for part in sums:
+                found = added[owner].get((part, owner), [])
+                if sorted(found) != list(world):
+                    raise VerificationError(
+                        f"{phase}: the {part} of rank {owner} have contributions of {sorted(found)}"
+                    )
+        for part in payload.finished:
+            for rank in world:
+                held[rank] |= {(part, owner) for owner in world}
+        sweeps[phase] = Sweep(tuple(visits), logits, transfers)
+    return sweeps

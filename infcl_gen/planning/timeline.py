@@ -45,7 +45,6 @@ SLOWDOWN = 1.0  # kernels take so much longer while a message of their rank is o
 BEFORE_BACKWARD = (
     0.6  # of what a step costs the host after its start: between forward's launches and backward's
 )
-TOGETHER_BYTES = 64 << 20  # as the runtime's: sums do not wait for keys larger than this
 
 RESOURCES = ("compute", "device link", "network", "host")
 LEVELS = {"device": "device link", "node": "network"}
@@ -141,14 +140,14 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     names = list(times)  # two phases forward, as in the cost model
     found = {}
     for phase, mine in (("forward", names[:2]), ("backward", names[2:])):
-        hop_s = math.fsum(times[name] for name in mine if name != "finish") / hops
+        hop_s = math.fsum(times[name] for name in mine if name not in ("finish", "additions")) / hops
         first_s = math.fsum(times[name] for name in mine if name in cost.BEFORE_SUMS) / hops / panels[phase]
         last_s = times["finish"] if phase == "backward" else 0.0
         found[phase] = Work(
             first_s,
             max(0.0, hop_s - first_s),
             last_s / 2,  # of queries, then of keys: as long
-            last_s / 2,
+            last_s / 2 + times.get("additions", 0.0) * (phase == "backward"),
             math.fsum(launches[name] for name in mine) / hops,
             *travel[phase],
         )
@@ -178,7 +177,6 @@ class _Step:
     ) -> None:
         cluster, schedule = model.cluster, plan.schedule
         self._schedule, self._works = schedule, works
-        self._transport = schedule.transport if schedule.world_size > 1 else "none"
         self._communicate, self._overlap = communicate, overlap
         self._ranks = range(schedule.world_size if everybody else 1)
         self._everybody = everybody
@@ -232,11 +230,12 @@ class _Step:
             start_s = self._host_s[phase] + ASK_PEER_S * others
             self._enqueue(self._host, rank, "host", f"{phase}, start", start_s)
         asked = [list(tasks) for tasks in self._host]
-        {"none": self._alone, "ring": self._rotate, "gather": self._gather}[self._transport](phase, asked)
+        {"none": self._alone, "ring": self._rotate, "gather": self._gather}[self._schedule.transport](
+            phase, asked
+        )
         for rank in self._ranks:
             self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
-            seconds = work.home_s + self._added_s(work) * (self._transport == "gather")
-            self._enqueue(self._kernels, rank, "compute", f"{phase}, home", seconds, self._sums[rank])
+            self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, self._sums[rank])
             self._keys[rank], self._sums[rank] = [], []
 
     def _alone(self, phase: str, asked: list[list[Task]]) -> None:
@@ -295,16 +294,12 @@ class _Step:
             for rank in self._ranks:
                 self._enqueue(self._host, rank, "host", f"{phase}, agree", seconds, everybody)
 
-    def _added_s(self, work: Work) -> float:
-        """What comes home from each rank is read, and what it is added to read and written."""
-        return 1.5 * self._copy * work.sums_bytes * (self._schedule.world_size - 1)
-
     def _post(self, phase: str, hop: int, kernels: list[list[Task]]) -> None:
         """What leaves at the start of a ring's hop, when `kernels` are done: keys for the next, sums of the last."""
         work, last, name = self._works[phase], self._schedule.world_size - 1, f"{phase}, message {hop}"
         keys = {hop: work.keys_bytes} if hop < last else {}
         sums = {hop - 1: work.sums_bytes} if hop and work.sums_bytes else {}
-        together = work.keys_bytes <= TOGETHER_BYTES
+        together = work.keys_bytes <= cost.TOGETHER_BYTES
         for batch in [sums | keys] if together else [sums, keys]:
             if batch:
                 done = self._message(name, self._moved(batch), kernels)

@@ -224,14 +224,12 @@ def _define(package: Package, namespace: str) -> None:
         gradients: int,
     ) -> tuple[Tensor, ...]:
         size = group_size(group_name)
-        stash = None
-        if size == 1 and gradients:
-            stash = package.schedule.stash_shape(q.shape[0], k.shape[0])
+        kept, columns = engine.kept_sizes(package, size, q.shape[0], k.shape[0], bool(gradients))
         return (
             q.new_empty((), dtype=statistics),
             q.new_empty((2 + package.schedule.POSITIVE_PARTS, q.shape[0]), dtype=statistics),
-            q.new_empty((2, k.shape[0] if package.loss.HAS_KEYS else 0), dtype=statistics),
-            q.new_empty((0,) if stash is None else stash),
+            q.new_empty((2, columns), dtype=statistics),
+            q.new_empty(kept),
             torch.empty(
                 (0 if size == 1 else size, 3), dtype=torch.int64, device=q.device if size == 1 else "cpu"
             ),

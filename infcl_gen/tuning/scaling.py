@@ -71,7 +71,7 @@ def simulated(problem: Problem) -> dict[str, Any]:
         return row | figures | {"smallest_budget_bytes": smallest, "error": str(error)}
     figures |= {
         "strategy": plan.strategy,
-        "transport": plan.schedule.transport if plan.world_size > 1 else "none",
+        "transport": plan.schedule.transport,
         "step_ms": _ms(step.step_s),
         "forward_ms": _ms(step.forward_s),
         "backward_ms": _ms(step.backward_s),
@@ -120,11 +120,14 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def beside_measured(row: Mapping[str, Any], profile: str) -> float:
     """Simulated milliseconds of a measured row of `bench`: of a package on one or several devices, as it is, with "no
-    overlap" or with "no communication"."""
+    overlap" or with "no communication". A row that does not name its transport is of a ring."""
+    chosen = {"strategy": row["strategy"]}
+    if row["ranks"] > 1:
+        chosen["transport"] = row.get("transport") or "ring"
     problem = make_problem(
         loss=row["loss"], batch_size=row["batch"], dim=row["dim"], dtype=row["dtype"], precision=row["precision"],
         devices=row["ranks"], device_profile=profile, memory_budget=row["budget_bytes"],
-        set={"strategy": row["strategy"]},
+        set=chosen,
     )  # fmt: skip
     how = row["package"]
     step = simulate_problem(problem, communicate=how != "no communication", overlap=how != "no overlap")[1]

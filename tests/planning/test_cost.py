@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,8 +12,10 @@ import sympy
 
 from infcl_gen.planning.cost import (
     _SYMBOLS,
+    BATCH_S,
     LEGEND,
     MIB,
+    TOGETHER_BYTES,
     Variant,
     allocated_bytes,
     buffer_terms,
@@ -27,6 +30,7 @@ VARIANTS = [
     for strategy in ("panel", "fused", "torch")
     for keys, labels, ring, separate, library in itertools.product([True, False], repeat=5)
 ] + [Variant("stash"), Variant("panel", separate=False, library=True, replay=True, split=True)]
+VARIANTS += [dataclasses.replace(variant, gather=True) for variant in VARIANTS if variant.ring]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -97,29 +101,75 @@ def test_predictions_are_near_the_measurements() -> None:
 
 
 def test_communication_by_hand() -> None:
-    """clip, bf16, D = 768, 65 536 keys over 4 ranks: of what travels only the way home is waited for."""
-    for nodes, rate in ((1, 345e9), (2, 50e9)):  # link_gbs and node_link_gbs of the H200
-        plan = plan_flags(batch_size=65536, devices=4, nodes=nodes)
+    """clip, bf16, D = 768, 65 536 keys over 4 ranks: of what travels only the way home is waited for. What 5 batches of
+    messages each way cost by themselves is added."""
+    link, network, batches = 345e9, 50e9, 5 * BATCH_S  # link_gbs and node_link_gbs of the H200
+    for nodes, last in ((1, link), (2, network), (4, network)):
+        plan = plan_flags(batch_size=65536, devices=4, nodes=nodes, set={"transport": "ring"})
         phases = {phase.name: phase for phase in plan.phases}
         keys, statistics, dk = 16384 * 768 * 2, 16384 * 2 * 4, 16384 * 768 * 4
-        forward, backward = statistics / rate + 4e-6, dk / rate + 4e-6
-        if nodes == 2:  # 50 MB of sums take 1 ms: their hop does not hide them, with the keys, at 50 GB/s
-            names = ("gradient", "dq product", "dk product", "finish", "split")
-            hop = sum(phases[name].time_s for name in names if name in phases) / 4
-            first = (phases["gradient"].time_s + phases["dq product"].time_s) / 4
-            both = backward + (keys + statistics) / rate + 4e-6
-            backward += 3 * max(0.0, backward - first, both - hop)
-        assert phases["forward communication"].time_s == pytest.approx(forward, rel=1e-5)
-        assert phases["backward communication"].time_s == pytest.approx(backward, rel=1e-5)
+        forward, backward = statistics / last + 4e-6, dk / last + 4e-6
+        # 50 MB of sums take 1 ms at 50 GB/s: their hop does not hide them, with the keys. Of the hops before the last
+        # one less than there are nodes.
+        names = ("gradient", "dq product", "dk product", "finish", "split")
+        hop = sum(phases[name].time_s for name in names if name in phases) / 4
+        first = (phases["gradient"].time_s + phases["dq product"].time_s) / 4
+        home = dk / network + 4e-6
+        both = home + (keys + statistics) / network + 4e-6
+        backward += (nodes - 1) * max(0.0, home - first, both - hop)
+        assert phases["forward communication"].time_s == pytest.approx(forward + batches, rel=1e-5)
+        assert phases["backward communication"].time_s == pytest.approx(backward + batches, rel=1e-5)
         assert phases["forward communication"].bytes == 3 * keys + 4 * statistics
         assert phases["backward communication"].bytes == 3 * (keys + statistics) + 4 * dk
     # Few queries, many keys: the work hides only a part of the transfer of the keys.
-    plan = plan_flags(loss="infonce", batch_size=512, keys=65536, devices=4, nodes=2)
+    plan = plan_flags(loss="infonce", batch_size=512, keys=65536, devices=4, nodes=4)
     phases = {phase.name: phase.time_s for phase in plan.phases}
     work = phases["forward product"] + phases["statistics"]
-    exposed = 3 * (16384 * 768 * 2 / 50e9 + 4e-6 - work / 4)
+    exposed = 3 * (16384 * 768 * 2 / network + 4e-6 - work / 4)
     assert exposed > 1e-3
-    assert phases["forward communication"] == pytest.approx(exposed, rel=1e-5)
+    assert phases["forward communication"] == pytest.approx(exposed + 3 * BATCH_S, rel=1e-5)
+
+
+def test_a_hierarchical_ring_uses_all_links_of_a_node() -> None:
+    """Of 31 moves of the keys, 3 cross the network; in a flat ring all would wait for those that do."""
+    plan = plan_flags(batch_size="128k", devices=32, nodes=4)
+    exposed = {phase.name: phase.time_s for phase in plan.phases if phase.bound == "link"}
+    keys, dk = 4096 * 768 * 2, 4096 * 768 * 4
+    network = keys / 50e9 + dk / 50e9
+    assert exposed["backward communication"] < 4 * network + 33 * BATCH_S + 1e-4 < 31 * network
+
+
+def test_a_gather_by_hand() -> None:
+    """The same 65 536 keys at once: 75 MB of keys, and 151 MB of sums, travel beside the work of one hop of four."""
+    plan = plan_flags(batch_size=65536, devices=4, set={"transport": "gather"})
+    phases = {phase.name: phase for phase in plan.phases}
+    keys, statistics, dk, rate = 16384 * 768 * 2, 16384 * 2 * 4, 16384 * 768 * 4, 345e9
+    forward = 2 * (3 * statistics / rate + 4e-6) + 3 * BATCH_S
+    assert phases["forward communication"].time_s == pytest.approx(forward, rel=1e-5)
+    assert phases["backward communication"].time_s == pytest.approx(BATCH_S, rel=1e-5)
+    assert phases["forward communication"].bytes == 3 * (keys + 2 * statistics)
+    assert phases["backward communication"].bytes == 3 * dk
+    assert phases["additions"].bytes == 3 * 3 * dk
+    # 16 384 queries of one rank are too few to hide the keys of 1 048 576.
+    plan = plan_flags(loss="infonce", batch_size=64, keys=2**20, devices=8, set={"transport": "gather"})
+    phases = {phase.name: phase for phase in plan.phases}
+    work = phases["forward product"].time_s + phases["statistics"].time_s
+    exposed = 7 * 2**17 * 768 * 2 / rate + 4e-6 - work / 8 + BATCH_S
+    assert phases["forward communication"].time_s == pytest.approx(exposed, rel=1e-5)
+
+
+def test_rings_are_predicted_as_they_were_measured() -> None:
+    for row in json.loads((BENCH / "h200-ring.json").read_text())["rows"]:
+        if row["impl"] == "infcl" and row["package"] is None:
+            plan = plan_flags(batch_size=row["batch"], devices=row["ranks"], set={"transport": "ring"})
+            error = plan.predicted_time_s * 1e3 / row["median_ms"] - 1
+            assert abs(error) <= 0.1, (row["batch"], row["ranks"], error)
+
+
+def test_constants_are_those_of_the_runtime() -> None:
+    from infcl_gen.runtime import ring
+
+    assert ring.TOGETHER_BYTES == TOGETHER_BYTES
 
 
 def test_allocator_slack() -> None:

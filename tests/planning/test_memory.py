@@ -68,6 +68,7 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_predicted_peak_is_that_of_two_ranks_in_every_world(rows: int, flags: dict[str, Any]) -> None:
     """With as many rows on each rank: the same buffers, to the byte. (One rank alone has no visitors.)"""
+    flags |= {"set": {"transport": "ring"}}
     two, *others = (infcl_gen.plan(batch_size=rows * world, devices=world, **flags) for world in WORLDS)
     for plan in others:
         assert plan.predicted_peak_bytes == two.predicted_peak_bytes
@@ -93,7 +94,8 @@ def test_predicted_peak_is_that_of_two_ranks_in_every_world(rows: int, flags: di
     ids=["cpu-fp64", "cpu-bf16", "h200"],
 )
 def test_predicted_peak_is_linear_in_the_own_rows(flags: dict[str, Any], rounding: int) -> None:
-    panel = (("panel_rows", "1024"), ("panel_keys", "1024"))  # as they are for any number of rows
+    # As they are for any number of rows.
+    panel = (("panel_rows", "1024"), ("panel_keys", "1024"), ("transport", "ring"))
     strategy = () if "target" in flags else (("strategy", "panel"),)
 
     def plan(panels: int) -> Plan:
@@ -123,3 +125,29 @@ def test_a_rank_allocates_the_same_in_every_world() -> None:
         peaks.append(measured - 24 * world)
     assert len(set(peaks)) == 1, dict(zip(WORLDS, peaks, strict=True))
     assert peaks[0] <= package.SPEC["predicted"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(
+    "flags",
+    [{"dtype": "bf16"}, {"dtype": "fp64", "memory_budget": "48MiB"}, {"dtype": "fp32", "loss": "infonce"}],
+    ids=["bf16", "48MiB", "infonce"],
+)
+def test_a_gather_allocates_what_is_planned(flags: dict[str, Any], world: int) -> None:
+    """One rank of the real runtime; what it sends comes back."""
+    rows, dim = 600, 128
+    flags = {"batch_size": rows * world, "devices": world, "dim": dim, "set": {"transport": "gather"}} | flags
+    package = infcl_gen.load(target="cpu", **flags)
+    assert package.SPEC["plan"]["schedule"]["transport"] == "gather"
+    predicted = package.SPEC["predicted"]["peak_bytes"]
+    generator = torch.Generator().manual_seed(1)
+    q, k = (
+        torch.randn(rows, dim, generator=generator).to(DTYPES[flags["dtype"]]).requires_grad_()
+        for _ in range(2)
+    )
+    scale = torch.tensor(3.0, requires_grad=True)
+    with Echo([rows] * world).attached(package):
+        package.contrastive_loss(q, k, scale).backward()  # the constants of the first call stay
+        q.grad = k.grad = scale.grad = None
+        measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
+    assert measured <= predicted <= 1.1 * measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.planning import Plan, simulate, violations
+from infcl_gen.planning.schedule import gather_schedule, ring_schedule
 from infcl_gen.problem import Problem, make_problem
 from tests.planning.conftest import plan_flags, plan_problem
 
@@ -287,12 +289,51 @@ def test_settings_are_honoured() -> None:
         ({"set": {"products": "library"}, "device_profile": "mi300x"}, "--set products: rocm"),
         ({"set": {"descriptors": "on"}, "device_profile": "a100"}, "--set descriptors: a100 has no"),
         ({"set": {"descriptors": "on"}, "dim": 100}, "--set descriptors: a row of 100 bf16"),
+        ({"set": {"transport": "gather"}}, "--set transport: keys travel between devices.*give --devices"),
+        (
+            {"set": {"transport": "gather"}, "devices": 8, "nodes": 2},
+            "gather .* not between 2 nodes; valid: ring",
+        ),
+        (
+            {"set": {"transport": "gather"}, "devices": 32},
+            "gather .* at most 16 devices, not 32; valid: ring",
+        ),
+        ({"set": {"transport": "tree"}, "devices": 4}, "--set transport.*ring"),
         ({"dtype": "fp64"}, "--dtype"),
     ],
 )
 def test_bad_inputs(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_flags(**flags)
+
+
+def test_how_keys_travel() -> None:
+    """A gather where it is faster and fits; rings across nodes, among many, for small budgets, and as set."""
+    flags: dict[str, Any] = {"batch_size": "64k", "devices": 4}
+    found = plan_flags(**flags)
+    assert found.schedule == gather_schedule(4, has_keys=True)
+    ring = plan_flags(**flags, set={"transport": "ring"})
+    assert ring.schedule == ring_schedule(1, 4, has_keys=True)
+    assert found.predicted_time_s < ring.predicted_time_s
+    assert found.predicted_peak_bytes > ring.predicted_peak_bytes
+    assert plan_flags(**flags, nodes=2).schedule == ring_schedule(2, 2, has_keys=True)
+    assert plan_flags(batch_size="256k", devices=32).schedule.transport == "ring"
+    assert plan_flags(batch_size="64k").schedule.transport == "none"
+    narrow = plan_flags(**flags, memory_budget=ring.smallest_budget_bytes)
+    assert narrow.schedule.transport == "ring"
+    assert any(r.level == 1 and "a gather exceeds the budget" in r.why for r in narrow.reasons)
+    why = {r.level: f"{r.decision}: {r.why}" for r in reversed(found.reasons)}
+    assert re.search("gather among 4 devices.*ms against .* by ring", why[1]) and "one node" in why[0]
+    nodes = {r.level: f"{r.decision}: {r.why}" for r in reversed(plan_flags(**flags, nodes=2).reasons)}
+    assert "one hop of 2, by all 2 devices" in nodes[0] and "ring of 2 devices, 4 hops" in nodes[1]
+
+
+def test_an_infeasible_gather_says_what_a_gather_needs() -> None:
+    flags: dict[str, Any] = {"batch_size": "64k", "devices": 4, "set": {"transport": "gather"}}
+    with pytest.raises(InfeasibleError) as error:
+        plan_flags(**flags, memory_budget="300MiB")
+    assert error.value.smallest_budget_bytes is not None
+    plan_flags(**flags, memory_budget=error.value.smallest_budget_bytes)
 
 
 def test_infonce_takes_any_keys() -> None:

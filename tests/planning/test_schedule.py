@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infcl_gen.errors import VerificationError
-from infcl_gen.planning.schedule import Payload, Schedule, ring_schedule, simulate
+from infcl_gen.planning.schedule import Payload, Schedule, gather_schedule, ring_schedule, simulate
 
 
 @st.composite
@@ -72,28 +72,6 @@ def test_each_pair_once_and_accumulators_home_long(
     check(*ring)
 
 
-def test_the_network_is_crossed_once_a_cycle() -> None:
-    """By all devices of a node at once: 3 hops of 12 over 3 nodes of 4, where a flat ring needs one link at each."""
-    schedule = ring_schedule(3, 4, has_keys=True)
-    assert schedule.moves == ((0, 1), (0, 1), (0, 1), (1, 1))
-    assert Counter(schedule.level(hop) for hop in range(12)) == {"device": 9, "node": 3}
-    for hop in range(12):
-        pairs = [(rank // 4, schedule.send_to(rank, hop) // 4) for rank in range(12)]
-        assert all((a != b) == (schedule.level(hop) == "node") for a, b in pairs)
-    assert [schedule.send_to(rank, 3) for rank in range(4)] == [5, 6, 7, 4]
-
-
-@pytest.mark.parametrize("has_keys", [True, False])
-def test_what_moves(has_keys: bool) -> None:
-    statistics = ("key statistics",) if has_keys else ()
-    schedule = ring_schedule(2, 2, has_keys)
-    for hop in range(3):
-        assert schedule.carries("forward", hop) == ("keys", *statistics)
-        assert schedule.carries("backward", hop) == ("keys", *statistics, "key gradients")
-    assert schedule.carries("forward", 3) == statistics
-    assert schedule.carries("backward", 3) == ("key gradients",)
-
-
 class Deaf(Schedule):
     """Everybody listens to the wrong side."""
 
@@ -114,6 +92,62 @@ def fields(schedule: Schedule) -> dict[str, object]:
 
 def changed(**values: object) -> Callable[[Schedule], Schedule]:
     return lambda schedule: dataclasses.replace(schedule, **values)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=2, max_size=16), st.booleans())
+def test_a_gather_meets_each_pair_once(shards: list[tuple[int, int]], has_keys: bool) -> None:
+    """And each batch of messages goes from everybody to everybody else."""
+    world = len(shards)
+    schedule = gather_schedule(world, has_keys)
+    sweeps = simulate(schedule, shards, has_keys)
+    messages = world * (world - 1)
+    assert sweeps["forward"].transfers == messages * (1 + 2 * has_keys)
+    assert sweeps["backward"].transfers == messages
+    assert all(schedule.owner(rank, 0) == rank for rank in range(world))
+    assert all(schedule.owner(rank, world - 1, "backward") == rank for rank in range(world))
+
+
+GATHER_FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
+    (
+        changed(forward=Payload((), ("key statistics",), ("key statistics",))),
+        "forward hop 1: rank 0 has no keys",
+    ),
+    (
+        changed(forward=Payload(("keys",), ("key statistics",))),
+        "backward hop 0: rank 0 has no key statistics",
+    ),
+    (changed(forward=Payload(("keys",), (), ("key statistics",))), r"statistics of rank 0 have .* of \[0\]"),
+    (changed(backward=Payload((), ())), r"key gradients of rank 0 have contributions of \[0\]"),
+    (changed(moves=((0, 2),)), "different of 16 visits"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), GATHER_FAULTS)
+def test_the_simulator_notices_in_a_gather(fault: Callable[[Schedule], Schedule], message: str) -> None:
+    with pytest.raises(VerificationError, match=message):
+        simulate(fault(gather_schedule(4, has_keys=True)), [(3, 3), (0, 0), (1, 1), (5, 5)])
+
+
+def test_the_network_is_crossed_once_a_cycle() -> None:
+    """By all devices of a node at once: 3 hops of 12 over 3 nodes of 4, where a flat ring needs one link at each."""
+    schedule = ring_schedule(3, 4, has_keys=True)
+    assert schedule.moves == ((0, 1), (0, 1), (0, 1), (1, 1))
+    assert Counter(schedule.level(hop) for hop in range(12)) == {"device": 9, "node": 3}
+    for hop in range(12):
+        pairs = [(rank // 4, schedule.send_to(rank, hop) // 4) for rank in range(12)]
+        assert all((a != b) == (schedule.level(hop) == "node") for a, b in pairs)
+    assert [schedule.send_to(rank, 3) for rank in range(4)] == [5, 6, 7, 4]
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_what_moves(has_keys: bool) -> None:
+    statistics = ("key statistics",) if has_keys else ()
+    schedule = ring_schedule(2, 2, has_keys)
+    for hop in range(3):
+        assert schedule.carries("forward", hop) == ("keys", *statistics)
+        assert schedule.carries("backward", hop) == ("keys", *statistics, "key gradients")
+    assert schedule.carries("forward", 3) == statistics
+    assert schedule.carries("backward", 3) == ("key gradients",)
 
 
 FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [

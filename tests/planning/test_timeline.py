@@ -14,7 +14,7 @@ import pytest
 import infcl_gen
 from infcl_gen.emission import simulate_problem
 from infcl_gen.hardware import resolve_cluster
-from infcl_gen.planning import cost, timeline
+from infcl_gen.planning import cost
 from infcl_gen.planning.planner import Plan, cost_model
 from infcl_gen.planning.timeline import Interval, Timeline, execute, phase_works
 from infcl_gen.problem import make_problem
@@ -26,7 +26,11 @@ SLOW_MACHINE = 2.0  # as in test_structure
 
 
 def case(**flags: Any) -> tuple[Plan, cost.CostModel]:
+    """A plan by the ring, unless the flags say otherwise."""
     given = {"device_profile": "h200", "batch_size": 4096, "dim": 768} | flags
+    cluster = given.get("cluster", {})
+    if given.get("devices", 1) > 1 or cluster.get("devices_per_node", 1) * cluster.get("nodes", 1) > 1:
+        given["set"] = {"transport": "ring"} | given.get("set", {})
     problem = make_problem(**given)
     plan = infcl_gen.plan(problem)
     return plan, cost_model(plan, derivation_of(problem.loss), resolve_cluster(problem))
@@ -110,18 +114,13 @@ def test_work_is_that_of_the_cost_model() -> None:
         assert works["forward"].keys_bytes == rows * (4 if plan.dtype == "fp32" else 2)
 
 
-def gathered(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, schedule=dataclasses.replace(plan.schedule, transport="gather"))
-
-
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_one_rank_stands_for_all_of_a_gather(world: int) -> None:
     for rows, loss, rate in itertools.product((96, 4096), ("clip", "infonce"), (300.0, 2.0)):
-        plan, model = case(
-            batch_size=rows * world, loss=loss, cluster=links(link_gbs=rate) | {"devices_per_node": world}
-        )
+        cluster = links(link_gbs=rate) | {"devices_per_node": world}
+        plan, model = case(batch_size=rows * world, loss=loss, cluster=cluster, set={"transport": "gather"})
         for how in ({}, {"overlap": False}, {"communicate": False}):
-            one, all_ = (execute(gathered(plan), model, everybody=e, **how) for e in (False, True))
+            one, all_ = (execute(plan, model, everybody=e, **how) for e in (False, True))
             for field in ("step_s", "forward_s", "alone_s"):
                 assert getattr(all_, field) == pytest.approx(getattr(one, field), rel=1e-9), field
             assert all_.bound == one.bound
@@ -131,11 +130,10 @@ def test_a_gather_sends_four_batches() -> None:
     """Keys beside the own work; statistics home, and what they have come to to everybody; gradients beside the own
     work. With little work per hop it is faster than the ring, whose messages take the host's time."""
     world = 8
-    plan, model = case(batch_size=1024 * world, devices=world)
-    ring, step = execute(plan, model), execute(gathered(plan), model)
+    gather = {"transport": "gather"}
+    ring, step = (execute(*case(batch_size=1024 * world, devices=world, set=s)) for s in ({}, gather))
     assert step.step_s < ring.step_s
-    plan, model = case(batch_size=65536 * world, devices=world)
-    step = execute(gathered(plan), model)
+    step = execute(*case(batch_size=65536 * world, devices=world, set=gather, memory_budget="32GiB"))
     names = ["forward, keys", "forward, sums", "forward, finished", "backward, sums"]
     assert [i.name for i in of(step, "device link")] == names
     by = {i.name: i for i in of(step, "device link")}
@@ -148,8 +146,8 @@ def test_a_gather_sends_four_batches() -> None:
     size = 65536 * 768 * 4 * (world - 1)
     sums = by["backward, sums"]
     assert sums.end_s - sums.start_s == pytest.approx(size / 345e9)
-    infonce, model = case(batch_size=1024 * world, devices=world, loss="infonce")
-    assert len(of(execute(gathered(infonce), model), "device link")) == 2
+    infonce = case(batch_size=1024 * world, devices=world, loss="infonce", set=gather)
+    assert len(of(execute(*infonce), "device link")) == 2
 
 
 def of(step: Timeline, resource: str, name: str = "") -> list[Interval]:
@@ -172,7 +170,7 @@ def test_what_waits_for_what(rows: int, overlap: bool) -> None:
         if resource in ("host", "compute", "device link"):
             ordered = sorted(mine, key=lambda i: i.start_s)
             assert all(a.end_s <= b.start_s + 1e-12 for a, b in itertools.pairwise(ordered))
-    together = plan.keys_per_rank * 768 * 2 <= timeline.TOGETHER_BYTES
+    together = plan.keys_per_rank * 768 * 2 <= cost.TOGETHER_BYTES
     for rank, phase in itertools.product(range(world), ("forward", "backward")):
         for hop in range(1, world):
             work = [i for i in by[rank, "compute"] if i.name == f"{phase}, hop {hop}"]
@@ -246,7 +244,7 @@ def test_thousands_of_ranks_take_no_second() -> None:
 
 def test_memory_is_linear_in_rows_and_the_same_in_every_world() -> None:
     """Of the ring, with panels of one size; to the roundings of the allocator."""
-    chosen = {"panel_rows": 1024, "panel_keys": 1024}
+    chosen = {"panel_rows": 1024, "panel_keys": 1024, "transport": "ring"}
     found = {}
     for rows in (2048, 4096, 6144, 8192):
         for world in (2, 64, 4096, 65536):

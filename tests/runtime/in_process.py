@@ -318,6 +318,7 @@ class Echo(Ring):
 
     def post(self, sends: Sequence[Any], receives: Sequence[Any]) -> list[Half]:
         for sent, got in zip(sends, receives, strict=True):
+            assert sent.buffer.nbytes == got.buffer.nbytes
             ctypes.memmove(got.buffer.data_ptr(), sent.buffer.data_ptr(), sent.buffer.nbytes)
         return []
 

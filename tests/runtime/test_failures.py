@@ -30,6 +30,7 @@ def names(packages: Packages) -> dict[str, str]:
         "infonce": packages("infonce"),
         "other": packages("clip", panel=(128, 64)),
         "bf16": packages("clip", dtype="bf16"),
+        "gather": packages("clip", devices=4, transport="gather"),
     }
     return {key: module.__name__ for key, module in made.items()}
 
@@ -67,7 +68,7 @@ MISMATCHES = {
     "package": Mismatch({"package": "other"}, r"package digest differs \(rank 0: \w+, .*rank {v}: \w+"),
     "loss": Mismatch({"package": "infonce"}, r"loss differs \(rank 0: clip, .*rank {v}: infonce"),
     "torch version": Mismatch({"torch_version": "2.11.0+cu128"}, r"torch version differs .*rank {v}: 2.11.0\+cu128"),
-    "protocol": Mismatch({"protocol": 1}, r"protocol differs \(rank 0: 2, .*rank {v}: 1"),
+    "protocol": Mismatch({"protocol": 1}, r"protocol differs \(rank 0: 3, .*rank {v}: 1"),
     "grad_sync": Mismatch({"grad_sync": "sum"}, r"grad_sync differs \(rank 0: mean, .*rank {v}: sum"),
     "an unknown grad_sync": Mismatch({"grad_sync": "average"}, r"grad_sync differs .*rank {v}: average"),
     "reduction": Mismatch({"reduction": "sum"}, r"reduction differs \(rank 0: mean, .*rank {v}: sum"),
@@ -162,40 +163,60 @@ KILLED = {
 }
 
 
+IN_A_GATHER = [kind for kind in (*SURVIVED, *KILLED) if kind.endswith("hop")]  # the exchange is the same
+
+
+def cases(kinds: dict[str, Failure]) -> list[Any]:
+    """(kind, world, name of the package): all kinds in rings of 2 and 4, those of hops in a gather of 4 too."""
+    rings = [(kind, world, "clip") for kind in kinds for world in WORLDS]
+    return rings + [(kind, 4, "gather") for kind in kinds if kind in IN_A_GATHER]
+
+
 def renewed(pool: Pool, *groups: tuple[int, ...]) -> None:
     """Fresh groups: a failure leaves connections broken."""
     everybody = tuple(range(len(pool.pipes)))
     results(pool.run("renew", everybody, groups=list(groups), timeout_s=TIMEOUT_S))
 
 
-def assert_told(answer: Any, rank: int, world: int, victim: int, failure: Failure) -> None:
+def assert_told(
+    answer: Any, rank: int, world: int, victim: int, failure: Failure, gather: bool = False
+) -> None:
     """A survivor's answer: an error in time, which names phase, hop and peers."""
     ((error, text, seconds, found),) = results([answer])
     assert error in ("RuntimeError", "DistBackendError") and not found, answer
     assert seconds <= TIMEOUT_S + GRACE_S, answer
     if failure.place == "exchange":
         phase = ("forward", "backward")[failure.turn]
-        told = f"control exchange before the {phase} ring: rank {rank} of {world} failed .* rank {victim} "
+        told = f"control exchange before {phase}: rank {rank} of {world} failed .* rank {victim} "
         assert re.match(told, text), answer
         return
-    told = rf"{failure.place} ring, hop (\d) of {world}: rank {rank} failed sending to rank {(rank + 1) % world} or "
-    match = re.match(rf"{told}receiving from rank {(rank - 1) % world}: ", text)
+    if gather:
+        # Whoever gives up first closes its connections: others may name it. Headers are looked at after the first work
+        # of backward: they may not have left the victim.
+        peer = rf"(?!{rank})\d"
+        told = rf"{failure.place} gather of {world} ranks, [a-z ]+: rank {rank} failed (sending to|receiving from) "
+        told += (
+            rf"rank {peer}: |control exchange before backward: rank {rank} of {world} failed .* rank {peer} "
+        )
+        assert re.match(told, text), answer
+        return
+    peers = f"(sending to rank {(rank + 1) % world}|receiving from rank {(rank - 1) % world})"
+    match = re.match(rf"{failure.place} ring, hop (\d) of {world}: rank {rank} failed {peers}: ", text)
     assert match, answer
     if (rank - victim) % world == 1:  # it waits for the victim itself; those behind it may be further on
         assert failure.turn <= int(match[1]) < world, answer  # a rank farther off goes on for longer
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", SURVIVED)
+@pytest.mark.parametrize(("kind", "world", "package"), cases(SURVIVED))
 def test_a_stalled_or_failing_rank_is_an_error_in_time(
-    pool: Pool, names: dict[str, str], kind: str, world: int
+    pool: Pool, names: dict[str, str], kind: str, world: int, package: str
 ) -> None:
     ranks, victim, failure = WORLDS[world], VICTIM[world], SURVIVED[kind]
     renewed(pool, ranks)
     pool.start(
         "struggle",
         ranks,
-        package=names["clip"],
+        package=names[package],
         ranks=ranks,
         victim=victim,
         seconds=TIMEOUT_S + 1,
@@ -206,12 +227,14 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
     os.kill(pool.processes[victim].pid or 0, signal.SIGCONT)
     ((error, text, _, found),) = results([pool.receive(victim)])
     for rank, answer in zip(rest, answers, strict=True):
-        assert_told(answer, rank, world, victim, failure)
+        assert_told(answer, rank, world, victim, failure, package == "gather")
     if failure.act == "raise":
         assert (error, text) == ("ZeroDivisionError", "integer division or modulo by zero")
     else:  # it wakes up in a group that has given up on it
         assert error == "RuntimeError", (error, text)
-        assert re.match(rf"(control exchange|\w+ ring, hop \d of {world}: rank {victim} )", text), text
+        assert re.match(
+            rf"(control exchange|\w+ (ring|gather)[^:]* of {world}[^:]*: rank {victim} )", text
+        ), text
     assert not found
 
 
@@ -232,22 +255,21 @@ def test_an_exception_in_the_last_hop_leaves_errors_or_right_results(
         assert_equal(found, healthy[0][3])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", KILLED)
+@pytest.mark.parametrize(("kind", "world", "package"), cases(KILLED))
 def test_a_killed_rank_is_an_error_in_time(
-    names: dict[str, str], folder: Path, kind: str, world: int
+    names: dict[str, str], folder: Path, kind: str, world: int, package: str
 ) -> None:
     ranks, victim, failure = WORLDS[world], VICTIM[world], KILLED[kind]
     pool = Pool(world, folder)
     try:
         renewed(pool, ranks)
         answers = pool.run(
-            "struggle", ranks, package=names["clip"], ranks=ranks, victim=victim, **failure._asdict()
+            "struggle", ranks, package=names[package], ranks=ranks, victim=victim, **failure._asdict()
         )
         assert answers[victim] == ("dead", "")
         for rank in ranks:
             if rank != victim:
-                assert_told(answers[rank], rank, world, victim, failure)
+                assert_told(answers[rank], rank, world, victim, failure, package == "gather")
     finally:
         pool.close()
 

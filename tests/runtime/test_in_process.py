@@ -20,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infcl_gen.planning.schedule import Schedule, ring_schedule, simulate
+from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule, simulate
 from infcl_gen.runtime.ring import _HEADER, Message, Rotation
 from infcl_gen.runtime.route import planned_route
 from tests.kernels.planted import plant
 from tests.kernels.tiers import examples
 
 from .in_process import Stopped, TransportError, World, current_rank
-from .test_planted_bugs import BUGS, ENGINE, ROUTE, Bug
+from .test_planted_bugs import BUGS, ENGINE, GATHER, RING, ROUTE, Bug
 
 Packages = Callable[..., ModuleType]
 Results = list[list[Tensor]]  # of one group, by its ranks: loss, dq, dk, dscale, dbias
@@ -54,10 +54,12 @@ class Batch:
     reduction: str = "mean"
     transposed: bool = False
     seed: int = 0
-    nodes: int = 1
+    nodes: int = 1  # 0: a gather
 
     def schedule(self, has_keys: bool) -> Schedule:
         """As planned for as many ranks as there are members."""
+        if not self.nodes:
+            return gather_schedule(len(self.members), has_keys)
         return ring_schedule(self.nodes, len(self.members) // self.nodes, has_keys)
 
     def tensors(self, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -127,8 +129,10 @@ def runs(draw: st.DrawFn, loss: str, largest: int = 64) -> Example:
     divided = world > 1 and draw(st.booleans())
     cuts = sorted(draw(st.sets(st.integers(1, world - 1), min_size=1, max_size=2))) if divided else []
     members = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, world], strict=True)]
-    # One way for all groups of a size: a flat ring half of the time.
-    nodes = {n: draw(st.sampled_from((*(1,) * 3, *divisors(n)))) for n in sorted(set(map(len, members)))}
+    # One way for all groups of a size: each kind a third of the time.
+    nodes = {
+        n: draw(st.sampled_from((0, 1, draw(st.sampled_from(divisors(n)))))) for n in set(map(len, members))
+    }
     groups = tuple(draw(batches(loss, m, nodes[len(m)])) for m in members)
     return Example(loss, draw(st.integers(1, 9)), groups, draw(st.integers(0, 2**31)))
 
@@ -163,7 +167,7 @@ def run(package: ModuleType, groups: Sequence[Batch], turns: int = 0) -> tuple[l
     """The results of each group's ranks, in group-rank order."""
     size = sum(len(batch.members) for batch in groups)
     has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
-    schedules = {len(batch.members): batch.schedule(has_keys) for batch in groups}
+    schedules = {len(batch.members): batch.schedule(has_keys) for batch in groups if len(batch.members) > 1}
     world = World(package, size, {str(i): batch.members for i, batch in enumerate(groups)}, turns, schedules)
     dim = package.SPEC["problem"]["dim"]
     tensors = [batch.tensors(dim) for batch in groups]
@@ -243,19 +247,41 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
                 expected[rank].append(firsts[owner])
         for rank, member in enumerate(batch.members):
             assert visits.get((member, phase), []) == expected[rank], (phase, rank)
+    group = next(group for group in world.groups if group.name == str(index))
+    expected_messages = gathered_messages if schedule.transport == "gather" else rotated_messages
+    for rank in range(size):
+        assert group.posted[rank] == expected_messages(schedule, batch, rank, dim), rank
+
+
+Messages = Counter[tuple[int, int, int]]  # (to whom, tag, bytes)
+
+
+def rotated_messages(schedule: Schedule, batch: Batch, rank: int, dim: int) -> Messages:
+    """Always of the largest shard."""
     largest = max(batch.keys)
     sizes = {"keys": 8 * largest * dim, "key statistics": 16 * largest, "key gradients": 8 * largest * dim}
-    group = next(group for group in world.groups if group.name == str(index))
-    for rank in range(size):
-        messages: Counter[tuple[int, int, int]] = Counter()
-        for phase in ("forward", "backward"):
-            tags = schedule.carries(phase, 0)
-            for hop in range(size):
-                peer = schedule.send_to(rank, hop)
-                messages.update(
-                    (peer, tags.index(part), sizes[part]) for part in schedule.carries(phase, hop)
-                )
-        assert group.posted[rank] == messages, rank
+    messages: Messages = Counter()
+    for phase in ("forward", "backward"):
+        tags = schedule.carries(phase, 0)
+        for hop in range(schedule.world_size):
+            peer = schedule.send_to(rank, hop)
+            messages.update((peer, tags.index(part), sizes[part]) for part in schedule.carries(phase, hop))
+    return messages
+
+
+def gathered_messages(schedule: Schedule, batch: Batch, rank: int, dim: int) -> Messages:
+    """Of as many rows as the owner has keys, where one end has keys and the other queries."""
+    messages: Messages = Counter()
+    forward, backward = schedule.forward, schedule.backward
+    for other in set(range(schedule.world_size)) - {rank}:
+        own, theirs = batch.keys[rank], batch.keys[other]
+        if own and batch.rows[other]:
+            messages.update((other, 0, 8 * own * dim) for _ in forward.parcels)
+            messages.update((other, 2, 16 * own) for _ in forward.finished)
+        if theirs and batch.rows[rank]:
+            messages.update((other, 1, 16 * theirs) for _ in forward.sums)
+            messages.update((other, 3, 8 * theirs * dim) for _ in backward.sums)
+    return messages
 
 
 def check(package: ModuleType, example: Example) -> list[Results]:
@@ -288,7 +314,7 @@ def test_loss_and_gradients_are_those_of_one_process(
     check(package_of(packages, example), example)
 
 
-@pytest.mark.parametrize(("loss", "nodes"), [("clip", 8), ("infonce", 16), ("soft", 1)])
+@pytest.mark.parametrize(("loss", "nodes"), [("clip", 8), ("infonce", 16), ("soft", 1), ("clip", 0)])
 def test_64_ranks(packages: Packages, loss: str, nodes: int) -> None:
     rows = tuple(rank * rank % 5 for rank in range(64))
     keys = tuple(rank % 3 for rank in range(64)) if loss == "infonce" else rows[::-1]
@@ -472,17 +498,18 @@ def test_ranks_that_disagree_all_fail(packages: Packages, turns: int) -> None:
 
 MORE_BUGS = {
     "a shard's keys are numbered from its end": Bug(
-        ((ENGINE, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
+        ((RING, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
     ),
     "every shard is taken to be as long as the own": Bug(
         ((ENGINE, "valid = layout.keys[owner]", "valid = layout.keys[layout.rank]"),)
     ),
     "an empty rank does not take part in backward": Bug(
-        ((ENGINE, "        dq_sum, rotation = self._travel(",
-          "        if not len(q):\n            return q.clone(), k.clone()\n        dq_sum, rotation = self._travel("),)
+        ((ENGINE, "        route = self.package.route.over(ring.size)\n",
+          "        if not len(q):\n            return q.clone(), k.clone()\n"
+          "        route = self.package.route.over(ring.size)\n"),)
     ),
     "sums are added to before they have arrived": Bug(
-        ((ENGINE, "arrive=rotation.arrive", "arrive=lambda: None"),)
+        ((ENGINE, "arrive=trip.arrive", "arrive=lambda: None"),)
     ),
     "keys stay on their side when they change the node": Bug(
         ((ROUTE, "sign * device_step)", "sign * device_step * (not node_step))"),),
@@ -490,7 +517,28 @@ MORE_BUGS = {
         nodes=2,
     ),
     "the gradient of the keys is taken before it has come home": Bug(
-        ((ENGINE, "        rotation.arrive()\n        assert", "        assert"),)
+        ((ENGINE, "            rotation.arrive()\n            assert", "            assert"),)
+    ),
+    "what comes home is added twice": Bug(
+        ((GATHER, "            self._own.add_(part)\n", "            self._own.add_(part).add_(part)\n"),), nodes=0
+    ),
+    "sums for the first owner are sent to all": Bug(
+        ((GATHER, "lambda owner: parts[owner], self._received",
+          "lambda owner: self._sums[: len(parts[owner])], self._received"),), rows=(5, 2, 9), nodes=0,
+    ),
+    "one rank's sums of statistics are left out": Bug(
+        ((GATHER, "received[:, 0], received[:, 1]", "received[1:, 0], received[1:, 1]"),), rows=(5, 2, 9), nodes=0
+    ),
+    "finished statistics stay at home": Bug(
+        ((GATHER, "        if self._finished:\n", "        if False:\n"),), nodes=0
+    ),
+    "keys are worked on before they have come": Bug(((GATHER, "        keys.wait()\n", ""),), nodes=0),
+    "a rank without queries keeps what its memory held": Bug(
+        ((GATHER, "if layout.rows[ring.rank] else gathered.new_zeros", "if True else gathered.new_zeros"),),
+        rows=(5, 0, 9), keys=(5, 5, 4), nodes=0,
+    ),
+    "sums are added before they have come home": Bug(
+        ((GATHER, "            self._home.wait()\n", "            pass\n"),), nodes=0
     ),
 }  # fmt: skip
 NOT_THIS_TRANSPORT = {"the group is hard-wired"}  # an edit of what it stands in for
@@ -502,7 +550,7 @@ def test_planted_bugs_are_noticed(
     packages: Packages, folder_of: Callable[[ModuleType], Path], name: str
 ) -> None:
     bug = PLANTED[name]
-    keys = tuple(n + 3 for n in reversed(bug.rows)) if bug.loss == "infonce" else bug.rows
+    keys = tuple(n + 3 for n in reversed(bug.rows)) if bug.loss == "infonce" else bug.keys or bug.rows
     ranks = tuple(range(len(bug.rows)))
     batch = Batch(ranks, bug.rows, keys, labelled=bug.loss == "infonce", nodes=bug.nodes)
     example = Example(bug.loss, 8, (batch,), turns=1)

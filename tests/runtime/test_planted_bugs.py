@@ -16,7 +16,9 @@ from tests.kernels.planted import Edit, plant
 from . import ring_worker, test_ring
 from .test_ring import Packages, Pool, assert_equal, average, results
 
-ENGINE, RING, ROUTE, API = (f"_runtime/{name}.py" for name in ("engine", "ring", "route", "api"))
+ENGINE, RING, ROUTE, GATHER, API = (
+    f"_runtime/{name}.py" for name in ("engine", "ring", "route", "gather", "api")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Bug:
     ranks: tuple[int, ...] = (0, 1, 2)
     rows: tuple[int, ...] = (5, 0, 9)
     loss: str = "clip"
-    nodes: int = 1
+    keys: tuple[int, ...] = ()  # in another way than the queries
+    nodes: int = 1  # as planned; 0: a gather
     breaks: bool = False  # one rank fails and the others wait for it: no further test may use these processes
 
 
@@ -50,13 +53,13 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "        if ring is None:\n            own = clear",
-          "        if ring is None or not rows:\n            own = clear"),),
+        ((ENGINE, "        if ring is None:\n            if own is not None",
+          "        if ring is None or not rows:\n            if own is not None"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
-        ((ENGINE, "rotation.parcels[0][:valid], layout", "rotation.parcels[0], layout"),
-         (ENGINE, "view(rotation.accumulator, 0, valid)", "view(rotation.accumulator)")),
+        ((ENGINE, "trip.parcels[0][:valid], layout", "trip.parcels[0], layout"),
+         (ENGINE, "view(trip.accumulator, 0, valid)", "view(trip.accumulator)")),
         (0, 1),
         (3, 8),
     ),
@@ -79,7 +82,7 @@ BUGS = {
         loss="infonce",
     ),
     "a shard's keys are numbered from zero": Bug(
-        ((ENGINE, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"
+        ((RING, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"
     ),
 }  # fmt: skip
 

@@ -93,7 +93,10 @@ def names(packages: Packages) -> dict[str, str]:
         "bf16": packages("clip", dtype="bf16"),
         "clip on 2 x 2": packages("clip", devices=4, nodes=2),
         "infonce on 2 x 2": packages("infonce", devices=4, nodes=2),
+        "infonce gather of 3": packages("infonce", devices=3, transport="gather"),
     }
+    for devices in (2, 3, 4):
+        made[f"clip gather of {devices}"] = packages("clip", devices=devices, transport="gather")
     return {key: module.__name__ for key, module in made.items()}
 
 
@@ -180,6 +183,70 @@ def test_peers_of_two_nodes_of_two(pool: Pool, names: dict[str, str]) -> None:
                 for step in (schedule.send_to, schedule.receive_from):
                     expected += [step(rank, move) for move, count in moves for _ in range(count)]
         assert seen[rank] == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "ranks", "rows"),
+    [
+        ("clip", (0, 1), [8, 8]),
+        ("clip", (1, 3), [0, 5]),
+        ("clip", (0, 1, 2), [65, 0, 3]),
+        ("infonce", (3, 0, 2), [5, 1, 0]),
+        ("infonce", (0, 1, 2), [6, 6, 6]),
+        ("clip", (0, 1, 2, 3), [0, 0, 7, 0]),
+        ("clip", (2, 3, 1, 0), [5, 9, 0, 70]),
+    ],
+)
+def test_a_gather(
+    pool: Pool, packages: Packages, names: dict[str, str], loss: str, ranks: tuple[int, ...], rows: list[int]
+) -> None:
+    labelled = loss == "infonce"
+    keys = [n + 3 for n in reversed(rows)] if labelled else rows
+    truth = ring_worker.reference_gradients(packages(loss), rows, keys, labelled)
+    arguments = {
+        "package": names[f"{loss} gather of {len(ranks)}"],
+        "ranks": ranks,
+        "rows": rows,
+        "keys": keys,
+    }
+    ours = pool.run("gradients", ranks, labelled=labelled, repeats=2, **arguments)
+    assert_equal(average(results(ours)), truth)
+
+
+@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads"])
+def test_other_ways_into_a_gather(pool: Pool, packages: Packages, names: dict[str, str], how: str) -> None:
+    """A traced graph holds what a gather keeps between forward and backward."""
+    rows, ranks = [3, 0, 8, 2], (0, 1, 2, 3)
+    truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
+    arguments = {"package": names["clip gather of 4"], "ranks": ranks, "rows": rows, "keys": rows}
+    assert_equal(average(results(pool.run("gradients", ranks, how=how, **arguments))), truth)
+
+
+def test_a_package_planned_for_a_gather_of_others_is_a_ring(
+    pool: Pool, packages: Packages, names: dict[str, str]
+) -> None:
+    rows, ranks = [3, 4, 8], (0, 1, 2)
+    truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
+    arguments = {"package": names["clip gather of 4"], "ranks": ranks, "rows": rows}
+    assert_equal(average(results(pool.run("gradients", ranks, keys=rows, **arguments))), truth)
+    for peers in results(pool.run("peers", ranks, **arguments)):
+        assert len(peers) == 2 * (2 + 3 + 4 + 3)  # keys and statistics, keys with statistics and gradients
+
+
+def test_messages_of_a_gather(pool: Pool, names: dict[str, str]) -> None:
+    """Four batches; what belongs to an owner has as many rows as it has keys, and nothing is sent for nothing."""
+    ranks, rows = (0, 1, 2), [2, 9, 0]
+    sent = {"keys": 0, "sums": 1, "finished": 2, "gradients": 3}
+    found = results(pool.run("traffic", ranks, package=names["clip gather of 3"], ranks=ranks, rows=rows))
+    for rank, other in ((0, 1), (1, 0)):
+        own, theirs = rows[rank], rows[other]
+        assert found[rank] == [
+            ("send", sent["keys"], 64 * own), ("receive", sent["keys"], 64 * theirs),
+            ("send", sent["sums"], 16 * theirs), ("receive", sent["sums"], 16 * own),
+            ("send", sent["finished"], 16 * own), ("receive", sent["finished"], 16 * theirs),
+            ("send", sent["gradients"], 64 * theirs), ("receive", sent["gradients"], 64 * own),
+        ]  # fmt: skip
+    assert found[2] == []
 
 
 def test_keys_and_queries_may_be_sharded_differently(

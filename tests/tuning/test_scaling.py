@@ -30,7 +30,7 @@ def test_the_table_has_every_size() -> None:
     assert done.exit_code == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[:4] for line in lines[1:4]] == [
-        ["65536", "8", "1", "ring"],
+        ["65536", "8", "1", "gather"],
         ["65536", "16", "2", "ring"],
         ["65536", "64", "8", "ring"],
     ]

@@ -28,7 +28,7 @@ from .route import Route
 T = TypeVar("T")
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 2  # raise it with every change of what ranks send to each other
+PROTOCOL = 3  # raise it with every change of what ranks send to each other
 
 # What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words. The protocol
 # comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
@@ -155,7 +155,7 @@ class Ring:
 
         def failure(step: str, error: RuntimeError) -> RuntimeError:
             return RuntimeError(
-                f"control exchange before the {phase} ring: rank {self.rank} of {self.size} failed {step} "
+                f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
                 f"(it has died, hangs, or does not call the loss): {error}"
             )
 
@@ -219,6 +219,20 @@ class Ring:
         return control
 
 
+class Layout(NamedTuple):
+    """Rows and keys of each rank. The batch is their concatenation in group-rank order."""
+
+    rank: int
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    def row_offset(self) -> int:
+        return sum(self.rows[: self.rank])
+
+    def key_offset(self, owner: int) -> int:
+        return sum(self.keys[:owner])
+
+
 class Message(NamedTuple):
     """One end of a message: a contiguous buffer, the rank at the other end, and what it is, as a number."""
 
@@ -228,29 +242,27 @@ class Message(NamedTuple):
 
 
 class Transfer:
-    """Messages that travel together, from now on. Errors, here and at `wait`, begin with `what` and name the peers."""
+    """Messages that travel together, from now on. Errors, here and at `wait`, begin with `what` and name the peers: the
+    very one where the backend tells messages apart (gloo)."""
 
     def __init__(self, ring: Ring, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        ends = ((sends, "sending to"), (receives, "receiving from"))
-        peers = (
-            f"{verb} rank {', '.join(str(peer) for peer in sorted({m.peer for m in messages}))}"
-            for messages, verb in ends
-            if messages
-        )
-        self._text = f"{what}: rank {ring.rank} failed {' or '.join(peers)}"
-        self._works = self._named(lambda: ring.post(sends, receives)) if sends or receives else []
+        self._start = f"{what}: rank {ring.rank} failed"
+        self._ends = [f"sending to rank {message.peer}" for message in sends]
+        self._ends += [f"receiving from rank {message.peer}" for message in receives]
+        self._works = self._named(lambda: ring.post(sends, receives), self._ends) if self._ends else []
 
     def wait(self) -> None:
         """Until all of them have arrived: on CUDA the current stream waits, and not the host."""
         works, self._works = self._works, []
-        for work in works:
-            self._named(work.wait)
+        apart = len(works) == len(self._ends)
+        for work, end in zip(works, self._ends, strict=False):
+            self._named(work.wait, [end] if apart else self._ends)
 
-    def _named(self, step: Callable[[], T]) -> T:
+    def _named(self, step: Callable[[], T], ends: Sequence[str]) -> T:
         try:
             return step()
         except RuntimeError as error:
-            raise RuntimeError(f"{self._text}: {error}") from error
+            raise RuntimeError(f"{self._start} {' or '.join(dict.fromkeys(ends))}: {error}") from error
 
 
 class Rotation:
@@ -289,7 +301,7 @@ class Rotation:
     def __iter__(self) -> Iterator[int]:
         size, owner = self.ring.size, self.ring.rank
         keys: Transfer | None = None
-        self._hop, begin = 0, _Moment(self.parcels)
+        self._hop, begin = 0, Moment(self.parcels)
         for hop in range(size):
             if hop:
                 owner = self.route.receive_from(owner, hop - 1)
@@ -354,7 +366,7 @@ class Rotation:
         return Transfer(self.ring, what, [sent for sent, _ in messages], [got for _, got in messages])
 
 
-class _Moment:
+class Moment:
     """A context in which transfers wait for what the device has been given up to now, and not for what comes later."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

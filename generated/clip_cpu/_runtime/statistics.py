@@ -53,6 +53,15 @@ def merge(into: Statistics, exponent: Tensor, total: Tensor) -> None:
     into.exponent.copy_(reference + (shift - 1))
 
 
+def merge_parts(into: Statistics, exponents: Tensor, totals: Tensor) -> None:
+    """``into += sum_p totals[p] * 2**exponents[p]`` row by row, in place, for statistics (parts, rows) of at least one
+    part; the order is that of the parts."""
+    lowest = torch.finfo(into.exponent.dtype).min
+    own = torch.where(totals == 0, lowest, exponents)  # the exponent of a sum over nothing means nothing
+    reference = own.amax(0)
+    merge(into, reference, (totals * torch.exp2(own - reference)).sum(0))
+
+
 def log(statistics: Statistics) -> Tensor:
     """Natural logarithm of the sums: the log-sum-exp of each row."""
     return (statistics.exponent + torch.log2(statistics.mantissa)).mul_(LN2)

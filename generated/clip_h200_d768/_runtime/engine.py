@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from . import ring as rings
+from .gather import BackwardGather, ForwardGather
+from .ring import Layout
 from .route import Route
 from .statistics import clear, view
 
@@ -71,8 +73,9 @@ class Saved(NamedTuple):
     """What backward needs of forward, besides the inputs.
 
     query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
-    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none
-    stash             what the sweep keeps of the tile matrix (`stash_shape`), of shape (0,) if nothing
+    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; of a gather those of all ranks, as
+                      `Gather.pair_of` finds them
+    stash             what the sweep keeps of the tile matrix, of a gather the keys of all ranks; (0,) if nothing
     layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
                       is compared; for a group of one (0, 3), on the device
     """
@@ -81,20 +84,6 @@ class Saved(NamedTuple):
     key_statistics: Tensor
     stash: Tensor
     layout: Tensor
-
-
-class Layout(NamedTuple):
-    """Rows and keys of each rank. The batch is their concatenation in group-rank order."""
-
-    rank: int
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    def row_offset(self) -> int:
-        return sum(self.rows[: self.rank])
-
-    def key_offset(self, owner: int) -> int:
-        return sum(self.keys[:owner])
 
 
 def forward(
@@ -154,29 +143,23 @@ def _forward(
         queries, positive = clear(query_statistics), query_statistics[2:]
         if package.labelled:
             positive.fill_(math.nan)
-        key_statistics = q.new_empty(
-            (2, keys if package.loss.HAS_KEYS else 0), dtype=schedule.STATISTICS_DTYPE
-        )
-        stash = _new_stash(package, q, k) if ring is None and gradients else q.new_empty(0)
+        kept, columns = kept_sizes(package, 1 if ring is None else ring.size, rows, keys, bool(gradients))
+        key_statistics = q.new_empty((2, columns), dtype=schedule.STATISTICS_DTYPE)
+        stash = q.new_empty(kept)
+        own = view(key_statistics) if package.loss.HAS_KEYS else None
         if ring is None:
-            own = clear(key_statistics) if package.loss.HAS_KEYS else None
-            kept = stash if stash.numel() else None
-            schedule.forward_block(q, k, scale, bias, positives, 0, queries, own, positive, stash=kept)
+            if own is not None:
+                clear(key_statistics)
+            tiles = stash if stash.numel() else None
+            schedule.forward_block(q, k, scale, bias, positives, 0, queries, own, positive, stash=tiles)
         else:
-            largest = max(layout.keys)
-            parcel = q.new_empty((largest, package.dim))
-            parcel[:keys].copy_(k)
-            sums = None
-            if package.loss.HAS_KEYS:
-                sums = q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE)
-                clear(sums)
-            rotation = rings.Rotation(ring, package.route.over(ring.size), "forward", [parcel], sums, agree)
-            for owner in rotation:
+            trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), agree)
+            for owner in trip:
                 valid = layout.keys[owner]
                 if not (rows and valid):
                     continue
-                block = None if rotation.accumulator is None else view(rotation.accumulator, 0, valid)
-                visiting, offset = rotation.parcels[0][:valid], layout.key_offset(owner)
+                block = None if trip.accumulator is None else view(trip.accumulator, 0, valid)
+                visiting, offset = trip.parcels[0][:valid], layout.key_offset(owner)
                 schedule.forward_block(
                     q,
                     visiting,
@@ -187,18 +170,20 @@ def _forward(
                     queries,
                     block,
                     positive,
-                    arrive=rotation.arrive,
+                    arrive=trip.arrive,
                 )
-            rotation.arrive()
-            if rotation.accumulator is not None:
-                key_statistics.copy_(rotation.accumulator[:, :keys])
+            trip.arrive()
+            if trip.accumulator is not None:
+                own = view(trip.accumulator, 0, keys)
+                if isinstance(trip, rings.Rotation) or not gradients:
+                    key_statistics.copy_(trip.accumulator[:, :keys])
         if package.labelled:
             # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
             queries.mantissa.add_(positive[0] * 0.0)
         weight = _weight(layout, options)
         loss = schedule.loss_terms(
             queries,
-            view(key_statistics) if package.loss.HAS_KEYS else None,
+            own,
             positive,
             scale,
             bias,
@@ -211,6 +196,48 @@ def _forward(
         calls = [call] * ring.size
         sizes = torch.tensor(list(zip(layout.rows, layout.keys, calls, strict=True)), dtype=torch.int64)
     return loss, Saved(query_statistics, key_statistics, stash, sizes)
+
+
+def _forward_trip(
+    package: Package,
+    ring: rings.Ring,
+    layout: Layout,
+    k: Tensor,
+    key_statistics: Tensor,
+    stash: Tensor,
+    gradients: bool,
+    agree: Callable[[], None] | None,
+) -> rings.Rotation | ForwardGather:
+    """How the keys of all ranks come to this one: as the plan has it, where there are as many ranks as planned."""
+    dtype, route = package.schedule.STATISTICS_DTYPE, package.route.over(ring.size)
+    if route.transport == "gather":
+        if not gradients:  # nothing is kept
+            stash = k.new_empty((sum(layout.keys), package.dim))
+            key_statistics = k.new_empty((2, sum(layout.keys)), dtype=dtype)
+        statistics = key_statistics if package.loss.HAS_KEYS else None
+        return ForwardGather(ring, layout, k, stash, statistics, gradients, agree)
+    parcel = k.new_empty((max(layout.keys), package.dim))
+    parcel[: k.shape[0]].copy_(k)
+    sums = None
+    if package.loss.HAS_KEYS:
+        sums = k.new_empty((2, max(layout.keys)), dtype=dtype)
+        clear(sums)
+    return rings.Rotation(ring, route, "forward", [parcel], sums, agree)
+
+
+def kept_sizes(
+    package: Package, ranks: int, rows: int, keys: int, gradients: bool
+) -> tuple[tuple[int, ...], int]:
+    """The shape of what a forward keeps in `Saved.stash`, and the columns of its key statistics.
+
+    A graph is traced without knowing the rows of other ranks: a gather keeps room for as many keys as were planned.
+    """
+    has_keys, shape = package.loss.HAS_KEYS, None
+    if gradients and ranks == 1:
+        shape = package.schedule.stash_shape(rows, keys)
+    elif gradients and package.route.over(ranks).transport == "gather":
+        shape, keys = (package.key_count, package.dim), package.key_count
+    return shape or (0,), keys if has_keys else 0
 
 
 def backward(
@@ -281,7 +308,9 @@ class _Backward:
             stop = min(start + step, q.shape[0])
             out = dq[start:stop]
             total = out if dq_panel is None else dq_panel[: stop - start]
-            self._block(start, stop, k, 0, keys, total, dk_sum, fresh_dq=True, fresh_dk=start == 0)
+            tiles = self.saved.stash[start:stop]
+            how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": tiles if tiles.numel() else None}
+            self._block(start, stop, k, 0, keys, total, dk_sum, **how)
             first = start // schedule.FINISH_ROWS
             count = -(-(stop - start) // schedule.FINISH_ROWS)
             self._finish(total, q[start:stop], out, dots[first : first + count])
@@ -291,49 +320,74 @@ class _Backward:
     def over(
         self, ring: rings.Ring, layout: Layout, dots: Tensor, agree: Callable[[], None]
     ) -> tuple[Tensor, Tensor]:
-        """The ring. Accumulators for all rows, then the results: of the queries while the sums for dk come home."""
+        """Several ranks. Sums for all rows, then the results: of the queries while the sums for dk come home."""
         q, k = self.q, self.k
-        dq_sum, rotation = self._travel(ring, layout, agree)
-        in_place = q.dtype == self.package.schedule.STATISTICS_DTYPE
+        dq_sum = q.new_zeros(q.shape, dtype=self.package.schedule.STATISTICS_DTYPE)
+        route = self.package.route.over(ring.size)
+        if route.transport == "gather":
+            home = self._gather(ring, layout, agree, dq_sum)
+        else:
+            home = self._rotate(ring, route, layout, agree, dq_sum)
+        in_place = q.dtype == dq_sum.dtype
         dq = dq_sum if in_place else q.new_empty(q.shape)
         if q.shape[0]:
             self._finish(dq_sum, q, dq, dots)
-        rotation.arrive()
-        assert rotation.accumulator is not None
-        dk_sum = rotation.accumulator[: k.shape[0]]
-        del rotation
+        dk_sum = home()
+        del home
         dk = dk_sum if in_place else k.new_empty(k.shape)
         if k.shape[0]:
             self._finish(dk_sum, k, dk)
         return dq, dk
 
-    def _travel(
-        self, ring: rings.Ring, layout: Layout, agree: Callable[[], None]
-    ) -> tuple[Tensor, rings.Rotation]:
-        """Unweighted sums for dq, and the trip after which its accumulator, on its way home, is that for dk."""
-        schedule, q, k = self.package.schedule, self.q, self.k
-        rows, keys, largest = q.shape[0], k.shape[0], max(layout.keys)
-        dq_sum = q.new_zeros(q.shape, dtype=schedule.STATISTICS_DTYPE)
-        parcels = [q.new_empty((largest, self.package.dim))]
+    def _rotate(
+        self, ring: rings.Ring, route: Route, layout: Layout, agree: Callable[[], None], dq_sum: Tensor
+    ) -> Callable[[], Tensor]:
+        """Unweighted sums for dq; what gives those for dk waits for them to come home."""
+        k, keys, largest = self.k, self.k.shape[0], max(layout.keys)
+        parcels = [k.new_empty((largest, self.package.dim))]
         parcels[0][:keys].copy_(k)
         if self.package.loss.HAS_KEYS:
-            parcels.append(q.new_empty((2, largest), dtype=schedule.STATISTICS_DTYPE))
+            parcels.append(k.new_empty((2, largest), dtype=dq_sum.dtype))
             parcels[1][:, :keys].copy_(self.saved.key_statistics)
-        dk_sum = q.new_zeros((largest, self.package.dim), dtype=schedule.STATISTICS_DTYPE)
-        rotation = rings.Rotation(
-            ring, self.package.route.over(ring.size), "backward", parcels, dk_sum, agree
-        )
-        for owner in rotation:
+        dk_sum = k.new_zeros((largest, self.package.dim), dtype=dq_sum.dtype)
+        rotation = rings.Rotation(ring, route, "backward", parcels, dk_sum, agree)
+        del parcels, dk_sum
+        self._sweep(rotation, layout, dq_sum, fresh_dk=False)
+
+        def home() -> Tensor:
+            rotation.arrive()
+            assert rotation.accumulator is not None
+            return rotation.accumulator[:keys]
+
+        return home
+
+    def _gather(
+        self, ring: rings.Ring, layout: Layout, agree: Callable[[], None], dq_sum: Tensor
+    ) -> Callable[[], Tensor]:
+        """The same, from the keys that the forward has kept."""
+        statistics = self.saved.key_statistics if self.package.loss.HAS_KEYS else None
+        gather = BackwardGather(ring, layout, self.saved.stash, statistics, dq_sum.dtype, agree)
+        self._sweep(gather, layout, dq_sum, fresh_dk=True)
+        return gather.settle
+
+    def _sweep(
+        self, trip: rings.Rotation | BackwardGather, layout: Layout, dq_sum: Tensor, fresh_dk: bool
+    ) -> None:
+        rows = self.q.shape[0]
+        for owner in trip:
             valid = layout.keys[owner]
             if not (rows and valid):
                 continue
-            assert rotation.accumulator is not None
-            statistics = view(rotation.parcels[1], 0, valid) if self.package.loss.HAS_KEYS else None
-            visiting, total = rotation.parcels[0][:valid], rotation.accumulator[:valid]
-            self._block(
-                0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total, arrive=rotation.arrive
+            assert trip.accumulator is not None
+            statistics = view(trip.parcels[1], 0, valid) if self.package.loss.HAS_KEYS else None
+            visiting, total, offset = (
+                trip.parcels[0][:valid],
+                trip.accumulator[:valid],
+                layout.key_offset(owner),
             )
-        return dq_sum, rotation
+            self._block(
+                0, rows, visiting, offset, statistics, dq_sum, total, arrive=trip.arrive, fresh_dk=fresh_dk
+            )
 
     def _block(
         self,
@@ -344,14 +398,13 @@ class _Backward:
         keys: Any,
         dq_sum: Tensor,
         dk_sum: Tensor,
-        **how: Any,  # what is fresh; when dk_sum has arrived
+        **how: Any,  # what is fresh; when dk_sum has arrived; tiles that were kept
     ) -> None:
         positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
         statistics = self.saved.query_statistics
-        stash = self.saved.stash[start:stop]
         self.package.schedule.backward_block(
             self.q[start:stop], k, self.scale, self.bias, positives, key_offset, view(statistics, start, stop), keys,
-            statistics[2:, start:stop], dq_sum, dk_sum, stash=stash if stash.numel() else None, **how,
+            statistics[2:, start:stop], dq_sum, dk_sum, **how,
         )  # fmt: skip
 
     def _finish(self, total: Tensor, x: Tensor, out: Tensor, dots: Tensor | None = None) -> None:
@@ -533,12 +586,6 @@ def _weight(layout: Layout, options: Options) -> float:
     """What a term of this rank counts in its loss."""
     ranks = len(layout.rows) if options.grad_sync == "mean" else 1
     return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
-
-
-def _new_stash(package: Package, q: Tensor, k: Tensor) -> Tensor:
-    """Room for the tiles of the first rows, in the shape that the device sweep wants and the features' dtype."""
-    shape = package.schedule.stash_shape(q.shape[0], k.shape[0])
-    return q.new_empty(0 if shape is None else shape)
 
 
 @contextlib.contextmanager

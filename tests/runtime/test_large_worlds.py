@@ -1,0 +1,76 @@
+"""One rank of a very large world through the whole runtime and torch.distributed, whose "fake" backend carries nothing:
+whom it talks to, in which order, and what it allocates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infcl_gen.planning.schedule import ring_schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In a process of its own: a default group is one of the whole process.
+PROGRAM = """
+import json, sys
+from unittest import mock
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import infcl_gen
+from tests.planning.test_memory import measured_peak_bytes
+
+def step(nodes, devices, rank, rows=2, dim=8):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=nodes * devices)
+    package = infcl_gen.load(
+        target="cpu", batch_size=rows * nodes * devices, dim=dim, devices=nodes * devices, nodes=nodes, dtype="fp64"
+    )
+    q = torch.linspace(-1, 1, rows * dim, dtype=torch.float64).view(rows, dim)
+    return package.SPEC["predicted"]["peak_bytes"], lambda: package.loss_and_grads(q, q, 3.0)
+
+torch.set_num_threads(1)
+batches, begin = [], dist.batch_isend_irecv
+
+def noting(transfers):
+    batches.append([[t.group_peer for t in transfers if (t.op is dist.isend) == sends] for sends in (True, False)])
+    return begin(transfers)
+
+nodes, devices, rank = map(int, sys.argv[1:])
+with mock.patch.object(dist, "batch_isend_irecv", noting):
+    step(nodes, devices, rank)[1]()
+dist.destroy_process_group()
+predicted, work = step(nodes // 8, devices, rank // 8)  # a profiler takes 8 s for the hops of 4 096 ranks
+print(json.dumps({"batches": batches, "peak": measured_peak_bytes(work), "predicted": predicted}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    command = [sys.executable, "-c", PROGRAM, "512", "8", "1237"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_rank_1237_of_512_nodes_of_8_follows_the_schedule(found: Any) -> None:
+    schedule, world = ring_schedule(512, 8, has_keys=True), 4096
+    expected = []
+    for phase in ("forward", "backward"):
+        payload = schedule.payload(phase)
+        for hop in range(world + 1):  # what the hop before has added to, and the keys for the next
+            moves = [
+                (hop - 1, len(payload.sums) * (hop > 0)),
+                (hop, len(payload.parcels) * (hop < world - 1)),
+            ]
+            steps = (schedule.send_to, schedule.receive_from)
+            expected.append([[step(1237, move) for move, n in moves for _ in range(n)] for step in steps])
+    assert found["batches"] == expected
+
+
+def test_a_rank_of_64_nodes_of_8_allocates_what_is_planned(found: Any) -> None:
+    """Beyond the plan, on the host: the sizes of all ranks, and everybody's header of 32 numbers, forward and back."""
+    assert found["peak"] <= found["predicted"] + 512 * (24 + 2 * 32 * 8)
