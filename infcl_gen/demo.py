@@ -71,7 +71,8 @@ def demo(output: Path) -> bool:
     plain = relative_errors(dense(q, k, q.dtype), truth)
     measured = {"package": relative_errors(package.loss_and_grads(q, k, SCALE)[:4], truth)}
     if not cuda:
-        spread = infcl_gen.generate(loss="clip", devices=2, **flags, output=output / "clip_ring", force=True)
+        two: dict[str, Any] = {"devices": 2, "set": {"transport": "ring"}}
+        spread = infcl_gen.generate(loss="clip", **flags, **two, output=output / "clip_ring", force=True)
         measured["ring of 2 processes"] = relative_errors(ring(spread, q, k), truth)
     table = Table("relative error against fp64", *GRADIENTS, title=f"errors at batch {checked_rows}")
     for name, errors in {"plain torch, same dtype": plain, **measured}.items():

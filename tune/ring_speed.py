@@ -1,6 +1,7 @@
 """Rings of GPUs of one host: time with and without communication, and against peers that run on several devices.
 
-python tune/ring_speed.py [--ranks 4,2] [--rows 16k,64k] [--dim 768] [--peers-up-to 64k] [-o tune/bench/h200-ring.json]
+python tune/ring_speed.py [--ranks 4,2] [--rows 16k,64k] [--dim 768] [--transport ring|gather]
+    [--peers-up-to 64k] [-o tune/bench/h200-ring.json]
 
 `--rows` are those of each GPU; peers are measured up to the global batch of `--peers-up-to`.
 """
@@ -26,6 +27,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="4,2")
     parser.add_argument("--rows", default="16k,64k")
     parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--transport", choices=("ring", "gather"), help="default: what the planner takes")
     parser.add_argument("--peers-up-to", type=parse_count, default="64k")
     parser.add_argument("--repeats", type=int, default=12)
     given = parser.parse_args()
@@ -34,7 +36,8 @@ def main() -> int:
         for own in map(parse_count, given.rows.split(",")):
             peers = tuple(PEERS) if ranks * own <= given.peers_up_to else ()
             with tempfile.TemporaryDirectory() as folder:
-                problem = make_problem(batch_size=ranks * own, dim=given.dim, devices=ranks)
+                settings = {"transport": given.transport} if given.transport else {}
+                problem = make_problem(batch_size=ranks * own, dim=given.dim, devices=ranks, set=settings)
                 package = infcl_gen.generate(problem, Path(folder) / "package")
                 try:
                     rows = measure_ring([package], ranks, peers, rounds=given.repeats)

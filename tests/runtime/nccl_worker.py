@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,19 @@ def main(rank: int, world: int, port: int, folder: str, cases: list[dict[str, An
         results.put((rank, f"{type(error).__name__}: {error}"))
 
 
-def errors(rank: int, package: str, rows: list[int], scale: float) -> dict[str, float]:
-    """Relative distance of this rank's part of the ring's results from those of one device with the whole batch."""
+def errors(
+    rank: int, package: str, rows: list[int], scale: float, way: tuple[Any, ...] | None = None
+) -> dict[str, float]:
+    """Relative distance of this rank's part of the group's results from those of one device with the whole batch.
+    `way`: a route's fields, as if the package had been planned so."""
     module = importlib.import_module(package)
+    route = importlib.import_module(f"{package}._runtime.route").Route
+    over = route.over if way is None else lambda self, size: route(*way)
+    with mock.patch.object(route, "over", over):
+        return distances(rank, module, rows, scale)
+
+
+def distances(rank: int, module: Any, rows: list[int], scale: float) -> dict[str, float]:
     dtype, dim = module.ContrastiveLoss._package.dtype, module.SPEC["problem"]["dim"]
     generator = torch.Generator().manual_seed(3)
     q, k = (torch.randn(sum(rows), dim, generator=generator).div(dim**0.5).to(rank, dtype) for _ in range(2))

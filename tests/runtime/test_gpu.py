@@ -62,12 +62,20 @@ def test_a_wrong_label_on_the_device_is_an_error_once_and_then_nan() -> None:
     assert all(x.isnan().all() for x in (loss, dq, dk, dscale))
 
 
+WAYS = {
+    "flat ring": lambda world: None,  # the packages were planned for one device
+    "hierarchical ring": lambda world: ("ring", 2, world // 2, (*((0, 1),) * (world // 2 - 1), (1, 1))),
+    "gather": lambda world: ("gather", 1, world, ((0, 1),)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_ring_over_nccl_equals_one_device(world: int) -> None:
+def test_results_over_nccl_are_those_of_one_device(world: int, way: str) -> None:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     cases = [
-        {"package": name, "rows": rows, "scale": scale}
+        {"package": name, "rows": rows, "scale": scale, "way": WAYS[way](world)}
         for name in PACKAGES
         for rows, scale in (([512] * world, 20.0), ([301, *[1, 0, 700][: world - 1]], 100.0))
     ]

@@ -4,6 +4,7 @@ whom it talks to, in which order, and what it allocates."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +50,12 @@ print(json.dumps({"batches": batches, "peak": measured_peak_bytes(work), "predic
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     command = [sys.executable, "-c", PROGRAM, "512", "8", "1237"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache")}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
