@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from infcl_gen.planning.planner import Plan
+    from infcl_gen.planning.timeline import Timeline
     from infcl_gen.problem import Problem
 
-__all__ = ["__version__", "generate", "load", "plan"]
+__all__ = ["__version__", "generate", "load", "plan", "simulate"]
 
 
 def plan(problem: Problem | None = None, **flags: Any) -> Plan:
@@ -31,6 +32,16 @@ def plan(problem: Problem | None = None, **flags: Any) -> Plan:
     from infcl_gen import emission
 
     return emission.plan_problem(_problem(problem, flags))[0]
+
+
+def simulate(problem: Problem | None = None, **flags: Any) -> Timeline:
+    """A step of the plan for a problem, simulated: its time, its efficiency, what bounds it, and what happens when.
+
+    One rank stands for all: they do the same. Raises what `plan` raises.
+    """
+    from infcl_gen import emission
+
+    return emission.simulate_problem(_problem(problem, flags))[1]
 
 
 def generate(

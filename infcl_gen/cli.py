@@ -38,7 +38,7 @@ MAX_RANKS = 64
 _OPTIONAL = ("torch", "triton")
 _PROBLEM_FLAGS = (
     *("loss", "batch_size", "keys", "dim", "devices", "nodes", "memory_budget"),
-    *("dtype", "precision", "target", "device_profile", "set"),
+    *("dtype", "precision", "target", "device_profile", "cluster", "set"),
 )
 
 
@@ -88,19 +88,26 @@ def _options(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
     return apply
 
 
-_problem_flags = _options(
-    click.option("--loss", metavar="NAME|FILE.py:NAME", help="Loss [clip]."),
-    click.option("--batch-size", metavar="N", help="Queries over all devices: 65536, 64k, 4M (k = 1024)."),
-    click.option("--keys", metavar="N", help="Keys over all devices, if not as many as queries."),
-    click.option("--dim", metavar="D", help="Embedding dimension."),
-    click.option("--devices", metavar="N", help="Devices in all [1]."),
-    click.option("--nodes", metavar="N", help="Nodes that hold them [1]."),
+_loss_flag = click.option("--loss", metavar="NAME|FILE.py:NAME", help="Loss [clip].")
+_keys_flag = click.option("--keys", metavar="N", help="Keys over all devices, if not as many as queries.")
+_dim_flag = click.option("--dim", metavar="D", help="Embedding dimension.")
+_device_flags = (
     click.option("--memory-budget", metavar="SIZE", help="Per device: 512MiB, 2GiB, or auto [auto]."),
     click.option("--dtype", metavar="bf16|fp16|fp32|fp64", help="Features [bf16]."),
     click.option("--precision", metavar="default|tf32|exact", help="Products of fp32 features [default]."),
     click.option("--target", metavar="auto|cpu|cuda|rocm", help="What the package runs on [auto]."),
     click.option("--device-profile", metavar="NAME|FILE.toml|auto", help="Device to plan for [auto]."),
+    click.option("--cluster", metavar="FILE.toml", help="Nodes, devices, profile and links from a file."),
     click.option("--set", multiple=True, metavar="KEY=VALUE", help="Override a choice of the planner."),
+)
+_problem_flags = _options(
+    _loss_flag,
+    click.option("--batch-size", metavar="N", help="Queries over all devices: 65536, 64k, 4M (k = 1024)."),
+    _keys_flag,
+    _dim_flag,
+    click.option("--devices", metavar="N", help="Devices in all [1]."),
+    click.option("--nodes", metavar="N", help="Nodes that hold them [1]."),
+    *_device_flags,
 )
 _common_flags = _options(
     click.option("--json", is_flag=True, help="One JSON object on stdout."),
@@ -240,9 +247,7 @@ def bench(**flags: Any) -> None:
         errors_up_to=_count_flag(flags["errors"], "--errors", 32768, 0, 2**40),
     )
     measured = contest.Contest(peers, _scale(flags["scale"]), limits)
-    output, picture = _result_file("--output", flags["output"]), _result_file("--plot", flags["plot"])
-    if output is not None and output.suffix != ".json":
-        raise InputError(f"--output: {output} must end in .json")
+    output, picture = _json_file(flags["output"]), _result_file("--plot", flags["plot"])
     if picture is not None:
         check_plot(picture)
     command = _bench_command(flags)
@@ -294,18 +299,73 @@ def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
 
 
 @main.command()
+@_options(_loss_flag, _keys_flag, _dim_flag)
+@click.option("--batches", metavar="N,...", help="Batch sizes, over all devices [1M,32M].")
+@click.option("--devices", metavar="N,...", help="Devices in all [8 to 4096, doubled; 8 a node].")
+@_options(*_device_flags)
+@click.option("--plot", metavar="FILE", help="Draw time and efficiency against devices: .svg, .png, .pdf.")
+@click.option("-o", "--output", metavar="FILE", help="Write the rows to this .json file.")
+@_common_flags
+def scale(**flags: Any) -> None:
+    """Simulate a step on clusters of many sizes: time, efficiency, memory, and what bounds it.
+
+    Each size is planned as `plan` does it, then its schedule runs as events on hosts, kernels, links and network.
+    Nothing is measured, and no GPU is needed. A cluster file gives the devices of a node, and the links.
+    """
+    flags = _settle(flags)
+    from infcl_gen.hardware import resolve_cluster
+    from infcl_gen.problem import MAX_BATCH, MAX_DEVICES
+    from infcl_gen.tuning import scaling
+    from infcl_gen.tuning.bench import write_file
+    from infcl_gen.tuning.plot import check_plot, plot_scaling
+
+    batches = _counts_flag(flags["batches"] or "1M,32M", "--batches", MAX_BATCH)
+    given = flags["devices"]
+    devices = None if given is None else _counts_flag(given, "--devices", MAX_DEVICES)
+    output, picture = _json_file(flags["output"]), _result_file("--plot", flags["plot"])
+    if picture is not None:
+        check_plot(picture)
+    names = [name for name in _PROBLEM_FLAGS if name not in ("batch_size", "devices", "nodes")]
+    problems = scaling.clusters({name: flags[name] for name in names}, devices, batches)
+    board = resolve_cluster(problems[0]).profile.name
+    command = _command("scale", flags, (*names, "batches", "devices"))
+    rows = []
+    with _progress(flags) as progress:
+        for index, problem in enumerate(problems):
+            if progress is not None:
+                progress(f"{problem.devices} devices", index, len(problems))
+            rows.append(scaling.simulated(problem))
+    result = scaling.results(rows, command, board)
+    if output is not None:
+        write_file(output, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    if picture is not None:
+        plot_scaling(rows, picture, f"simulated, not measured: {board}; {command}")
+    lines = [_table(scaling.HEADER, [scaling.cells(row) for row in rows])]
+    lines += ["simulated for " + board + ", not measured"]
+    lines += [f"wrote {file}" for file in (output, picture) if file is not None]
+    _output(flags, result, lambda: "\n".join(lines))
+
+
+@main.command()
 @_common_flags
 def doctor(**flags: Any) -> None:
     """Show what is here: devices, links, versions, what works, and what to do about the rest."""
     flags = _settle(flags)
     from infcl_gen.hardware.doctor import examine
 
-    findings = examine()
-    rows = [(row.subject, row.state, row.detail, row.advice) for row in findings]
+    report = examine()
+    rows = [(row.subject, row.state, row.detail, row.advice) for row in report.findings]
     keys = ("subject", "state", "detail", "advice")
-    result = {"findings": [dict(zip(keys, row, strict=True)) for row in rows]}
-    _output(flags, result, lambda: _table(keys, rows))
-    if any(row.state == "missing" and row.subject == "torch" for row in findings):
+    result: dict[str, Any] = {"findings": [dict(zip(keys, row, strict=True)) for row in rows], "links": None}
+    text = _table(keys, rows)
+    if report.links is not None:
+        lines, (header, *rates) = report.links.cluster_file(report.profile), report.links.table()
+        pairs = [[rate or None for rate in row] for row in report.links.pairs]
+        result["links"] = {"pairs_gbs": pairs, "ring_gbs": report.links.ring, "cluster_file": lines}
+        shown = "\n".join("  " + line for line in lines)
+        text += f"\n\nLinks, one copy at a time\n{_table(header, rates)}\n\nFor a --cluster file\n{shown}"
+    _output(flags, result, lambda: text)
+    if any(row.state == "missing" and row.subject == "torch" for row in report.findings):
         raise _Reported(
             ToolchainError("torch is missing: packages can be generated here, not run or verified")
         )
@@ -437,6 +497,13 @@ def _result_file(flag: str, value: str | None) -> Path | None:
     return path
 
 
+def _json_file(value: str | None) -> Path | None:
+    output = _result_file("--output", value)
+    if output is not None and output.suffix != ".json":
+        raise InputError(f"--output: {output} must end in .json")
+    return output
+
+
 def _bench_work(flags: Mapping[str, Any]) -> contextlib.AbstractContextManager[Work]:
     """Which packages are measured at which batch sizes: given ones, or generated ones in a temporary folder."""
     from infcl_gen.problem import MAX_BATCH, flag_name
@@ -470,23 +537,18 @@ def _bench_problems(flags: Mapping[str, Any]) -> list[Problem]:
 
 
 def _bench_command(flags: Mapping[str, Any]) -> str:
-    """The command line that measures the same: what was given, wherever it came from."""
+    own = ("batches", "dims", "package", "against", "scale", "repeats", "ranks", "errors")
+    return _command("bench", flags, (*_PROBLEM_FLAGS, *own))
+
+
+def _command(command: str, flags: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The command line that gives the same: what was given, wherever it came from."""
     import shlex
 
     from infcl_gen.problem import flag_name, parse_settings
 
-    words = ["infcl-gen", "bench"]
-    for name in (
-        *_PROBLEM_FLAGS,
-        "batches",
-        "dims",
-        "package",
-        "against",
-        "scale",
-        "repeats",
-        "ranks",
-        "errors",
-    ):
+    words = ["infcl-gen", command]
+    for name in names:
         value = flags[name]
         if name == "set" and value:
             value = [f"{key}={word}" for key, word in parse_settings(value)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import stat
@@ -29,6 +30,8 @@ MAX_BUDGET_BYTES = 2**50
 _MAX_TEXT = 1024
 _MAX_FILE_BYTES = 2**20
 
+SOURCES = ("measured: ", "vendor: ", "derived: ", "assumed: ")
+
 # What `--set` may steer: the words that are valid, or None for a count.
 SETTINGS: dict[str, tuple[str, ...] | None] = {
     "strategy": ("panel", "fused", "stash", "torch"),
@@ -45,13 +48,55 @@ BLOCK_FIELDS = ("rows", "keys", "depth", "warps", "stages")  # `--set <kernel>.<
 
 
 @dataclasses.dataclass(frozen=True)
+class Peak:
+    """A rate that a device or a link can reach, and where the figure comes from."""
+
+    value: float
+    source: str
+
+    def defect(self) -> str | None:
+        """What is wrong with it, as the end of a sentence."""
+        if not (math.isfinite(self.value) and 0 < self.value < 1e12):
+            return f"value {self.value} must be finite and above 0"
+        if not self.source.startswith(SOURCES) or not self.source.isprintable() or len(self.source) > 200:
+            return f"source must start with one of {', '.join(word.strip() for word in SOURCES)}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What a cluster file says about links; None: as the device profile has it.
+
+    `link_gbs`: GB/s per direction between devices of a node. `node_link_gbs`: of one device across nodes. As many as
+    `links_per_node` devices' transfers cross the network at that rate; more of them share it. Latencies: microseconds
+    of one message within a node and across nodes.
+    """
+
+    link_gbs: Peak | None = None
+    node_link_gbs: Peak | None = None
+    links_per_node: int | None = None
+    latency_us: Peak | None = None
+    node_latency_us: Peak | None = None
+
+    def __post_init__(self) -> None:
+        if self.links_per_node is not None:
+            _check_integer("--cluster: links_per_node", self.links_per_node, 1, MAX_DEVICES)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "links_per_node" and value is not None:
+                defect = value.defect() if isinstance(value, Peak) else "is not a value with its source"
+                if defect:
+                    raise InputError(f"--cluster: {field.name}: {defect}")
+
+
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """One problem: sizes are global (over all devices), the memory budget is per device.
 
     `batch_size` counts queries (M), `keys` keys (N; None: as many as queries). `memory_budget_bytes` None
     lets the planner take what helps, up to 1/8 of the device's memory. `device_profile` is a name, the path
-    of a TOML file, or "auto". `settings` are the pairs of `--set`, sorted by key. Raises InputError for
-    anything out of range.
+    of a TOML file, or "auto". `settings` are the pairs of `--set`, sorted by key. `links` is what a cluster file says
+    beyond devices, nodes and profile. Raises InputError for anything out of range.
     """
 
     batch_size: int
@@ -66,6 +111,7 @@ class Problem:
     target: str = "auto"
     device_profile: str = "auto"
     settings: tuple[tuple[str, str], ...] = ()
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         _check_integer("--batch-size", self.batch_size, 1, MAX_BATCH)
@@ -89,6 +135,21 @@ class Problem:
         _check_loss(self.loss)
         check_text("--device-profile", self.device_profile)
         _check_settings(self.settings)
+        if self.links is not None and not isinstance(self.links, Links):
+            raise InputError(f"--cluster: expected links, got {show(self.links)}")
+        per_node = self.links.links_per_node if self.links else None
+        if per_node is not None and per_node > self.devices // self.nodes:
+            raise InputError(
+                f"--cluster: links_per_node = {per_node} of a node of {self.devices // self.nodes} device(s);"
+                f" valid: 1 to {self.devices // self.nodes}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as literals; without links where no cluster file said anything about them."""
+        fields = dataclasses.asdict(self)
+        if self.links is None:
+            del fields["links"]
+        return fields
 
     @property
     def total_keys(self) -> int:
@@ -106,12 +167,13 @@ def make_problem(**flags: Any) -> Problem:
     "auto".
 
     Keywords are the flags with underscores (`batch_size`, `dim`, `loss`, `keys`, `devices`, `nodes`,
-    `memory_budget`, `dtype`, `precision`, `target`, `device_profile`, `set`) and the fields
-    `memory_budget_bytes` and `settings`; None means "not given". `set` is a mapping, or an iterable of
-    "key=value" or of pairs. Raises InputError naming the flag.
+    `memory_budget`, `dtype`, `precision`, `target`, `device_profile`, `set`, `cluster`) and the fields
+    `memory_budget_bytes`, `settings` and `links`; None means "not given". `set` is a mapping, or an iterable of
+    "key=value" or of pairs; `cluster` the path of a cluster file, or a mapping of what stands in one. Raises InputError
+    naming the flag.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    known = (*(field.name for field in dataclasses.fields(Problem)), "memory_budget", "set")
+    known = (*(field.name for field in dataclasses.fields(Problem)), "memory_budget", "set", "cluster")
     for name in given:
         if name not in known:
             raise InputError(f"{flag_name(name)}: unknown option{suggestion(name, known)}")
@@ -121,6 +183,8 @@ def make_problem(**flags: Any) -> Problem:
     for short, full in (("memory_budget", "memory_budget_bytes"), ("set", "settings")):
         if short in given and full in given:
             raise InputError(f"{flag_name(short)}: give either {short} or {full}, not both")
+    if "cluster" in given:
+        given = _with_cluster(given)
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name in ("batch_size", "keys", "dim", "devices", "nodes"):
@@ -129,6 +193,8 @@ def make_problem(**flags: Any) -> Problem:
             values["memory_budget_bytes"] = None if value == "auto" else parse_bytes(value, "--memory-budget")
         elif name in ("set", "settings"):
             values["settings"] = parse_settings(value)
+        elif name == "links":
+            values[name] = value if isinstance(value, Links) else _links(value, "the links")
         elif name in ("loss", "device_profile") and isinstance(value, os.PathLike):
             values[name] = os.fspath(value)
         else:
@@ -230,6 +296,109 @@ def read_text_file(flag: str, path: str | os.PathLike[str]) -> str:
         raise InputError(f"{flag}: {show(name)} is not UTF-8 text (byte {error.start})") from None
 
 
+@dataclasses.dataclass(frozen=True)
+class ClusterFile:
+    """What a cluster file may hold; None: not said."""
+
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    device_profile: str | None = None
+    links: Links | None = None
+
+
+def read_cluster(cluster: object) -> ClusterFile:
+    """The cluster that a TOML file describes, or a mapping of the same keys; a `ClusterFile` is one already.
+
+    A profile's file is looked for beside the cluster file. Raises InputError naming what is unknown or out of range.
+    """
+    if isinstance(cluster, ClusterFile):
+        return cluster
+    if isinstance(cluster, Mapping):
+        table, where = dict(cluster), "the mapping"
+    elif isinstance(cluster, str | os.PathLike):
+        table, where = _toml("--cluster", cluster), show(os.fspath(cluster))
+    else:
+        raise InputError(f"--cluster: expected the path of a TOML file, got {show(cluster)}")
+    own = ("nodes", "devices_per_node", "device_profile")
+    known = (*own, *(field.name for field in dataclasses.fields(Links)))
+    for key in table:
+        if not isinstance(key, str) or key not in known:
+            near = suggestion(key, known) if isinstance(key, str) else f"; valid: {', '.join(known)}"
+            raise InputError(f"--cluster: unknown key {show(key)} in {where}{near}")
+    sizes = {name: table[name] for name in own[:2] if name in table}
+    for name, value in sizes.items():
+        _check_integer(f"--cluster: {name} in {where}", value, 1, MAX_DEVICES)
+    profile = table.get("device_profile")
+    if profile is not None:
+        profile = check_text(f"--cluster: device_profile in {where}", profile)
+        if profile.endswith(".toml") and not isinstance(cluster, Mapping):
+            profile = os.path.join(os.path.dirname(os.fspath(cluster)), profile)
+    links = {key: value for key, value in table.items() if key not in own}
+    return ClusterFile(**sizes, device_profile=profile, links=_links(links, where) if links else None)
+
+
+def _links(table: object, where: str) -> Links:
+    """Links from literals, as a file or a package's SPEC has them."""
+    if not isinstance(table, Mapping):
+        raise InputError(f"--cluster: {where}: expected a table of links, got {show(table)}")
+    known = tuple(field.name for field in dataclasses.fields(Links))
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise InputError(f"--cluster: unknown key {show(key)} in {where}; valid: {', '.join(known)}")
+        values[key] = value
+        if key != "links_per_node" and value is not None:
+            values[key] = _peak(value, f"--cluster: {key} in {where}")
+    return Links(**values)
+
+
+def _peak(value: object, where: str) -> Peak:
+    fields: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
+    rate, source = fields.get("value"), fields.get("source")
+    if (
+        set(fields) != {"value", "source"}
+        or not isinstance(source, str)
+        or not isinstance(rate, int | float)
+        or isinstance(rate, bool)
+    ):
+        valid = '{ value = 50.0, source = "measured: ..." }'
+        raise InputError(f"{where}: expected a number and where it is from, as {valid}; got {show(value)}")
+    peak = Peak(math.inf if abs(rate) > 1e15 else float(rate), source)  # float() raises for huge integers
+    if defect := peak.defect():
+        raise InputError(f"{where}: {defect}")
+    return peak
+
+
+def _with_cluster(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags with what the cluster file gives: devices, nodes, profile, links. A flag may repeat it, not differ."""
+    cluster = read_cluster(given["cluster"])
+    flags = {name: value for name, value in given.items() if name != "cluster"}
+    asked: dict[str, Any] = {}
+    for name in ("devices", "nodes"):
+        if name in flags:
+            asked[name] = parse_count(flags[name], flag_name(name))
+    nodes, each = cluster.nodes or asked.get("nodes"), cluster.devices_per_node
+    if each is not None and nodes is None:
+        nodes = max(1, asked.get("devices", 1) // each)
+    said = {
+        "nodes": nodes if cluster.nodes or each else None,
+        "devices": nodes * each if nodes and each else None,
+        "device_profile": cluster.device_profile,
+        "links": cluster.links,
+    }
+    for name, value in said.items():
+        if value is None:
+            continue
+        before = asked.get(name, flags.get(name))
+        before = os.fspath(before) if isinstance(before, os.PathLike) else before
+        if before not in (None, value):
+            raise InputError(
+                f"{flag_name(name)}: {show(before)} contradicts {show(value)} of --cluster; leave one of them out"
+            )
+        flags[name] = value
+    return flags
+
+
 CONFIG_FLAGS: dict[str, Any] = {
     "loss": str,
     "batch_size": int | str,
@@ -243,6 +412,7 @@ CONFIG_FLAGS: dict[str, Any] = {
     "target": str,
     "device_profile": str,
     "set": dict[str, int | str] | list[str],
+    "cluster": str,
     "output": str,
     "force": bool,
     "ranks": int | str,
@@ -271,12 +441,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     import msgspec
 
-    text = read_text_file("--config", path)
-    where = show(os.fspath(path))
-    try:
-        table = msgspec.toml.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InputError(f"--config: {where} is not valid TOML: {error}") from None
+    table, where = _toml("--config", path), show(os.fspath(path))
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
@@ -289,6 +454,17 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise InputError(f"--config: key {show(key)} in {where}: {error}") from None
     return values
+
+
+def _toml(flag: str, path: str | os.PathLike[str]) -> dict[str, Any]:
+    import msgspec
+
+    text = read_text_file(flag, path)
+    try:
+        table: dict[str, Any] = msgspec.toml.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"{flag}: {show(os.fspath(path))} is not valid TOML: {error}") from None
+    return table
 
 
 def flag_name(name: str) -> str:

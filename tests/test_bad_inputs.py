@@ -109,6 +109,7 @@ FLAG_VALUES = [
     *(("--target", value) for value in ("gpu", "CUDA", "metal", "cpu,cuda")),
     *(("--device-profile", value) for value in ("h300", "h200.tml", "nope.toml", "h200-0mp-1gib")),
     *(("--device-profile", value) for value in ("h200-1mp-1gib-x", "/dev/zero.toml")),
+    *(("--cluster", value) for value in ("absent.toml", ".", "/dev/zero", "/dev/null/x.toml")),
     *(("--loss", value) for value in ("clop", "siglip()", "a b", "file.py:", ":clip", "file.txt:x")),
     *(("--loss", value) for value in ("no.py:loss", "no.py:1x", "über")),
     *(("--set", value) for value in ("strategy", "=panel", "strategy=", "strategy=magic")),
@@ -128,7 +129,8 @@ def test_values_of_flags(flag: str, value: str) -> None:
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda text: ascii(text[:12]))
 @pytest.mark.parametrize(
-    "flag", ["--loss", "--device-profile", "--set", "--dtype", "--target", "--batch-size", "--config"]
+    "flag",
+    ["--loss", "--device-profile", "--set", "--dtype", "--target", "--batch-size", "--config", "--cluster"],
 )
 def test_hostile_text_in_flags(flag: str, value: str) -> None:
     refuse(["plan", *arguments({flag: value})], flag)
@@ -243,6 +245,31 @@ def test_bench(words: list[str]) -> None:
     refuse(["bench", *problem, *words], flag)
 
 
+SCALE = [
+    *([f"--batches={value}"] for value in ("0", "4,", "x", "9999999G")),
+    *([f"--devices={value}"] for value in ("", "0", "8,", "8;16", "12", "1G", "-8")),
+    *([f"--output={value}"] for value in ("", "rows.txt", "/proc/nowhere/rows.json", "\n.json")),
+    *([f"--plot={value}"] for value in ("", "plot.gif", "/proc/nowhere/plot.svg")),
+    *([f"--cluster={value}"] for value in ("", "absent.toml", "\x1b")),
+    ["--batch-size=4"],
+    ["--nodes=2"],
+    ["--dim=0"],
+    ["--device-profile=h300"],
+    ["--set=strategy=magic"],
+]
+
+
+@pytest.mark.parametrize("words", SCALE, ids=lambda words: ascii(words[0][:24]))
+def test_scale(words: list[str]) -> None:
+    flag = words[0].partition("=")[0]
+    given = [] if flag in ("--dim", "--device-profile") else ["--dim=16", "--device-profile=h200"]
+    refuse(["scale", *given, *(["--dim=16"] if flag == "--device-profile" else []), *words], flag)
+
+
+def test_scale_needs_a_dimension() -> None:
+    refuse(["scale"], "--dim")
+
+
 def test_bench_of_problems_and_packages_that_contradict(package: Path, tmp_path: Path) -> None:
     given = [f"--package={package}"]
     refuse(["bench"], "--batch-size")
@@ -314,6 +341,38 @@ def test_config_files(text: str, named: str, tmp_path: Path) -> None:
     refuse(["plan", "--config", str(file), "--dim=16", "--target=cpu", *size], named)
 
 
+CLUSTERS = [
+    ("nodes = 2\ndevices_per_node = 0", "devices_per_node"),
+    ("nodes = 2\ndevices_per_node = 40000", "--devices"),
+    ("devices_per_node = 3", "--devices"),
+    ("nodes = 3", "--nodes"),
+    ("device_profile = 'h300'", "--device-profile"),
+    ("device_profile = 'absent.toml'", "--device-profile"),
+    ("device_profile = 'h200'", "--target"),
+    ('device_profile = "a\\u202eb"', "--cluster"),
+    ("[links]\nlink_gbs = 3", "unknown key 'links'"),
+    ("link_gbs = 50", "link_gbs"),
+    ("link_gbs = [50]", "link_gbs"),
+    ("link_gbs = { value = 50 }", "link_gbs"),
+    ("link_gbs = { value = -50, source = 'measured: x' }", "link_gbs"),
+    ("link_gbs = { value = true, source = 'measured: x' }", "link_gbs"),
+    ('link_gbs = { value = 50, source = "measured: a\\u001b[31m" }', "link_gbs"),
+    ("latency_us = { value = 50, source = 'guessed' }", "latency_us"),
+    ("links_per_node = 5", "links_per_node"),
+    ("links_per_node = 9999999999999999999", "--cluster"),
+    ('"\\u001b[31m" = 1', "unknown key"),
+    ("nodes = ", "TOML"),
+    ("a = " + "[" * 5000, "TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), CLUSTERS, ids=range(len(CLUSTERS)))
+def test_cluster_files(text: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    refuse(["plan", *arguments({"--devices": "4", "--cluster": str(file)})], named)
+
+
 def test_config_that_is_no_readable_file(tmp_path: Path) -> None:
     refuse(["plan", *arguments({}), f"--config={tmp_path}"], "--config", "not a regular file")
     refuse(["plan", *arguments({}), "--config=absent.toml"], "--config", "absent.toml")
@@ -322,7 +381,7 @@ def test_config_that_is_no_readable_file(tmp_path: Path) -> None:
     (tmp_path / "huge.toml").write_bytes(b"#" * (2**20 + 1))
     refuse(["plan", *arguments({}), f"--config={tmp_path / 'huge.toml'}"], "--config", "larger")
     os.mkfifo(tmp_path / "pipe.toml")
-    for flag in ("--config", "--device-profile"):  # a pipe without a writer would block for ever
+    for flag in ("--config", "--device-profile", "--cluster"):  # a pipe without a writer would block for ever
         done = CliRunner().invoke(cli.main, ["plan", *arguments({flag: str(tmp_path / "pipe.toml")})])
         assert done.exit_code == 2 and "not a regular file" in done.stderr
 
@@ -513,6 +572,11 @@ PYTHON = [
     ({"loss": lambda x: x}, "--loss"),
     ({"device_profile": 7}, "--device-profile"),
     ({"device_profile": "h200\n"}, "--device-profile"),
+    ({"cluster": 7}, "--cluster"),
+    ({"cluster": {"nodes": 10**5000}}, "--cluster"),
+    ({"cluster": {"link_gbs": {"value": 10**400, "source": "measured: x"}}}, "--cluster"),
+    ({"cluster": {"link_gbs": {1: 2}}}, "--cluster"),
+    ({"links": {"link_gbps": 3}}, "--cluster"),
     ({"set": "strategy=panel"}, "--set"),
     ({"set": 3}, "--set"),
     ({"set": {"strategy": None}}, "--set"),

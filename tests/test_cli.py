@@ -22,7 +22,7 @@ from infcl_gen.problem import make_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--batch-size", "256", "--dim", "16", "--target", "cpu")
-COMMANDS = ("plan", "generate", "inspect", "verify", "tune", "bench", "doctor")
+COMMANDS = ("plan", "generate", "inspect", "verify", "tune", "bench", "scale", "doctor")
 
 
 def run(*arguments: str) -> Result:
@@ -220,6 +220,8 @@ def test_doctor() -> None:
     findings = {row["subject"]: row for row in json.loads(done.stdout)["findings"]}
     assert findings["torch"]["state"] == findings["gloo"]["state"] == "ok"
     assert all(row["advice"] for row in findings.values() if row["state"] != "ok")
+    if findings.get("gpu", {}).get("state") == "missing":
+        assert json.loads(done.stdout)["links"] is None
     assert "python" in run("doctor").stdout
 
 

@@ -32,6 +32,18 @@ def test_commands_exist_with_their_flags(line: str) -> None:
             command.make_context(name, arguments, parent=parent)
 
 
+def test_the_cluster_file_is_one() -> None:
+    import msgspec
+
+    from infcl_gen.problem import make_problem
+
+    found = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
+    assert len(found) == 1
+    problem = make_problem(batch_size="4M", dim=1024, cluster=msgspec.toml.decode(found[0]))
+    assert (problem.devices, problem.nodes, problem.device_profile) == (512, 64, "h200")
+    assert problem.links is not None and problem.links.node_latency_us is not None
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:^    |`)make ([a-z-]+)", TEXT, re.MULTILINE)):

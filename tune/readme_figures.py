@@ -1,4 +1,4 @@
-"""Writes the README's table of measurements from tune/bench/*.json, between its two markers.
+"""Writes the README's tables of measurements, and of simulated steps, from tune/bench/*.json, each between two markers.
 
 python tune/readme_figures.py            rewrites README.md
 python tune/readme_figures.py --check    exits with 1 if the README does not show what the files hold
@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+sys.path.insert(0, str(ROOT))  # also where the project is not installed
+
+from infcl_gen.tuning.scaling import HEADER, cells  # noqa: E402
+
+MARKERS = {kind: (f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->") for kind in ("measured", "simulated")}
 COLUMNS = (
     "| loss | B | D | dtype | strategy | ms (median ± std; queued) | product floor, ms | budget, MiB "
     "| predicted peak, MiB | measured peak, MiB | error of dq |\n|---|---|---|---|---|---|---|---|---|---|---|"
@@ -23,9 +27,12 @@ COLUMNS = (
 def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    fresh = f"{before}{BEGIN}\n{tables()}{END}{after}"
+    fresh = text
+    for kind, write in (("measured", tables), ("simulated", simulated_tables)):
+        begin, end = MARKERS[kind]
+        before, _, rest = fresh.partition(begin)
+        _, _, after = rest.partition(end)
+        fresh = f"{before}{begin}\n{write()}{end}{after}"
     if "--check" in sys.argv[1:]:
         return int(fresh != text)
     readme.write_text(fresh, encoding="utf-8")
@@ -33,13 +40,11 @@ def main() -> int:
 
 
 def tables() -> str:
-    """The tables of each file, in the order of their names. Raises ValueError for a file whose checksum is wrong."""
+    """The tables of each measured file, in the order of their names. Raises ValueError if a checksum is wrong."""
     parts = []
-    for path in sorted((ROOT / "tune" / "bench").glob("*.json")):
-        results = json.loads(path.read_text(encoding="utf-8"))
-        rows = json.dumps(results["rows"], sort_keys=True)
-        if hashlib.sha256(rows.encode()).hexdigest() != results["checksum"]:
-            raise ValueError(f"{path.name}: its rows do not match its checksum")
+    for path, results in _files():
+        if results.get("simulated"):
+            continue
         versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
         parts.append(
             f"\n`{path.relative_to(ROOT)}`: {results['board']}; {versions}; `{results['command']}`\n"
@@ -51,6 +56,30 @@ def tables() -> str:
         else:
             parts += [f"\n{COLUMNS}\n", *(_line(row) for row in results["rows"])]
     return "".join(parts)
+
+
+def simulated_tables() -> str:
+    """The tables of each file that says of itself that it was simulated."""
+    parts = []
+    for path, results in _files():
+        if results.get("simulated"):
+            parts.append(
+                f"\n`{path.relative_to(ROOT)}`: {results['board']}, simulated; `{results['command']}`\n\n"
+            )
+            lines = [HEADER, ("---",) * len(HEADER), *map(cells, results["rows"])]
+            parts += [f"| {' | '.join(line)} |\n" for line in lines]
+    return "".join(parts)
+
+
+def _files() -> list[tuple[Path, dict[str, Any]]]:
+    found = []
+    for path in sorted((ROOT / "tune" / "bench").glob("*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.dumps(results["rows"], sort_keys=True)
+        if hashlib.sha256(rows.encode()).hexdigest() != results["checksum"]:
+            raise ValueError(f"{path.name}: its rows do not match its checksum")
+        found.append((path, results))
+    return found
 
 
 def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:

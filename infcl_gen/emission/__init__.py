@@ -2,6 +2,7 @@
 
 build(problem)      Problem -> {path: text}: the whole pipeline
 plan_problem        the first three of them
+simulate_problem    a step of the plan, as events
 lower, render       Plan -> PackageSpec -> {path: text}
 write_package       {path: text} -> folder, atomically
 read_package        folder -> SPEC and files, checked against the manifest, never imported
@@ -12,7 +13,7 @@ load_cached         Problem -> imported module, through the user's cache folder
 from infcl_gen.emission.cache import import_package, load_cached
 from infcl_gen.emission.lower import KernelSpec, PackageSpec, lower
 from infcl_gen.emission.package import Package, read_package, write_package
-from infcl_gen.emission.pipeline import build, plan_problem, rerender
+from infcl_gen.emission.pipeline import build, plan_problem, rerender, simulate_problem
 from infcl_gen.emission.render import render
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "read_package",
     "render",
     "rerender",
+    "simulate_problem",
     "write_package",
 ]

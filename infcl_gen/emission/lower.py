@@ -143,7 +143,7 @@ def spec_literals(
         "name": name,
         "digest": "",
         "versions": {"generator": __version__},
-        "problem": dataclasses.asdict(plan.problem),
+        "problem": plan.problem.as_dict(),
         "positives": derivation.spec.positives,
         "has_keys": bool(derivation.has_keys),
         "gradient_exponent": _gradient_exponent(plan, derivation),

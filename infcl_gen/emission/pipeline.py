@@ -14,8 +14,10 @@ from infcl_gen.errors import InfclError, InputError
 from infcl_gen.hardware import Cluster, profile_from_literals, resolve_cluster
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
+from infcl_gen.planning.planner import cost_model
 from infcl_gen.planning.records import Found, Missing, lookup, record_key
-from infcl_gen.problem import Problem, make_problem
+from infcl_gen.planning.timeline import Timeline, execute
+from infcl_gen.problem import Links, Problem, make_problem
 
 _LOG = logging.getLogger("infcl_gen")
 
@@ -30,6 +32,13 @@ def build(problem: Problem) -> dict[str, str]:
 def plan_problem(problem: Problem) -> tuple[Plan, Derivation]:
     """The plan and the derived gradient; the plan's problem names the loss and device that were found."""
     return _measured_plan(problem, load_loss(problem.loss), resolve_cluster(problem))
+
+
+def simulate_problem(problem: Problem, **how: bool) -> tuple[Plan, Timeline]:
+    """The plan, and a step of it as `planning.timeline.execute` simulates it; `how` are its keywords."""
+    cluster = resolve_cluster(problem)
+    planned, derivation = _measured_plan(problem, load_loss(problem.loss), cluster)
+    return planned, execute(planned, cost_model(planned, derivation, cluster), **how)
 
 
 def find_record(problem: Problem) -> Found | Missing:
@@ -66,7 +75,7 @@ def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
     loss, device = spec.get("loss"), spec.get("device")
     if not isinstance(loss, dict) or not isinstance(device, dict):
         raise InputError("SPEC lacks the loss or the device; generate the package again")
-    cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device))
+    cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device), problem.links or Links())
     return problem, spec_from_dict(loss), cluster
 
 

@@ -8,15 +8,14 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from infcl_gen.errors import InfclError
 from infcl_gen.hardware.detection import detect, find_device
+from infcl_gen.hardware.links import LinkRates, measure
 
 _MINIMUM = {"torch": (2, 11), "triton": (3, 6)}
-_COPY_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +29,32 @@ class Finding:
     advice: str = ""
 
 
-def examine() -> list[Finding]:
+@dataclasses.dataclass
+class Report:
+    """What was found, and the bandwidth between GPUs where there are several; `profile` is what they are planned as."""
+
+    findings: list[Finding]
+    links: LinkRates | None = None
+    profile: str = "FILE.toml"
+
+
+def examine() -> Report:
     """Everything that is known about this machine. Never raises for something missing: that is a finding."""
     findings = [
         Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     ]
     findings += [_version(name) for name in _MINIMUM]
+    report = Report(findings)
     if importlib.util.find_spec("torch") is None:
-        return findings
+        return report
     try:
-        findings += _torch()
+        for finding in _torch(report):
+            findings.append(finding)
     except (
         Exception
     ) as error:  # a broken installation shows itself as anything, from OSError to AttributeError
         findings.append(Finding("torch", "broken", f"{type(error).__name__}: {error}", "reinstall torch"))
-    return findings
+    return report
 
 
 def _version(name: str) -> Finding:
@@ -61,7 +71,7 @@ def _version(name: str) -> Finding:
     return Finding(name, "ok", version)
 
 
-def _torch() -> Iterator[Finding]:
+def _torch(report: Report) -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
@@ -81,13 +91,14 @@ def _torch() -> Iterator[Finding]:
             yield Finding(f"gpu {index}", "ok", f"{properties.name}, {found.arch}, {memory}, {count}")
     try:
         profile = detect()
+        report.profile = profile.name
         yield Finding(
             "device profile", "ok", f"{profile.name} ({profile.arch}), used for --device-profile auto"
         )
     except InfclError as error:
         yield Finding("device profile", "missing", str(error), "describe the device in a TOML file")
     if found is not None and torch.cuda.device_count() > 1:
-        yield from _links(torch)
+        yield _links(torch, report)
     gloo = dist.is_available() and dist.is_gloo_available()
     yield (
         Finding("gloo", "ok", "rings of CPU processes")
@@ -109,26 +120,22 @@ def _torch() -> Iterator[Finding]:
     yield from _triton(found is not None)
 
 
-def _links(torch: Any) -> Iterator[Finding]:
+def _links(torch: Any, report: Report) -> Finding:
     devices = range(torch.cuda.device_count())
     pairs = [(a, b) for a in devices for b in devices if a != b]
     direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda:0")
-    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda:1")
-    target.copy_(source)
-    torch.cuda.synchronize(0)
-    torch.cuda.synchronize(1)
-    start = time.perf_counter()
-    for _ in range(8):
-        target.copy_(source)
-    torch.cuda.synchronize(0)
-    torch.cuda.synchronize(1)
-    rate = 8 * _COPY_BYTES / (time.perf_counter() - start) / 1e9
-    detail = f"{len(direct)} of {len(pairs)} pairs direct; copy 0 to 1: {rate:.0f} GB/s"
+    try:
+        report.links = links = measure(torch)
+    except RuntimeError as error:
+        return Finding(
+            "links", "broken", " ".join(str(error).split()), "free the GPUs' memory, and try again"
+        )
+    rate, a, b = links.slowest
+    detail = f"{len(direct)} of {len(pairs)} pairs direct; slowest {a} to {b}: {rate:.0f} GB/s"
+    detail += f"; each to the next at once: {links.ring:.0f} GB/s"
     if len(direct) == len(pairs):
-        yield Finding("links", "ok", detail)
-    else:
-        yield Finding("links", "missing", detail, "rings work through the host, slower; check the topology")
+        return Finding("links", "ok", detail)
+    return Finding("links", "missing", detail, "rings work through the host, slower; check the topology")
 
 
 def _triton(gpu: bool) -> Iterator[Finding]:

@@ -7,29 +7,19 @@ Every peak carries its source: "measured: ...", "vendor: dense ..." (never the f
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.errors import InputError
-from infcl_gen.problem import check_text, read_text_file, show, suggestion
+from infcl_gen.problem import Links, Peak, check_text, read_text_file, show, suggestion
 
 if TYPE_CHECKING:
     from infcl_gen.problem import Problem
 
 MATMUL_KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _VENDORS = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
-_SOURCES = ("measured: ", "vendor: ", "derived: ", "assumed: ")
 _ARCHITECTURES = {"nvidia": r"sm_[0-9]{2,3}a?", "amd": r"gfx[0-9a-f]{3,5}", "cpu": r"[a-z0-9_]{2,32}"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Peak:
-    """A rate that the device can reach, and where the figure comes from."""
-
-    value: float
-    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +61,42 @@ class DeviceProfile:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`devices` equal devices in all, spread evenly over `nodes`."""
+    """`devices` equal devices in all, spread evenly over `nodes`, and the links between them: what `links` says of
+    them, and what the profile says where that is silent."""
 
     devices: int
     nodes: int
     profile: DeviceProfile
+    links: Links = dataclasses.field(default_factory=Links)
 
     @property
     def devices_per_node(self) -> int:
         return self.devices // self.nodes
+
+    @property
+    def link_gbs(self) -> Peak:
+        """GB/s of a transfer between two devices of a node, per direction."""
+        return self.links.link_gbs or self.profile.link_gbs
+
+    @property
+    def node_link_gbs(self) -> Peak:
+        """GB/s of one device's transfer between two nodes, per direction."""
+        return self.links.node_link_gbs or self.profile.node_link_gbs
+
+    @property
+    def links_per_node(self) -> int:
+        """How many devices of a node can use `node_link_gbs` at once; more of them share the same total."""
+        return self.links.links_per_node or self.devices_per_node
+
+    @property
+    def latency_us(self) -> Peak:
+        """Of one message between two devices of a node: a launch, where nothing else is known."""
+        return self.links.latency_us or self.profile.launch_us
+
+    @property
+    def node_latency_us(self) -> Peak:
+        """Of one message between two nodes."""
+        return self.links.node_latency_us or self.latency_us
 
 
 def profile_names() -> tuple[str, ...]:
@@ -139,7 +156,7 @@ def resolve_cluster(problem: Problem) -> Cluster:
         raise InputError(
             f"--precision: tf32 is for --target cuda, not {profile.target}; give default or exact"
         )
-    return Cluster(problem.devices, problem.nodes, profile)
+    return Cluster(problem.devices, problem.nodes, profile, problem.links or Links())
 
 
 def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_bytes: int) -> DeviceProfile:
@@ -222,8 +239,7 @@ def _defect(profile: DeviceProfile) -> str | None:
         f.name: v for f in dataclasses.fields(profile) if isinstance(v := getattr(profile, f.name), Peak)
     }
     for name, peak in peaks.items():
-        if not (math.isfinite(peak.value) and 0 < peak.value < 1e12):
-            return f"{name}: value {peak.value} must be finite and above 0"
-        if not peak.source.startswith(_SOURCES) or not peak.source.isprintable() or len(peak.source) > 200:
-            return f"{name}: source must start with one of {', '.join(s.strip() for s in _SOURCES)}"
+        defect = peak.defect()
+        if defect:
+            return f"{name}: {defect}"
     return None

@@ -23,7 +23,7 @@ from infcl_gen.planning.levels import LOSS_ROWS, SPLIT_TERMS, inner_dim, most_st
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
+    from infcl_gen.hardware import Cluster, DeviceProfile
     from infcl_gen.planning.levels import Block
 
 MIB = 2**20
@@ -468,15 +468,25 @@ class CostModel:
     """The model of one strategy for one problem on one device: `peak_bytes` and `time_s` of any `Sizes`."""
 
     variant: Variant
-    profile: DeviceProfile
+    cluster: Cluster
     rows: int
     keys: int
-    world_size: int
-    nodes: int
     dim: int
     dtype: str
     precision: str
     blocks: Mapping[str, Block]
+
+    @property
+    def profile(self) -> DeviceProfile:
+        return self.cluster.profile
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.devices
+
+    @property
+    def nodes(self) -> int:
+        return self.cluster.nodes
 
     def peak_bytes(self, sizes: Sizes) -> int:
         """Upper bound on what one rank allocates beyond its inputs, from forward to the end of backward."""
@@ -538,6 +548,11 @@ class CostModel:
             found += [self._link(phase, parts, sizes) for phase, parts in work.items()]
         return tuple(found)
 
+    def launches(self, sizes: Sizes) -> dict[str, float]:
+        """How many kernels the host launches in each phase, over all hops."""
+        counts = _time(self.variant)(*self._values(sizes))[4::5]
+        return {term.name: count for term, count in zip(time_terms(self.variant), counts, strict=True)}
+
     def _host_s(self, phases: Sequence[PhaseTime], launches: Sequence[float]) -> float:
         """What the device waits for the host: at the start, and where kernels are shorter than their launches."""
         start_s, step_s = HOST_START_S, HOST_STEP_S + HOST_LAUNCH_S * sum(launches)
@@ -595,8 +610,12 @@ class CostModel:
 
     def _transfer_s(self, size: int, network: bool = False) -> float:
         """Of one message, of as many bytes to the device as from it."""
-        rate = self.profile.node_link_gbs if network else self.profile.link_gbs
-        return size and size / (rate.value * 1e9) + self.profile.launch_us.value * 1e-6
+        cluster = self.cluster
+        gbs, latency_us = cluster.link_gbs.value, cluster.latency_us.value
+        if network:  # by all devices of a node at once
+            gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
+            latency_us = cluster.node_latency_us.value
+        return size and size / (gbs * 1e9) + latency_us * 1e-6
 
     @property
     def _accumulator_bytes(self) -> int:

@@ -102,7 +102,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals: dictionaries, lists, text and numbers."""
-        literals = _literals(dataclasses.asdict(self))
+        literals = _literals(dataclasses.asdict(self) | {"problem": self.problem.as_dict()})
         assert isinstance(literals, dict)
         return literals
 
@@ -157,6 +157,19 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         largest_batch=problem.batch_size if largest is None else largest,
         schedule=option.schedule,
     )
+
+
+def cost_model(plan: Plan, derivation: Derivation, cluster: Cluster) -> CostModel:
+    """The cost model that a plan was chosen by."""
+    chosen = (
+        plan.strategy,
+        plan.products,
+        plan.split,
+        plan.descriptors,
+        plan.replay,
+        plan.schedule.transport,
+    )
+    return _Option(*chosen, plan.blocks, derivation, cluster).model(plan.problem)
 
 
 def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
@@ -218,8 +231,8 @@ class _Option:
             gather=self.transport == "gather",
         )
         return CostModel(
-            variant, self.cluster.profile, -(-problem.batch_size // world), -(-problem.total_keys // world), world,
-            self.cluster.nodes, problem.dim, problem.dtype, problem.precision, self.blocks,
+            variant, self.cluster, -(-problem.batch_size // world), -(-problem.total_keys // world),
+            problem.dim, problem.dtype, problem.precision, self.blocks,
         )  # fmt: skip
 
     @property

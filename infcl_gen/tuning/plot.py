@@ -1,4 +1,5 @@
-"""Time and memory against the batch size, drawn from measured rows by matplotlib (the `plot` extra)."""
+"""Time and memory against the batch size, drawn from measured rows by matplotlib (the `plot` extra); and simulated rows
+against the number of devices."""
 
 from __future__ import annotations
 
@@ -28,7 +29,6 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
     Rows without figures are left out; points of one contestant are joined. The file is complete or absent.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
@@ -66,6 +66,52 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
             axis.grid(True, alpha=0.3)
         pair[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def plot_scaling(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Two panels over the number of devices, of simulated rows: ms of forward and backward, and efficiency against the
+    same work without communication. Points of one batch size are joined; the word beside one says what bounds it, where
+    that changes."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    batches = sorted({row["batch"] for row in rows})
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axis, what, label in (
+        (left, "step_ms", "ms, forward + backward (simulated)"),
+        (right, "efficiency", "of the same work without communication"),
+    ):
+        for number, batch in enumerate(batches):
+            points = [row for row in rows if row["batch"] == batch and row["error"] is None]
+            points.sort(key=lambda row: row["devices"])
+            name = f"batch {batch >> 20}M" if batch % 2**20 == 0 else f"batch {batch}"
+            axis.plot(
+                [row["devices"] for row in points], [row[what] for row in points],
+                color=f"C{number % 10}", marker="o", markersize=3, linewidth=2, label=name,
+            )  # fmt: skip
+            bound = None
+            for row in points:
+                if row["bound"] != bound:
+                    bound = row["bound"]
+                    axis.annotate(bound, (row["devices"], row[what]), fontsize=7, color=f"C{number % 10}",
+                                  xytext=(3, 4), textcoords="offset points")  # fmt: skip
+        counts = sorted({row["devices"] for row in rows})
+        axis.set(xscale="log", xlabel="devices", ylabel=label)
+        axis.set_xticks(counts, [str(count) for count in counts], fontsize=8)
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.grid(True, alpha=0.3)
+    left.set_yscale("log")
+    right.set_ylim(0, 1.05)
+    left.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import rc_context
+
     content = io.BytesIO()
     with rc_context({"svg.hashsalt": "infcl_gen"}):  # the same rows give the same bytes
         metadata = {"Date": None} if path.suffix == ".svg" else None

@@ -1,0 +1,80 @@
+"""Bandwidth between the GPUs of this machine: each ordered pair alone, and all of them as a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+COPY_BYTES = 256 << 20  # 0.7 ms on NVLink: long against what starting a copy takes
+COPIES, RUNS = 4, 3  # copies in a timed run; the median of so many runs counts, after one that is not timed
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkRates:
+    """GB/s: `pairs[a][b]` from GPU a to GPU b alone (0 on the diagonal), `ring` from each to the next, all at once."""
+
+    pairs: tuple[tuple[float, ...], ...]
+    ring: float
+
+    @property
+    def slowest(self) -> tuple[float, int, int]:
+        """The lowest rate of a pair, and the pair."""
+        return min((rate, a, b) for a, row in enumerate(self.pairs) for b, rate in enumerate(row) if a != b)
+
+    def table(self) -> list[tuple[str, ...]]:
+        """A header, and a line for each sender."""
+        devices = range(len(self.pairs))
+        lines = [("GB/s from", *(f"to {b}" for b in devices))]
+        for a in devices:
+            lines.append((str(a), *("-" if a == b else f"{self.pairs[a][b]:.0f}" for b in devices)))
+        return lines
+
+    def cluster_file(self, profile: str) -> list[str]:
+        """The lines of a cluster file that say so."""
+        source = f"measured: infcl-gen doctor, copies of {len(self.pairs)} GPUs to the next at once"
+        return [
+            f"devices_per_node = {len(self.pairs)}",
+            f'device_profile = "{profile}"',
+            f'link_gbs = {{ value = {self.ring:.1f}, source = "{source}" }}',
+        ]
+
+
+def measure(torch: Any) -> LinkRates:
+    """Copies between the GPUs that `torch` sees, at least two. Raises what torch raises, if memory is short say."""
+    devices = range(torch.cuda.device_count())
+    buffers = [
+        [torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}") for _ in range(2)]
+        for device in devices
+    ]
+    # What a GPU sends and what it receives are ordered on different streams: in a ring each does both.
+    streams = [[torch.cuda.Stream(device) for _ in range(2)] for device in devices]
+
+    def rate(pairs: Sequence[tuple[int, int]]) -> float:
+        return statistics.median(list(_runs(torch, pairs, buffers, streams))[1:])
+
+    pairs = tuple(tuple(0.0 if a == b else rate([(a, b)]) for b in devices) for a in devices)
+    return LinkRates(pairs, rate([(device, (device + 1) % len(devices)) for device in devices]))
+
+
+def _runs(
+    torch: Any, pairs: Sequence[tuple[int, int]], buffers: Sequence[Any], streams: Sequence[Any]
+) -> Iterator[float]:
+    """GB/s of each pair in runs of COPIES; the first run opens the way between two GPUs."""
+    used = sorted({device for pair in pairs for device in pair})
+    for _ in range(RUNS + 1):
+        for device in used:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(COPIES):
+            for a, b in pairs:
+                with ExitStack() as current:
+                    current.enter_context(torch.cuda.stream(streams[a][0]))
+                    current.enter_context(torch.cuda.stream(streams[b][1]))
+                    buffers[b][1].copy_(buffers[a][0], non_blocking=True)
+        for device in used:
+            torch.cuda.synchronize(device)
+        yield COPIES * COPY_BYTES / (time.perf_counter() - start) / 1e9

@@ -1,0 +1,132 @@
+"""Events: tasks that start when what they wait for is over, and that are slower where they share something.
+
+A task holds seconds of work, or bytes for a pipe. Kernels of a rank are slower while a message of that rank is on its
+way. What a task needs is said when it is made; `Events.run` then only moves a clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+class Task:
+    """`kind`: "host", "compute", "message" (a batch of transfers begins), "transfer", "done" (the batch is there) or
+    "end". `resource`: what is in use, or waited for. After the run: `start`, `end`, and `cause`, the last of what it
+    waited for; `slowed_by`: of kernels, the resource of the rank's last message."""
+
+    __slots__ = ("cause", "end", "followers", "kind", "left", "name", "pipe", "rank", "rate", "resource", "since",
+                 "slowed_by", "start", "version", "waits", "work")  # fmt: skip
+
+    def __init__(
+        self, rank: int, kind: str, resource: str, name: str, work: float, pipe: Pipe | None
+    ) -> None:
+        self.rank, self.kind, self.resource, self.name, self.pipe = rank, kind, resource, name, pipe
+        self.work = self.left = work
+        self.rate, self.version, self.waits = 1.0, 0, 0
+        self.start = self.since = self.end = -1.0
+        self.followers: list[Task] = []
+        self.cause: Task | None = None
+        self.slowed_by = ""
+
+
+class Pipe:
+    """What transfers share: each has at most `each` bytes/s, all together at most `total`. One of them counts as
+    `weight`: of a rank that stands for others."""
+
+    def __init__(self, each: float, total: float, weight: int) -> None:
+        self._each, self._total, self._weight = each, total, weight
+        self.active: list[Task] = []
+
+    @property
+    def rate(self) -> float:
+        return min(self._each, self._total / (self._weight * max(1, len(self.active))))
+
+
+class Events:
+    """All tasks, in the order in which they were made. `slowdown`: kernels take so much longer beside a message."""
+
+    def __init__(self, ranks: int, slowdown: float) -> None:
+        self.tasks: list[Task] = []
+        self._slow = 1 / (1 + slowdown)
+        self._in_flight = [0] * ranks
+        self._last_message = [""] * ranks
+        self._running: list[Task | None] = [None] * ranks
+        self._heap: list[tuple[float, int, int, Task]] = []
+        self._now, self._pushed = 0.0, 0
+
+    def task(
+        self, rank: int, kind: str, resource: str, name: str, work: float, waits: Sequence[Task],
+        pipe: Pipe | None = None,
+    ) -> Task:  # fmt: skip
+        """A task that starts when all of `waits` are over."""
+        task = Task(rank, kind, resource, name, work, pipe)
+        for other in waits:
+            other.followers.append(task)
+        task.waits = len(waits)
+        self.tasks.append(task)
+        return task
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        for task in self.tasks:
+            if not task.waits:
+                self._start(task)
+        while self._heap:
+            time_s, _, version, task = heapq.heappop(self._heap)
+            if version == task.version:  # else its rate has changed since
+                self._now = time_s
+                self._finish(task)
+
+    def _start(self, task: Task) -> None:
+        task.start = task.since = self._now
+        if task.kind == "transfer" and task.pipe is not None:
+            task.pipe.active.append(task)
+            self._share(task.pipe)
+            return
+        if task.kind == "compute":
+            self._running[task.rank] = task
+            task.rate = self._speed(task.rank)
+        elif task.kind == "message":
+            self._in_flight[task.rank] += 1
+            self._last_message[task.rank] = task.resource
+            self._change(self._running[task.rank], self._speed(task.rank))
+        self._push(task)
+
+    def _finish(self, task: Task) -> None:
+        task.end, task.version = self._now, -1
+        if task.kind == "compute":
+            self._running[task.rank] = None
+            task.slowed_by = self._last_message[task.rank]
+        elif task.kind == "done":
+            self._in_flight[task.rank] -= 1
+            self._change(self._running[task.rank], self._speed(task.rank))
+        elif task.kind == "transfer" and task.pipe is not None:
+            task.pipe.active.remove(task)
+            self._share(task.pipe)
+        for follower in task.followers:
+            follower.waits -= 1
+            if not follower.waits:
+                follower.cause = task
+                self._start(follower)
+
+    def _speed(self, rank: int) -> float:
+        return self._slow if self._in_flight[rank] else 1.0
+
+    def _share(self, pipe: Pipe) -> None:
+        rate = pipe.rate
+        for task in pipe.active:
+            self._change(task, rate, starting=task.version == 0)
+
+    def _change(self, task: Task | None, rate: float, starting: bool = False) -> None:
+        """Another rate for something that runs."""
+        if task is not None and (rate != task.rate or starting):
+            task.left -= (self._now - task.since) * task.rate
+            task.since, task.rate = self._now, rate
+            self._push(task)
+
+    def _push(self, task: Task) -> None:
+        task.version += 1
+        self._pushed += 1
+        end = self._now + max(0.0, task.left) / task.rate
+        heapq.heappush(self._heap, (end, self._pushed, task.version, task))
