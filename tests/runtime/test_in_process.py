@@ -382,6 +382,20 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
     place.run(job)
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 0])
+def test_nan_in_nan_out(packages: Packages, nodes: int) -> None:
+    """One NaN in one rank's queries is in the gradients of all keys; in its keys, in those of all queries."""
+    for which in (0, 1):
+        batch = Batch((0, 1, 2, 3), (2, 3, 0, 1), (2, 3, 0, 1), nodes=nodes)
+        tensors = list(batch.tensors(8))
+        tensors[which][3, 5] = float("nan")
+        with mock.patch.object(Batch, "tensors", lambda self, dim, tensors=tensors: tuple(tensors)):
+            of_group = run(packages("clip", batch_size=1024), [batch])[0][0]
+        loss, *gradients = joined(batch, of_group)
+        assert loss.isnan() and gradients[2].isnan()
+        assert gradients[1 - which].isnan().all() and gradients[which][3].isnan().all()
+
+
 # ---------------------------------------------------------------------------------------------- what must be noticed
 
 

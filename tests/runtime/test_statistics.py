@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from infcl_gen.runtime.statistics import LN2, empty, log, merge
+from infcl_gen.runtime.statistics import LN2, empty, log, merge, merge_parts, view
 
 EXPONENTS = st.floats(-1e6, 1e6) | st.floats(-3.0, 3.0)
 
@@ -36,3 +36,32 @@ def test_nothing_is_neutral_and_nan_stays() -> None:
     merge(nothing, torch.tensor([5.0, math.nan, 7.0]), torch.tensor([1.5, 1.0, math.nan]))
     assert nothing.exponent[0] == 5.0 and nothing.mantissa[0] == 1.5
     assert log(nothing)[1:].isnan().all()
+
+
+@given(
+    st.lists(st.lists(EXPONENTS | st.none(), min_size=3, max_size=3), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_parts_at_once_are_parts_one_by_one(parts: list[list[float | None]], dtype: torch.dtype) -> None:
+    """None: a sum over nothing, whose exponent means nothing."""
+    one_by_one, at_once = (empty(3, torch.device("cpu"), dtype) for _ in range(2))
+    exponents = torch.tensor([[1e6 if x is None else math.floor(x) for x in part] for part in parts]).to(
+        dtype
+    )
+    totals = torch.tensor([[0.0 if x is None else 1.0 + x % 1 for x in part] for part in parts]).to(dtype)
+    for exponent, total in zip(exponents, totals, strict=True):
+        merge(one_by_one, torch.where(total == 0, -1e30, exponent), total)
+    merge_parts(at_once, exponents, totals)
+    seen = totals.sum(0) > 0
+    assert torch.equal(at_once.mantissa > 0, seen)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(log(at_once)[seen], log(one_by_one)[seen], rtol=8 * eps, atol=1e-6)
+
+
+def test_nan_of_any_part_stays() -> None:
+    into = view(torch.zeros(2, 3))
+    merge_parts(
+        into, torch.tensor([[1.0, math.nan, 1.0], [2.0] * 3]), torch.tensor([[1.0, 1.0, math.nan], [1.0] * 3])
+    )
+    assert into.mantissa[0] == 1.5 and into.exponent[0] == 2.0
+    assert log(into)[1:].isnan().all()
