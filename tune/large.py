@@ -1,6 +1,6 @@
-"""Batches of millions on this GPU, each once: time, memory against the plan, and whether the result is finite.
+"""Batches of millions on this GPU, or on a ring of GPUs, each once: time, memory against the plan, finite or not.
 
-python tune/large.py [--batches 1M,4M] [--dim 768] [--memory-budget 40GiB] [-o tune/bench/h200-large.json]
+python tune/large.py [--batches 1M,4M] [--ranks 1] [--dim 768] [--memory-budget 40GiB] [-o tune/bench/h200-large.json]
 
 Each package first runs a small batch, so that its kernels are compiled, and then one step of the whole.
 """
@@ -29,6 +29,7 @@ from infcl_gen.tuning.bench import (
     training_step,
     write_results,
 )
+from infcl_gen.tuning.ring_bench import measure_ring
 from infcl_gen.verification.memory import PeakMeter
 
 
@@ -36,19 +37,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, default=Path("tune/bench/h200-large.json"))
     parser.add_argument("--batches", default="1M,4M")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--memory-budget", default="40GiB")
     given = parser.parse_args()
     rows = []
     for batch in map(parse_count, given.batches.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            problem = make_problem(
-                batch_size=batch, dim=given.dim, memory_budget=given.memory_budget, set={"strategy": "panel"}
+            settings = {"strategy": "panel"} | ({"transport": "ring"} if given.ranks > 1 else {})
+            flags = {"memory_budget": given.memory_budget, "devices": given.ranks, "set": settings}
+            problem = make_problem(batch_size=batch, dim=given.dim, **flags)
+            package = infcl_gen.generate(problem, Path(folder) / "package")
+            rows += (
+                [_once(package, batch)]
+                if given.ranks == 1
+                else measure_ring([package], given.ranks, once=True)
             )
-            rows.append(_once(infcl_gen.generate(problem, Path(folder) / "package"), batch))
         shown = ("batch", "median_ms", "predicted_ms", "peak_bytes", "predicted_peak_bytes", "error")
         print({name: rows[-1][name] for name in shown}, flush=True)
-        write_results(given.output, rows, "python tune/large.py")
+        ranks = "" if given.ranks == 1 else f" --ranks {given.ranks}"
+        write_results(given.output, rows, f"python tune/large.py{ranks}")
     sys.exit(5 if any(row["error"] for row in rows) else 0)
 
 

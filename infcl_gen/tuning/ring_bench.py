@@ -8,7 +8,8 @@
     infcl, no communication     the same work on every rank, but what would be sent is copied to where it would arrive
                                 (0.3 % of a hop's time at D = 768): what efficiency is relative to
 
-Rows are those of `bench`, with `ranks` > 1, the global `batch`, and the largest peak of any rank.
+Rows are those of `bench`, with `ranks` > 1, the global `batch`, the largest peak of any rank, and how keys travel
+(`transport`). `once` is for batches that take minutes: one step of each package as it is, on an idle device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import dataclasses
 import datetime
 import importlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -41,13 +43,16 @@ PEERS = {"inf_cl": "inf_cl", "open_clip": "open_clip"}  # that run on several de
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything that the ranks' processes need; `packages` are folders, one for each point."""
+    """Everything that the ranks' processes need; `packages` are folders, one for each point. Peers are measured beside
+    the first package for a batch, up to `peers_up_to`."""
 
     packages: tuple[str, ...]
     ranks: int
     peers: tuple[str, ...]
+    peers_up_to: float
     scale: float
     rounds: int
+    once: bool
     store: str
     output: str
 
@@ -59,8 +64,11 @@ def measure_ring(
     scale: float = 14.3,
     rounds: int = 10,
     timeout_s: float = TIMEOUT_S,
+    peers_up_to: float = math.inf,
+    once: bool = False,
 ) -> list[dict[str, Any]]:
-    """A row of everybody at the batch size of each package, which must have been planned for that many devices.
+    """A row of everybody at the batch size of each package, which must have been planned for that many devices; peers
+    up to a batch of `peers_up_to`.
 
     Raises InputError for another package or peer, ToolchainError without the GPUs or if a rank fails.
     """
@@ -76,8 +84,8 @@ def measure_ring(
         raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {gpus} are here")
     with tempfile.TemporaryDirectory(prefix="infcl-gen-ring-") as scratch:
         job = Job(
-            tuple(str(Path(folder).resolve()) for folder in packages), ranks, tuple(peers), scale, rounds,
-            str(Path(scratch) / "store"), str(Path(scratch) / "rows.json"),
+            tuple(str(Path(folder).resolve()) for folder in packages), ranks, tuple(peers), peers_up_to, scale, rounds,
+            once, str(Path(scratch) / "store"), str(Path(scratch) / "rows.json"),
         )  # fmt: skip
         description = Path(scratch) / "job.json"
         description.write_text(json.dumps(dataclasses.asdict(job)))
@@ -129,11 +137,18 @@ def main() -> None:
     device = _device(read_package(Path(job.packages[0])).spec)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    gpu = device == "cuda"
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=Path(job.store).as_uri(), rank=rank, world_size=job.ranks,
-        timeout=datetime.timedelta(seconds=120), device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        "nccl" if gpu else "gloo", init_method=Path(job.store).as_uri(), rank=rank, world_size=job.ranks,
+        timeout=datetime.timedelta(seconds=TIMEOUT_S if job.once else 120),
+        device_id=torch.device("cuda", rank) if gpu else None,
     )  # fmt: skip
-    rows = [row for package in job.packages for row in _point(job, Path(package), rank)]
+    rows: list[dict[str, Any]] = []
+    for package in job.packages:
+        if job.once:
+            rows.append(_once(job, Path(package), rank))
+        else:
+            rows += _point(job, Path(package), rank, {row["batch"] for row in rows})
     if rank == 0:
         Path(job.output).write_text(json.dumps(rows))
     dist.barrier()
@@ -145,38 +160,89 @@ def _device(spec: dict[str, Any]) -> str:
     return "cpu" if spec["device"]["target"] == "cpu" else "cuda"
 
 
-def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
-    import torch
+class _Ring:
+    """What is measured at one point, on this rank."""
 
-    module = import_package(folder)
-    problem, plan, predicted = (module.SPEC[name] for name in ("problem", "plan", "predicted"))
-    batch, dim = problem["batch_size"], problem["dim"]
-    shards = [batch // job.ranks + (other < batch % job.ranks) for other in range(job.ranks)]
-    own = shards[rank]
-    device = _device(module.SPEC)
-    q, k = (features(own, dim, problem["dtype"], 2 * rank + seed, device) for seed in range(2))
-    wide = torch.float64 if problem["dtype"] == "fp64" else torch.float32
-    scale = torch.tensor(job.scale, dtype=wide, device=device, requires_grad=True)
-    planned = {
-        "strategy": plan["strategy"],
-        "budget_bytes": plan["budget_bytes"],
-        "predicted_peak_bytes": predicted["peak_bytes"],
-    }
+    def __init__(self, job: Job, folder: Path, rank: int) -> None:
+        self.job, self.rank, self.module = job, rank, import_package(folder)
+        self.spec = self.module.SPEC
+        self.batch = self.spec["problem"]["batch_size"]
+        self.shards = [self.batch // job.ranks + (r < self.batch % job.ranks) for r in range(job.ranks)]
+        self.device = _device(self.spec)
+
+    def leaves(self, rows: int) -> tuple[Any, Any, Any]:
+        """q, k and scale of this rank, which ask for gradients."""
+        import torch
+
+        problem = self.spec["problem"]
+        q, k = (
+            features(rows, problem["dim"], problem["dtype"], 2 * self.rank + seed, self.device)
+            for seed in range(2)
+        )
+        wide = torch.float64 if problem["dtype"] == "fp64" else torch.float32
+        return q, k, torch.tensor(self.job.scale, dtype=wide, device=self.device, requires_grad=True)
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Of one contestant, before anything is measured."""
+        problem, plan, predicted = (self.spec[name] for name in ("problem", "plan", "predicted"))
+        sizes = {"loss": problem["loss"], "batch": self.batch, "keys": self.batch}
+        sizes |= {field: problem[field] for field in ("dim", "dtype", "precision")}
+        impl = "infcl" if name in HOW else name
+        row = blank_row(sizes, self.job.ranks, impl, HOW.get(name), self.job.scale) | {"transport": None}
+        if name in HOW:
+            row |= {
+                "strategy": plan["strategy"],
+                "budget_bytes": plan["budget_bytes"],
+                "predicted_peak_bytes": predicted["peak_bytes"],
+                "transport": plan["schedule"]["transport"],
+            }
+        if name == "infcl":
+            row["predicted_ms"] = 1e3 * predicted["time_s"]
+            row["predicted_queued_ms"] = 1e3 * predicted["queued_s"] if self.device == "cuda" else None
+        return row
+
+
+def _once(job: Job, folder: Path, rank: int) -> dict[str, Any]:
+    """The row of one step, after a small one that compiles."""
+    ring = _Ring(job, folder, rank)
+
+    def step(leaves: Sequence[Any]) -> None:
+        ring.module.contrastive_loss(*leaves).backward()
+
+    small = ring.leaves(min(2 * ring.spec["plan"]["panel_rows"], min(ring.shards)))
+    step(small)
+    del small
+    leaves, timer = ring.leaves(ring.shards[rank]), Timer(ring.device)
+    _meet(ring.device)
+    with PeakMeter(leaves[0].device) as meter:
+        time_ms, _ = timer.idle_ms(lambda: step(leaves))
+    finite = all(bool(part.isfinite().all()) for leaf in leaves for part in leaf.grad.view(-1).split(1 << 28))
+    time_ms, peak, wrong = _largest([time_ms, meter.peak_bytes, not finite], ring.device)
+    row = ring.row("infcl") | time_figures([Times(time_ms, None)]) | {"peak_bytes": round(peak)}
+    if wrong:
+        row["error"] = "not finite"
+    elif row["peak_bytes"] > row["predicted_peak_bytes"]:
+        row["error"] = f"took {row['peak_bytes']} bytes"
+    return row
+
+
+def _point(job: Job, folder: Path, rank: int, compared: set[int]) -> list[dict[str, Any]]:
+    """The rows of everybody; without peers at batches at which they were `compared` before."""
+    ring = _Ring(job, folder, rank)
+    module, shards, device = ring.module, ring.shards, ring.device
+    q, k, scale = ring.leaves(shards[rank])
     losses: dict[str, Callable[[], Any]] = dict.fromkeys(HOW, lambda: module.contrastive_loss(q, k, scale))
-    for name in job.peers:
+    for name in job.peers if ring.batch <= job.peers_up_to and ring.batch not in compared else ():
         losses[name] = globals()[f"_{name}"](q, k, scale, rank, job.ranks)
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], None]] = {}
     for name, loss in losses.items():
         step = _step(module, HOW.get(name), shards, loss, (q, k, scale))
-        row = _empty(job, problem, name) | (planned if name in HOW else {})
+        row = ring.row(name)
         row["error"], row["peak_bytes"] = _first(step, (q, k, scale), HOW.get(name) != "no communication")
         rows[name] = row
         if row["error"] is None:
             steps[name] = step
-    rows["infcl"]["predicted_ms"] = 1e3 * predicted["time_s"]
-    if device == "cuda":
-        rows["infcl"]["predicted_queued_ms"] = 1e3 * predicted["queued_s"]
     timer = Timer(device)
     times: dict[str, list[Times]] = {name: [] for name in steps}
     for round_ in range(job.rounds):
@@ -185,12 +251,6 @@ def _point(job: Job, folder: Path, rank: int) -> list[dict[str, Any]]:
     for name, found in times.items():
         rows[name] |= time_figures(found)
     return list(rows.values())
-
-
-def _empty(job: Job, problem: dict[str, Any], name: str) -> dict[str, Any]:
-    sizes = {"loss": problem["loss"], "batch": problem["batch_size"], "keys": problem["batch_size"]}
-    sizes |= {field: problem[field] for field in ("dim", "dtype", "precision")}
-    return blank_row(sizes, job.ranks, "infcl" if name in HOW else name, HOW.get(name), job.scale)
 
 
 def _step(
@@ -253,7 +313,7 @@ def _largest(values: Sequence[float], device: str) -> list[float]:
     """Each the largest of all ranks."""
     import torch
 
-    found = torch.tensor(values, dtype=torch.float32, device=device)
+    found = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return [float(value) for value in found.tolist()]
 
