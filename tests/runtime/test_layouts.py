@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -19,7 +19,6 @@ from infcl_gen.verification.worker import averaged
 
 from .pool import Packages, Pool, backends, need, results
 
-GENERATED = Path(__file__).resolve().parents[2] / "generated"
 Ring = tuple[tuple[int, ...], list[int]]  # global ranks in group order, and the rows of each
 GROUPS = ((0,), (1,), (0, 1), (1, 0), (0, 1, 2, 3), (2, 3, 1, 0), (3, 1), (0, 2))
 
@@ -45,31 +44,39 @@ def layouts(world: int, total: int) -> dict[str, list[Ring]]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the packages are that a GPU's rings need beside those of `generated`."""
+    """Where the packages for GPUs are."""
     folder = tmp_path_factory.mktemp("layouts")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(folder), str(GENERATED), *sys.path])
+        patch.syspath_prepend(folder)
         yield folder
 
 
-OTHERS = {  # for GPUs, beside those of `generated`
-    "clip_fp32": {"dtype": "fp32"},
-    "clip_gather": {"set": {"transport": "gather"}},
-    "clip_nodes": {"nodes": 2},
-}
+SMALL = {"batch_size": 4096, "dim": 64, "device_profile": "h200"}  # kernels that compile in seconds
 
 
-def for_gpus(folder: Path) -> list[ModuleType]:
-    """bf16: each loss, each strategy that a ring can have, and each way that keys can travel. fp32: split products, and
-    the torch strategy."""
-    for name, flags in OTHERS.items():
-        if not (folder / name).exists():
-            problem = {"batch_size": 4096, "dim": 64, "devices": 4, "device_profile": "h200", **flags}
-            infcl_gen.generate(make_problem(**problem), folder / name)
-    names = ("clip_h200_d768", "clip_h200_d128", "infonce_a100", "clip_cpu", *OTHERS)
-    return [importlib.import_module(name) for name in names]
+def for_gpus(folder: Path, world: int) -> list[ModuleType]:
+    """bf16: each loss and each strategy that a ring can have; fp32 as split operands; each way that keys can travel."""
+    wanted: dict[str, dict[str, Any]] = {
+        "panel": {"set": {"strategy": "panel"}},
+        "fused": {"loss": "infonce", "set": {"strategy": "fused"}},
+        "fp32": {"dtype": "fp32"},
+    }
+    if world > 1:
+        wanted[f"gather_{world}"] = {"devices": world, "set": {"transport": "gather"}}
+        wanted[f"nodes_{world}"] = {"devices": world, "nodes": 2}
+    for name, flags in wanted.items():
+        infcl_gen.generate(make_problem(**{**SMALL, **flags}), folder / f"gpu_{name}")
+    return [importlib.import_module(f"gpu_{name}") for name in wanted]
+
+
+def for_gloo(packages: Packages, world: int) -> list[ModuleType]:
+    found = [packages("clip", "bf16", 24), packages("infonce", "bf16", 24), packages("clip", "fp32", 24)]
+    if world > 1:
+        found.append(packages("clip", "bf16", 24, devices=world, transport="gather"))
+        found.append(packages("clip", "bf16", 24, devices=world, nodes=2))
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -80,18 +87,12 @@ def test_results_are_as_accurate_as_one_process_and_repeatable(
     need(backend, world)
     if backend == "gloo":
         device, total = "cpu", 300
-        modules = [
-            packages("clip", "bf16", 24),
-            packages("infonce", "bf16", 24),
-            packages("clip", "fp32", 24),
-            packages("clip", "bf16", 24, devices=4, transport="gather"),
-            packages("clip", "bf16", 24, devices=4, nodes=2),
-        ]
+        modules = for_gloo(packages, world)
         folders = [folder_of(modules[0]).parent]
     else:
         device, total = "cuda", 1024
-        modules = for_gpus(folder)
-        folders = [folder, GENERATED]
+        modules = for_gpus(folder, world)
+        folders = [folder]
 
     @functools.cache
     def truth(module: ModuleType, case: Case) -> Truth:
