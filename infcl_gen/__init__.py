@@ -35,7 +35,8 @@ def plan(problem: Problem | None = None, **flags: Any) -> Plan:
 
 
 def simulate(problem: Problem | None = None, **flags: Any) -> Timeline:
-    """A step of the plan for a problem, simulated: its time, its efficiency, what bounds it, and what happens when.
+    """A step of the plan for a problem, simulated: its time behind other work, as in training, its efficiency, what
+    bounds it, and what happens when.
 
     One rank stands for all: they do the same. Raises what `plan` raises.
     """

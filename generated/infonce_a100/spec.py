@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "a3e33adad87ee7d39476226bca533b9520c8918e960e0451fefb6b56b7b9c516",
+    "digest": "d1ae18303014c78094952d94133563f70d3b96b2e9119f220bc3464ce0de1b32",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -83,7 +83,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 954126336, "time_s": 0.065982346, "queued_s": 0.065182346},
+    "predicted": {"peak_bytes": 954126336, "time_s": 0.065782346, "queued_s": 0.065182346},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -139,14 +139,14 @@ SPEC: dict[str, Any] = {
             {"name": "dq product", "time_s": 0.0153766, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "dk product", "time_s": 0.0153766, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "finish", "time_s": 0.000418952, "bound": "memory", "flops": 0, "bytes": 805306368},
-            {"name": "host", "time_s": 0.0008, "bound": "launches", "flops": 0, "bytes": 0},
+            {"name": "host", "time_s": 0.0006, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.065982346,
+        "predicted_time_s": 0.065782346,
         "predicted_queued_s": 0.065182346,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 66 ms against stash 67.6 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 65.8 ms against stash 67.4 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "8 panel(s) a hop, peak 910 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

@@ -16,7 +16,7 @@ from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.planner import cost_model
 from infcl_gen.planning.records import Found, Missing, lookup, record_key
-from infcl_gen.planning.timeline import Timeline, execute
+from infcl_gen.planning.timeline import LEAD_S, Timeline, execute
 from infcl_gen.problem import Links, Problem, make_problem
 
 _LOG = logging.getLogger("infcl_gen")
@@ -34,11 +34,12 @@ def plan_problem(problem: Problem) -> tuple[Plan, Derivation]:
     return _measured_plan(problem, load_loss(problem.loss), resolve_cluster(problem))
 
 
-def simulate_problem(problem: Problem, **how: bool) -> tuple[Plan, Timeline]:
-    """The plan, and a step of it as `planning.timeline.execute` simulates it; `how` are its keywords."""
+def simulate_problem(problem: Problem, lead_s: float = LEAD_S, **how: bool) -> tuple[Plan, Timeline]:
+    """The plan, and a step of it as `planning.timeline.execute` simulates it, behind other work; `how` are its
+    keywords."""
     cluster = resolve_cluster(problem)
     planned, derivation = _measured_plan(problem, load_loss(problem.loss), cluster)
-    return planned, execute(planned, cost_model(planned, derivation, cluster), **how)
+    return planned, execute(planned, cost_model(planned, derivation, cluster), lead_s=lead_s, **how)
 
 
 def find_record(problem: Problem) -> Found | Missing:

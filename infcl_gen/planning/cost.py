@@ -118,16 +118,17 @@ class TimeTerm:
 
 # Fraction of the peak that a kernel reaches as a function of the embedding, and how much faster a short step is (before
 # the board is as hot, and its clock as low, as in steps of 40 ms and more): fitted to 71 rows measured on an H200
-# behind other work, B from 1 024 to 131 072, D from 128 to 1 152; the worst is 14 % off.
+# behind other work, B from 1 024 to 131 072, D from 128 to 1 152; the worst is 10 % off.
 EFFICIENCY = {
     "forward": Rational(95, 100) * P / (P + 125),
     "gradient": Rational(104, 100) * P / (P + 205),
-    "fused": P / (P + 34),
+    "fused": P / (P + 26),
     "dq": Rational(906, 1000) * D**2 / (D**2 + 40**2),
     "dk": Rational(906, 1000) * D**2 / (D**2 + 40**2),
     "torch": Rational(7, 10),
 }
-COOL, COOL_S = 0.18, 4e-3  # (1 + COOL) times as fast at first, which fades over COOL_S
+ALONE = Rational(7, 5)  # of half the time of two fused programs on a multiprocessor: what one takes by itself
+COOL, COOL_S = 0.095, 4e-3  # (1 + COOL) times as fast at first, which fades over COOL_S
 # Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 # A vendor's figure is not reached by any product: 765 of 989 on the H200.
@@ -138,12 +139,12 @@ FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.02)}
 LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 # On the host of an H200, fitted to steps of B = 1 024 to 16 384: before the first kernel runs, where nothing hides the
 # host; and a whole step that the device waits for all the time. Launches as they are, or two recorded graphs.
-HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.8e-3, 1.75e-3, 12e-6
+HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.6e-3, 1.75e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.83e-3
 HOST = "host"  # the phase of what the device waits for the host
-# What a batch of messages costs beyond the time on the link, of the host and of a device that runs it beside its work:
-# rings of 2 and 4 H200s with 16 384 rows each take 6.8 and 12.4 ms, 5.7 and 11.0 by everything else here.
-BATCH_S = 0.15e-3
+# What a batch of messages costs beyond the time on the link, of a device that runs it beside its work: behind other
+# work a ring of 2 H200s with 16 384 rows each takes 5.7 ms, a gather 5.3, the same without communication 5.0.
+BATCH_S = 0.1e-3
 TOGETHER_BYTES = 64 << 20  # keys of up to this size travel with a ring's sums (runtime/ring.py)
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 # What a panel of a ring's hop does before it adds to what travels.
@@ -366,7 +367,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
                     flops=4 * slices * programs * Bu * other * P,
                     bytes=slices * owned * D * (e + 2 * s),
                     exponentials=slices * programs * Bu * other,
-                    efficiency=EFFICIENCY["fused"] * programs / (U * ceil_div(programs, U)),
+                    efficiency=EFFICIENCY["fused"] * programs / (U * Max(ceil_div(programs, U), ALONE)),
                     launches=2 * slices,
                 )
             )

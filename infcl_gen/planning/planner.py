@@ -51,6 +51,7 @@ TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
 _TOLERANCE = 1.001
+_GATHER_GAIN = 0.03  # what a gather must save, since its memory grows with the number of ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -561,6 +562,10 @@ def _candidates(problem: Problem, options: list[_Option], ceiling: int) -> list[
 
 def _best(candidates: list[_Candidate]) -> _Candidate:
     """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order."""
+    ring_s = min((c.time_s for c in candidates if c.option.transport == "ring"), default=math.inf)
+    candidates = [
+        c for c in candidates if c.option.transport != "gather" or c.time_s <= (1 - _GATHER_GAIN) * ring_s
+    ]
     limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
     return min(
         (candidate for candidate in candidates if candidate.time_s <= limit),
@@ -700,6 +705,8 @@ def _transport_reasons(
     others = [c.time_s for c in candidates if c.option.transport != option.transport]
     other = {"ring": "gather", "gather": "ring"}[option.transport]
     choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""
+    if option.transport == "ring" and others and min(others) < best.time_s:
+        choice += f"that is not {_GATHER_GAIN:.0%} less, for more memory; "
     if "transport" in problem.setting:
         choice = "set by --set; "
     elif not others and nodes == 1 and world <= GATHER_LIMIT:

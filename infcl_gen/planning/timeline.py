@@ -46,6 +46,8 @@ BEFORE_BACKWARD = (
     0.6  # of what a step costs the host after its start: between forward's launches and backward's
 )
 
+LEAD_S = 20e-3  # how far a host is ahead behind other work: a training step's towers take longer
+
 RESOURCES = ("compute", "device link", "network", "host")
 LEVELS = {"device": "device link", "node": "network"}
 
@@ -103,19 +105,26 @@ class Work:
 
 
 def execute(
-    plan: Plan, model: CostModel, *, communicate: bool = True, overlap: bool = True, everybody: bool = False
+    plan: Plan,
+    model: CostModel,
+    *,
+    communicate: bool = True,
+    overlap: bool = True,
+    everybody: bool = False,
+    lead_s: float = 0.0,
 ) -> Timeline:
     """Simulate one forward and backward of `plan`, which was chosen by `model`.
 
     communicate  False: nothing is sent; it is copied to where it would arrive
     overlap      False: each message is waited for where it starts
     everybody    every rank by itself, instead of one that stands for all
+    lead_s       how far the host is ahead when the device begins: behind other work, as in training. 0: an idle device
     """
     works = phase_works(plan, model)
-    done = _Step(plan, model, works, communicate, overlap, everybody).run()
+    done = _Step(plan, model, works, communicate, overlap, everybody, lead_s).run()
     if not communicate or plan.world_size == 1:
         return done
-    alone_s = _Step(plan, model, works, False, overlap, False).run().step_s
+    alone_s = _Step(plan, model, works, False, overlap, False, lead_s).run().step_s
     return dataclasses.replace(done, alone_s=alone_s)
 
 
@@ -174,6 +183,7 @@ class _Step:
         communicate: bool,
         overlap: bool,
         everybody: bool,
+        lead_s: float,
     ) -> None:
         cluster, schedule = model.cluster, plan.schedule
         self._schedule, self._works = schedule, works
@@ -209,6 +219,10 @@ class _Step:
         self._host, self._kernels, self._messages, self._keys, self._sums = (
             [list[Task]() for _ in self._ranks] for _ in range(5)
         )
+        self._lead_s = lead_s
+        for rank in self._ranks if lead_s else ():
+            for stream in (self._kernels, self._messages):
+                self._enqueue(stream, rank, "lead", "other work", lead_s)
 
     def run(self) -> Timeline:
         self._phase("forward")
@@ -378,7 +392,7 @@ class _Step:
     def _timeline(self, last: Task, forward_s: float) -> Timeline:
         critical = dict.fromkeys(RESOURCES, 0.0)
         task: Task | None = last.cause
-        while task is not None:
+        while task is not None and task.kind != "lead":
             spent = task.end - task.start
             slowed = max(0.0, spent - task.work) if task.kind == "compute" and task.slowed_by else 0.0
             critical[task.resource] += spent - slowed
@@ -386,17 +400,23 @@ class _Step:
                 critical[task.slowed_by] += slowed
             task = task.cause
         intervals = [
-            Interval(task.rank, task.resource, task.name, task.start, task.end)
+            Interval(
+                task.rank,
+                task.resource,
+                task.name,
+                max(0.0, task.start - self._lead_s),
+                task.end - self._lead_s,
+            )
             for task in self._events.tasks
-            if task.kind in ("host", "compute", "transfer") and task.end > task.start
+            if task.kind in ("host", "compute", "transfer") and task.end > max(task.start, self._lead_s)
         ]
         busy = [dict.fromkeys(RESOURCES, 0.0) for _ in self._ranks]
         for interval in intervals:
             busy[interval.rank][interval.resource] += interval.end_s - interval.start_s
         return Timeline(
-            step_s=last.end,
-            forward_s=forward_s,
-            alone_s=last.end,
+            step_s=last.end - self._lead_s,
+            forward_s=forward_s - self._lead_s,
+            alone_s=last.end - self._lead_s,
             busy_s=busy[last.rank],
             critical_s=critical,
             bound=max(RESOURCES, key=lambda name: critical[name]),

@@ -15,6 +15,7 @@ from typing import Any
 from infcl_gen.emission import simulate_problem
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.planning.planner import bytes_text
+from infcl_gen.planning.timeline import LEAD_S
 from infcl_gen.problem import MAX_DEVICES, ClusterFile, Problem, make_problem, read_cluster
 from infcl_gen.tuning.bench import SCHEMA_VERSION, checksum
 from infcl_gen.version import __version__
@@ -118,9 +119,10 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (*sizes, row["transport"], step, efficiency, bytes_text(row["peak_bytes"]), row["bound"])
 
 
-def beside_measured(row: Mapping[str, Any], profile: str) -> float:
-    """Simulated milliseconds of a measured row of `bench`: of a package on one or several devices, as it is, with "no
-    overlap" or with "no communication". A row that does not name its transport is of a ring."""
+def beside_measured(row: Mapping[str, Any], profile: str) -> tuple[float, float]:
+    """Measured and simulated milliseconds of a row of `bench`: of a package on one or several devices, as it is, with
+    "no overlap" or with "no communication"; behind other work where it was measured so, else from an idle device. A row
+    that does not name its transport is of a ring."""
     chosen = {"strategy": row["strategy"]}
     if row["ranks"] > 1:
         chosen["transport"] = row.get("transport") or "ring"
@@ -130,8 +132,12 @@ def beside_measured(row: Mapping[str, Any], profile: str) -> float:
         set=chosen,
     )  # fmt: skip
     how = row["package"]
-    step = simulate_problem(problem, communicate=how != "no communication", overlap=how != "no overlap")[1]
-    return 1e3 * step.step_s
+    queued_ms = row.get("queued_ms")
+    _, step = simulate_problem(
+        problem, 0.0 if queued_ms is None else LEAD_S,
+        communicate=how != "no communication", overlap=how != "no overlap",
+    )  # fmt: skip
+    return (row["median_ms"] if queued_ms is None else queued_ms), 1e3 * step.step_s
 
 
 def _ms(time_s: float) -> float:

@@ -43,18 +43,18 @@ def links(**rates: float) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["h200-ring.json", "h200-first-speed.json", "h200-grid.json"])
+@pytest.mark.parametrize("name", ["h200-ring.json", "h200-ring2.json", "h200-grid.json"])
 def test_simulated_times_are_near_the_measured(name: str) -> None:
     """Every row of one, two and four GPUs within 10 %."""
     rows = [row for row in json.loads((BENCH / name).read_text())["rows"] if row["impl"] == "infcl"]
     assert rows
     far = []
     for row in rows:
-        simulated_ms = beside_measured(row, "h200")
-        error = simulated_ms / row["median_ms"] - 1
+        measured_ms, simulated_ms = beside_measured(row, "h200")
+        error = simulated_ms / measured_ms - 1
         if abs(error) > 0.1:
             size = f"{row['batch']} x {row['dim']} on {row['ranks']}, {row['package'] or 'as it is'}"
-            far.append(f"{size}: {row['median_ms']:.2f} ms, simulated {simulated_ms:.2f} ({error:+.1%})")
+            far.append(f"{size}: {measured_ms:.2f} ms, simulated {simulated_ms:.2f} ({error:+.1%})")
     assert not far, f"{len(far)} of {len(rows)} rows of {name}:\n" + "\n".join(far)
 
 
@@ -205,7 +205,8 @@ def test_overlap_hides_and_communication_costs() -> None:
 def test_what_bounds_it() -> None:
     slow = {"link_gbs": 1.0, "node_link_gbs": 1.0}
     assert infcl_gen.simulate(batch_size="64k", dim=768, devices=4, device_profile="h200").bound == "compute"
-    assert infcl_gen.simulate(batch_size=1024, dim=768, devices=64, device_profile="h200").bound == "host"
+    many = {"devices": 512, "nodes": 64, "device_profile": "h200"}
+    assert infcl_gen.simulate(batch_size="1M", dim=768, **many).bound == "host"
     flags = {"batch_size": "32k", "dim": 768, "device_profile": "h200"}
     assert infcl_gen.simulate(**flags, devices=4, cluster=links(**slow)).bound == "device link"
     across = links(**slow | {"link_gbs": 300.0})
