@@ -57,9 +57,9 @@ SMALL = {"batch_size": 4096, "dim": 64, "device_profile": "h200"}  # kernels tha
 
 
 def for_gpus(folder: Path, world: int) -> list[ModuleType]:
-    """bf16: each loss, each strategy that a ring can have, and each way that keys can travel; fp32 as split operands. Few:
-    every one takes some 20 s to compile."""
-    gather, nodes = ({}, {}) if world == 1 else ({"transport": "gather"}, {"devices": world, "nodes": 2})
+    """bf16: each loss, each strategy that a ring can have, and each way that keys can travel; fp32 as split operands.
+    Few: every one takes some 20 s to compile."""
+    gather, nodes = ({}, 1) if world == 1 else ({"transport": "gather"}, 2)
     wanted: dict[str, dict[str, Any]] = {
         "gather": {"devices": world, "set": {"strategy": "panel", **gather}},
         "nodes": {"loss": "infonce", "set": {"strategy": "fused"}, **nodes},
