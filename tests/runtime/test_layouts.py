@@ -62,7 +62,7 @@ def for_gpus(folder: Path, world: int) -> list[ModuleType]:
     gather, nodes = ({}, 1) if world == 1 else ({"transport": "gather"}, 2)
     wanted: dict[str, dict[str, Any]] = {
         "gather": {"devices": world, "set": {"strategy": "panel", **gather}},
-        "nodes": {"loss": "infonce", "set": {"strategy": "fused"}, **nodes},
+        "nodes": {"devices": world, "nodes": nodes, "loss": "infonce", "set": {"strategy": "fused"}},
         "flat": {"dtype": "fp32"},
     }
     for name, flags in wanted.items():
