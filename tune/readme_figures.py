@@ -1,6 +1,7 @@
 """Writes the README's tables of measurements, and of simulated steps, from tune/bench/*.json, each between two markers.
 
 python tune/readme_figures.py            rewrites README.md
+python tune/readme_figures.py --plot     and draws tune/bench/h200-grid.svg
 python tune/readme_figures.py --check    exits with 1 if the README does not show what the files hold
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # also where the project is not installed
 from infcl_gen.tuning.scaling import HEADER, cells  # noqa: E402
 
 MARKERS = {kind: (f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->") for kind in ("measured", "simulated")}
+GRID, LARGE, COMPARED = "h200-grid.json", 32768, (65536, 768)
 COLUMNS = (
     "| loss | B | D | dtype | strategy | ms (median ± std; queued) | product floor, ms | budget, MiB "
     "| predicted peak, MiB | measured peak, MiB | error of dq |\n|---|---|---|---|---|---|---|---|---|---|---|"
@@ -36,6 +39,11 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         return int(fresh != text)
     readme.write_text(fresh, encoding="utf-8")
+    if "--plot" in sys.argv[1:]:
+        from infcl_gen.tuning.plot import plot
+
+        grid = json.loads((ROOT / "tune" / "bench" / GRID).read_text(encoding="utf-8"))
+        plot(grid["rows"], ROOT / "tune" / "bench" / "h200-grid.svg", f"{grid['board']}, forward + backward")
     return 0
 
 
@@ -49,6 +57,8 @@ def tables() -> str:
         parts.append(
             f"\n`{path.relative_to(ROOT)}`: {results['board']}; {versions}; `{results['command']}`\n"
         )
+        if path.name == GRID:
+            parts.append(highlights(results["rows"]))
         if all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
             parts.append(accuracies(results["rows"]))
         elif any(row["impl"] != "infcl" for row in results["rows"]):
@@ -80,6 +90,53 @@ def _files() -> list[tuple[Path, dict[str, Any]]]:
             raise ValueError(f"{path.name}: its rows do not match its checksum")
         found.append((path, results))
     return found
+
+
+def highlights(rows: list[dict[str, Any]]) -> str:
+    """What the grid says in short: the fastest package at each point beside its peers, and beside its products."""
+    points: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["error"] is None:
+            points.setdefault((row["batch"], row["dim"]), []).append(row)
+
+    def ratios(field: str, chosen: Callable[[int, int], bool]) -> list[float]:
+        """Time of the fastest other to that of the fastest package."""
+        found = []
+        for point, group in points.items():
+            ours, theirs = (
+                [row[field] for row in group if (row["impl"] == "infcl") == mine] for mine in (True, False)
+            )
+            if chosen(*point):
+                found.append(min(theirs) / min(ours))
+        return found
+
+    def floors(plain: bool) -> list[float]:
+        return [
+            row["queued_floor_ms"] / row["queued_ms"]
+            for row in rows
+            if row["impl"] == "infcl" and row["batch"] >= LARGE and row["dim"] >= 512
+            and (row["strategy"] == "panel") == plain
+        ]  # fmt: skip
+
+    one = points[COMPARED]
+    ours_ms = min(row["queued_ms"] for row in one if row["impl"] == "infcl")
+    peers = sorted((row for row in one if row["impl"] != "infcl"), key=lambda row: row["queued_ms"])
+    times = ", ".join(f"{row['impl']} {row['queued_ms'] / ours_ms:.1f}" for row in peers)
+    lines = [
+        "Time of the fastest peer to that of the fastest package: from an idle device "
+        f"{_range(ratios('median_ms', lambda b, d: True))}; behind other work "
+        f"{_range(ratios('queued_ms', lambda b, d: b > 1024))}, at B = 1 024 "
+        f"{_range(ratios('queued_ms', lambda b, d: b == 1024))}; from B = {LARGE} on "
+        f"{_range(ratios('queued_ms', lambda b, d: b >= LARGE))}.",
+        f"Time of the bare products to that of the whole, D >= 512 and B >= {LARGE}, behind other work: "
+        f"{_range(floors(True))} for panel (four products), {_range(floors(False))} for stash (three).",
+        f"At B = {COMPARED[0]}, D = {COMPARED[1]}, behind other work, relative to the fastest package: {times}.",
+    ]
+    return "".join(f"\n* {line}" for line in lines) + "\n"
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
@@ -118,7 +175,8 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
 def _who(row: dict[str, Any]) -> str:
     package, ranks = row.get("package"), row.get("ranks", 1)
     who = row["impl"] if package in (None, "generated") else f"{row['impl']}, {package}"
-    return who if ranks == 1 else f"{who}, {ranks} GPUs"
+    how = f", by {row['transport']}" if row.get("transport") else ""
+    return who if ranks == 1 else f"{who}{how}, {ranks} GPUs"
 
 
 def _cell(row: dict[str, Any] | None) -> str:
