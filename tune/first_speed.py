@@ -12,7 +12,7 @@ from pathlib import Path
 
 import infcl_gen
 from infcl_gen.problem import make_problem
-from infcl_gen.tuning.bench import measure, write_results
+from infcl_gen.tuning.bench import command_line, measure, write_results
 
 PROBLEMS = [
     {"dim": 768, "memory_budget": "1GiB"},
@@ -35,7 +35,7 @@ def main() -> None:
         print({name: rows[-1].get(name) for name in shown}, flush=True)
     if any(row["error"] for row in rows):
         sys.exit(1)
-    write_results(output, rows, "python tune/first_speed.py")
+    write_results(output, rows, command_line("tune/first_speed.py", sys.argv[1:]))
 
 
 if __name__ == "__main__":

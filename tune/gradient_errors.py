@@ -20,7 +20,7 @@ import torch
 import infcl_gen
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import RESULTS, blank_row, features, point_of, write_results
+from infcl_gen.tuning.bench import RESULTS, blank_row, command_line, features, point_of, write_results
 from infcl_gen.tuning.peers import open_clip_loss
 
 SCALES = (14.3, 100.0)
@@ -40,7 +40,9 @@ def main() -> int:
             package = infcl_gen.generate(problem, Path(folder) / "package")
             for scale in SCALES:
                 rows += _rows(package, scale)
-    write_results(given.output, rows, "python tune/gradient_errors.py", None, ["open_clip_torch"])
+    write_results(
+        given.output, rows, command_line("tune/gradient_errors.py", sys.argv[1:]), None, ["open_clip_torch"]
+    )
     for row in rows:
         print(row["batch"], row["scale"], row["impl"], row["err"])
     return 0

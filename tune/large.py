@@ -22,6 +22,7 @@ from infcl_gen.tuning.bench import (
     RESULTS,
     Timer,
     Times,
+    command_line,
     empty_row,
     features,
     point_of,
@@ -55,8 +56,7 @@ def main() -> None:
             )
         shown = ("batch", "median_ms", "predicted_ms", "peak_bytes", "predicted_peak_bytes", "error")
         print({name: rows[-1][name] for name in shown}, flush=True)
-        ranks = "" if given.ranks == 1 else f" --ranks {given.ranks}"
-        write_results(given.output, rows, f"python tune/large.py{ranks}")
+        write_results(given.output, rows, command_line("tune/large.py", sys.argv[1:]))
     sys.exit(5 if any(row["error"] for row in rows) else 0)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import infcl_gen
 from infcl_gen.errors import InfeasibleError
 from infcl_gen.problem import make_problem
-from infcl_gen.tuning.bench import measure, write_results
+from infcl_gen.tuning.bench import command_line, measure, write_results
 
 PROBLEMS = [
     {"loss": "clip", "batch_size": 4096, "dim": 768},
@@ -69,7 +69,7 @@ def main() -> None:
                 f"(predicted {row['predicted_ms']:.2f}, floor {row['floor_ms']:.2f})",
                 flush=True,
             )
-    write_results(arguments.output, rows, "python tune/memory_sweep.py")
+    write_results(arguments.output, rows, command_line("tune/memory_sweep.py", sys.argv[1:]))
     for line in broken:
         print("BROKEN", line)
     sys.exit(5 if broken else 0)

@@ -17,7 +17,7 @@ from typing import Any
 import infcl_gen
 from infcl_gen.errors import ToolchainError
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import write_results
+from infcl_gen.tuning.bench import command_line, write_results
 from infcl_gen.tuning.ring_bench import PEERS, measure_ring
 
 FIGURES = ("median_ms", "std_ms", "queued_ms", "queued_std_ms", "predicted_queued_ms", "peak_bytes", "error")
@@ -57,7 +57,9 @@ def main() -> int:
         for row in rows:
             who = (row["impl"], row["transport"] or "", row["package"] or "")
             print(ranks, row["batch"], *who, *(row[name] for name in FIGURES))
-        write_results(given.output, measured, "python tune/ring_speed.py", None, PEERS.values())
+        write_results(
+            given.output, measured, command_line("tune/ring_speed.py", sys.argv[1:]), None, PEERS.values()
+        )
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import infcl_gen
 from infcl_gen.problem import Problem, make_problem, parse_count
-from infcl_gen.tuning.bench import board, versions, write_results
+from infcl_gen.tuning.bench import board, command_line, versions, write_results
 from infcl_gen.tuning.contest import Contest, Limits, table
 from infcl_gen.tuning.peers import chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
@@ -93,7 +93,9 @@ def main() -> int:
                 absent |= contest.absent
                 rows = [row for row in rows if row not in here] + fresh
                 rows.sort(key=lambda row: (row["dim"], row["batch"]))  # stable: packages stay first
-                write_results(given.output, rows, "python tune/speed_grid.py", absent, libraries)
+                write_results(
+                    given.output, rows, command_line("tune/speed_grid.py", sys.argv[1:]), absent, libraries
+                )
                 for line in table(fresh)[1]:
                     print("  ".join(cell or "-" for cell in line), flush=True)
     if given.plot is not None and rows:

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "36dada51a2f0025a30aba86087d1cd551683a8650e40a46ecdd8ef0fdb0ae756",
+    "digest": "0c1799dcca99bff2d30c138d8cb46f88e8777aa57b291fde30b867c36ecf43bc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "2d5843d9e4002219e3bb599d0fd93180fd9f661ec321448f02445550a745cf66",
+    "digest": "781a1e364a1cf7df826461b9a675f32ff3b4a03b6e8fa0998c5cddcf6e9c3718",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "9d2b4ceeeaac3479ef62e15f44a0c0a893a34f4cfc76d2a4342efb647b7626cc",
+    "digest": "d3dd832248a09d5d46c2dda42a3e6b678d6e0636f92fb895603dabe6611e8c59",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "6a7d74f299799744a7c631839be4e661925e1f61c1ca86d5797090d7a6980d66",
+    "digest": "f4979875e7100270d1686ca25309882f2d01f148eb3caf57b7f2d0a7c484d2f4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "d1ae18303014c78094952d94133563f70d3b96b2e9119f220bc3464ce0de1b32",
+    "digest": "a451d3f273d833928d74522b6e279993df5295586b81bec408d3366ce3be5873",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -164,7 +164,7 @@ SPEC: dict[str, Any] = {
         ],
         "budget_bytes": 1073741824,
         "smallest_budget_bytes": 366285312,
-        "largest_batch": 484884,
+        "largest_batch": 276970,
         "schedule": {
             "transport": "none",
             "nodes": 1,

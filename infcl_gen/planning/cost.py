@@ -287,7 +287,9 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         terms += [total_dq, travels, *(dataclasses.replace(term, phase=finish) for term in written)]
     else:
         why = "dk over all query panels, and dq of the panel in work"
-        sums = BufferTerm("accumulators", backward, (n + rows, D), "statistics", why)
+        # Under autocast dq and dk of wider features are not rounded: no sums beside them, but in the sums' dtype.
+        unrounded = m if v.replay else ceil_div(m - n, 2)
+        sums = BufferTerm("accumulators", backward, (n + Max(rows, unrounded), D), "statistics", why)
         terms += [sums, dq, dk] if v.separate else [dq, dk]
     if ring and v.strategy == "torch":
         terms.append(BufferTerm("finish_rows", finish, (2, rows, D), "statistics", "products for dscale"))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from infcl_gen.planning.cost import CostModel
     from infcl_gen.planning.planner import Plan
 
-# What messages cost: fitted to the rings of tune/bench/h200-ring.json, which hold a step from an idle device on;
+# What messages cost: fitted to tune/bench/h200-ring.json, from an idle device, and h200-ring2.json, behind other work;
 # `python tune/scaling.py --compare` shows each row beside its simulated time. The host's start and launches are the
 # cost model's.
 HOST_MESSAGE_S = 200e-6  # one batch of sends and receives, on the host
@@ -392,8 +392,8 @@ class _Step:
     def _timeline(self, last: Task, forward_s: float) -> Timeline:
         critical = dict.fromkeys(RESOURCES, 0.0)
         task: Task | None = last.cause
-        while task is not None and task.kind != "lead":
-            spent = task.end - task.start
+        while task is not None and task.end > self._lead_s:
+            spent = task.end - max(task.start, self._lead_s)
             slowed = max(0.0, spent - task.work) if task.kind == "compute" and task.slowed_by else 0.0
             critical[task.resource] += spent - slowed
             if slowed:

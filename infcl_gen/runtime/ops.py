@@ -58,8 +58,7 @@ class _Loss(torch.autograd.Function):
         gradients: int,
     ) -> Tensor:
         # With `ctx` here, and no setup_context, torch does not look up this signature at each call: 65 us of the host.
-        q, k = cast(package, q, k)
-        loss, saved = replay.forward(package, q, k, scale, bias, labels, options, gradients)
+        loss, saved = replay.forward(package, *cast(package, q, k), scale, bias, labels, options, gradients)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, scale, bias, labels, *saved)
         ctx.package, ctx.options = package, options

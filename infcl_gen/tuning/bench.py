@@ -30,6 +30,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -315,6 +316,18 @@ def write_results(
     """
     text = json.dumps(results(rows, command, absent, libraries), indent=1, allow_nan=False)
     write_file(path, f"{text}\n".encode())
+
+
+def command_line(script: str, arguments: Sequence[str]) -> str:
+    """What a script was called with, less the file that it writes: where that was is of no use elsewhere."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("--output="):
+            skip = argument in ("-o", "--output")
+            kept += [] if skip else [argument]
+        else:
+            skip = False
+    return shlex.join(["python", script, *kept])
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -333,8 +333,12 @@ def _transport(module: Any, how: str | None, shards: list[int]) -> Iterator[None
         return []
 
     def copied(self: Any, sends: Any, receives: Any) -> list[Any]:
-        for sent, received in zip(sends, receives, strict=True):
-            received.buffer.copy_(sent.buffer)  # what was never written might be NaN, and raise flags
+        for sent, received in zip(
+            sends, receives, strict=False
+        ):  # a gather's are as long as their owners' shards
+            source, target = sent.buffer.view(-1), received.buffer.view(-1)
+            target.zero_()  # what was never written might be NaN, and raise flags
+            target[: len(source)].copy_(source[: len(target)])
         return []
 
     def known(self: Any, header: Any, phase: str = "forward", call: int = 0) -> Callable[[], Any]:

@@ -86,20 +86,22 @@ BENCH = Path(__file__).resolve().parents[2] / "tune" / "bench"
 
 
 def test_predictions_are_near_the_measurements() -> None:
-    """Within 15 % behind other work. From an idle device the host counts, which differs by more from run to run."""
+    """Within 10 % behind other work. From an idle device the host counts, which differs by more from run to run."""
     count = 0
     for name in ("h200-grid.json", "h200-large.json"):
         for row in json.loads((BENCH / name).read_text())["rows"]:
             if row["impl"] != "infcl":
                 continue
+            assert row["peak_bytes"] <= row["predicted_peak_bytes"] <= row["budget_bytes"]
             flags = {"batch_size": row["batch"], "dim": row["dim"], "memory_budget": row["budget_bytes"]}
             plan = plan_flags(**flags, set={"strategy": row["strategy"]})
+            if abs(plan.predicted_peak_bytes / row["predicted_peak_bytes"] - 1) > 0.001:
+                continue  # measured when the planner took another panel
             queued_ms = row.get("queued_ms") or row["median_ms"]  # from an idle device where it takes seconds
             error = plan.predicted_queued_s * 1e3 / queued_ms - 1
-            assert abs(error) <= 0.15, (row["batch"], row["dim"], error)
-            assert row["peak_bytes"] <= row["predicted_peak_bytes"] <= row["budget_bytes"]
+            assert abs(error) <= 0.1, (row["batch"], row["dim"], error)
             count += 1
-    assert count > 70
+    assert count > 65
 
 
 def test_communication_by_hand() -> None:

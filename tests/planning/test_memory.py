@@ -56,6 +56,23 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     assert measured <= predicted <= 1.1 * measured
 
 
+@pytest.mark.parametrize("keys", [512, 3000, 16384])
+def test_unrounded_gradients_under_autocast_take_no_more_than_planned(keys: int) -> None:
+    """Beyond the casts, which are not promised; with few keys for many queries too."""
+    dim = 64
+    package = infcl_gen.load(target="cpu", loss="infonce", batch_size=3000, keys=keys, dim=dim, dtype="bf16")
+    leaves = [torch.randn(rows, dim).requires_grad_() for rows in (3000, keys)]
+    labels = torch.arange(3000) % keys
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = package.contrastive_loss(*leaves, 3.0, labels=labels)
+        loss.backward()
+
+    casts = 2 * dim * (3000 + keys)
+    assert measured_peak_bytes(step) <= package.SPEC["predicted"]["peak_bytes"] + casts
+
+
 @pytest.mark.parametrize(
     ("rows", "flags"),
     [

@@ -198,7 +198,9 @@ def test_overlap_hides_and_communication_costs() -> None:
         assert alone.step_s < step.step_s <= waited.step_s
         assert step.alone_s == alone.step_s and alone.efficiency == 1.0
         assert step.efficiency == pytest.approx(alone.step_s / step.step_s)
-        for one in (alone, step, waited):
+        behind = execute(plan, model, lead_s=1e-4)  # the host soon is not ahead any more
+        assert behind.step_s < step.step_s
+        for one in (alone, step, waited, behind):
             assert sum(one.critical_s.values()) == pytest.approx(one.step_s)
 
 

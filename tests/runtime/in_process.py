@@ -252,6 +252,9 @@ class Ring:
         if device.type != "cpu":
             raise ValueError(f"the in-process transport cannot carry {device.type} tensors")
 
+    def connect(self, device: torch.device) -> None:
+        """GPUs only."""
+
     @property
     def trips(self) -> int:
         return self.group.trips[self.rank]

@@ -194,6 +194,22 @@ def test_gradients_of_wider_features_are_not_rounded_under_autocast(
     assert relative(dq, truth[0]) < 1e-3 < relative(dk, truth[1])
 
 
+def test_wider_features_have_one_derivative_and_are_watched(packages: Packages) -> None:
+    package = packages("clip", dtype="bf16")
+    q, k = features(30, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = package.contrastive_loss(q, k, 3.0)
+    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        torch.autograd.grad(dq.norm(), q)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = package.contrastive_loss(q, k, 3.0)
+    with torch.no_grad():
+        q.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_labels(packages: Packages) -> None:
     package = packages("infonce")
     q, _ = features(20)

@@ -60,9 +60,10 @@ def for_gpus(folder: Path, world: int) -> list[ModuleType]:
     """bf16: each loss, each strategy that a ring can have, and each way that keys can travel; fp32 as split operands.
     Few: every one takes some 20 s to compile."""
     gather, nodes = ({}, 1) if world == 1 else ({"transport": "gather"}, 2)
+    panels = {"strategy": "panel", "panel_rows": "256", "panel_keys": "256"}  # several at a hop
     wanted: dict[str, dict[str, Any]] = {
-        "gather": {"devices": world, "set": {"strategy": "panel", **gather}},
-        "nodes": {"devices": world, "nodes": nodes, "loss": "infonce", "set": {"strategy": "fused"}},
+        "gather": {"devices": world, "loss": "infonce", "set": {**panels, **gather}},
+        "nodes": {"devices": world, "nodes": nodes, "set": {"strategy": "fused"}},
         "flat": {"dtype": "fp32"},
     }
     for name, flags in wanted.items():

@@ -22,7 +22,7 @@ from infcl_gen import cli
 from infcl_gen.emission import read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.tuning import bench, peers
-from infcl_gen.tuning.bench import measure_package, measure_point, point_of, write_results
+from infcl_gen.tuning.bench import command_line, measure_package, measure_point, point_of, write_results
 from infcl_gen.tuning.contest import Contest, Limits, generated, run, table
 from infcl_gen.tuning.peers import PEERS, Inputs, LossFunction, Peer, chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
@@ -497,6 +497,11 @@ def script(name: str) -> Any:
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+def test_the_command_of_a_file_is_what_was_asked_for() -> None:
+    given = ["--ranks", "2", "-o", "out.json", "--output=x", "--dims", "1 2"]
+    assert command_line("tune/x.py", given) == "python tune/x.py --ranks 2 --dims '1 2'"
 
 
 def test_comparisons_as_tables_of_the_readme() -> None:

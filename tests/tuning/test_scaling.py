@@ -122,7 +122,7 @@ def test_the_committed_rows_are_what_is_simulated_today(tmp_path: Path) -> None:
     assert {row["batch"] for row in result["rows"]} == {1 << 20, 32 << 20}
     for row in result["rows"]:
         if row["devices"] in (8, 64, 512):
-            flags = {"dim": row["dim"], "device_profile": "h200"}
+            flags = {"dim": row["dim"], "device_profile": "h200", "memory_budget": "64GiB"}
             assert simulated(clusters(flags, [row["devices"]], [row["batch"]])[0]) == row, (
                 "run tune/scaling.py"
             )

@@ -511,6 +511,7 @@ def _header(
         "ranks compared": options.check_ranks != "never",
         "labels given": labels is not None,
         "gradients wanted": gradients,
+        "differentiated": gradients != 0,
         "grad_sync": str(options.grad_sync),
         "reduction": str(options.reduction),
         "rows": features.shape[0] if features.dim() else 0,
