@@ -190,7 +190,9 @@ def verify(directory: str, **flags: Any) -> None:
 
 @main.command()
 @_directory
-@click.option("--minutes", metavar="N", help="Time to spend [20].")
+@click.option(
+    "--minutes", metavar="N", help="Time to spend [20]; one family of kernels is finished in any case."
+)
 @click.option("--records", metavar="DIR", help="Folder of the record [the user's data folder].")
 @_common_flags
 def tune(directory: str, **flags: Any) -> None:

@@ -1,6 +1,7 @@
 """Clusters of 8 to 4096 H200s, simulated; nothing here is measured.
 
 python tune/scaling.py [-o tune/bench/h200-scaling.json]     the rows of the README's table of simulated steps
+python tune/scaling.py --plot tune/bench/h200-scaling.svg    and a picture of them
 python tune/scaling.py --compare                             measured rows of tune/bench beside their simulated times
 
 The constants that `--compare` is for are at the top of infcl_gen/planning/timeline.py.
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 
 from infcl_gen.tuning.bench import write_file
+from infcl_gen.tuning.plot import check_plot, plot_scaling
 from infcl_gen.tuning.scaling import HEADER, beside_measured, cells, clusters, results, simulated
 
 BENCH = Path(__file__).resolve().parent / "bench"
@@ -26,8 +28,11 @@ COMMAND = "infcl-gen scale --dim 768 --device-profile h200 --memory-budget 64GiB
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, default=BENCH / "h200-scaling.json")
+    parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()
+    if given.plot is not None:
+        check_plot(given.plot)
     if given.compare:
         return compare()
     rows = [simulated(problem) for problem in clusters(FLAGS, None, BATCHES)]
@@ -35,6 +40,8 @@ def main() -> int:
         print("  ".join(f"{cell:14}" for cell in line).rstrip())
     text = json.dumps(results(rows, COMMAND, "h200"), indent=1, allow_nan=False)
     write_file(given.output, f"{text}\n".encode())
+    if given.plot is not None:
+        plot_scaling(rows, given.plot, f"simulated, not measured: h200; {COMMAND}")
     return 0
 
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "0c1799dcca99bff2d30c138d8cb46f88e8777aa57b291fde30b867c36ecf43bc",
+    "digest": "8af594fd8ba73f6e25b82433ac9400aa23a9216a605d5a5b7045a7bb1885e2b5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "781a1e364a1cf7df826461b9a675f32ff3b4a03b6e8fa0998c5cddcf6e9c3718",
+    "digest": "61fb19e51e53d3c480afd7dc16ad4b7a2cbf5e8cca922a662cc809a897e92c87",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d3dd832248a09d5d46c2dda42a3e6b678d6e0636f92fb895603dabe6611e8c59",
+    "digest": "8aaa75c4acee7013e28d1be884cb181f6ba37a81d7f2490d8db0215fb366fb1e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "f4979875e7100270d1686ca25309882f2d01f148eb3caf57b7f2d0a7c484d2f4",
+    "digest": "acb3e18dd4dd19a083ec74e9df7a004a121ce810915ee654570134ecf849ee19",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "a451d3f273d833928d74522b6e279993df5295586b81bec408d3366ce3be5873",
+    "digest": "da872aca9cbb185be1704fcc9ac4ba2511c98625f6061a76c43f951ea97753b2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -63,6 +63,9 @@ _WORKER = "infcl_gen.tuning.worker"
 _LOG = logging.getLogger("infcl_gen")
 
 
+COMPILE_SHARE = 0.3  # of a family's time; to load, check and time the best few takes the rest
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """How much is tried, and how long each step of one candidate may take."""
@@ -379,7 +382,8 @@ class _Family:
             self._judge_legality()
             self._rank(self.limits.compiled)
             if self.device == "cuda":
-                self._compile()
+                now = time.monotonic()
+                self._compile(now + COMPILE_SHARE * (deadline - now))
             self._rank(self.limits.timed)
             self._gate()
             self._time(deadline)
@@ -452,8 +456,9 @@ class _Family:
             if self.plant is not None:
                 self.plant(entry.settings, entry.folder)
 
-    def _compile(self) -> None:
-        """Ahead of time, each in a process of its own; the best so far runs as it is."""
+    def _compile(self, until: float) -> None:
+        """Ahead of time, each in a process of its own, as many at once as there are jobs; the best so far runs as it
+        is. What has not begun by then is left out."""
         from infcl_gen.verification.aot import SHARED_BYTES
 
         arch, strategy = self.case.cluster.profile.arch, self.case.default.strategy
@@ -467,6 +472,10 @@ class _Family:
             return
         todo = self._racing()[1:]
         for start in range(0, len(todo), self.limits.jobs):
+            if start and time.monotonic() > until:
+                for entry in todo[start:]:
+                    entry.drop("not timed", "the time was up before it was compiled")
+                return
             part = todo[start : start + self.limits.jobs]
             for entry in part:
                 self._write(entry)

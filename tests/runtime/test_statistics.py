@@ -9,14 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 
-from infcl_gen.runtime.statistics import LN2, empty, log, merge, merge_parts, view
+from infcl_gen.runtime.statistics import LN2, Statistics, clear, log, merge, merge_parts, view
 
 EXPONENTS = st.floats(-1e6, 1e6) | st.floats(-3.0, 3.0)
 
 
+def empty(rows: int, dtype: torch.dtype) -> Statistics:
+    """Of rows that have seen no key yet."""
+    return clear(torch.empty((2, rows), dtype=dtype))
+
+
 @given(st.lists(EXPONENTS, min_size=1, max_size=12), st.sampled_from([torch.float32, torch.float64]))
 def test_merging_is_logsumexp_over_any_range(terms: list[float], dtype: torch.dtype) -> None:
-    statistics = empty(1, torch.device("cpu"), dtype)
+    statistics = empty(1, dtype)
     for term in terms:
         exponent = torch.tensor([term], dtype=dtype).floor()
         merge(statistics, exponent, torch.exp2(torch.tensor([term], dtype=dtype) - exponent))
@@ -28,8 +33,8 @@ def test_merging_is_logsumexp_over_any_range(terms: list[float], dtype: torch.dt
 
 def test_nothing_is_neutral_and_nan_stays() -> None:
     nothing, other = (
-        empty(3, torch.device("cpu"), torch.float32),
-        empty(3, torch.device("cpu"), torch.float32),
+        empty(3, torch.float32),
+        empty(3, torch.float32),
     )
     merge(nothing, other.exponent, other.mantissa)
     assert (nothing.mantissa == 0).all()
@@ -44,7 +49,7 @@ def test_nothing_is_neutral_and_nan_stays() -> None:
 )
 def test_parts_at_once_are_parts_one_by_one(parts: list[list[float | None]], dtype: torch.dtype) -> None:
     """None: a sum over nothing, whose exponent means nothing."""
-    one_by_one, at_once = (empty(3, torch.device("cpu"), dtype) for _ in range(2))
+    one_by_one, at_once = (empty(3, dtype) for _ in range(2))
     exponents = torch.tensor([[1e6 if x is None else math.floor(x) for x in part] for part in parts]).to(
         dtype
     )

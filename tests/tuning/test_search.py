@@ -1,6 +1,7 @@
 """Tuning runs on the CPU: end to end, with candidates that misbehave, interrupted, and two at once."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,10 +151,24 @@ def test_candidates_are_compiled_before_they_are_run(tmp_path: Path) -> None:
     run.entries = [search._Entry(settings, tmp_path / f"c{index}") for index, settings in enumerate(wanted)]
     run._judge_legality()
     assert not any(entry.status for entry in run.entries)
-    run._compile()
+    run._compile(math.inf)
     assert [entry.status for entry in run.entries[:2]] == ["", ""]
     for entry in run.entries[2:]:
         assert entry.status in ("spills", "does not compile") and entry.detail
+
+
+def test_compiling_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being compiled is finished; nothing more is begun. The best so far needs no compiling."""
+    package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
+    case = search._case(read_package(package).spec)
+    wanted = [(), *((("gradient.stages", str(stages)),) for stages in (2, 3, 4))]
+    run = search._Family(case, "gradient", (), Limits(jobs=2), tmp_path, None, None)
+    run.entries = [search._Entry(settings, tmp_path / f"c{index}") for index, settings in enumerate(wanted)]
+    monkeypatch.setattr(search, "Process", lambda *_: SimpleNamespace(kill=lambda: None))
+    monkeypatch.setattr(run, "_answers", lambda part, *_: [(entry, {"resources": []}) for entry in part])
+    run._compile(-math.inf)
+    assert [entry.status for entry in run.entries] == ["", "", "", "not timed"]
+    assert "the time was up" in run.entries[3].detail
 
 
 def test_the_command_line_reports_the_outcome(

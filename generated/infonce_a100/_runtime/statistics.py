@@ -26,11 +26,6 @@ class Statistics(NamedTuple):
     mantissa: Tensor
 
 
-def empty(rows: int, device: torch.device, dtype: torch.dtype) -> Statistics:
-    """Statistics of `rows` rows that have seen no key yet, backed by one (2, rows) allocation."""
-    return clear(torch.empty((2, rows), device=device, dtype=dtype))
-
-
 def clear(pair: Tensor) -> Statistics:
     """Turns `pair` (at least two rows of numbers) into empty statistics that share its memory."""
     pair.zero_()
