@@ -1,7 +1,7 @@
 """Rings of GPUs of one host: time with and without communication, and against peers that run on several devices.
 
 python tune/ring_speed.py [--ranks 4,2] [--rows 16k,64k] [--dim 768] [--transports ring,gather]
-    [--peers-up-to 64k] [-o tune/bench/h200-ring.json]
+    [--memory-budget 680MB] [--peers-up-to 64k] [-o tune/bench/h200-ring.json]
 
 `--rows` are those of each GPU; peers are measured up to the global batch of `--peers-up-to`.
 """
@@ -30,22 +30,23 @@ def main() -> int:
     parser.add_argument("--rows", default="16k,64k")
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--transports", default="ring,gather", help="how keys travel: ring, gather")
+    parser.add_argument("--memory-budget", help="of one more package, for the first of --rows")
     parser.add_argument("--peers-up-to", type=parse_count, default="64k")
     parser.add_argument("--repeats", type=int, default=12)
     given = parser.parse_args()
     measured: list[dict[str, Any]] = []
     for ranks in map(parse_count, given.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            packages = [
-                infcl_gen.generate(
-                    make_problem(
-                        batch_size=ranks * own, dim=given.dim, devices=ranks, set={"transport": way}
-                    ),
-                    Path(folder) / f"{way}_{own}",
-                )
-                for own in map(parse_count, given.rows.split(","))
-                for way in given.transports.split(",")
-            ]
+            rows_of_each = [parse_count(own) for own in given.rows.split(",")]
+            wanted = [(own, way, None) for own in rows_of_each for way in given.transports.split(",")]
+            if given.memory_budget:
+                wanted.append((rows_of_each[0], "ring", given.memory_budget))
+            packages = []
+            for own, way, budget in wanted:
+                flags = {"devices": ranks, "memory_budget": budget, "set": {"transport": way}}
+                problem = make_problem(batch_size=ranks * own, dim=given.dim, **flags)
+                name = f"{way}_{own}" + "_budget" * (budget is not None)
+                packages.append(infcl_gen.generate(problem, Path(folder) / name))
             try:
                 rows = measure_ring(
                     packages, ranks, tuple(PEERS), rounds=given.repeats, peers_up_to=given.peers_up_to

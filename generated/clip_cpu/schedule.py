@@ -44,6 +44,7 @@ def forward_block(
     queries: Statistics,
     keys: Statistics | None,
     positive: Tensor,
+    fresh: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
 ) -> None:
@@ -52,8 +53,11 @@ def forward_block(
     q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
     positives: the global index of the positive of row 0; row i has the i-th after it.
     queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
-    `stash` is for other strategies. arrive(): called before `keys` is touched, which may be on its way until then.
+    fresh: neither was ever written. `stash` is for other strategies. arrive(): called before `keys` is touched, which may be on its way until then.
     """
+    if fresh:
+        queries.mantissa.zero_()
+        keys.mantissa.zero_()
     scratch = Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
     for i in range(0, len(q), FORWARD_ROWS):
         rows = slice(i, i + FORWARD_ROWS)

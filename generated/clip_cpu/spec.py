@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "8af594fd8ba73f6e25b82433ac9400aa23a9216a605d5a5b7045a7bb1885e2b5",
+    "digest": "6c2ce38afac65fd812d3e97d22d90155d39d742944743be11678473c4993b215",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -199,12 +199,13 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
 
 
 @triton.jit
-def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride):
-    """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it."""
+def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride, written):
+    """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it.
+    written: rows that hold statistics already, all or none."""
     r = block * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    e = tl.load(exponent + r, mask=r < rows, other=0.0)
-    s = tl.load(mantissa + r, mask=r < rows, other=1.0)
-    e = tl.where(s == 0.0, float("-inf"), e)  # nothing so far
+    e = tl.load(exponent + r, mask=r < written, other=0.0)
+    s = tl.load(mantissa + r, mask=r < written, other=0.0)
+    e = tl.where((s == 0.0) & (r < rows), float("-inf"), e)  # nothing so far
     for first in range(0, parts, MERGE_PARTS):
         part = first + tl.arange(0, MERGE_PARTS)
         place = part[:, None] * part_stride + r[None, :]  # a panel of partial sums is far below 2^31 elements
@@ -220,15 +221,15 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
 
 
 @triton.jit
-def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
-          key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride):
+def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride, queries_written,
+          key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride, keys_written):
     """The partial sums of one panel into the statistics of its queries and of its keys."""
     program = tl.program_id(0)
     row_programs = tl.cdiv(queries, MERGE_ROWS)
     if program < row_programs:
-        merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride)
+        merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride, queries_written)
     else:
-        merge_rows(program - row_programs, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride)
+        merge_rows(program - row_programs, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride, keys_written)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "61fb19e51e53d3c480afd7dc16ad4b7a2cbf5e8cca922a662cc809a897e92c87",
+    "digest": "711053c2482fb87faedeab3c61fe2330eb9288d2276e2e78ec0dfc539ca9ad47",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -75,7 +75,7 @@ SPEC: dict[str, Any] = {
         "forward": {"warps": 4, "stages": 3},
         "forward_wide": {"warps": 8, "stages": 2},
         "merge": {"warps": 4, "stages": 1},
-        "positives": {"warps": 4, "stages": 2},
+        "positives": {"warps": 4, "stages": 4},
         "loss_terms": {"warps": 16, "stages": 1},
         "total_loss": {"warps": 4, "stages": 1},
         "ratios": {"warps": 4, "stages": 1},
@@ -107,7 +107,7 @@ SPEC: dict[str, Any] = {
         "blocks": {
             "forward": {"rows": 128, "keys": 128, "depth": 64, "warps": 4, "stages": 3},
             "fused": {"rows": 64, "keys": 128, "depth": 128, "warps": 4, "stages": 2},
-            "positive": {"rows": 64, "keys": 64, "depth": 64, "warps": 4, "stages": 2},
+            "positive": {"rows": 64, "keys": 64, "depth": 64, "warps": 4, "stages": 4},
             "finish": {"rows": 32, "keys": 16, "depth": 128, "warps": 4, "stages": 1},
         },
         "buffers": [
@@ -155,8 +155,8 @@ SPEC: dict[str, Any] = {
             {"level": 4, "decision": "forward: 4 warps, 3 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 3, "decision": "fused block 64 x 128 x 128", "why": "81920 of 232448 bytes of shared memory"},
             {"level": 4, "decision": "fused: 4 warps, 2 stages", "why": "keeps to a register budget of 255 per thread"},
-            {"level": 3, "decision": "positive block 64 x 64 x 64", "why": "32768 of 232448 bytes of shared memory"},
-            {"level": 4, "decision": "positive: 4 warps, 2 stages", "why": "keeps to a register budget of 255 per thread"},
+            {"level": 3, "decision": "positive block 64 x 64 x 64", "why": "65536 of 232448 bytes of shared memory"},
+            {"level": 4, "decision": "positive: 4 warps, 4 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 3, "decision": "finish block 32 x 16 x 128", "why": "0 of 232448 bytes of shared memory"},
             {"level": 4, "decision": "finish: 4 warps, 1 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 4, "decision": "tensor descriptors on", "why": "rows are multiples of 16 bytes"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8aaa75c4acee7013e28d1be884cb181f6ba37a81d7f2490d8db0215fb366fb1e",
+    "digest": "96f2086673ad214172b2aabe03a8ba69338510ca3c6e3ca7878d8102dff9cc6f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -75,7 +75,7 @@ SPEC: dict[str, Any] = {
         "forward": {"warps": 8, "stages": 4},
         "forward_wide": {"warps": 8, "stages": 2},
         "merge": {"warps": 4, "stages": 1},
-        "positives": {"warps": 4, "stages": 2},
+        "positives": {"warps": 4, "stages": 4},
         "loss_terms": {"warps": 16, "stages": 1},
         "total_loss": {"warps": 4, "stages": 1},
         "gradient": {"warps": 4, "stages": 3},
@@ -107,7 +107,7 @@ SPEC: dict[str, Any] = {
             "forward": {"rows": 256, "keys": 128, "depth": 64, "warps": 8, "stages": 4},
             "gradient": {"rows": 128, "keys": 128, "depth": 64, "warps": 4, "stages": 3},
             "product": {"rows": 128, "keys": 128, "depth": 64, "warps": 8, "stages": 3},
-            "positive": {"rows": 64, "keys": 64, "depth": 64, "warps": 4, "stages": 2},
+            "positive": {"rows": 64, "keys": 64, "depth": 64, "warps": 4, "stages": 4},
             "finish": {"rows": 32, "keys": 16, "depth": 128, "warps": 4, "stages": 1},
         },
         "buffers": [
@@ -160,8 +160,8 @@ SPEC: dict[str, Any] = {
             {"level": 4, "decision": "gradient: 4 warps, 3 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 3, "decision": "product block 128 x 128 x 64", "why": "98304 of 232448 bytes of shared memory"},
             {"level": 4, "decision": "product: 8 warps, 3 stages", "why": "keeps to a register budget of 255 per thread"},
-            {"level": 3, "decision": "positive block 64 x 64 x 64", "why": "32768 of 232448 bytes of shared memory"},
-            {"level": 4, "decision": "positive: 4 warps, 2 stages", "why": "keeps to a register budget of 255 per thread"},
+            {"level": 3, "decision": "positive block 64 x 64 x 64", "why": "65536 of 232448 bytes of shared memory"},
+            {"level": 4, "decision": "positive: 4 warps, 4 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 3, "decision": "finish block 32 x 16 x 128", "why": "0 of 232448 bytes of shared memory"},
             {"level": 4, "decision": "finish: 4 warps, 1 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 4, "decision": "tensor descriptors on", "why": "rows are multiples of 16 bytes"},

@@ -36,12 +36,12 @@ def stash_shape(m, n):
     return None
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, stash=None, arrive=None):
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh=False, stash=None, arrive=None):
     """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
-    arrive(): called before `keys` is touched, which may be on its way until then.
+    fresh: neither was ever written.  arrive(): called before `keys` is touched, which may be on its way until then.
     """
     m, n = q.shape[0], k.shape[0]
     rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
@@ -62,7 +62,7 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
             strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, reference, flags)
             if arrive:
                 arrive()
-            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, key_parts, visiting)
+            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh and key0 == 0, key_parts, visiting, fresh and row0 == 0)
             first = positives + row0 - first_key - key0  # the positive of the panel's first row, as a row of its keys
             if first < k_panel.shape[0] and first + q_panel.shape[0] > 0:
                 _positives(q_panel, k_panel, positives + row0, first_key + key0, strip, row_parts, key_parts, positive[:, rows])
@@ -152,13 +152,13 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     return strip
 
 
-def _merge(m, n, strip, row_parts, queries, key_parts, keys):
+def _merge(m, n, strip, row_parts, queries, fresh_queries, key_parts, keys, fresh_keys):
     """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
     programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
     launch(
         kernels.merge, (programs,),
-        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1),
-        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts.stride(1),
+        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1), 0 if fresh_queries else m,
+        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts.stride(1), 0 if fresh_keys else n,
         num_warps=4)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "acb3e18dd4dd19a083ec74e9df7a004a121ce810915ee654570134ecf849ee19",
+    "digest": "751b9ef5368d6e063916fb68bc7ca218ed9681646b62fdf62e2c81d5bc485522",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

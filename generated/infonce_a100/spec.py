@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "da872aca9cbb185be1704fcc9ac4ba2511c98625f6061a76c43f951ea97753b2",
+    "digest": "730732e14718dfea72b660bbc9e8be5c7ce915776a76204ce494a54125038b48",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -64,6 +64,7 @@ KERNEL_FAMILIES: dict[str, dict[str, str | int]] = {
     "product": {"product": "product"},
     "finish": {"finish": "finish", "scalars": 4},
     "split": {"split": "finish"},
+    "replay": {"copy_inputs": "finish"},
 }
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -179,7 +180,8 @@ def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
 
 
 def _kernel_templates(plan: Plan) -> tuple[str, ...]:
-    return (*KERNEL_TEMPLATES.get(plan.strategy, ()), *(["split"] if plan.split else []))
+    chosen = [name for name, wanted in (("split", plan.split), ("replay", plan.replay)) if wanted]
+    return (*KERNEL_TEMPLATES.get(plan.strategy, ()), *chosen)
 
 
 def _wide_warps(block: Block, family: str) -> int:

@@ -300,7 +300,13 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), "statistics", why),
             v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), "statistics", why),
             v.labels and BufferTerm("recorded_labels", both, (m,), "int64", why),
-            BufferTerm("recorded_gradients", backward, (m + n, D), "features", "what the graphs write"),
+            BufferTerm(
+                "unrounded_gradients",
+                backward,
+                (m + n, D),
+                "features",
+                "of wider features under autocast: in fp32",
+            ),
         ]
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "statistics", "partial sums of dscale"))
     return tuple(term for term in terms if term)
@@ -416,7 +422,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
         launches = 2 * W * sweeps * ceil_div(n, C)
         terms.append(TimeTerm("split", bytes=W * D * read_written * (2 * m + n * sweeps), launches=launches))
     if v.replay:
-        terms.append(TimeTerm("copies", bytes=4 * (m + n) * D * e, launches=8))
+        terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))
     return tuple(term for term in terms if term)
 
 

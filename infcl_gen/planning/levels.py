@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FUSED_DIM_LIMIT = 256  # fused keeps the whole padded embedding in one block dimension
 DEEP = 768  # from here on one program with a large tile beats two with small ones, whose epilogues hide each other
 MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
+SMALL_TILE = 64  # rows and keys of the smallest tile that a small batch is given: a warp group's on Hopper
+LARGE = 1 << 31  # rows or keys that fill any board
 REGISTERS = 65536  # of a multiprocessor, on every board
 LANES_OF_8 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
@@ -78,9 +80,17 @@ def inner_dim(kernel: str, dim: int, split: bool) -> int:
 
 
 def default_blocks(
-    strategy: str, profile: DeviceProfile, dtype: str, dim: int, descriptors: bool, split: bool = False
+    strategy: str,
+    profile: DeviceProfile,
+    dtype: str,
+    dim: int,
+    descriptors: bool,
+    split: bool = False,
+    rows: int = LARGE,
+    keys: int = LARGE,
 ) -> dict[str, Block]:
-    """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs.
+    """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs,
+    or where `rows` queries x `keys` keys have fewer tiles than the board has multiprocessors.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
@@ -101,7 +111,8 @@ def default_blocks(
         else:
             inner = inner_dim(kernel, dim, split)
             deep = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
-            base = dataclasses.replace(deep, depth=min(deep.depth, padded_dim(inner)))
+            base = _spread(kernel, deep, profile, rows, keys)
+            base = dataclasses.replace(base, depth=min(base.depth, padded_dim(inner)))
         blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors, split)
     return blocks
 
@@ -220,6 +231,25 @@ def violations(
     return tuple(found)
 
 
+def _spread(kernel: str, block: Block, profile: DeviceProfile, rows: int, keys: int) -> Block:
+    """The block, smaller where a small batch would leave multiprocessors idle: for the 132 of an H200, 1 024 x 1 024
+    have 32 tiles of 256 x 128, and 128 of 64 x 128."""
+    if kernel == "finish":  # of one side at a time
+        if -(-rows // block.rows) < profile.multiprocessors:
+            block = dataclasses.replace(block, rows=16, depth=2 * block.depth)
+        return block
+    if kernel not in ("forward", "gradient"):
+        return block
+    while -(-rows // block.rows) * -(-keys // block.keys) < profile.multiprocessors:
+        if block.rows > SMALL_TILE:
+            block = dataclasses.replace(block, rows=block.rows // 2, warps=min(block.warps, 4))
+        elif block.keys > SMALL_TILE:
+            block = dataclasses.replace(block, keys=block.keys // 2)
+        else:
+            break
+    return block
+
+
 def _shrink(
     kernel: str,
     block: Block,
@@ -273,7 +303,7 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "product": Block(128, 128, 64, 8, 3),
         "fused128": Block(64, 128, 128, 4, 2),
         "fused256": Block(64, 64, 256, 4, 2),
-        "positive": Block(64, 64, 64, 4, 2),
+        "positive": Block(64, 64, 64, 4, 4),
     },
     ("hopper", 4): {
         "forward": Block(128, 64, 32, 8, 3),

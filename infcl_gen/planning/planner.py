@@ -402,7 +402,8 @@ def _recordable(name: str, cluster: Cluster) -> bool:
 def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> _Option:
     split = _split_operands(name, problem, cluster)
     descriptors = _descriptors(problem, cluster, split) if name != "torch" else False
-    blocks = default_blocks(name, cluster.profile, problem.dtype, problem.dim, descriptors, split)
+    rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
+    blocks = default_blocks(name, cluster.profile, problem.dtype, problem.dim, descriptors, split, rows, keys)
     for key, word in problem.settings:
         kernel, dot, field = key.partition(".")
         if dot:

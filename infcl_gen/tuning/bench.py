@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ TIMEOUT_S = 600.0
 FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is in memory, not in a cache
 CPU_FLUSH_BYTES = 64 << 20
 SEED = 0
-LONGEST_LEAD_MS = 20.0
+LONGEST_LEAD_MS = 40.0
 LEAST_ROUNDS = 3
 WRONG = 0.25  # of the norm of loss, dq or dk: what roundings in bf16 never reach, and a wrong factor does
 RESULTS = ("loss", "dq", "dk", "dscale")
@@ -255,7 +255,13 @@ class Timer:
     def times(self, run: Callable[[], object]) -> Times:
         """Of two runs on a GPU, of one on the CPU."""
         idle_ms, host_ms = self.idle_ms(run)
-        return Times(idle_ms, self.queued_ms(run, host_ms) if self._gpu else None)
+        if not self._gpu:
+            return Times(idle_ms, None)
+        for lead_ms in leads_ms(host_ms):
+            queued_ms, late = self.queued_ms(run, lead_ms)
+            if not late:
+                break
+        return Times(idle_ms, queued_ms)
 
     def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
         """Milliseconds of a run that begins on an idle device, and what it took the host to start everything."""
@@ -276,23 +282,37 @@ class Timer:
         torch.cuda.synchronize()
         return self._between(watched), host_ms
 
-    def queued_ms(self, run: Callable[[], object], host_ms: float) -> float:
-        """Milliseconds of a run behind so much work, which flushes the cache, that its host, which took `host_ms`, is
-        ready before the device is."""
-        lead_ms = min(1.5 * host_ms + 0.5, LONGEST_LEAD_MS)
+    def queued_ms(self, run: Callable[[], object], lead_ms: float) -> tuple[float, bool]:
+        """Milliseconds of a run behind `lead_ms` of other work, which flushes the cache, and whether the host was late:
+        that work was over before the host had started everything."""
         for _ in range(math.ceil(lead_ms / self._flush_ms)):
             self._flush.zero_()
-        return self._between(run)
+        return self._watched(run)
 
     def _between(self, run: Callable[[], object]) -> float:
+        return self._watched(run)[0]
+
+    def _watched(self, run: Callable[[], object]) -> tuple[float, bool]:
+        """Milliseconds between two events around the run, and whether the first was over when the host was ready."""
         import torch
 
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
+        late = start.query()
         end.synchronize()
-        return float(start.elapsed_time(end))
+        return float(start.elapsed_time(end)), bool(late)
+
+
+def leads_ms(host_ms: float) -> Iterator[float]:
+    """How much other work a run is put behind whose host took `host_ms`: enough, or, where the host is late all the
+    same (a busy device may slow it), twice as much, up to LONGEST_LEAD_MS."""
+    lead_ms = min(1.5 * host_ms + 0.5, LONGEST_LEAD_MS)
+    yield lead_ms
+    while lead_ms < LONGEST_LEAD_MS:
+        lead_ms = min(2 * lead_ms, LONGEST_LEAD_MS)
+        yield lead_ms
 
 
 def times_ms(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:

@@ -31,7 +31,7 @@ from typing import Any
 
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.tuning.bench import Timer, Times, blank_row, features, time_figures
+from infcl_gen.tuning.bench import Timer, Times, blank_row, features, leads_ms, time_figures
 from infcl_gen.tuning.peers import open_clip_loss
 from infcl_gen.tuning.process import one_line
 from infcl_gen.verification.memory import PeakMeter
@@ -296,8 +296,11 @@ def _times(timer: Timer, step: Callable[[], None], device: str) -> Times:
     idle_ms, host_ms = _largest(timer.idle_ms(step), device)
     if device == "cpu":
         return Times(idle_ms, None)
-    _meet(device)
-    (queued_ms,) = _largest([timer.queued_ms(step, host_ms)], device)
+    for lead_ms in leads_ms(host_ms):
+        _meet(device)
+        queued_ms, late = _largest(timer.queued_ms(step, lead_ms), device)
+        if not late:
+            break
     return Times(idle_ms, queued_ms)
 
 

@@ -283,6 +283,8 @@ def _default_block(case: Case, family: str) -> Block:
         case.problem.dim,
         default.descriptors,
         default.split,
+        default.rows_per_rank,
+        default.keys_per_rank,
     )
     return blocks[family]
 

@@ -233,7 +233,10 @@ def test_small_batches_are_recorded_where_the_budget_allows() -> None:
     assert not off.replay and off.predicted_time_s > small.predicted_time_s
     assert not plan_flags(batch_size=1024, memory_budget=small.smallest_budget_bytes).replay
     assert {term.name for term in small.buffers} - {term.name for term in off.buffers} == {
-        f"recorded_{name}" for name in ("features", "query_statistics", "key_statistics", "gradients")
+        "recorded_features",
+        "recorded_query_statistics",
+        "recorded_key_statistics",
+        "unrounded_gradients",
     }
     assert plan_flags(batch_size=64, set={"replay": "on", "products": "library"}).replay
     for flags in (

@@ -72,6 +72,7 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.logs = tempfile.TemporaryDirectory(prefix="infcl-gen-pool-")
         folders = [folder] if isinstance(folder, Path) else folder
+        self.lost = False  # a process has ended, though it may still be seen alive for a moment
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world):
@@ -114,6 +115,7 @@ class Pool:
         try:
             return self.pipes[rank].recv()
         except EOFError:
+            self.lost = True
             return ("dead", "")
 
     def log(self, rank: int) -> str:

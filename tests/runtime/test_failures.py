@@ -59,7 +59,7 @@ class Pools:
         need(backend, world)
         key = (backend, world if backend.startswith("nccl") else 4)
         pool = self._pools.get(key)
-        if pool is None or not all(process.is_alive() for process in pool.processes):
+        if pool is None or pool.lost or not all(process.is_alive() for process in pool.processes):
             self.drop(*key)
             pool = self._pools[key] = Pool(key[1], self._folder, backend=backend)
         return pool
@@ -339,7 +339,7 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
     if failure.act != "raise" and backend == "nccl" and failure.place == "backward":
         assert last == ("dead", "")  # like the others: its transfers have no one to go to
         return
-    assert last[0] == "ok", (last, pool.log(victim))
+    assert last[0] == "ok", f"{last}\n{pool.log(victim)}"
     error, text, _, found = last[1]
     if healthy and not error:  # what it waited for had been sent before the others gave up
         assert_equal(found, healthy[victim][3])
@@ -358,19 +358,22 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
 def test_an_exception_in_the_last_hop_leaves_errors_or_right_results(
     pools: Pools, names: dict[str, str], backend: str
 ) -> None:
-    """Ranks that need nothing more from the one that fails have their results; its neighbours have not."""
+    """Ranks that need nothing more from the one that fails have their results; the one that waits for it has not, and
+    on gloo not the one that sends to it: NCCL takes a small message whether it is asked for or not."""
     ranks, failure = WORLDS[4], Failure("raise", "backward", 3)
     arguments = {"package": names["clip"], "ranks": ranks}
     pool = pools.get(backend, 4)
     renewed(pool, ranks, worked=before(backend, names))
     healthy = results(pool.run("struggle", ranks, **arguments))
     answers = pool.run("struggle", ranks, victim=2, **failure._asdict(), **arguments)
-    for rank in (1, 3):
+    told = (1, 3) if backend == "gloo" else (3,)
+    for rank in told:
         assert_told(answers[rank], rank, 4, 2, failure)
-    error, text, _, found = answers[0][1]
-    assert error == "RuntimeError" and "backward ring, hop 3 of 4" in text if error else found, answers
-    if found:
-        assert_equal(found, healthy[0][3])
+    for rank in {0, 1} - set(told):
+        error, text, _, found = answers[rank][1]
+        assert error == "RuntimeError" and "backward ring, hop 3 of 4" in text if error else found, answers
+        if found:
+            assert_equal(found, healthy[rank][3])
 
 
 @pytest.mark.parametrize(("kind", "package", "backend", "world"), where(KILLED))

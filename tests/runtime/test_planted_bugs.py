@@ -38,7 +38,8 @@ class Bug:
 WEIGHT = "return ranks / sum(layout.rows) if"
 BUGS = {
     "the gradient of the scale is summed over the ranks, then averaged": Bug(
-        ((ENGINE, "schedule.scalar_gradients(dots,", "schedule.scalar_gradients(len(layout.rows) * dots,"),)
+        ((ENGINE, "return dq, dk, *weighting.scalars(rows)\n",
+          "return dq, dk, *(len(layout.rows) * x for x in weighting.scalars(rows))\n"),)
     ),
     "averaging divides feature gradients by the ranks": Bug(
         ((ENGINE, 'ranks = len(layout.rows) if options.grad_sync == "mean" else 1', "ranks = 1"),)
@@ -54,8 +55,7 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "        if ring is None:\n            if own is not None",
-          "        if ring is None or not rows:\n            if own is not None"),),
+        ((ENGINE, "if ring is None:\n            arguments = ", "if ring is None or not rows:\n            arguments = "),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(

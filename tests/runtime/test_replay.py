@@ -111,6 +111,11 @@ def recorded(work: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
     return Graph(work, results), results
 
 
+def copied(*tensors: torch.Tensor) -> None:
+    for given, ours in zip(tensors[:4], tensors[4:], strict=True):
+        ours.copy_(given)
+
+
 @pytest.mark.parametrize("reading", [False, True])
 def test_a_backward_finds_its_own_forward_in_a_recording(
     packages: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, reading: bool
@@ -118,6 +123,7 @@ def test_a_backward_finds_its_own_forward_in_a_recording(
     """Whatever ran in between, and also if that failed between reading its inputs and handing out its results."""
     package = packages("clip").ContrastiveLoss._package
     monkeypatch.setattr(replay, "_record", recorded)
+    monkeypatch.setattr(package.schedule, "copy_inputs", copied, raising=False)  # of packages with kernels
     recorder = replay._Recorder(package)
     recorder.next(kind(12))
     recording = recorder.next(kind(12))

@@ -26,7 +26,7 @@ from . import ring as rings
 from .gather import BackwardGather, ForwardGather
 from .ring import Layout
 from .route import Route
-from .statistics import clear, view
+from .statistics import Statistics, clear, view
 
 _labels_checked_alone: set[str] = set()  # packages whose labels were looked at once, in a group of one
 _warned: set[str] = set()
@@ -142,7 +142,7 @@ def _forward(
     with _device_state(package, q.device):
         positives = _positives(package, layout, labels, q.device)
         query_statistics = q.new_empty((2 + schedule.POSITIVE_PARTS, rows), dtype=schedule.STATISTICS_DTYPE)
-        queries, positive = clear(query_statistics), query_statistics[2:]
+        queries, positive = view(query_statistics), query_statistics[2:]
         if package.labelled:
             positive.fill_(math.nan)
         kept, columns = kept_sizes(package, 1 if ring is None else ring.size, rows, keys, bool(gradients))
@@ -150,11 +150,10 @@ def _forward(
         stash = q.new_empty(kept)
         own = view(key_statistics) if package.loss.HAS_KEYS else None
         if ring is None:
-            if own is not None:
-                clear(key_statistics)
-            tiles = stash if stash.numel() else None
-            schedule.forward_block(q, k, scale, bias, positives, 0, queries, own, positive, stash=tiles)
+            arguments = (q, k, scale, bias, positives, 0, queries, own, positive)
+            schedule.forward_block(*arguments, fresh=True, stash=stash if stash.numel() else None)
         else:
+            clear(query_statistics[:2])
             trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), agree)
             for owner in trip:
                 valid = layout.keys[owner]
@@ -266,25 +265,92 @@ def backward(
         # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
         header = _header(package, q, k, labels, options, 0, (0, -1))
         answers = ring.ask(header, "backward", call=sizes[0][2])
-    schedule, statistics = package.schedule, package.schedule.STATISTICS_DTYPE
-    weight = _weight(layout, options)
     with _device_state(package, q.device):
-        upstream = upstream.to(statistics).contiguous()
-        dots = q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=statistics)
+        weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
         positives = _positives(package, layout, labels, q.device)
-        dtype = statistics if options.unrounded else q.dtype
-        sweep = _Backward(package, q, k, scale, bias, positives, saved, upstream, weight, dtype)
+        sweep = _Backward(package, q, k, scale, bias, positives, saved)
         if ring is None:
-            dq, dk = sweep.alone(dots)
+            dq, dk = sweep.alone(weighting)
         else:
-            dq, dk = sweep.over(ring, layout, dots, lambda: _compare(answers()))
-        dscale, dbias = schedule.scalar_gradients(dots, scale, bias, upstream, weight, rows)
-    return dq, dk, dscale, dbias
+            dq, dk = sweep.over(weighting, ring, layout, lambda: _compare(answers()))
+        return dq, dk, *weighting.scalars(rows)
+
+
+def gradient_sums(
+    package: Package,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    saved: Saved,
+) -> tuple[Tensor, Tensor]:
+    """The part of `backward` before `weighted`, of a group of one and for all rows at once: the sums for dq (m, D) and
+    dk (n, D), in the statistics dtype."""
+    with _device_state(package, q.device):
+        positives = _positives(package, Layout(0, (q.shape[0],), (k.shape[0],)), labels, q.device)
+        return _Backward(package, q, k, scale, bias, positives, saved).sums()
+
+
+def weighted(
+    package: Package,
+    sums: tuple[Tensor, Tensor],
+    upstream: Tensor,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `backward` returns, in fresh tensors, from `gradient_sums`. Inputs as they were there."""
+    layout = Layout(0, (q.shape[0],), (k.shape[0],))
+    with _device_state(package, q.device):
+        weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
+        dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k))
+        weighting.queries(sums[0], q, dq)
+        weighting.keys(sums[1], k, dk)
+        return dq, dk, *weighting.scalars(q.shape[0])
+
+
+class _Weighting:
+    """From sums over pairs to gradients: the weight of a term, the gradient of the loss and the logit's own factor.
+
+    `dtype` is that of dq and dk.
+    """
+
+    def __init__(
+        self,
+        package: Package,
+        q: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        upstream: Tensor,
+        weight: float,
+        unrounded: bool,
+    ) -> None:
+        self._schedule, statistics = package.schedule, package.schedule.STATISTICS_DTYPE
+        self._factors = (scale, bias, upstream.to(statistics).contiguous(), weight)
+        self._dots = q.new_empty(-(-q.shape[0] // self._schedule.FINISH_ROWS), dtype=statistics)
+        self.dtype = statistics if unrounded else q.dtype
+
+    def queries(self, total: Tensor, q: Tensor, out: Tensor, start: int = 0) -> None:
+        """Rows `start` and on, a multiple of FINISH_ROWS, of the query gradient; `out` may be `total`."""
+        first, count = (-(-rows // self._schedule.FINISH_ROWS) for rows in (start, q.shape[0]))
+        self._schedule.finish(total, q, *self._factors, out, dots=self._dots[first : first + count])
+
+    def keys(self, total: Tensor, k: Tensor, out: Tensor) -> None:
+        """The key gradient; `out` may be `total`."""
+        self._schedule.finish(total, k, *self._factors, out)
+
+    def scalars(self, rows: int) -> tuple[Tensor, Tensor]:
+        """(dscale, dbias), when all rows of the query gradient are done."""
+        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, rows)
+        return found
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The arguments of the backward sweep, and its two drivers."""
+    """The arguments of the backward sweep, and its drivers."""
 
     package: Package
     q: Tensor
@@ -293,21 +359,28 @@ class _Backward:
     bias: Tensor
     positives: Tensor | int
     saved: Saved
-    upstream: Tensor
-    weight: float
-    dtype: torch.dtype  # of dq and dk
 
-    def alone(self, dots: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """One device, all rows at once: the unweighted sums."""
+        rows, keys = self.q.shape[0], self.k.shape[0]
+        total = self.q.new_empty((keys + rows, self.q.shape[1]), dtype=self.package.schedule.STATISTICS_DTYPE)
+        dk_sum, dq_sum = total[:keys], total[keys:]
+        self._block(0, rows, self.k, 0, self._key_statistics(), dq_sum, dk_sum, fresh_dq=True, fresh_dk=True)
+        return dq_sum, dk_sum
+
+    def alone(self, weighting: _Weighting) -> tuple[Tensor, Tensor]:
         """One device. The query gradient of PANEL_ROWS rows at a time accumulates in the statistics dtype."""
         schedule, q, k = self.package.schedule, self.q, self.k
         step = min(schedule.PANEL_ROWS, q.shape[0])
-        dq, dk = (x.new_empty(x.shape, dtype=self.dtype) for x in (q, k))  # contiguous, whatever the input is
-        in_place = self.dtype == schedule.STATISTICS_DTYPE
+        dq, dk = (
+            x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k)
+        )  # contiguous, as no input need be
+        in_place = weighting.dtype == schedule.STATISTICS_DTYPE
         dk_sum, dq_panel = dk, None
         if not in_place:  # one allocation: the allocator may round each up by 1 MiB
             sums = q.new_empty((k.shape[0] + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
             dk_sum, dq_panel = sums[: k.shape[0]], sums[k.shape[0] :]
-        keys = view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
+        keys = self._key_statistics()
         for start in range(0, q.shape[0], step):
             stop = min(start + step, q.shape[0])
             out = dq[start:stop]
@@ -315,14 +388,15 @@ class _Backward:
             tiles = self.saved.stash[start:stop]
             how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": tiles if tiles.numel() else None}
             self._block(start, stop, k, 0, keys, total, dk_sum, **how)
-            first = start // schedule.FINISH_ROWS
-            count = -(-(stop - start) // schedule.FINISH_ROWS)
-            self._finish(total, q[start:stop], out, dots[first : first + count])
-        self._finish(dk_sum, k, dk)
+            weighting.queries(total, q[start:stop], out, start)
+        weighting.keys(dk_sum, k, dk)
         return dq, dk
 
+    def _key_statistics(self) -> Statistics | None:
+        return view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
+
     def over(
-        self, ring: rings.Ring, layout: Layout, dots: Tensor, agree: Callable[[], None]
+        self, weighting: _Weighting, ring: rings.Ring, layout: Layout, agree: Callable[[], None]
     ) -> tuple[Tensor, Tensor]:
         """Several ranks. Sums for all rows, then the results: of the queries while the sums for dk come home."""
         q, k = self.q, self.k
@@ -332,15 +406,15 @@ class _Backward:
             home = self._gather(ring, layout, agree, dq_sum)
         else:
             home = self._rotate(ring, route, layout, agree, dq_sum)
-        in_place = self.dtype == dq_sum.dtype
+        in_place = weighting.dtype == dq_sum.dtype
         dq = dq_sum if in_place else q.new_empty(q.shape)
         if q.shape[0]:
-            self._finish(dq_sum, q, dq, dots)
+            weighting.queries(dq_sum, q, dq)
         dk_sum = home()
         del home
         dk = dk_sum if in_place else k.new_empty(k.shape)
         if k.shape[0]:
-            self._finish(dk_sum, k, dk)
+            weighting.keys(dk_sum, k, dk)
         return dq, dk
 
     def _rotate(
@@ -410,11 +484,6 @@ class _Backward:
             self.q[start:stop], k, self.scale, self.bias, positives, key_offset, view(statistics, start, stop), keys,
             statistics[2:, start:stop], dq_sum, dk_sum, **how,
         )  # fmt: skip
-
-    def _finish(self, total: Tensor, x: Tensor, out: Tensor, dots: Tensor | None = None) -> None:
-        self.package.schedule.finish(
-            total, x, self.scale, self.bias, self.upstream, self.weight, out, dots=dots
-        )
 
 
 def announce_rejection(package: Package, q: object, k: object, labels: object, options: Options) -> None:

@@ -1,9 +1,9 @@
 """Forward and backward as recorded CUDA graphs, for batches whose kernels are shorter than their launches on the host.
 
-The second of two calls alike is recorded, later ones replay it: inputs are copied to where the graph reads them,
-results to fresh tensors, so nothing that a caller holds changes under it. A package has one recording per device, and
-gives it up before another kind of batch runs. Its memory, which is that of the plan, is torch's to give to others when
-that asks the device for more, or when the next recording is made.
+The second of two calls alike is recorded, later ones replay it: inputs are copied to where the graph reads them, what
+forward returns to fresh tensors, and gradients are weighted into such, so nothing that a caller holds changes under it.
+A package has one recording per device, and gives it up before another kind of batch runs. Its memory, which is that of
+the plan, is torch's to give to others when that asks the device for more, or when the next recording is made.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Recording:
     def __init__(self, package: Package, kind: Kind) -> None:
         self.kind = kind
         self._package, self._options = package, kind.options
-        self._inputs: list[Tensor] = []  # q, k, scale, bias, upstream
+        self._inputs: list[Tensor] = []  # q, k, scale, bias
         self._labels: Tensor | None = None
         self._forward: torch.cuda.CUDAGraph | None = None
         self._backward: torch.cuda.CUDAGraph | None = None
@@ -99,7 +99,7 @@ class _Recording:
         self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, labels: Tensor | None
     ) -> tuple[Tensor, Saved]:
         if self._forward is None:
-            self._inputs = [x.new_empty(x.shape) for x in (q, k, scale, bias, scale)]
+            self._inputs = [x.new_empty(x.shape) for x in (q, k, scale, bias)]
             self._labels = None if labels is None else labels.new_empty(labels.shape)
         self._load(q, k, scale, bias, labels)
         if self._forward is None:
@@ -126,31 +126,24 @@ class _Recording:
             own = (self._saved.query_statistics, self._saved.key_statistics)
             torch._foreach_copy_(own, [saved.query_statistics, saved.key_statistics])
             self._handed = saved.query_statistics.detach()
-        self._inputs[4].copy_(upstream)
         if self._backward is None:
             assert self._forward is not None
-            self._backward, self._gradients = _record(self._compute_backward, self._forward.pool())
+            self._backward, self._sums = _record(self._compute_sums, self._forward.pool())
         self._backward.replay()
-        dq, dk = (x.clone() for x in self._gradients[:2])
-        dscale, dbias = torch.stack(self._gradients[2:]).unbind()
-        return dq, dk, dscale, dbias
+        return engine.weighted(self._package, self._sums, upstream, q, k, scale, bias, self._options)
 
     def _load(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, labels: Tensor | None) -> None:
-        for ours, given in zip(self._inputs[:2], (q, k), strict=True):  # one by one is faster: more programs
-            ours.copy_(given)
-        torch._foreach_copy_(self._inputs[2:4], [scale, bias])
+        self._package.schedule.copy_inputs(q, k, scale, bias, *self._inputs)
         if labels is not None and self._labels is not None:
             self._labels.copy_(labels)
 
     def _compute_forward(self) -> tuple[Tensor, Saved]:
-        q, k, scale, bias, _ = self._inputs
+        q, k, scale, bias = self._inputs
         return engine.forward(self._package, q, k, scale, bias, self._labels, self._options, gradients=0b1111)
 
-    def _compute_backward(self) -> Gradients:
-        q, k, scale, bias, upstream = self._inputs
-        return engine.backward(
-            self._package, upstream, q, k, scale, bias, self._labels, self._saved, self._options
-        )
+    def _compute_sums(self) -> tuple[Tensor, Tensor]:
+        q, k, scale, bias = self._inputs
+        return engine.gradient_sums(self._package, q, k, scale, bias, self._labels, self._saved)
 
 
 class _Recorder:
