@@ -1,7 +1,8 @@
 """Time, memory and errors of clip in bf16 over a grid of batch sizes and dimensions on this GPU, in parts.
 
 python tune/speed_grid.py [--minutes 8] [--batches 1k,...] [--dims 128,...] [--against torch-compiled] [--others all]
-                          [--others-at 32k:768,...] [--plot FILE.svg] [-o tune/bench/h200-speed.json]
+                          [--others-at 32k:768,...] [--memory-budgets auto,40GiB,577MB@64k:768] [--plot FILE.svg]
+                          [-o tune/bench/h200-speed.json]
 
 The peers of --against are measured at every point, those of --others only where --others-at says. Every point is
 written as soon as it is measured, and points that the file holds with everybody who is wanted are not measured again:
@@ -50,7 +51,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--scale", type=float, default=14.3)
     parser.add_argument(
-        "--memory-budgets", default="auto,40GiB", help="a package for each that plans otherwise"
+        "--memory-budgets",
+        default="auto,40GiB",
+        help="a package for each that plans otherwise; BUDGET@B:D: at that point only",
     )
     parser.add_argument("--target", default="auto")
     parser.add_argument("--plot", type=Path, default=None)
@@ -61,7 +64,8 @@ def main() -> int:
     everywhere = chosen_peers(given.against)
     everybody = tuple({peer.name: peer for peer in (*everywhere, *chosen_peers(given.others))}.values())
     libraries = [peer.distribution for peer in everybody]
-    rows, absent = _measured(given.output, libraries)
+    rows, absent, command = _measured(given.output, libraries)
+    command += command_line("tune/speed_grid.py", sys.argv[1:])
     deadline = time.monotonic() + 60 * given.minutes
     limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
     left = 0
@@ -83,19 +87,18 @@ def main() -> int:
                     left += 1
                     continue
                 flags: dict[str, Any] = {"dtype": given.dtype, "target": given.target}
-                problems = [
-                    make_problem(batch_size=batch, dim=dim, memory_budget=budget, **flags)
-                    for budget in given.memory_budgets.split(",")
-                ]
+                problems = {
+                    budget: make_problem(batch_size=batch, dim=dim, memory_budget=budget, **flags)
+                    for budget, _, point in (word.partition("@") for word in given.memory_budgets.split(","))
+                    if not point or (batch, dim) in _points(point)
+                }
                 with tempfile.TemporaryDirectory() as folder:
                     packages = _packages(problems, Path(folder))
                     fresh = contest.rows(contest.point(packages, batch, wanted))
                 absent |= contest.absent
                 rows = [row for row in rows if row not in here] + fresh
                 rows.sort(key=lambda row: (row["dim"], row["batch"]))  # stable: packages stay first
-                write_results(
-                    given.output, rows, command_line("tune/speed_grid.py", sys.argv[1:]), absent, libraries
-                )
+                write_results(given.output, rows, command, absent, libraries)
                 for line in table(fresh)[1]:
                     print("  ".join(cell or "-" for cell in line), flush=True)
     if given.plot is not None and rows:
@@ -104,31 +107,31 @@ def main() -> int:
     return 0
 
 
-def _packages(problems: list[Problem], folder: Path) -> list[Path]:
-    """A package for each problem whose plan differs from those before it, in a folder named by its strategy."""
+def _packages(problems: dict[str, Problem], folder: Path) -> list[Path]:
+    """A package for each memory budget whose plan differs from those before it, in a folder named by its strategy."""
     found: list[Path] = []
     seen: list[Any] = []
-    for problem in problems:
+    for budget, problem in problems.items():
         plan = infcl_gen.plan(problem)
         tiles = (plan.strategy, plan.panel_rows, plan.panel_keys, plan.stash_rows, plan.replay, plan.blocks)
         if tiles not in seen:
             seen.append(tiles)
-            budget = "" if problem.memory_budget_bytes is None else f"_{problem.memory_budget_bytes >> 30}GiB"
-            found.append(infcl_gen.generate(problem, folder / f"{plan.strategy}{budget}"))
+            suffix = "" if problem.memory_budget_bytes is None else f"_{budget}"
+            found.append(infcl_gen.generate(problem, folder / f"{plan.strategy}{suffix}"))
     return found
 
 
-def _measured(output: Path, libraries: list[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows and absent peers of earlier parts, which must be from the same board and versions."""
+def _measured(output: Path, libraries: list[str]) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+    """Rows and absent peers of earlier parts, which must be from the same board and versions, and their commands."""
     if not output.exists():
-        return [], {}
+        return [], {}, ""
     earlier = json.loads(output.read_text(encoding="utf-8"))
     for name, now in (("board", board()), ("versions", versions(libraries))):
         if earlier[name] != now:
             sys.exit(
                 f"{output}: was measured with another {name} ({earlier[name]}, now {now}); give another -o"
             )
-    return earlier["rows"], earlier.get("absent", {})
+    return earlier["rows"], earlier.get("absent", {}), f"{earlier['command']}; "
 
 
 def _counts(text: str) -> list[int]:

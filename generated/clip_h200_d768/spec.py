@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "96f2086673ad214172b2aabe03a8ba69338510ca3c6e3ca7878d8102dff9cc6f",
+    "digest": "d1b8f23f0167fdb627391796bed106198cd26caf806e79325df9ce89d06f9cbc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -86,7 +86,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 1031660544, "time_s": 0.041951003, "queued_s": 0.041351003},
+    "predicted": {"peak_bytes": 1031668736, "time_s": 0.041951003, "queued_s": 0.041351003},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -108,7 +108,7 @@ SPEC: dict[str, Any] = {
             "gradient": {"rows": 128, "keys": 128, "depth": 64, "warps": 4, "stages": 3},
             "product": {"rows": 128, "keys": 128, "depth": 64, "warps": 8, "stages": 3},
             "positive": {"rows": 64, "keys": 64, "depth": 64, "warps": 4, "stages": 4},
-            "finish": {"rows": 32, "keys": 16, "depth": 128, "warps": 4, "stages": 1},
+            "finish": {"rows": 16, "keys": 16, "depth": 256, "warps": 4, "stages": 1},
         },
         "buffers": [
             {"name": "query_statistics", "phase": "both", "bytes": 1310720, "shape": [5, 65536], "dtype": "fp32", "why": "r_i as a wide float; the positive"},
@@ -133,9 +133,9 @@ SPEC: dict[str, Any] = {
             },
             {"name": "dq", "phase": "backward", "bytes": 100663296, "shape": [65536, 768], "dtype": "bf16", "why": "returned"},
             {"name": "dk", "phase": "backward", "bytes": 100663296, "shape": [65536, 768], "dtype": "bf16", "why": "returned"},
-            {"name": "dots", "phase": "both", "bytes": 8192, "shape": [2048], "dtype": "fp32", "why": "partial sums of dscale"},
+            {"name": "dots", "phase": "both", "bytes": 16384, "shape": [4096], "dtype": "fp32", "why": "partial sums of dscale"},
         ],
-        "predicted_peak_bytes": 1031660544,
+        "predicted_peak_bytes": 1031668736,
         "phases": [
             {"name": "forward product", "time_s": 0.0106638, "bound": "product", "flops": 6597069766656, "bytes": 1140850688},
             {"name": "statistics", "time_s": 0.000240453, "bound": "memory", "flops": 0, "bytes": 536870912},
@@ -162,13 +162,13 @@ SPEC: dict[str, Any] = {
             {"level": 4, "decision": "product: 8 warps, 3 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 3, "decision": "positive block 64 x 64 x 64", "why": "65536 of 232448 bytes of shared memory"},
             {"level": 4, "decision": "positive: 4 warps, 4 stages", "why": "keeps to a register budget of 255 per thread"},
-            {"level": 3, "decision": "finish block 32 x 16 x 128", "why": "0 of 232448 bytes of shared memory"},
+            {"level": 3, "decision": "finish block 16 x 16 x 256", "why": "0 of 232448 bytes of shared memory"},
             {"level": 4, "decision": "finish: 4 warps, 1 stages", "why": "keeps to a register budget of 255 per thread"},
             {"level": 4, "decision": "tensor descriptors on", "why": "rows are multiples of 16 bytes"},
         ],
         "budget_bytes": 1073741824,
-        "smallest_budget_bytes": 444179968,
-        "largest_batch": 167366,
+        "smallest_budget_bytes": 444188160,
+        "largest_batch": 167363,
         "schedule": {
             "transport": "none",
             "nodes": 1,

@@ -120,7 +120,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         ceiling = cluster.profile.memory_bytes // AUTO_FRACTION
     options = _options(problem, derivation, cluster)
     smallest = min(option.smallest_peak(problem) for option in options)
-    largest = _largest_batch(problem, options, ceiling)
+    largest = _largest_batch(problem, derivation, cluster, ceiling)
     if smallest > ceiling:
         raise InfeasibleError(
             _infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest
@@ -574,23 +574,26 @@ def _best(candidates: list[_Candidate]) -> _Candidate:
     )
 
 
-def _largest_batch(problem: Problem, options: list[_Option], ceiling: int) -> int | None:
+def _largest_batch(problem: Problem, derivation: Derivation, cluster: Cluster, ceiling: int) -> int | None:
     """The largest global batch that some option can plan within the ceiling; None if not even one row fits."""
 
     @functools.cache
     def fits(batch: int) -> bool:
         # With --keys the keys stay, unless the loss needs them equal to the queries.
-        keys = batch if problem.keys is not None and options[0].derivation.has_keys else problem.keys
+        keys = batch if problem.keys is not None and derivation.has_keys else problem.keys
         other = dataclasses.replace(problem, batch_size=batch, keys=keys)
+        try:
+            options = _options(other, derivation, cluster)
+        except (
+            InputError
+        ):  # what another batch does not allow, such as a stash of too many keys, does not fit
+            return False
         return any(option_fits(option, other) for option in options)
 
     def option_fits(option: _Option, other: Problem) -> bool:
-        # What another batch does not allow (a panel as set, or a stash, of too many keys) does not fit.
-        if _impossible(option.strategy, other, option.derivation, option.cluster):
-            return False
         try:
             return option.smallest_peak(other) <= ceiling
-        except InputError:
+        except InputError:  # a panel as set
             return False
 
     if not fits(1):

@@ -22,9 +22,17 @@ from infcl_gen.planning.levels import operand_dtype
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
 SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # that one block may have
 DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
-HELPERS = {"base2_slope", "load_block", "similarity", "strip_of", "merge_rows", "positive_gradient"}
-FEATURES = {"q", "k", "x", "g", "g_low", "out"}
-COUNTS = {"queries", "keys", "rows", "inner", "count"}
+HELPERS = {
+    "base2_slope",
+    "load_block",
+    "similarity",
+    "strip_of",
+    "merge_rows",
+    "positive_gradient",
+    "copy_rows",
+}
+FEATURES = {"q", "k", "x", "g", "g_low", "out", "q_out", "k_out"}
+COUNTS = {"queries", "keys", "rows", "inner", "count", "queries_written", "keys_written"}
 BRANCHES = {"FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
 ANY_COUNTS = {"strip", "parts", "row_parts", "key_parts"}  # no multiples of the tiles
 
@@ -159,7 +167,7 @@ def compile_kernel(
 
 def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:
     dtype = operand_dtype(spec["problem"]["dtype"], spec["plan"]["split"])
-    if (kernel, name) in (("finish", "x"), ("finish", "out"), ("split", "x")):
+    if kernel in ("finish", "copy_inputs") or (kernel, name) == ("split", "x"):
         dtype = spec["problem"]["dtype"]
     if name.isupper() or name in (
         "q_depth_stride",

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from infcl_gen.planning.records import read_records
 from infcl_gen.verification.properties import BIASES, FEATURES, LAYOUTS, SCALES, Case
 from tests.kernels import checks
 from tests.kernels.packages import Made
 from tests.kernels.tiers import examples
 
 pytestmark = pytest.mark.gpu
+RECORDS = Path(__file__).resolve().parents[2] / "tune" / "records"
 ROWS = (1, 63, 64, 65, 100, 127, 129, 1000, 2049, 4097)
 
 
@@ -53,7 +56,23 @@ PACKAGES = [
     planned("stash", "clip", "bf16", 100),
     planned("stash", "infonce", "bf16", 384),
 ]
+
+
+def tuned() -> list[Made]:
+    """The kernels of each committed record, in packages of a size that can be checked."""
+    found = []
+    for file in sorted(RECORDS.glob("*.json")):
+        for key, settings, families in ((r.key, r.settings, r.families) for r in read_records(file)):
+            strategy = "fused" if "fused" in families else "panel"
+            made = Made(strategy, key.loss, key.dtype, key.dim, 8192, False, settings, key.precision)
+            found.append(dataclasses.replace(made, profile=key.board))
+    return found
+
+
+TUNED = tuned()
+PACKAGES += TUNED
 ONE_OF_EACH = [
+    *TUNED,
     planned("panel", "clip", "bf16", 64),
     planned("panel", "infonce", "fp32", 64),
     planned("fused", "clip", "bf16", 64),

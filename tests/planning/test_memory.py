@@ -111,14 +111,14 @@ def test_predicted_peak_is_that_of_two_ranks_in_every_world(rows: int, flags: di
     ids=["cpu-fp64", "cpu-bf16", "h200"],
 )
 def test_predicted_peak_is_linear_in_the_own_rows(flags: dict[str, Any], rounding: int) -> None:
-    # As they are for any number of rows.
+    # As they are for any number of rows; fewer than 2 080 have smaller tiles.
     panel = (("panel_rows", "1024"), ("panel_keys", "1024"), ("transport", "ring"))
     strategy = () if "target" in flags else (("strategy", "panel"),)
 
     def plan(panels: int) -> Plan:
         return infcl_gen.plan(batch_size=8 * 1024 * panels, devices=8, settings=panel + strategy, **flags)
 
-    peaks = [plan(panels).predicted_peak_bytes for panels in range(1, 9)]
+    peaks = [plan(panels).predicted_peak_bytes for panels in range(3, 11)]
     steps = [more - less for less, more in itertools.pairwise(peaks)]
     assert min(steps) > 0 and max(steps) - min(steps) <= rounding, steps
 

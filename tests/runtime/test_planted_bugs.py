@@ -55,7 +55,7 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "if ring is None:\n            arguments = ", "if ring is None or not rows:\n            arguments = "),),
+        ((ENGINE, "ring is None:\n            arguments", "ring is None or not rows:\n            arguments"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
