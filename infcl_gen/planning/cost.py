@@ -127,6 +127,7 @@ EFFICIENCY = {
     "dk": Rational(906, 1000) * D**2 / (D**2 + 40**2),
     "torch": Rational(7, 10),
 }
+WALK = 750  # of the embedding: what references and positives, a few programs each, walk in the time of one launch more
 ALONE = Rational(7, 5)  # of half the time of two fused programs on a multiprocessor: what one takes by itself
 COOL, COOL_S = 0.095, 4e-3  # (1 + COOL) times as fast at first, which fades over COOL_S
 # Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.
@@ -362,7 +363,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
             launches=2 * forward_panels,
         )
     )
-    launches = sides * forward_panels + W + 1
+    launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
     terms.append(TimeTerm("statistics", bytes=partials + 2 * W * m * D * e, launches=launches))
     if v.strategy == "fused":
         rows = m if v.ring else Min(R, m)

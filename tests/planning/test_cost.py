@@ -93,7 +93,8 @@ def test_predictions_are_near_the_measurements() -> None:
             if row["impl"] != "infcl":
                 continue
             assert row["peak_bytes"] <= row["predicted_peak_bytes"] <= row["budget_bytes"]
-            flags = {"batch_size": row["batch"], "dim": row["dim"], "memory_budget": row["budget_bytes"]}
+            budget = int(1.001 * row["budget_bytes"])  # buffers may have grown by some bytes since
+            flags = {"batch_size": row["batch"], "dim": row["dim"], "memory_budget": budget}
             plan = plan_flags(**flags, set={"strategy": row["strategy"]})
             if abs(plan.predicted_peak_bytes / row["predicted_peak_bytes"] - 1) > 0.001:
                 continue  # measured when the planner took another panel
