@@ -3,7 +3,7 @@
 python tune/counters.py [--batch 16k] [--dim 768] [--memory-budgets auto,40GiB] [-o tune/bench/h200-counters.json]
 
 A row is one launch, in order: its time at the clock that the board had, and how busy tensor cores, L2 and memory
-were, in percent of what they can do. ncu runs each kernel several times by itself, so that the board is cooler than in a step.
+were, in percent of what they can do. ncu runs each kernel several times by itself: the board is cooler than in a step.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ def _counters(package: Path) -> list[dict[str, Any]]:
     if run.returncode or start < 0:
         raise ToolchainError(f"ncu read no counters: {(run.stdout + run.stderr).strip()[-500:]}")
     names = {metric: name for name, metric in METRICS.items()}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}  # columns in the order of METRICS
     for line in csv.DictReader(io.StringIO(run.stdout[start:])):
-        row = found.setdefault(line["ID"], {"kernel": line["Kernel Name"].split("(")[0]})
+        blank = {"kernel": line["Kernel Name"].partition("(")[0]} | dict.fromkeys(METRICS)
+        row = found.setdefault(line["ID"], blank)
         if line["Metric Name"] in names:
             value = float(line["Metric Value"].replace(",", ""))
             row[names[line["Metric Name"]]] = round(value * UNITS[line["Metric Unit"].lower()], 3)

@@ -59,7 +59,9 @@ def tables() -> str:
         )
         if path.name == GRID:
             parts.append(highlights(results["rows"]))
-        if all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
+        if "kernel" in results["rows"][0]:
+            parts.append(counters(results["rows"]))
+        elif all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
             parts.append(accuracies(results["rows"]))
         elif any(row["impl"] != "infcl" for row in results["rows"]):
             parts.append(comparisons(results["rows"], results.get("absent", {})))
@@ -198,6 +200,17 @@ def _times(row: dict[str, Any], idle: str, queued: str, spread: str | None = Non
     """ "11.15 ± 0.67 (10.48)": from an idle device, and where it was measured behind other work."""
     text = f"{row[idle]:.2f}" + (f" ± {row[spread]:.2f}" if spread else "")
     return text + (f" ({row[queued]:.2f})" if row.get(queued) is not None else "")
+
+
+def counters(rows: list[dict[str, Any]]) -> str:
+    """A line for each launch of a step."""
+    head = "| B | D | strategy | kernel | us | GHz | tensor cores, % | L2, % | memory, % | warps, % |"
+    names = (
+        "batch", "dim", "strategy", "kernel", "time_us", "clock_ghz", "tensor_percent", "l2_percent", "dram_percent",
+        "occupancy_percent",
+    )  # fmt: skip
+    lines = (f"| {' | '.join(str(row[name]) for name in names)} |\n" for row in rows)
+    return f"\n{head}\n{'|---' * 10}|\n" + "".join(lines)
 
 
 def accuracies(rows: list[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "045f00d4b7ecaa468a2363726c2d7a5ab1ca544c8a2165da9acd1f0dd7ba96a1",
+    "digest": "d61bf24f0de38c0c42abc1af83dc6dc8f84973e4313c5ccb03844f987e73aebf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -83,7 +83,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 954130432, "time_s": 0.065782346, "queued_s": 0.065182346},
+    "predicted": {"peak_bytes": 954130432, "time_s": 0.06581511400000001, "queued_s": 0.065215114},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -134,19 +134,19 @@ SPEC: dict[str, Any] = {
         "predicted_peak_bytes": 954130432,
         "phases": [
             {"name": "forward product", "time_s": 0.0168692, "bound": "product", "flops": 3298534883328, "bytes": 536870912},
-            {"name": "statistics", "time_s": 0.000155194, "bound": "memory", "flops": 0, "bytes": 234881024},
+            {"name": "statistics", "time_s": 0.000187962, "bound": "memory", "flops": 0, "bytes": 234881024},
             {"name": "gradient", "time_s": 0.0169858, "bound": "product", "flops": 3298534883328, "bytes": 4697620480},
             {"name": "dq product", "time_s": 0.0153766, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "dk product", "time_s": 0.0153766, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "finish", "time_s": 0.000418952, "bound": "memory", "flops": 0, "bytes": 805306368},
             {"name": "host", "time_s": 0.0006, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.065782346,
-        "predicted_queued_s": 0.065182346,
+        "predicted_time_s": 0.06581511400000001,
+        "predicted_queued_s": 0.065215114,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 65.8 ms against stash 67.4 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 65.8 ms against stash 67.7 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "8 panel(s) a hop, peak 910 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

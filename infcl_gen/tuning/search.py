@@ -21,6 +21,7 @@ import itertools
 import logging
 import math
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -56,9 +57,12 @@ from infcl_gen.problem import BLOCK_FIELDS, Problem
 from infcl_gen.tuning.process import Process, last_line, timing_lock
 from infcl_gen.version import __version__
 
-LEAST_GAIN = 0.01  # a winner is faster than the best so far by more than this, and than the spread of both
-GIVE_UP = 1.3  # times the best median, if no time at all is below it after LEAST_ROUNDS
-LEAST_ROUNDS = 2
+LEAST_GAIN = (
+    0.01  # a winner is faster than the best so far by more than this, and than both medians are known
+)
+GIVE_UP = 1.3  # times the best median, if no time at all is below it after GIVE_UP_ROUNDS
+GIVE_UP_ROUNDS = 2
+LEAST_ROUNDS = 5  # whatever the time
 _WORKER = "infcl_gen.tuning.worker"
 _LOG = logging.getLogger("infcl_gen")
 
@@ -73,8 +77,8 @@ class Limits:
     minutes: float = 20.0
     compiled: int = 48  # candidates of a family that are compiled
     timed: int = 8
-    rounds: int = 6
-    repeats: int = 5
+    rounds: int = 15
+    repeats: int = 2
     jobs: int = os.cpu_count() or 1
     compile_s: float = 180.0
     load_s: float = 120.0
@@ -333,10 +337,11 @@ class _Entry:
         return statistics.median(self.times_ms)
 
     @property
-    def spread_ms(self) -> float:
-        """The standard deviation, estimated from the median deviation: an outlier does not count."""
+    def doubt_ms(self) -> float:
+        """Two standard errors of the median, estimated from the median deviation: an outlier does not count."""
         middle = self.median_ms
-        return 1.4826 * statistics.median(abs(value - middle) for value in self.times_ms)
+        spread = 1.4826 * statistics.median(abs(value - middle) for value in self.times_ms)
+        return 2 * 1.25 * spread / math.sqrt(len(self.times_ms))
 
     def drop(self, status: str, detail: str = "") -> None:
         self.status, self.detail = status, detail
@@ -345,12 +350,12 @@ class _Entry:
 
 
 def fastest(racing: Sequence[_Entry], incumbent: _Entry | None) -> _Entry:
-    """The one with the least median; the incumbent unless that is faster by LEAST_GAIN and by the spread of both."""
+    """The one with the least median; the incumbent unless that is faster by LEAST_GAIN and by the doubt in both."""
     best = min(racing, key=lambda entry: entry.median_ms)
     if incumbent is None:
         return best
     gain = incumbent.median_ms - best.median_ms
-    noise = max(LEAST_GAIN * incumbent.median_ms, incumbent.spread_ms, best.spread_ms)
+    noise = max(LEAST_GAIN * incumbent.median_ms, math.hypot(incumbent.doubt_ms, best.doubt_ms))
     return best if gain > noise else incumbent
 
 
@@ -518,13 +523,14 @@ class _Family:
         for round_ in range(self.limits.rounds):
             if round_ >= LEAST_ROUNDS and time.monotonic() > deadline:
                 return
-            for entry in self._racing():
+            racing = self._racing()  # in another order each time: who comes after a pause has a cooler board
+            for entry in random.Random(round_).sample(racing, len(racing)):
                 with timing_lock(self.case.cluster.profile.name, 10 * self.limits.sample_s):
                     answer = self._ask(entry, {"do": "sample", "repeats": self.limits.repeats})
                 if answer is not None:
                     entry.rounds.append(answer["times_ms"])
             racing = self._racing()
-            if round_ + 1 >= LEAST_ROUNDS and racing:
+            if round_ + 1 >= GIVE_UP_ROUNDS and racing:
                 limit = GIVE_UP * min(entry.median_ms for entry in racing)
                 for entry in racing:
                     if min(entry.times_ms) > limit:
