@@ -3,7 +3,8 @@
 python tune/counters.py [--batch 16k] [--dim 768] [--memory-budgets auto,40GiB] [-o tune/bench/h200-counters.json]
 
 A row is one launch, in order: its time at the clock that the board had, and how busy tensor cores, L2 and memory
-were, in percent of what they can do. ncu runs each kernel several times by itself: the board is cooler than in a step.
+were, in percent of what they can do. ncu runs each kernel several times by itself: the board is cooler than in a step,
+and the caches are cold.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ METRICS = {
     "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
 UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "hz": 1e-9, "mhz": 1e-3, "ghz": 1.0, "%": 1.0}
+TIMEOUT_S = 300.0
 LEAST_US = 20.0  # shorter launches are left out: they are bound by starting
 
 
@@ -71,9 +73,11 @@ def _counters(package: Path) -> list[dict[str, Any]]:
     command = ["ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none"]
     command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "--step", str(package)]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except FileNotFoundError as error:
         raise ToolchainError("ncu is not installed; it comes with CUDA's Nsight Compute") from error
+    except subprocess.TimeoutExpired as error:
+        raise ToolchainError(f"ncu took more than {TIMEOUT_S:g} s") from error
     start = run.stdout.find('"ID"')
     if run.returncode or start < 0:
         raise ToolchainError(f"ncu read no counters: {(run.stdout + run.stderr).strip()[-500:]}")
@@ -83,8 +87,13 @@ def _counters(package: Path) -> list[dict[str, Any]]:
         blank = {"kernel": line["Kernel Name"].partition("(")[0]} | dict.fromkeys(METRICS)
         row = found.setdefault(line["ID"], blank)
         if line["Metric Name"] in names:
-            value = float(line["Metric Value"].replace(",", ""))
-            row[names[line["Metric Name"]]] = round(value * UNITS[line["Metric Unit"].lower()], 3)
+            value, unit = line["Metric Value"].replace(",", ""), line["Metric Unit"].lower()
+            if unit not in UNITS or not value.replace(".", "", 1).isdigit():
+                raise ToolchainError(f"ncu gives {line['Metric Name']} as {value!r} {unit!r}")
+            row[names[line["Metric Name"]]] = round(float(value) * UNITS[unit], 3)
+    missing = sorted({name for row in found.values() for name in METRICS if row[name] is None})
+    if missing:
+        raise ToolchainError(f"ncu gives no {', '.join(METRICS[name] for name in missing)}")
     return list(found.values())
 
 

@@ -59,7 +59,7 @@ def tables() -> str:
         )
         if path.name == GRID:
             parts.append(highlights(results["rows"]))
-        if "kernel" in results["rows"][0]:
+        if results["rows"] and "kernel" in results["rows"][0]:
             parts.append(counters(results["rows"]))
         elif all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
             parts.append(accuracies(results["rows"]))
@@ -185,6 +185,8 @@ def _who(row: dict[str, Any]) -> str:
     package, ranks = row.get("package"), row.get("ranks", 1)
     who = row["impl"] if package in (None, "generated") else f"{row['impl']}, {package}"
     how = f", by {row['transport']}" if row.get("transport") else ""
+    if how and row["budget_bytes"] != row["predicted_peak_bytes"]:  # else the plan without a budget
+        how += f", {row['budget_bytes'] / 1e6:.0f} MB"
     return who if ranks == 1 else f"{who}{how}, {ranks} GPUs"
 
 

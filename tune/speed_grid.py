@@ -5,8 +5,8 @@ python tune/speed_grid.py [--minutes 8] [--batches 1k,...] [--dims 128,...] [--a
                           [-o tune/bench/h200-speed.json]
 
 The peers of --against are measured at every point, those of --others only where --others-at says. Every point is
-written as soon as it is measured, and points that the file holds with everybody who is wanted are not measured again:
-when the time is up, run it again.
+written as soon as it is measured, and points that the file holds with all peers that are wanted are not measured
+again: when the time is up, run it again.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def main() -> int:
     everywhere = chosen_peers(given.against)
     everybody = tuple({peer.name: peer for peer in (*everywhere, *chosen_peers(given.others))}.values())
     libraries = [peer.distribution for peer in everybody]
-    rows, absent, command = _measured(given.output, libraries)
-    command += command_line("tune/speed_grid.py", sys.argv[1:])
+    rows, absent, commands = _measured(given.output, libraries)
+    now = command_line("tune/speed_grid.py", sys.argv[1:])
+    command = "; ".join(dict.fromkeys([*commands, now]))
     deadline = time.monotonic() + 60 * given.minutes
     limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
     left = 0
@@ -83,14 +84,16 @@ def main() -> int:
                 ]
                 if here and {row["impl"] for row in here} | set(absent) >= set(wanted):
                     continue
+                budgets = _budgets(given.memory_budgets, (batch, dim))
+                if not budgets:
+                    continue
                 if time.monotonic() > deadline:
                     left += 1
                     continue
                 flags: dict[str, Any] = {"dtype": given.dtype, "target": given.target}
                 problems = {
                     budget: make_problem(batch_size=batch, dim=dim, memory_budget=budget, **flags)
-                    for budget, _, point in (word.partition("@") for word in given.memory_budgets.split(","))
-                    if not point or (batch, dim) in _points(point)
+                    for budget in budgets
                 }
                 with tempfile.TemporaryDirectory() as folder:
                     packages = _packages(problems, Path(folder))
@@ -121,17 +124,23 @@ def _packages(problems: dict[str, Problem], folder: Path) -> list[Path]:
     return found
 
 
-def _measured(output: Path, libraries: list[str]) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+def _measured(output: Path, libraries: list[str]) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
     """Rows and absent peers of earlier parts, which must be from the same board and versions, and their commands."""
     if not output.exists():
-        return [], {}, ""
+        return [], {}, []
     earlier = json.loads(output.read_text(encoding="utf-8"))
     for name, now in (("board", board()), ("versions", versions(libraries))):
         if earlier[name] != now:
             sys.exit(
                 f"{output}: was measured with another {name} ({earlier[name]}, now {now}); give another -o"
             )
-    return earlier["rows"], earlier.get("absent", {}), f"{earlier['command']}; "
+    return earlier["rows"], earlier.get("absent", {}), earlier["command"].split("; ")
+
+
+def _budgets(text: str, here: tuple[int, int]) -> list[str]:
+    """Those of "auto,577MB@64k:768" for this batch and dim."""
+    words = (word.partition("@") for word in text.split(","))
+    return [budget for budget, _, point in words if not point or here in _points(point)]
 
 
 def _counts(text: str) -> list[int]:

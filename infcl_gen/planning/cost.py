@@ -117,8 +117,8 @@ class TimeTerm:
 
 
 # Fraction of the peak that a kernel reaches as a function of the embedding, and how much faster a short step is (before
-# the board is as hot, and its clock as low, as in steps of 40 ms and more): fitted to 71 rows measured on an H200
-# behind other work, B from 1 024 to 131 072, D from 128 to 1 152; the worst is 10 % off.
+# the board is as hot, and its clock as low, as in steps of 40 ms and more): fitted to the 74 rows of h200-grid.json,
+# behind other work, B from 1 024 to 131 072, D from 128 to 1 152; the worst is 9 % off.
 EFFICIENCY = {
     "forward": Rational(95, 100) * P / (P + 125),
     "gradient": Rational(104, 100) * P / (P + 205),
@@ -129,7 +129,7 @@ EFFICIENCY = {
 }
 WALK = 750  # of the embedding: what references and positives, a few programs each, walk in the time of one launch more
 ALONE = Rational(7, 5)  # of half the time of two fused programs on a multiprocessor: what one takes by itself
-COOL, COOL_S = 0.095, 4e-3  # (1 + COOL) times as fast at first, which fades over COOL_S
+COOL, COOL_S = 0.093, 30e-3  # (1 + COOL) times as fast at first, which fades over COOL_S
 # Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 # A vendor's figure is not reached by any product: 765 of 989 on the H200.
@@ -143,9 +143,11 @@ LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.6e-3, 1.75e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.83e-3
 HOST = "host"  # the phase of what the device waits for the host
-# What a batch of messages costs beyond the time on the link, of a device that runs it beside its work: behind other
-# work a ring of 2 H200s with 16 384 rows each takes 5.7 ms, a gather 5.3, the same without communication 5.0.
-BATCH_S = 0.1e-3
+# Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Small ones take 10 to 25 us.
+BATCH_S = 20e-6
+# Kernels take so much longer while a message of their device is on its way: it takes multiprocessors. Behind other work
+# rings of 2 and 4 H200s with 16 384 rows each take 5.2 and 10.3 ms, gathers 5.0 and 9.9, work alone 4.9 and 9.7.
+SLOWDOWN = 0.4
 TOGETHER_BYTES = 64 << 20  # keys of up to this size travel with a ring's sums (runtime/ring.py)
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 # What a panel of a ring's hop does before it adds to what travels.
@@ -301,13 +303,8 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), "statistics", why),
             v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), "statistics", why),
             v.labels and BufferTerm("recorded_labels", both, (m,), "int64", why),
-            BufferTerm(
-                "unrounded_gradients",
-                backward,
-                (m + n, D),
-                "features",
-                "of wider features under autocast: in fp32",
-            ),
+            # Kept: the accumulators, and dq and dk, are there too for a call that cannot be recorded meanwhile.
+            BufferTerm("recorded_sums", backward, (m + n, D), "statistics", "what the graphs write"),
         ]
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "statistics", "partial sums of dscale"))
     return tuple(term for term in terms if term)
@@ -573,7 +570,8 @@ class CostModel:
     def _link(self, phase: str, work: Sequence[PhaseTime], sizes: Sizes) -> PhaseTime:
         """What of the communication of a direction is not hidden, with what its batches of messages cost by themselves.
 
-        Ring: keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts.
+        Ring: keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts,
+        and what slows the work down.
         What the work changes (statistics of the keys; in backward dk) follows each hop, beside the next one's work up
         to where that adds to it first: the forward product of a panel, in backward its gradient and dq. The last
         transfer, home, is waited for. Of W moves N cross the network, by all devices at once: the last one too.
@@ -591,7 +589,8 @@ class CostModel:
             beside, after = (features, 2 * statistics) if phase == "forward" else (gradients, 0)
             batches = 1 + 2 * (after > 0)
             total = (hops - 1) * (beside + after)
-            exposed = max(0.0, self._transfer_s((hops - 1) * beside) - hop_s)
+            beside_s = self._transfer_s((hops - 1) * beside)
+            exposed = _added(beside_s, max(0.0, beside_s - hop_s))
             exposed += 2 * self._transfer_s((hops - 1) * after // 2)
             return PhaseTime(
                 f"{phase} communication", _rounded(exposed + batches * BATCH_S * gpu), "link", 0, total
@@ -609,7 +608,8 @@ class CostModel:
         exposed = self._transfer_s(after, network=self.nodes > 1)
         for network, moves in ((False, hops - self.nodes), (True, self.nodes - 1)):
             beside_s, after_s = (self._transfer_s(size, network) for size in (beside, after))
-            exposed += moves * max(0.0, after_s - first_s, beside_s + after_s - hop_s)
+            both_s = beside_s + after_s
+            exposed += moves * _added(both_s, max(0.0, after_s - first_s, both_s - hop_s))
         total = (hops - 1) * beside + hops * after
         batches = hops - 1
         if after:
@@ -672,6 +672,11 @@ class CostModel:
             fraction *= TRITON_PRODUCT_FRACTION
         peak = self.profile.matmul_tflops[kind]
         return peak.value * 1e12 * fraction * (VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0)
+
+
+def _added(transfer_s: float, waited_s: float) -> float:
+    """What a transfer adds to the work beside it: what is waited for, and what the rest of it slows the work down."""
+    return waited_s + (transfer_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN)
 
 
 def allocated_bytes(size: int, pieces: int, gpu: bool) -> int:

@@ -10,6 +10,7 @@ Planner, tuner and tests ask `violations`; nothing else decides whether a block 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.errors import InputError
@@ -91,9 +92,11 @@ def default_blocks(
     split: bool = False,
     rows: int = LARGE,
     keys: int = LARGE,
+    chosen: Collection[str] = (),
 ) -> dict[str, Block]:
     """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs,
-    or where `rows` queries x `keys` keys have fewer tiles than the board has multiprocessors.
+    or where `rows` queries x `keys` keys have fewer tiles than the board has multiprocessors; but not of kernels some
+    of whose fields are `chosen`: what is chosen should not mean another block at each size.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
@@ -114,7 +117,7 @@ def default_blocks(
         else:
             inner = inner_dim(kernel, dim, split)
             deep = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
-            base = _spread(kernel, deep, profile, rows, keys)
+            base = deep if kernel in chosen else _spread(kernel, deep, profile, rows, keys)
             base = dataclasses.replace(base, depth=min(base.depth, padded_dim(inner)))
         blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors, split)
     return blocks
@@ -236,7 +239,7 @@ def violations(
 
 def _spread(kernel: str, block: Block, profile: DeviceProfile, rows: int, keys: int) -> Block:
     """The block, smaller where a small batch would leave multiprocessors idle: for the 132 of an H200, 1 024 x 1 024
-    have 32 tiles of 256 x 128, and 128 of 64 x 128."""
+    have 32 tiles of 256 x 128, and 256 of 64 x 64."""
     if kernel not in ("forward", "gradient"):
         return block
     while -(-rows // block.rows) * -(-keys // block.keys) < profile.multiprocessors:

@@ -51,7 +51,7 @@ TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
 _TOLERANCE = 1.001
-_GATHER_GAIN = 0.03  # what a gather must save, since its memory grows with the number of ranks
+_GATHER_GAIN = 0.02  # what a gather must save, since its memory grows with the number of ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,7 +403,10 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
     split = _split_operands(name, problem, cluster)
     descriptors = _descriptors(problem, cluster, split) if name != "torch" else False
     rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
-    blocks = default_blocks(name, cluster.profile, problem.dtype, problem.dim, descriptors, split, rows, keys)
+    chosen = {kernel for kernel, dot, _ in (key.partition(".") for key in problem.setting) if dot}
+    blocks = default_blocks(
+        name, cluster.profile, problem.dtype, problem.dim, descriptors, split, rows, keys, chosen
+    )
     for key, word in problem.settings:
         kernel, dot, field = key.partition(".")
         if dot:

@@ -33,15 +33,13 @@ if TYPE_CHECKING:
     from infcl_gen.planning.cost import CostModel
     from infcl_gen.planning.planner import Plan
 
-# What messages cost: fitted to tune/bench/h200-ring.json, from an idle device, and h200-ring2.json, behind other work;
-# `python tune/scaling.py --compare` shows each row beside its simulated time. The host's start and launches are the
-# cost model's.
+# What messages cost the host: fitted to tune/bench/h200-ring.json and h200-ring2.json, as are BATCH_S and SLOWDOWN of
+# the cost model, whose the host's start and launches are too; `python tune/scaling.py --compare` shows each row beside
+# its simulated time.
 HOST_MESSAGE_S = 200e-6  # one batch of sends and receives, on the host
 HOST_PEER_S = 20e-6  # each further peer in a batch (assumed)
 # Control exchange, of each other rank: to post, to read and compare. Assumed: half of what two shared cores took.
 ASK_PEER_S, ANSWER_PEER_S = 20e-6, 15e-6
-MESSAGE_S = 120e-6  # from the start of a message's kernel to its first byte: both ends meet
-SLOWDOWN = 1.0  # kernels take so much longer while a message of their rank is on its way
 BEFORE_BACKWARD = (
     0.6  # of what a step costs the host after its start: between forward's launches and backward's
 )
@@ -214,7 +212,7 @@ class _Step:
         self._host_s = {"forward": start * gpu, "backward": between_s * gpu}
         self._host_end_s = (step - start - between_s) * gpu
         self._legs: dict[tuple[tuple[int, int], ...], list[_Leg]] = {}
-        self._events = Events(len(self._ranks), SLOWDOWN)
+        self._events = Events(len(self._ranks), cost.SLOWDOWN)
         # Of each rank: what the next of each stream waits for; what the keys, and the sums, of a hop wait for.
         self._host, self._kernels, self._messages, self._keys, self._sums = (
             [list[Task]() for _ in self._ranks] for _ in range(5)
@@ -351,7 +349,7 @@ class _Step:
             for rank in self._ranks:
                 self._enqueue(self._kernels, rank, "compute", name, seconds, self._host[rank])
             return [[] for _ in self._ranks]
-        start_s = MESSAGE_S + max(self._latency[leg.level] for leg in legs)
+        start_s = cost.BATCH_S + max(self._latency[leg.level] for leg in legs)
         resource = LEVELS["node" if any(leg.level == "node" for leg in legs) else "device"]
         host_s = HOST_MESSAGE_S + HOST_PEER_S * (sum(leg.receiver_count for leg in legs) - 1)
         begins = []

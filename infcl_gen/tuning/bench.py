@@ -7,9 +7,9 @@ turns, one run of each per round, so that a ratio of times comes from one run. A
 measurement format, version 1: times in milliseconds, sizes in bytes beyond the inputs, errors as norms relative to
 fp64, None where there is no figure. A row whose `error` is not None has no figures of time or memory.
 
-On a GPU everybody runs twice a round. `median_ms` begins on an idle device, which waits for the host to start the first
-kernels. `queued_ms` begins behind other work, as a loss does behind its towers in training: the host has run ahead, and
-this is the device's time alone.
+On a GPU everybody runs twice a round, or until the host is ahead. `median_ms` begins on an idle device, which waits
+for the host to start the first kernels. `queued_ms` begins behind other work, as a loss does behind its towers in
+training: the host has run ahead, and this is the device's time alone.
 
 `measure` does it for one package in a process of its own, so that no package inherits another's memory or library
 workspaces, and `write_results` keeps rows.
@@ -253,7 +253,7 @@ class Timer:
             self._flush_ms = self._between(self._flush.zero_)
 
     def times(self, run: Callable[[], object]) -> Times:
-        """Of two runs on a GPU, of one on the CPU."""
+        """Of two runs on a GPU, and of more where the host was late; of one on the CPU."""
         idle_ms, host_ms = self.idle_ms(run)
         if not self._gpu:
             return Times(idle_ms, None)

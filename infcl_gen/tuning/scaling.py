@@ -119,17 +119,22 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (*sizes, row["transport"], step, efficiency, bytes_text(row["peak_bytes"]), row["bound"])
 
 
+def budget_of(row: Mapping[str, Any]) -> int | None:
+    """The memory budget that a measured row was planned for; None: without one, its peak was its budget."""
+    budget: int = row["budget_bytes"]
+    return None if budget == row["predicted_peak_bytes"] else budget
+
+
 def beside_measured(row: Mapping[str, Any], profile: str) -> tuple[float, float]:
     """Measured and simulated milliseconds of a row of `bench`: of a package on one or several devices, as it is, with
     "no overlap" or with "no communication"; behind other work where it was measured so, else from an idle device. A row
-    that does not name its transport is of a ring. The budget may be 0.1 % larger: buffers may have grown by some bytes
-    since."""
+    that does not name its transport is of a ring."""
     chosen = {"strategy": row["strategy"]}
     if row["ranks"] > 1:
         chosen["transport"] = row.get("transport") or "ring"
     problem = make_problem(
         loss=row["loss"], batch_size=row["batch"], dim=row["dim"], dtype=row["dtype"], precision=row["precision"],
-        devices=row["ranks"], device_profile=profile, memory_budget=int(1.001 * row["budget_bytes"]),
+        devices=row["ranks"], device_profile=profile, memory_budget=budget_of(row),
         set=chosen,
     )  # fmt: skip
     how = row["package"]

@@ -213,13 +213,12 @@ def proposals(case: Case, family: str, best: Settings) -> list[Settings]:
         elif family == "product" and default.products == "library":
             return found
         base = _default_block(case, family)
+        kept = ("rows", "keys") if _keeps_tiles(family, default.strategy) else ()
         for block in _blocks(family, base, default.strategy):
-            changed = tuple(
-                (f"{family}.{name}", str(getattr(block, name)))
-                for name in BLOCK_FIELDS
-                if getattr(block, name) != getattr(base, name)
+            fields = tuple(
+                (f"{family}.{name}", str(getattr(block, name))) for name in BLOCK_FIELDS if name not in kept
             )
-            found += [(*others, *pairs, *changed) for pairs in products]
+            found += [(*others, *pairs, *(() if block == base else fields)) for pairs in products]
     return list(dict.fromkeys(tuple(sorted(settings)) for settings in found))
 
 
@@ -293,9 +292,14 @@ def _default_block(case: Case, family: str) -> Block:
     return blocks[family]
 
 
+def _keeps_tiles(family: str, strategy: str) -> bool:
+    """The forward of a stash keeps the gradient's tiles."""
+    return family == "forward" and strategy == "stash"
+
+
 def _blocks(family: str, base: Block, strategy: str) -> Iterator[Block]:
     sides = (64, 128, 256)
-    fixed = family == "forward" and strategy == "stash"  # a stash keeps the gradient's tiles
+    fixed = _keeps_tiles(family, strategy)
     rows = (base.rows,) if fixed else sides
     keys = (base.keys,) if fixed else sides
     depths = (base.depth,) if family == "fused" else (32, 64, 128)
@@ -338,10 +342,12 @@ class _Entry:
 
     @property
     def doubt_ms(self) -> float:
-        """Two standard errors of the median, estimated from the median deviation: an outlier does not count."""
-        middle = self.median_ms
-        spread = 1.4826 * statistics.median(abs(value - middle) for value in self.times_ms)
-        return 2 * 1.25 * spread / math.sqrt(len(self.times_ms))
+        """Two standard errors of the median, from how the rounds differ (what drifts is alike within one). Estimated
+        from the median deviation: an outlier does not count."""
+        rounds = [statistics.median(values) for values in self.rounds]
+        middle = statistics.median(rounds)
+        spread = 1.4826 * statistics.median(abs(value - middle) for value in rounds)
+        return 2 * 1.25 * spread / math.sqrt(len(rounds))
 
     def drop(self, status: str, detail: str = "") -> None:
         self.status, self.detail = status, detail

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from infcl_gen.planning.records import read_records
 from infcl_gen.verification.properties import BIASES, FEATURES, LAYOUTS, SCALES, Case
 from tests.kernels import checks
-from tests.kernels.packages import Made
+from tests.kernels.packages import Made, generated
 from tests.kernels.tiers import examples
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +35,8 @@ PACKAGES = [
     planned("panel", "clip", "bf16", 384, products="triton"),
     planned("panel", "clip", "bf16", 96, descriptors="off"),
     planned("panel", "clip", "bf16", 1),
+    dataclasses.replace(planned("panel", "clip", "bf16", 768), rows=1024),  # smaller tiles
+    dataclasses.replace(planned("panel", "infonce", "fp32", 100), rows=1024),
     planned("panel", "clip", "fp16", 640),
     planned("panel", "clip", "fp16", 16),
     planned("panel", "clip", "fp32", 768),
@@ -63,9 +65,10 @@ def tuned() -> list[Made]:
     found = []
     for file in sorted(RECORDS.glob("*.json")):
         for key, settings, families in ((r.key, r.settings, r.families) for r in read_records(file)):
-            strategy = "fused" if "fused" in families else "panel"
-            made = Made(strategy, key.loss, key.dtype, key.dim, 8192, False, settings, key.precision)
-            found.append(dataclasses.replace(made, profile=key.board))
+            if settings:  # else they are those of the table, which are here anyway
+                strategy = "fused" if "fused" in families else "panel"
+                made = Made(strategy, key.loss, key.dtype, key.dim, 8192, False, settings, key.precision)
+                found.append(dataclasses.replace(made, profile=key.board))
     return found
 
 
@@ -86,6 +89,7 @@ def grouped(packages: list[Made], *more: Any) -> list[Any]:
     found = []
     for made in packages:
         words = [made.strategy, made.loss, made.dtype, str(made.dim), *(value for _, value in made.settings)]
+        words += [f"of-{made.rows}"] if made.rows != 8192 else []
         name = "-".join(words)
         found.append(pytest.param(made, *more, id=name, marks=pytest.mark.xdist_group(name)))
     return found
@@ -204,6 +208,8 @@ def test_a_planted_bug_is_noticed(name: str) -> None:
     from tests.kernels.planted import BUGS
 
     bug = BUGS[name]
+    planted = dataclasses.replace(bug.made, bug=name)
+    generated(planted)  # or the check would fail for want of the text to edit
     bug.check(bug.made, *bug.arguments, "cuda")
-    with pytest.raises(AssertionError):
-        bug.check(dataclasses.replace(bug.made, bug=name), *bug.arguments, "cuda")
+    with pytest.raises(AssertionError, match=bug.says):
+        bug.check(planted, *bug.arguments, "cuda")

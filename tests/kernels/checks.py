@@ -257,6 +257,20 @@ def refuses_no_rows(made: Made, device: str = "cpu") -> None:
             raise AssertionError("an empty batch was accepted")
 
 
+def copied_inputs(made: Made, device: str = "cpu") -> None:
+    """What a recorded graph reads is what it was given: ragged sizes, any strides."""
+    package = module(dataclasses.replace(made, settings=(*made.settings, ("replay", "on"))))
+    dtype, dim = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[made.dtype]), made.dim
+    for rows, keys in ((33, 70), (1, 129)):
+        q = torch.randn(dim, rows, device=device).to(dtype).T
+        k = torch.randn(2 * keys, 3 * dim, device=device).to(dtype)[::2, 1::3]
+        given = (q, k, torch.tensor(2.5, device=device), torch.tensor(-1.0, device=device))
+        kept = [torch.full(x.shape, math.nan, dtype=x.dtype, device=device) for x in given]
+        package._schedule.copy_inputs(*given, *kept)
+        for name, x, y in zip(("q", "k", "scale", "bias"), given, kept, strict=True):
+            assert torch.equal(x, y), f"{name} of {rows} x {keys}: copied wrongly"
+
+
 def captured(made: Made, device: str = "cuda") -> None:
     """Forward and backward run without waiting for the device, and replay as a CUDA graph with other inputs."""
     package = module(made)

@@ -34,7 +34,8 @@ def plant(bug: str, edits: tuple[Edit, ...], package: Path) -> None:
     """Edit the package in this folder; its digest changes too, so that torch keeps its operators apart."""
     for name, old, new in edits:
         text = (package / name).read_text()
-        assert old in text, f"{bug}: {name} has no {old!r}"
+        if old not in text:
+            raise LookupError(f"{bug}: {name} has no {old!r}")
         (package / name).write_text(text.replace(old, new))
     spec = package / "spec.py"
     head, _, tail = spec.read_text().partition('"digest": "')
@@ -124,7 +125,7 @@ BUGS: dict[str, Bug] = {
     ),
     "ragged visiting blocks are taken for whole ones": Bug(
         FUSED_LABELLED,
-        (("schedule.py", "MASKED=other % kernels.FUSED_KEYS.value != 0", "MASKED=False"),),
+        (("schedule.py", "masked = other % kernels.FUSED_KEYS.value != 0", "masked = False"),),
         checks.numerics,
         (case(1000.0, "negative"),),
     ),
@@ -133,8 +134,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "schedule.py",
-                "grid = (cdiv(m, rows) * cdiv(n, columns),)",
-                "grid = (cdiv(m, rows) * max(n // columns, 1),)",
+                "grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)",
+                "grid = (max(n // columns, 1) * cdiv(cdiv(m, rows), strip),)",
             ),
         ),
         checks.guarded,
@@ -411,8 +412,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "schedule.py",
-                "stash[row0:, : _padded(n)], stash[row0 ::",
-                "stash[0:, : _padded(n)], stash[0 ::",
+                "stash[row0:, :columns], stash[row0:, columns:]",
+                "stash[0:, :columns], stash[0:, columns:]",
             ),
             ("schedule.py", "row0 >= stash.shape[0]", "False"),
         ),
@@ -438,7 +439,19 @@ BUGS: dict[str, Bug] = {
     ),
     "memory is used before it is written": Bug(
         PANEL,
-        (("_runtime/engine.py", "fresh_dk=start == 0", "fresh_dk=False"),),
+        (("_runtime/engine.py", '"fresh_dk": start == 0', '"fresh_dk": False'),),
+        checks.guarded,
+        (RAGGED,),
+    ),
+    "statistics of queries are added to what memory held": Bug(
+        PANEL,
+        (("schedule.py", "0 if fresh_queries else m", "m"),),
+        checks.guarded,
+        (RAGGED,),
+    ),
+    "statistics of keys are added to what memory held": Bug(
+        PANEL,
+        (("schedule.py", "0 if fresh_keys else n", "n"),),
         checks.guarded,
         (RAGGED,),
     ),
@@ -457,7 +470,13 @@ BUGS: dict[str, Bug] = {
     ),
     "gradients of wider features are rounded": Bug(
         Made("torch", dtype="bf16"),
-        (("_runtime/engine.py", "dtype = statistics if options.unrounded else q.dtype", "dtype = q.dtype"),),
+        (
+            (
+                "_runtime/engine.py",
+                "self.dtype = statistics if unrounded else q.dtype",
+                "self.dtype = q.dtype",
+            ),
+        ),
         checks.autocast_of_wider_features,
         (),
     ),
@@ -515,8 +534,11 @@ BUGS: dict[str, Bug] = {
     "a recorded result is overwritten by the next call": Bug(
         PANEL,
         (
-            ("_runtime/replay.py", "        torch._foreach_copy_([dq, dk], self._gradients[:2])\n", ""),
-            ("_runtime/replay.py", "return dq, dk, dscale", "return *self._gradients[:2], dscale"),
+            (
+                "_runtime/replay.py",
+                "return loss, self._saved._replace(query_statistics=query_statistics, key_statistics=key_statistics)",
+                "return self._loss, self._saved",
+            ),
         ),
         checks.recorded,
         (),

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.kernels.packages import generated
 from tests.kernels.planted import BUGS, ON_A_GPU
 from tests.kernels.worker import Interpreter
 
@@ -14,7 +15,14 @@ from tests.kernels.worker import Interpreter
 @pytest.mark.parametrize("name", [name for name in BUGS if name not in ON_A_GPU])
 def test_a_planted_bug_is_noticed(interpreted: Interpreter, name: str) -> None:
     bug = BUGS[name]
+    planted = dataclasses.replace(bug.made, bug=name)
+    interpreted(generated, planted)  # or the check would fail for want of the text to edit
     interpreted(bug.check, bug.made, *bug.arguments)
     with pytest.raises(AssertionError) as caught:
-        interpreted(bug.check, dataclasses.replace(bug.made, bug=name), *bug.arguments)
+        interpreted(bug.check, planted, *bug.arguments)
     assert re.search(bug.says, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_bug_that_only_a_gpu_shows_can_be_planted(interpreted: Interpreter, name: str) -> None:
+    interpreted(generated, dataclasses.replace(BUGS[name].made, bug=name))

@@ -72,6 +72,11 @@ def test_the_cpu_target(made: Made) -> None:
         checks.numerics(made, Case(65, 63, 0, scale=scale))
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [("bf16", 100), ("fp32", 3)])
+def test_what_a_recording_reads(interpreted: Interpreter, dtype: str, dim: int) -> None:
+    interpreted(checks.copied_inputs, Made("panel", dtype=dtype, dim=dim))
+
+
 @pytest.mark.parametrize("strategy", ["panel", "fused"])
 def test_labels_of_any_stride(interpreted: Interpreter, strategy: str) -> None:
     interpreted(checks.strided_labels, Made(strategy, "infonce"))

@@ -12,6 +12,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.hardware import load_profile, profile_names
 from infcl_gen.planning.levels import (
     KERNELS_OF,
+    LARGE,
     Block,
     default_blocks,
     padded_dim,
@@ -29,10 +30,11 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
     for dim in (1, 3, 16, 17, 64, 96, 100, 128, 200, 256, 257, 384, 640, 768, 1152, 4096):
         descriptors = profile.tensor_descriptors and dim * (2 if dtype != "fp32" else 4) % 16 == 0
         for strategy in ("panel", "stash", *(["fused"] if dim <= 256 and dtype != "fp32" else [])):
-            blocks = default_blocks(strategy, profile, dtype, dim, descriptors)
-            assert tuple(blocks) == KERNELS_OF[strategy]
-            for kernel, block in blocks.items():
-                assert violations(kernel, block, profile, dtype, dim, descriptors) == ()
+            for size in (1, 512, 1024, 2048, LARGE):
+                blocks = default_blocks(strategy, profile, dtype, dim, descriptors, False, size, size)
+                assert tuple(blocks) == KERNELS_OF[strategy]
+                for kernel, block in blocks.items():
+                    assert violations(kernel, block, profile, dtype, dim, descriptors) == ()
         split = default_blocks("panel", profile, "fp32", dim, profile.tensor_descriptors, split=True)
         for kernel, block in split.items():
             assert (
@@ -47,6 +49,22 @@ def test_measured_defaults() -> None:
     assert default_blocks("panel", h200, "bf16", 512, True)["forward"] == Block(128, 128, 64, 4, 3)
     assert default_blocks("fused", h200, "bf16", 128, True)["fused"] == Block(64, 128, 128, 4, 2)
     assert default_blocks("fused", h200, "bf16", 256, True)["fused"] == Block(64, 64, 256, 4, 2)
+
+
+def test_small_batches_have_tiles_for_the_whole_board() -> None:
+    h200 = load_profile("h200")
+    for rows, keys, forward in (
+        (512, 512, Block(64, 64, 64, 4, 4)),
+        (1024, 1024, Block(64, 64, 64, 4, 4)),
+        (1024, 4096, Block(128, 128, 64, 4, 4)),
+        (2048, 2048, Block(128, 128, 64, 4, 4)),
+        (4096, 4096, Block(256, 128, 64, 8, 4)),
+    ):
+        found = default_blocks("panel", h200, "bf16", 768, True, False, rows, keys)
+        assert found["forward"] == forward
+    assert found["product"] == default_blocks("panel", h200, "bf16", 768, True)["product"]
+    one = default_blocks("panel", h200, "bf16", 768, True, False, 1024, 1024, {"forward"})
+    assert one["forward"] == Block(256, 128, 64, 8, 4) and one["gradient"] == Block(64, 64, 64, 4, 3)
 
 
 def test_fused_needs_a_small_embedding() -> None:

@@ -226,6 +226,14 @@ def test_strategies() -> None:
     assert not plan_flags(dim=100, set={"strategy": "panel"}).descriptors
 
 
+def test_what_is_set_means_the_same_block_at_every_size() -> None:
+    tile = {"forward.rows": "256", "forward.keys": "128"}
+    for batch in (64, 1024, 65536):
+        plan = plan_flags(batch_size=batch, set=tile)
+        assert plan.blocks["forward"].warps == 8
+        assert plan.largest_batch > 10**6
+
+
 def test_small_batches_are_recorded_where_the_budget_allows() -> None:
     small, large = plan_flags(batch_size=1024), plan_flags(batch_size="128k")
     assert small.replay and not large.replay
@@ -236,7 +244,7 @@ def test_small_batches_are_recorded_where_the_budget_allows() -> None:
         "recorded_features",
         "recorded_query_statistics",
         "recorded_key_statistics",
-        "unrounded_gradients",
+        "recorded_sums",
     }
     assert plan_flags(batch_size=64, set={"replay": "on", "products": "library"}).replay
     for flags in (

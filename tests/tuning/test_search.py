@@ -123,7 +123,7 @@ def test_candidates_that_misbehave_are_dropped_and_change_nothing(package: Path,
 
 def test_the_default_wins_ties_and_a_winner_must_beat_the_spread(tmp_path: Path) -> None:
     def winner(*times: list[float]) -> int:
-        entries = [search._Entry((), tmp_path, rounds=[values]) for values in times]
+        entries = [search._Entry((), tmp_path, rounds=[[value] for value in values]) for values in times]
         return entries.index(search.fastest(entries, entries[0]))
 
     steady = [100.0, 100.1, 99.9]
@@ -132,6 +132,9 @@ def test_the_default_wins_ties_and_a_winner_must_beat_the_spread(tmp_path: Path)
     assert winner(steady, [90.0, 90.1, 89.9]) == 1
     assert winner([100.0, 80.0, 120.0], [90.0, 90.1, 89.9]) == 0  # within the spread
     assert winner(steady, [95.0, 95.1, 94.9], [90.0, 90.1, 89.9]) == 2
+    wide = [100.0 + 5.0 * math.sin(7 * i) for i in range(60)]  # whose median is known better than one time is
+    assert winner(wide, [value - 4.0 for value in wide]) == 1
+    assert winner(wide[:6], [value - 4.0 for value in wide[:6]]) == 0
 
 
 def test_candidates_are_compiled_before_they_are_run(tmp_path: Path) -> None:
