@@ -156,6 +156,29 @@ def test_everybody_runs_once_a_round_in_an_order_that_changes(
     assert {row["repeats"] for row in rows.values()} == {4}
 
 
+@pytest.mark.parametrize(
+    ("busy_host_ms", "leads"), [(1.0, [3.5]), (5.0, [3.5, 7.0]), (1e9, [3.5, 7.0, 14.0, 28.0, 40.0])]
+)
+def test_a_host_that_is_late_is_given_more_time(busy_host_ms: float, leads: list[float]) -> None:
+    """Its 2 ms on an idle device ask for 3.5 ms of other work; behind that it may take longer."""
+    given: list[float] = []
+
+    class Late(bench.Timer):
+        def __init__(self) -> None:
+            self._gpu = True
+
+        def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
+            return 6.0, 2.0
+
+        def queued_ms(self, run: Callable[[], object], lead_ms: float) -> tuple[float, bool]:
+            given.append(lead_ms)
+            return 5.0 + max(0.0, busy_host_ms - lead_ms), lead_ms < busy_host_ms
+
+    times = Late().times(lambda: None)
+    assert given == leads and times.idle_ms == 6.0
+    assert (times.queued_ms == 5.0) == (busy_host_ms <= bench.LONGEST_LEAD_MS)
+
+
 def test_memory_includes_the_gradients_that_are_returned(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,6 +536,11 @@ def test_comparisons_as_tables_of_the_readme() -> None:
     assert "| inf_cl | out of memory | 12288.00" in text
     assert "| products of infcl | 1.25 | 1.25 | 1.25 | |" in text
     assert text.endswith("Absent: memeff (memeff is not installed).\n")
+    ring = {**rows_of_several_points()[0], "ranks": 4, "transport": "ring", "predicted_peak_bytes": 5 * 10**8}
+    text = script("readme_figures").comparisons([{**ring, "budget_bytes": 69 * 10**7}], {})
+    assert "| infcl, by ring, 690 MB, 4 GPUs |" in text
+    text = script("readme_figures").comparisons([{**ring, "budget_bytes": 5 * 10**8}], {})
+    assert "| infcl, by ring, 4 GPUs |" in text
     behind = [{**rows_of_several_points()[0], "queued_ms": 1000.25, "queued_floor_ms": 1.125}]
     text = script("readme_figures").comparisons(behind, {})
     assert "| infcl | 1024.00 ± 0.50 (1000.25), 1024 |" in text and "| 1.25 (1.12) |" in text
