@@ -673,6 +673,11 @@ def _reasons(
     if option.split:
         why = "three bf16 products each: 16 bits, faster than tf32 and 64 times as accurate"
         found.append(Reason(3, "fp32 features as bf16 halves", why))
+    for_many = default_blocks(
+        option.strategy, cluster.profile, problem.dtype, problem.dim, option.descriptors, option.split
+    )
+    if option.strategy == "stash":  # as in _option
+        for_many["forward"] = for_many["gradient"]
     for kernel, block in option.blocks.items():
         changed = sorted(key for key in problem.setting if key.startswith(kernel + "."))
         size = shared_bytes(kernel, block, operand_dtype(problem.dtype, option.split))
@@ -681,6 +686,10 @@ def _reasons(
             why = f"{by_setting}; {why}"
         elif changed:
             why = f"set by {', '.join(changed)}; {why}"
+        elif block.rows * block.keys < for_many[kernel].rows * for_many[kernel].keys:
+            why = (
+                f"small: the batch has few tiles for {cluster.profile.multiprocessors} multiprocessors; {why}"
+            )
         found.append(Reason(3, f"{kernel} block {block.rows} x {block.keys} x {block.depth}", why))
         registers = f"a register budget of {cluster.profile.registers_per_thread} per thread"
         found.append(

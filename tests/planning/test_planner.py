@@ -226,6 +226,16 @@ def test_strategies() -> None:
     assert not plan_flags(dim=100, set={"strategy": "panel"}).descriptors
 
 
+def test_small_tiles_say_why() -> None:
+    def why(**flags: Any) -> str:
+        (found,) = (r.why for r in plan_flags(**flags).reasons if r.decision.startswith("forward block"))
+        return str(found)
+
+    assert "small: the batch has few tiles for 132 multiprocessors" in why(batch_size=1024)
+    assert "small" not in why(batch_size=8192)
+    assert "small" not in why(batch_size="64k", memory_budget="40GiB", set={"strategy": "stash"})
+
+
 def test_what_is_set_means_the_same_block_at_every_size() -> None:
     tile = {"forward.rows": "256", "forward.keys": "128"}
     for batch in (64, 1024, 65536):
