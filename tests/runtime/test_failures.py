@@ -273,6 +273,7 @@ def fail(
     """Lets one rank fail, checks what the others say, and returns what it says itself."""
     ranks, victim = WORLDS[world], VICTIM[world]
     start = time.monotonic()
+    mark = Path(pool.logs.name, f"acted {start}")
     pool.start(
         "struggle",
         ranks,
@@ -280,6 +281,7 @@ def fail(
         ranks=ranks,
         victim=victim,
         seconds=TIMEOUT_S + 1,
+        mark=str(mark),
         **failure._asdict(),
     )
     rest = [rank for rank in ranks if rank != victim]
