@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6c2ce38afac65fd812d3e97d22d90155d39d742944743be11678473c4993b215",
+    "digest": "45abf4c707ae9d92b95ee91ddcac9b2fb60b83dd50d96997c397614a7cc4d6ef",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "8e538908f1fc9c275447ec1eeac48154d639e4b876daffcc7d6d3265ca5a89b2",
+    "digest": "f4fd5ebaaf1feaca6f312ca8c9271ee89f633b29bf6f3ae16fe7f1f12fd4237d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6fb4e9b06f5abd3715e13128e8c7f8b781a42f792ae86aa412193b3ee2f0c96d",
+    "digest": "153bfaf63f176db074aac16df76cf8aaf72fd8ef1627673dc7743356ce988dd1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

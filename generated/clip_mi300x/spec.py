@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "5723541cdcc73c3aedd530155a4ade4e9937001ae9492efe99c7a90cc1f7c639",
+    "digest": "22e4009e4edfe932242b6686fbdce532ec80a39297104a71012a8f574d863789",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "aba284fe21776a2a93fe284c7f93f0eb93fbb68f370bbfa717128da9420d8160",
+    "digest": "d744bba9051583e1f141d198c882fc2725460d4677ac015f48e68b8ca3159d1a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -24,18 +24,14 @@ DEEP = 768  # from here on one program with a large tile beats two with small on
 MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
 SMALL_TILE = 64  # rows and keys of the smallest tile that a small batch is given: a warp group's on Hopper
 LARGE = 1 << 31  # rows or keys that fill any board
-RING_WAVES = (
-    4  # of programs, of several devices: messages take multiprocessors from them. 1 wave costs 1.2 to 1.6 %
-)
+# Of programs, of several devices: messages take multiprocessors from them, and one wave costs 1.2 to 1.6 % more.
+RING_WAVES = 4
 REGISTERS = 65536  # of a multiprocessor, on every board
 LANES_OF_8 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
 EXACT_DEPTH = 2048  # of one product of high halves: gradients good to 4.6e-6 on an H200, to 6.3e-6 at 4096
-SIMILARITIES = (
-    "forward",
-    "gradient",
-    "positive",
-)  # kernels whose depth runs over the terms of split operands
+# Kernels whose depth runs over the terms of split operands.
+SIMILARITIES = ("forward", "gradient", "positive")
 LOSS_ROWS = 1024  # of one program: fp64 logarithms of 32 768 rows took one program 0.12 ms, 1 % of the step
 PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
 

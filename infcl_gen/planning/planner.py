@@ -35,18 +35,14 @@ if TYPE_CHECKING:
     from infcl_gen.problem import Problem
 
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
-PANEL_LIMIT = (
-    1 << 22
-)  # kernels address a tile of a panel with 32 bits: 256 rows of this many elements stay below 2^31
+# Kernels address a tile of a panel with 32 bits: 256 rows of this many elements stay below 2^31.
+PANEL_LIMIT = 1 << 22
 SPLIT_CAP = 4096  # tensor cores cut sums: gradients good to 6e-6, in 145 ms at B = 65 536, D = 768; 2e-5, 129 at 16 384
 FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
-DESCRIPTOR_PRODUCTS = (
-    "sm_90",
-    "sm_100",
-)  # their products read shared memory; elsewhere a tile must pass through registers
-REPLAY_LIMIT_S = (
-    5e-3  # of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one
-)
+# Their products read shared memory; elsewhere a tile must pass through registers.
+DESCRIPTOR_PRODUCTS = ("sm_90", "sm_100")
+# Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one.
+REPLAY_LIMIT_S = 5e-3
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory

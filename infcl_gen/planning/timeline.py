@@ -40,9 +40,8 @@ HOST_MESSAGE_S = 200e-6  # one batch of sends and receives, on the host
 HOST_PEER_S = 20e-6  # each further peer in a batch (assumed)
 # Control exchange, of each other rank: to post, to read and compare. Assumed: half of what two shared cores took.
 ASK_PEER_S, ANSWER_PEER_S = 20e-6, 15e-6
-BEFORE_BACKWARD = (
-    0.6  # of what a step costs the host after its start: between forward's launches and backward's
-)
+# Of what a step costs the host after its start: between forward's launches and backward's.
+BEFORE_BACKWARD = 0.6
 
 LEAD_S = 20e-3  # how far a host is ahead behind other work: a training step's towers take longer
 

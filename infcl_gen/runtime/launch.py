@@ -102,7 +102,9 @@ LONGEST_STRIP = 32  # row blocks; longer ones are not faster, and visit more key
 def strip_blocks(row_blocks: int, key_blocks: int, strips: int, programs: int) -> int:
     """Row blocks that one program walks: at most `strips` programs for each block of keys, in few and full rounds.
 
-    `programs` run at once; each takes as long as its row blocks and about half a block more to start and end.
+    A round is `programs` programs: as many as run at once, or for a ring, whose messages take multiprocessors away from
+    some of them, several times as many. Each takes as long as its row blocks and about half a block more to start and
+    end.
     """
     shortest = cdiv(row_blocks, strips)
     longest = max(shortest, min(row_blocks, LONGEST_STRIP))

@@ -57,9 +57,8 @@ from infcl_gen.problem import BLOCK_FIELDS, Problem
 from infcl_gen.tuning.process import Process, last_line, timing_lock
 from infcl_gen.version import __version__
 
-LEAST_GAIN = (
-    0.01  # a winner is faster than the best so far by more than this, and than both medians are known
-)
+# A winner is faster than the best so far by more than this, and than both medians are known.
+LEAST_GAIN = 0.01
 GIVE_UP = 1.3  # times the best median, if no time at all is below it after GIVE_UP_ROUNDS
 GIVE_UP_ROUNDS = 2
 LEAST_ROUNDS = 5  # whatever the time

@@ -302,7 +302,7 @@ def weighted(
     bias: Tensor,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `backward` returns, in fresh tensors, from `gradient_sums`. Inputs as they were there."""
+    """The rest of `backward`: its results, in fresh tensors, from what `gradient_sums` gave for the same inputs."""
     layout = Layout(0, (q.shape[0],), (k.shape[0],))
     with _device_state(package, q.device):
         weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
@@ -372,9 +372,8 @@ class _Backward:
         """One device. The query gradient of PANEL_ROWS rows at a time accumulates in the statistics dtype."""
         schedule, q, k = self.package.schedule, self.q, self.k
         step = min(schedule.PANEL_ROWS, q.shape[0])
-        dq, dk = (
-            x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k)
-        )  # contiguous, as no input need be
+        # By shape, not `empty_like`: results are contiguous, and inputs need not be.
+        dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k))
         in_place = weighting.dtype == schedule.STATISTICS_DTYPE
         dk_sum, dq_panel = dk, None
         if not in_place:  # one allocation: the allocator may round each up by 1 MiB

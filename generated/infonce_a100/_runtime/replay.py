@@ -20,9 +20,8 @@ from . import engine
 from .engine import Options, Package, Saved
 from .ring import find_ring
 
-LONGEST_WAIT = (
-    64  # equal calls before another recording; doubles with each, from 1: alternating sizes record rarely
-)
+# Equal calls before another recording; it doubles with each, from 1, so that alternating sizes record rarely.
+LONGEST_WAIT = 64
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 T = TypeVar("T")
@@ -91,8 +90,12 @@ class _Recording:
         self._package, self._options = package, kind.options
         self._inputs: list[Tensor] = []  # q, k, scale, bias
         self._labels: Tensor | None = None
+        # The graphs, and what they write, which is there when they are.
         self._forward: torch.cuda.CUDAGraph | None = None
+        self._loss: Tensor
+        self._saved: Saved
         self._backward: torch.cuda.CUDAGraph | None = None
+        self._sums: tuple[Tensor, Tensor]
         self._handed: Tensor | None = None  # statistics that came of what the graph's tensors hold now
 
     def forward(
@@ -167,10 +170,8 @@ class _Recorder:
             self.recording, self._given_back = None, True
         if self.recording is None and self._equal >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
-            if (
-                self._given_back
-            ):  # torch keeps the memory of a graph that is gone apart until it is asked for it
-                torch.cuda.empty_cache()
+            if self._given_back:
+                torch.cuda.empty_cache()  # torch keeps the memory of a graph that is gone apart until then
             self.recording = _Recording(self._package, kind)
         return self.recording
 
