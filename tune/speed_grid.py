@@ -1,12 +1,12 @@
 """Time, memory and errors of clip in bf16 over a grid of batch sizes and dimensions on this GPU, in parts.
 
 python tune/speed_grid.py [--minutes 8] [--batches 1k,...] [--dims 128,...] [--against torch-compiled] [--others all]
-                          [--others-at 32k:768,...] [--memory-budgets auto,40GiB,577MB@64k:768] [--plot FILE.svg]
-                          [-o tune/bench/h200-speed.json]
+                          [--others-at 32k:768,...] [--memory-budgets auto,40GiB,577MB@64k:768]
+                          [--again 32k:768,...] [--plot FILE.svg] [-o tune/bench/h200-speed.json]
 
 The peers of --against are measured at every point, those of --others only where --others-at says. Every point is
 written as soon as it is measured, and points that the file holds with all peers that are wanted are not measured
-again: when the time is up, run it again.
+again, but those of --again: when the time is up, run it again.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ def main() -> int:
         default="auto,40GiB",
         help="a package for each that plans otherwise; BUDGET@B:D: at that point only",
     )
+    parser.add_argument(
+        "--again", type=_points, default="", help="points to measure though the file has them"
+    )
     parser.add_argument("--target", default="auto")
     parser.add_argument("--plot", type=Path, default=None)
     given = parser.parse_args()
@@ -82,7 +85,8 @@ def main() -> int:
                     if [row[name] for name in ("batch", "dim", "dtype", "scale")]
                     == [batch, dim, given.dtype, given.scale]
                 ]
-                if here and {row["impl"] for row in here} | set(absent) >= set(wanted):
+                complete = here and {row["impl"] for row in here} | set(absent) >= set(wanted)
+                if complete and (batch, dim) not in given.again:
                     continue
                 budgets = _budgets(given.memory_budgets, (batch, dim))
                 if not budgets:
