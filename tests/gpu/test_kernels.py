@@ -112,7 +112,8 @@ CASES = st.builds(
 @examples(ci=8, long=200)
 @hypothesis.given(case=CASES)
 def test_as_accurate_as_the_dtypes_allow(made: Made, case: Case) -> None:
-    checks.numerics(made, case, "cuda")
+    fitting = dataclasses.replace(case, queries=min(case.queries, made.rows), keys=min(case.keys, made.rows))
+    checks.numerics(made, fitting, "cuda")
 
 
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))

@@ -536,8 +536,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "_runtime/replay.py",
-                "return loss, self._saved._replace(query_statistics=query_statistics, key_statistics=key_statistics)",
-                "return self._loss, self._saved",
+                "return loss, self._saved._replace(",
+                "return self._loss.detach(), self._saved._replace(",
             ),
         ),
         checks.recorded,
