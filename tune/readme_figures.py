@@ -112,9 +112,9 @@ def highlights(rows: list[dict[str, Any]]) -> str:
                 found.append(min(theirs) / min(ours))
         return found
 
-    def floors(plain: bool) -> list[float]:
+    def floors(floor: str, whole: str, plain: bool) -> list[float]:
         return [
-            row["queued_floor_ms"] / row["queued_ms"]
+            row[floor] / row[whole]
             for row in rows
             if row["impl"] == "infcl" and row["batch"] >= LARGE and row["dim"] >= 512
             and (row["strategy"] == "panel") == plain
@@ -128,14 +128,17 @@ def highlights(rows: list[dict[str, Any]]) -> str:
     def beside(base_ms: float) -> str:
         return ", ".join(f"{row['impl']} {row['queued_ms'] / base_ms:.1f}" for row in peers)
 
+    idle, queued = ("floor_ms", "median_ms"), ("queued_floor_ms", "queued_ms")
     lines = [
         "Time of the fastest peer to that of the fastest package: from an idle device "
         f"{_range(ratios('median_ms', lambda b, d: True))}; behind other work "
         f"{_range(ratios('queued_ms', lambda b, d: b > 1024))}, at B = 1 024 "
         f"{_range(ratios('queued_ms', lambda b, d: b == 1024))}; from B = {LARGE} on "
+        f"{_range(ratios('median_ms', lambda b, d: b >= LARGE))} and "
         f"{_range(ratios('queued_ms', lambda b, d: b >= LARGE))}.",
-        f"Time of the bare products to that of the whole, D >= 512 and B >= {LARGE}, behind other work: "
-        f"{_range(floors(True))} for panel (four products), {_range(floors(False))} for stash (three).",
+        f"Time of the bare products to that of the whole, D >= 512 and B >= {LARGE}, from an idle device and behind "
+        f"other work: {_range(floors(*idle, True))} and {_range(floors(*queued, True))} for panel (four products), "
+        f"{_range(floors(*idle, False))} and {_range(floors(*queued, False))} for stash (three).",
         f"At B = {COMPARED[0]}, D = {COMPARED[1]}, behind other work, relative to the fastest package ({ours_ms:.1f} "
         f"ms): {beside(ours_ms)}.",
         f"The same relative to the bare products of stash ({least_ms:.1f} ms), which no exact loss can do without: "

@@ -185,7 +185,9 @@ def measure_point(
     import torch
 
     if point.device == "cuda" and not torch.cuda.is_available():
-        raise ToolchainError("measuring needs a CUDA device")
+        raise ToolchainError(
+            "measuring needs the GPU that the package is for; torch sees none on this machine"
+        )
     announce(None)
     inputs = _inputs(point)
     timer = Timer(point.device)

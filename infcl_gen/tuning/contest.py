@@ -85,7 +85,8 @@ class Contest:
         return point_of(read, size, names, self.scale, limits.rounds, limits.seconds, errors)
 
     def rows(self, point: Point) -> Rows:
-        """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start."""
+        """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start,
+        or has not the package's device."""
         point = self._present(point)
         profile = read_package(point.packages[0]).spec["device"]["name"]
         with timing_lock(profile, 10 * self.limits.silent_s):
@@ -133,6 +134,8 @@ class Contest:
                 running = answer["running"]
             elif "row" in answer:
                 rows[answer["name"]] = answer["row"]
+            elif "refused" in answer:
+                raise ToolchainError(answer["refused"])
             else:
                 return rows, None, ""
 

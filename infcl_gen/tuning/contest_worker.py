@@ -2,7 +2,8 @@
 
     {"do": "absent", "peers": [NAME, ...]}     answers {"absent": {NAME: why}}
     {"do": "point", ...}                       the fields of a `bench.Point`; answers {"running": NAME or null} and
-                                               {"name": NAME, "row": {...}}, many of them, then {"done": true}
+                                               {"name": NAME, "row": {...}}, many of them, then {"done": true}; or
+                                               {"refused": why}, where this machine cannot measure it
 
 It goes from point to point with the same kernels and libraries loaded, until its stdin is closed.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 
+from infcl_gen.errors import ToolchainError
 from infcl_gen.tuning.bench import Point, measure_point
 from infcl_gen.tuning.peers import PEERS
 from infcl_gen.tuning.process import Answer, Requests, serve
@@ -25,12 +27,16 @@ def work(requests: Requests, answer: Answer) -> None:
             answer(absent={name: why for name, why in found.items() if why is not None})
             continue
         request |= {name: tuple(request[name]) for name in ("packages", "peers")}
-        measure_point(
-            Point(**request),
-            report=lambda name, row: answer(name=name, row=row),
-            announce=lambda name: answer(running=name),
-        )
-        answer(done=True)
+        try:
+            measure_point(
+                Point(**request),
+                report=lambda name, row: answer(name=name, row=row),
+                announce=lambda name: answer(running=name),
+            )
+        except ToolchainError as error:
+            answer(refused=str(error))
+        else:
+            answer(done=True)
 
 
 if __name__ == "__main__":

@@ -132,8 +132,11 @@ def test_a_row_of_a_package(package: Path) -> None:
 def test_a_gpu_s_package_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = infcl_gen.generate(output=tmp_path / "gpu", batch_size=256, dim=64, device_profile="h200")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ToolchainError, match="CUDA"):
+    with pytest.raises(ToolchainError, match="torch sees none"):
         measure_package(gpu)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the worker
+    with Contest([]) as contest, pytest.raises(ToolchainError, match=r"^measuring needs the GPU"):
+        contest.rows(contest.point([gpu]))
 
 
 def test_everybody_runs_once_a_round_in_an_order_that_changes(
