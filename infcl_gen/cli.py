@@ -58,7 +58,8 @@ class _Cli(click.Group):
                 logging.getLogger("infcl_gen").info("finished in %.2f s", time.monotonic() - started)
             except BaseException as error:
                 code = _report(error, shown["json"], shown["verbose"])
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by whoever started this
+                sys.stdout.flush()
         except BrokenPipeError:  # the reader (head, less) has gone: nothing to say, nowhere to say it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 1
@@ -271,7 +272,7 @@ def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
     import tempfile
 
     from infcl_gen.emission import build, write_package
-    from infcl_gen.problem import flag_name
+    from infcl_gen.problem import flag_name, parse_count
     from infcl_gen.tuning import bench
     from infcl_gen.tuning.peers import PEERS, chosen_peers
     from infcl_gen.tuning.ring_bench import PEERS as RING_PEERS
@@ -282,6 +283,10 @@ def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
             raise InputError(
                 f"{flag_name(name)}: not with --ranks, where no errors are computed; leave it out"
             )
+    _check_bench_flags(flags, ("dims", "batches"))
+    devices = flags["devices"]
+    if devices is not None and parse_count(devices, "--devices") != ranks:
+        raise InputError(f"--devices: {devices} contradicts --ranks {ranks}; leave it out")
     asked = chosen_peers(flags["against"] or ",".join(RING_PEERS))
     check_peers([peer.name for peer in asked])
     absent = {peer.name: why for peer in asked if (why := PEERS[peer.name].absent()) is not None}
@@ -508,23 +513,30 @@ def _json_file(value: str | None) -> Path | None:
 
 def _bench_work(flags: Mapping[str, Any]) -> contextlib.AbstractContextManager[Work]:
     """Which packages are measured at which batch sizes: given ones, or generated ones in a temporary folder."""
-    from infcl_gen.problem import MAX_BATCH, flag_name
+    from infcl_gen.problem import MAX_BATCH
     from infcl_gen.tuning.contest import generated
 
-    for several, one in (("batches", "batch_size"), ("dims", "dim")):
-        if flags[several] is not None and flags[one] is not None:
-            raise InputError(f"--{several}: give either --{several} or {flag_name(one)}, not both")
     batches: list[int] | None = (
         None if flags["batches"] is None else _counts_flag(flags["batches"], "--batches", MAX_BATCH)
     )
+    _check_bench_flags(flags)
     if flags["package"]:
-        for name in (*_PROBLEM_FLAGS, "dims"):
-            if flags[name] not in (None, ()):
-                raise InputError(f"{flag_name(name)}: comes with --package; give one of them")
         folders = [Path(_directory_name(folder, "--package")) for folder in dict.fromkeys(flags["package"])]
         sizes: list[int | None] = [*batches] if batches else [None]
         return contextlib.nullcontext([(folders, batch) for batch in sizes])
     return generated(_bench_problems(flags))
+
+
+def _check_bench_flags(flags: Mapping[str, Any], planned: Sequence[str] = ("dims",)) -> None:
+    """Raises InputError for flags that contradict each other; `planned`: what packages bring, beside a problem."""
+    from infcl_gen.problem import flag_name
+
+    for several, one in (("batches", "batch_size"), ("dims", "dim")):
+        if flags[several] is not None and flags[one] is not None:
+            raise InputError(f"--{several}: give either --{several} or {flag_name(one)}, not both")
+    for name in (*_PROBLEM_FLAGS, *planned) if flags["package"] else ():
+        if flags[name] not in (None, ()):
+            raise InputError(f"{flag_name(name)}: comes with --package; give one of them")
 
 
 def _bench_problems(flags: Mapping[str, Any]) -> list[Problem]:
@@ -638,17 +650,20 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
     message = clean(" ".join(message.split()))
     if as_json and not reported:
         payload = {"error": {"kind": type(error).__name__, "exit_code": code, "message": message, **details}}
-        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2))
+        with contextlib.suppress(OSError):  # a full disk behind stdout may be what is reported
+            click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2))
     click.echo(f"infcl-gen: error: {message}", err=True)
     return code
 
 
 def _infeasible_message(error: InfeasibleError) -> str:
     """The planner's message, with whichever of the two figures it does not state itself."""
+    from infcl_gen.problem import bytes_text
+
     message = str(error)
     budget, batch = error.smallest_budget_bytes, error.largest_batch
     if budget is not None and str(budget) not in message:
-        message += f"; smallest feasible --memory-budget: {budget} ({_bytes(budget)})"
+        message += f"; smallest feasible --memory-budget: {budget} ({bytes_text(budget)})"
     if batch is not None and str(batch) not in message:
         message += f"; largest feasible --batch-size: {batch}"
     return message
@@ -697,18 +712,24 @@ def _tuning_text(outcome: Outcome) -> str:
 
 
 def _plan_text(plan: Plan) -> str:
+    from infcl_gen.problem import bytes_text
+
     problem = plan.problem
     sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
     devices = f"{plan.world_size} device" + ("s" if plan.world_size > 1 else "")
     title = f"{problem.loss}: {sizes}, on {devices} ({plan.target}); strategy {plan.strategy}"
     blocks = [(name, _block_text(block)) for name, block in plan.blocks.items()]
     buffers = [
-        (b.name, b.phase, _bytes(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why) for b in plan.buffers
+        (b.name, b.phase, bytes_text(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why)
+        for b in plan.buffers
     ]
     phases = [
-        (p.name, _time(p.time_s), p.bound, _count(p.flops) + "FLOP", _bytes(round(p.bytes)))
+        (p.name, _time(p.time_s), p.bound, _count(p.flops) + "FLOP", bytes_text(round(p.bytes)))
         for p in plan.phases
     ]
+    allowed = f"a budget of {bytes_text(plan.allowed_bytes)}"
+    if problem.memory_budget_bytes is None:
+        allowed += f" (auto: a part of {problem.device_profile}'s memory)"
     queued = f", {_time(plan.predicted_queued_s)} behind other work" * bool(plan.blocks)
     parts = [
         title,
@@ -717,8 +738,8 @@ def _plan_text(plan: Plan) -> str:
         "Blocks\n" + _table(("kernel", "block"), blocks) if blocks else "",
         "Memory per device, beyond the inputs\n"
         + _table(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
-        + f"\npeak {_bytes(plan.predicted_peak_bytes)} of a budget of {_bytes(plan.budget_bytes)}"
-        + f"; smallest budget for this problem {_bytes(plan.smallest_budget_bytes)}"
+        + f"\npeak {bytes_text(plan.predicted_peak_bytes)} of {allowed}"
+        + f"; smallest budget for this problem {bytes_text(plan.smallest_budget_bytes)}"
         + f"; largest batch for this budget {plan.largest_batch}",
         "Time\n"
         + _table(("phase", "time", "bound by", "work", "traffic"), phases)
@@ -797,15 +818,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  (none)"
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def _bytes(count: int) -> str:
-    """Bytes for people, rounded up, so that a shown budget suffices."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power:
-            tenths = -(-count * 10 // 1024**power)
-            return f"{tenths // 10}.{tenths % 10}".removesuffix(".0") + unit
-    return f"{count}B"
 
 
 def _time(seconds: float) -> str:

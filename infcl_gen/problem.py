@@ -221,6 +221,14 @@ _BYTE_UNITS = {"": 1, "b": 1} | {
 }
 
 
+def bytes_text(size: int) -> str:
+    """A size for people: "512 B", "1.5 GiB"."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{math.ceil(10 * size / factor) / 10:g} {unit}"  # rounded up: a budget of it is enough
+    return f"{size} B"
+
+
 def parse_bytes(value: object, flag: str = "size") -> int:
     """512 (bytes), "512MiB", "1.5GiB" or "1GB" (10**9) as bytes. Raises InputError naming `flag`."""
     if isinstance(value, int) and not isinstance(value, bool):

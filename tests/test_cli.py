@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from click.testing import CliRunner, Result
 
 import infcl_gen
 from infcl_gen import cli
-from infcl_gen.errors import InfeasibleError, LockTimeoutError, ToolchainError, VerificationError
+from infcl_gen.emission import read_package
+from infcl_gen.errors import InfeasibleError, InputError, LockTimeoutError, ToolchainError, VerificationError
 from infcl_gen.hardware import doctor
 from infcl_gen.problem import make_problem
 
@@ -263,7 +265,7 @@ def test_doctor_survives_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None
         (
             InfeasibleError("too small", 2048, None),
             3,
-            "too small; smallest feasible --memory-budget: 2048 (2KiB)",
+            "too small; smallest feasible --memory-budget: 2048 (2 KiB)",
         ),
         (ToolchainError("no ptxas"), 4, "no ptxas"),
         (VerificationError("bytes differ"), 5, "bytes differ"),
@@ -325,10 +327,10 @@ def test_text_in_tables_cannot_break_lines() -> None:
 
 
 def test_shown_sizes_suffice() -> None:
-    from infcl_gen.problem import parse_bytes
+    from infcl_gen.problem import bytes_text, parse_bytes
 
     for size in (1, 1023, 1025, 1048577, 123456789, 5 * 2**30 + 1):
-        assert parse_bytes(cli._bytes(size)) >= size
+        assert parse_bytes(bytes_text(size)) >= size
 
 
 def test_counts_and_times_are_short() -> None:
@@ -350,3 +352,39 @@ def test_module_runs_as_script() -> None:
     process = subprocess_of("--version")
     out, _ = process.communicate(timeout=60)
     assert out.startswith("infcl-gen ")
+
+
+def test_the_command_for_another_size_makes_such_a_package(tmp_path: Path) -> None:
+    """With what was set. Files of the user's own are words in capitals."""
+    flags: dict[str, Any] = {"dim": 32, "dtype": "fp32", "target": "cpu", "set": {"panel_rows": "64"}}
+    one = infcl_gen.generate(output=tmp_path / "one", batch_size=96, memory_budget="8MiB", **flags)
+    spec, again = read_package(one).spec, tmp_path / "again"
+    command = spec["regenerate"].format(queries=96, keys=96)
+    done = run(*shlex.split(command.replace("DIR", str(again)))[1:])
+    assert done.exit_code == 0, done.output
+    other = read_package(again).spec
+    assert {**other["problem"], "keys": None} == spec["problem"] and other["plan"] == spec["plan"]
+    (tmp_path / "mine.py").write_text(
+        "from infcl_gen.losses.language import *\n"
+        "MINE = LossSpec('mine', mean_over_queries(logsumexp_over_keys(z) - positive(z)), 'diagonal')\n"
+    )
+    mine = infcl_gen.generate(
+        output=tmp_path / "two", loss=f"{tmp_path}/mine.py:MINE", batch_size=96, **flags
+    )
+    assert "--loss FILE.py:NAME " in read_package(mine).spec["regenerate"]
+    with pytest.raises(InputError, match="pairs query i with key i"):
+        infcl_gen.plan(loss=f"{tmp_path}/mine.py:MINE", batch_size=96, keys=100, **flags)
+
+
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "infcl_gen", "plan", *SMALL, "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("infcl-gen: error: ") and "No space left" in done.stderr

@@ -11,6 +11,7 @@
 The m x n matrix is never whole: it is walked in panels. Scratch memory, exactly:
     2 panels (z and the exponentials) of float32, the smaller of the constants below and the block
     a few vectors as long as a panel's rows and keys
+    in `finish` instead of all that: 1 strip of STRIP_ROWS rows of features
 Sums are taken in a fixed order, so results are bitwise repeatable for a fixed number of threads.
 """
 
@@ -30,6 +31,7 @@ DIM = 512
 FORWARD_ROWS, FORWARD_KEYS = 2048, 2048  # panel of the forward sweep
 PANEL_ROWS, PANEL_KEYS = 2048, 2048  # panel of the backward sweep
 FINISH_ROWS = PANEL_ROWS  # rows per partial sum of dscale
+STRIP_ROWS = 64  # rows at a time for an expression that needs temporaries
 POSITIVE_PARTS = 1  # what is kept of each query's positive: z
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
 
@@ -155,9 +157,12 @@ def finish(
     """
     if dots is not None:
         for part, start in enumerate(range(0, len(acc), FINISH_ROWS)):
-            rows = slice(start, start + FINISH_ROWS)
-            products = torch.linalg.vecdot(x[rows].to(STATISTICS_DTYPE), acc[rows])
-            dots[part] = products.sum(dtype=torch.float64)
+            total = acc.new_zeros((), dtype=torch.float64)
+            for first in range(start, min(start + FINISH_ROWS, len(acc)), STRIP_ROWS):
+                rows = slice(first, min(first + STRIP_ROWS, start + FINISH_ROWS))
+                products = torch.linalg.vecdot(x[rows].to(STATISTICS_DTYPE), acc[rows])  # as large as its operands
+                total += products.sum(dtype=torch.float64)
+            dots[part] = total
     acc.mul_(upstream * weight * formulas.gradient_factor(scale, bias))
     if out is not acc:
         out.copy_(acc)

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "f4fd5ebaaf1feaca6f312ca8c9271ee89f633b29bf6f3ae16fe7f1f12fd4237d",
+    "digest": "6a6ed1335ca7f5a0c1c6b99dcddd9e7da69e4cb06a9abbe1719f6254de88e654",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -58,6 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 345.0, "source": "measured: ring send + receive on four devices, per direction"},
         "node_link_gbs": {"value": 50.0, "source": "assumed: one 400 Gb/s adapter per device"},
     },
+    "regenerate": "infcl-gen generate --loss clip --batch-size {queries} --keys {keys} --dim 128 --dtype bf16 --devices 1 --nodes 1 --device-profile h200 --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",
@@ -162,6 +163,7 @@ SPEC: dict[str, Any] = {
             {"level": 4, "decision": "tensor descriptors on", "why": "rows are multiples of 16 bytes"},
         ],
         "budget_bytes": 1073741824,
+        "allowed_bytes": 1073741824,
         "smallest_budget_bytes": 73523712,
         "largest_batch": 1010388,
         "schedule": {

@@ -423,7 +423,9 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
     program = tl.program_id(0)
     r = program * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
     scale = tl.load(scale_ptr)
-    factor = tl.load(upstream).to(tl.float32) * weight * (scale)
+    bias = tl.load(bias_ptr)
+    # An affine logit's gradients do not depend on the bias: the last term keeps one that is not finite.
+    factor = tl.load(upstream).to(tl.float32) * weight * (scale) + bias * 0.0
     dot = tl.zeros((FINISH_ROWS, FINISH_DEPTH), tl.float32)
     for depth0 in range(0, DIM, FINISH_DEPTH):
         d = depth0 + tl.arange(0, FINISH_DEPTH)
@@ -446,6 +448,7 @@ def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, r
     for start in range(0, parts, BLOCK):
         total += tl.load(dots + start + lanes, mask=start + lanes < parts, other=0.0).to(tl.float64)
     sum_of_dots = tl.sum(total).to(tl.float32)
+    bias = tl.load(bias_ptr)
     unit = tl.load(upstream).to(tl.float32) * weight
-    tl.store(dscale, unit * (1.0) * (sum_of_dots * 1.0))
-    tl.store(dbias, unit * (0.0 * rows) + sum_of_dots * 0.0)  # the last term keeps a NaN
+    tl.store(dscale, unit * (1.0) * (sum_of_dots * 1.0) + bias * 0.0)
+    tl.store(dbias, unit * (0.0 * rows) + (sum_of_dots + bias) * 0.0)  # the last term keeps a NaN

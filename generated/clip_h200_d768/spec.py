@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "153bfaf63f176db074aac16df76cf8aaf72fd8ef1627673dc7743356ce988dd1",
+    "digest": "5c2781569086967f76baaaf61fd866d98a36f01e92a5640dc410609449b54704",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -58,6 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 345.0, "source": "measured: ring send + receive on four devices, per direction"},
         "node_link_gbs": {"value": 50.0, "source": "assumed: one 400 Gb/s adapter per device"},
     },
+    "regenerate": "infcl-gen generate --loss clip --batch-size {queries} --keys {keys} --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile h200 --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",
@@ -167,6 +168,7 @@ SPEC: dict[str, Any] = {
             {"level": 4, "decision": "tensor descriptors on", "why": "rows are multiples of 16 bytes"},
         ],
         "budget_bytes": 1073741824,
+        "allowed_bytes": 1073741824,
         "smallest_budget_bytes": 444188160,
         "largest_batch": 167363,
         "schedule": {

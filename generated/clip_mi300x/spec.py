@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "22e4009e4edfe932242b6686fbdce532ec80a39297104a71012a8f574d863789",
+    "digest": "7916b12878d2a8e7c11c036e125d693c0b906814b40ba5eca3fab039c8590385",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -58,6 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 64.0, "source": "vendor: one Infinity Fabric link, per direction"},
         "node_link_gbs": {"value": 50.0, "source": "assumed: one 400 Gb/s adapter per device"},
     },
+    "regenerate": "infcl-gen generate --loss clip --batch-size {queries} --keys {keys} --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile mi300x --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",
@@ -166,6 +167,7 @@ SPEC: dict[str, Any] = {
             {"level": 4, "decision": "tensor descriptors off", "why": "not on this board, for this row size, or by --set"},
         ],
         "budget_bytes": 1073741824,
+        "allowed_bytes": 1073741824,
         "smallest_budget_bytes": 409159168,
         "largest_batch": 173038,
         "schedule": {

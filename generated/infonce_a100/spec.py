@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "d744bba9051583e1f141d198c882fc2725460d4677ac015f48e68b8ca3159d1a",
+    "digest": "b51881e6a1d45c0d46a1c25025bc9abe2effaa62d6b337a8d7a32ac19a0e81a1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -58,6 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 300.0, "source": "vendor: NVLink 3, per direction"},
         "node_link_gbs": {"value": 25.0, "source": "assumed: one 200 Gb/s adapter per device"},
     },
+    "regenerate": "infcl-gen generate --loss infonce --batch-size {queries} --keys {keys} --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile a100 --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",
@@ -163,6 +164,7 @@ SPEC: dict[str, Any] = {
             {"level": 4, "decision": "tensor descriptors off", "why": "not on this board, for this row size, or by --set"},
         ],
         "budget_bytes": 1073741824,
+        "allowed_bytes": 1073741824,
         "smallest_budget_bytes": 366289408,
         "largest_batch": 276960,
         "schedule": {

@@ -10,17 +10,20 @@ import dataclasses
 import hashlib
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infcl_gen.losses import loss_template_context, spec_as_dict, triton_code
+from infcl_gen.hardware import load_profile, profile_names
+from infcl_gen.losses import is_builtin, loss_template_context, spec_as_dict, triton_code
 from infcl_gen.losses.printers import p
 from infcl_gen.planning.levels import (
     EXACT_DEPTH,
     LOSS_ROWS,
     RING_WAVES,
     SPLIT_TERMS,
+    STRIP_ROWS,
     Block,
     key_lanes,
     most_strips,
@@ -28,6 +31,7 @@ from infcl_gen.planning.levels import (
     resident_programs,
     wide_rows,
 )
+from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from infcl_gen.hardware import DeviceProfile
     from infcl_gen.losses import Derivation
     from infcl_gen.planning.planner import Plan
+    from infcl_gen.problem import Problem
 
 SCHEMA_VERSION = 1
 RUNTIME_FOLDER = Path(__file__).resolve().parent.parent / "runtime"  # ships inside every package, verbatim
@@ -152,6 +157,7 @@ def spec_literals(
         "descriptors": plan.descriptors,
         "loss": spec_as_dict(derivation.spec),
         "device": dataclasses.asdict(profile),
+        "regenerate": _regenerate(plan.problem, derivation, profile),
         "derivation": derivation.formulas(),
         "launches": {kernel.name: {"warps": kernel.warps, "stages": kernel.stages} for kernel in kernels},
         "predicted": {
@@ -161,6 +167,34 @@ def spec_literals(
         },
         "plan": {key: value for key, value in planned.items() if key != "problem"},  # which stands above
     }
+
+
+def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile) -> str:
+    """The command that makes such a package for {queries} queries and {keys} keys. A file of the user's is a word in
+    capitals: where it was is not known, and of no use elsewhere."""
+    builtin = is_builtin(spec_as_dict(derivation.spec))
+    shipped = problem.device_profile in profile_names() and load_profile(problem.device_profile) == profile
+    words = {
+        "--loss": problem.loss if builtin else "FILE.py:NAME",
+        "--batch-size": "{queries}",
+        "--keys": "{keys}",
+        "--dim": problem.dim,
+        "--dtype": problem.dtype,
+        "--devices": problem.devices,
+        "--nodes": problem.nodes,
+        "--device-profile": problem.device_profile if shipped else "FILE.toml",
+        "--cluster": None if problem.links is None else "FILE.toml",
+        "--memory-budget": problem.memory_budget_bytes,
+        "--precision": None if problem.precision == "default" else problem.precision,
+    }
+    flags = [(flag, str(value)) for flag, value in words.items() if value is not None]
+    flags += [("--set", f"{key}={value}") for key, value in own_settings(problem.settings)]
+    kept = ("{queries}", "{keys}")
+    texts = (
+        (flag, text if text in kept else shlex.quote(text).replace("{", "{{").replace("}", "}}"))
+        for flag, text in flags
+    )
+    return " ".join(["infcl-gen generate", *(f"{flag} {text}" for flag, text in texts), "-o DIR"])
 
 
 def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
@@ -244,6 +278,7 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "split_terms": SPLIT_TERMS,
         "exact_depth": EXACT_DEPTH,
         "loss_rows": LOSS_ROWS,
+        "strip_rows": STRIP_ROWS,
         "statistics_dtype": "float64" if plan.dtype == "fp64" else "float32",
         "gradient_exponent": _gradient_exponent(plan, derivation),
         "input_precision": _input_precision(plan),

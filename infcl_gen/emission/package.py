@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -225,7 +226,8 @@ def _package_files(root: Path) -> list[str]:
 
 def _read_bytes(file: Path) -> bytes:
     try:
-        if file.is_symlink() or file.stat().st_size > _LARGEST_FILE_BYTES:
+        status = file.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE_BYTES:
             raise InputError(f"{file}: not a file that infcl_gen wrote")
         return file.read_bytes()
     except OSError as error:

@@ -8,7 +8,7 @@ triton_code(derivation.logit)       # expressions as source text
 from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE
 from infcl_gen.losses.derive import Derivation, derive, loss_template_context, pair_gradient
 from infcl_gen.losses.language import LossError, LossSpec
-from infcl_gen.losses.load import load_loss, parse_formula, spec_as_dict, spec_from_dict
+from infcl_gen.losses.load import is_builtin, load_loss, parse_formula, spec_as_dict, spec_from_dict
 from infcl_gen.losses.printers import python_code, torch_code, triton_code
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "LossError",
     "LossSpec",
     "derive",
+    "is_builtin",
     "load_loss",
     "loss_template_context",
     "pair_gradient",

@@ -55,6 +55,12 @@ def spec_as_dict(spec: LossSpec) -> dict[str, str]:
     return {"name": spec.name, "formula": display(spec.formula), "positives": spec.positives, "doc": spec.doc}
 
 
+def is_builtin(literals: Mapping[str, Any]) -> bool:
+    """Whether a loss that `spec_as_dict` wrote down is the built-in one of its name."""
+    found = BUILTIN_LOSSES.get(literals["name"])
+    return found is not None and spec_as_dict(found) == literals
+
+
 def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:
     """The loss that `spec_as_dict` wrote down; nothing is executed. Raises LossError if it was tampered with."""
     missing = sorted({"name", "formula", "positives"} - set(literals))

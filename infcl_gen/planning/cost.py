@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from sympy import Expr, Integer, Max, Min, Rational
 
-from infcl_gen.planning.levels import LOSS_ROWS, SPLIT_TERMS, inner_dim, most_strips
+from infcl_gen.planning.levels import LOSS_ROWS, SPLIT_TERMS, STRIP_ROWS, inner_dim, most_strips
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -208,6 +208,10 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             v.has_keys and dataclasses.replace(statistics, phase=backward),
         ]
     if v.strategy == "torch":
+        longer = (5, Max(m, n))
+        terms.append(
+            BufferTerm("loss_terms", forward, longer, "statistics", "the terms of the loss, added up")
+        )
         for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
             why = "similarities and their exponentials"
             terms.append(BufferTerm("panel", phase, (a, b), "statistics", why, pieces=2))
@@ -215,7 +219,9 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
                 BufferTerm("vectors", phase, (8, a + b), "statistics", "weights along a panel's sides")
             )
             if not v.affine:
-                terms.append(BufferTerm("strips", phase, (3, 64, b), "statistics", "terms of the logit"))
+                terms.append(
+                    BufferTerm("strips", phase, (3, STRIP_ROWS, b), "statistics", "terms of the logit")
+                )
             if v.separate:
                 terms += [
                     BufferTerm(
@@ -263,9 +269,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         )
         ratio_shape = (ceil_div(longer, Ku), Ku + 2)
         terms += [
-            BufferTerm(
-                "positive_gradients", backward, (rows,), "statistics", "g of each positive, unrounded"
-            ),
+            BufferTerm("positive_gradients", backward, (own,), "statistics", "g of each positive, unrounded"),
             v.has_keys and flags,
             v.has_keys and BufferTerm("ratios", backward, ratio_shape, "statistics", ratios),
         ]
@@ -293,9 +297,13 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         # Under autocast dq and dk of wider features are not rounded: no sums beside them, but in the sums' dtype.
         unrounded = m if v.replay else ceil_div(m - n, 2)
         sums = BufferTerm("accumulators", backward, (n + Max(rows, unrounded), D), "statistics", why)
-        terms += [sums, dq, dk] if v.separate else [dq, dk]
-    if ring and v.strategy == "torch":
-        terms.append(BufferTerm("finish_rows", finish, (2, rows, D), "statistics", "products for dscale"))
+        held = [sums, dq, dk] if v.separate else [dq, dk]
+        terms += held
+        if v.strategy == "torch":  # a panel's scratch is gone when its rows are finished
+            terms += [dataclasses.replace(term, phase=finish) for term in held]
+    if v.strategy == "torch":
+        strip = (1 + v.separate, Min(STRIP_ROWS, rows), D)
+        terms.append(BufferTerm("finish_rows", finish, strip, "statistics", "products for dscale"))
     if v.replay:
         why = "what the graphs read"
         terms += [

@@ -32,6 +32,7 @@ SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low hig
 EXACT_DEPTH = 2048  # of one product of high halves: gradients good to 4.6e-6 on an H200, to 6.3e-6 at 4096
 # Kernels whose depth runs over the terms of split operands.
 SIMILARITIES = ("forward", "gradient", "positive")
+STRIP_ROWS = 64  # of a panel, or of features, that the torch strategy works on where it needs temporaries
 LOSS_ROWS = 1024  # of one program: fp64 logarithms of 32 768 rows took one program 0.12 ms, 1 % of the step
 PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
 

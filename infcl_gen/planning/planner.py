@@ -27,7 +27,7 @@ from infcl_gen.planning.levels import (
     violations,
 )
 from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule
-from infcl_gen.problem import BLOCK_FIELDS, DTYPE_BYTES, MAX_BATCH, SETTINGS, parse_count
+from infcl_gen.problem import BLOCK_FIELDS, DTYPE_BYTES, MAX_BATCH, SETTINGS, bytes_text, parse_count
 
 if TYPE_CHECKING:
     from infcl_gen.hardware import Cluster
@@ -92,9 +92,10 @@ class Plan:
     predicted_time_s: float
     predicted_queued_s: float
     reasons: tuple[Reason, ...]
-    budget_bytes: int
+    budget_bytes: int  # what is promised: the budget given, or without one the predicted peak
+    allowed_bytes: int  # what the plan might have taken: that budget, or a part of the device's memory
     smallest_budget_bytes: int
-    largest_batch: int
+    largest_batch: int  # within what is allowed
     schedule: Schedule
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,8 +122,9 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         raise InfeasibleError(
             _infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest
         )
-    candidates = _candidates(problem, options, ceiling)
-    best = _best(candidates)
+    everything = _candidates(problem, options)
+    candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
+    best = _best(candidates, _fastest_ring_s(everything))
     option, sizes, peak = best.option, best.sizes, best.peak_bytes
     model = option.model(problem)
     return Plan(
@@ -150,6 +152,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         predicted_queued_s=model.queued_s(sizes),
         reasons=_reasons(problem, best, candidates, ceiling),
         budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
+        allowed_bytes=ceiling,
         smallest_budget_bytes=smallest,
         largest_batch=problem.batch_size if largest is None else largest,
         schedule=option.schedule,
@@ -169,10 +172,21 @@ def cost_model(plan: Plan, derivation: Derivation, cluster: Cluster) -> CostMode
     return _Option(*chosen, plan.blocks, derivation, cluster).model(plan.problem)
 
 
+def _as_many_keys(derivation: Derivation) -> bool:
+    """Whether the loss needs as many keys as queries."""
+    return derivation.has_keys or derivation.spec.positives == "diagonal"
+
+
 def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
-    if derivation.has_keys and problem.total_keys != problem.batch_size:
+    if _as_many_keys(derivation) and problem.total_keys != problem.batch_size:
+        paired = derivation.spec.positives == "diagonal"
+        why = (
+            "pairs query i with key i"
+            if paired
+            else "reduces over queries as well, so each key needs its query"
+        )
         raise InputError(
-            f"--keys: the loss {problem.loss!r} reduces over queries as well, so each key needs its query:"
+            f"--keys: the loss {problem.loss!r} {why}:"
             f" --keys {problem.total_keys} must equal --batch-size {problem.batch_size} (or be left out)"
         )
     if problem.dtype != "fp32" and problem.precision == "tf32":
@@ -548,24 +562,27 @@ class _Candidate:
     sizes: Sizes
 
 
-def _candidates(problem: Problem, options: list[_Option], ceiling: int) -> list[_Candidate]:
-    """Everything that keeps the budget."""
+def _candidates(problem: Problem, options: list[_Option]) -> list[_Candidate]:
+    """Everything, whatever the budget."""
     found = []
     for order, option in enumerate(options):
         model = option.model(problem)
         for sizes in option.sizes(problem):
-            peak = model.peak_bytes(sizes)
-            if peak <= ceiling:
-                found.append(_Candidate(model.time_s(sizes), peak, order, option, sizes))
+            found.append(_Candidate(model.time_s(sizes), model.peak_bytes(sizes), order, option, sizes))
     return found
 
 
-def _best(candidates: list[_Candidate]) -> _Candidate:
+def _fastest_ring_s(everything: list[_Candidate]) -> float:
+    """With any budget: what a gather is compared with must not change with it, or more budget, which makes rings
+    faster, would turn down a gather that was better than they are."""
+    return min((c.time_s for c in everything if c.option.transport == "ring"), default=math.inf)
+
+
+def _best(candidates: list[_Candidate], ring_s: float) -> _Candidate:
     """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order."""
-    ring_s = min((c.time_s for c in candidates if c.option.transport == "ring"), default=math.inf)
-    candidates = [
-        c for c in candidates if c.option.transport != "gather" or c.time_s <= (1 - _GATHER_GAIN) * ring_s
-    ]
+    worthwhile = (1 - _GATHER_GAIN) * ring_s
+    rest = [c for c in candidates if c.option.transport != "gather" or c.time_s <= worthwhile]
+    candidates = rest or candidates
     limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
     return min(
         (candidate for candidate in candidates if candidate.time_s <= limit),
@@ -579,7 +596,7 @@ def _largest_batch(problem: Problem, derivation: Derivation, cluster: Cluster, c
     @functools.cache
     def fits(batch: int) -> bool:
         # With --keys the keys stay, unless the loss needs them equal to the queries.
-        keys = batch if problem.keys is not None and derivation.has_keys else problem.keys
+        keys = batch if problem.keys is not None and _as_many_keys(derivation) else problem.keys
         other = dataclasses.replace(problem, batch_size=batch, keys=keys)
         try:
             options = _options(other, derivation, cluster)
@@ -634,7 +651,10 @@ def _reasons(
     tiles = -(-model.rows // sizes.panel_rows) * -(-model.keys // sizes.panel_keys)
     if option.strategy == "fused":
         why = "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"
-        found.append(Reason(2, f"{sizes.panel_rows} query rows x all keys", why))
+        rows = sizes.panel_rows
+        if cluster.devices > 1:
+            why, rows = "gradients of logits never leave the multiprocessor", model.rows
+        found.append(Reason(2, f"{rows} query rows x all keys", why))
     else:
         area = sizes.panel_rows * sizes.panel_keys
         larger = any(
@@ -747,14 +767,6 @@ def _strategy_why(problem: Problem, best: _Candidate, candidates: list[_Candidat
     if problem.dim > FUSED_DIM_LIMIT:
         text += f"; fused needs --dim at most {FUSED_DIM_LIMIT}"
     return text
-
-
-def bytes_text(size: int) -> str:
-    """A size for people: "512 bytes", "1.5 GiB"."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{math.ceil(10 * size / factor) / 10:g} {unit}"  # rounded up: a budget of it is enough
-    return f"{size} bytes"
 
 
 def _literals(value: Any) -> Any:

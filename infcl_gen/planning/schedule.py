@@ -137,7 +137,7 @@ class Sweep:
     transfers: int
 
 
-def simulate(
+def walk_schedule(
     schedule: Schedule, shard_sizes: Sequence[tuple[int, int]], has_keys: bool = True
 ) -> dict[str, Sweep]:
     """Run the forward and the backward sweep over shards of (queries, keys) rows, tracking what is in which buffer.

@@ -140,8 +140,8 @@ class BackwardGather(Gather):
     """Gradients of the keys of all ranks: `gathered` and `statistics` as the forward has left them.
 
     `accumulator`, in the dtype of `sums`, is never written to before the work on its owner: sums may replace what it
-    holds. After the last `arrive()` it is this rank's own, with the contributions of all. `agree` is called before
-    anything is sent, when the work on all others' keys has been started.
+    holds. What others have added to this rank's own comes with `settle()`. `agree` is called before anything is sent,
+    when the work on all others' keys has been started.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ from infcl_gen.emission.package import Package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.planning.levels import SPLIT_TERMS
 from infcl_gen.tuning.peers import PEERS, Inputs
-from infcl_gen.tuning.process import one_line, out_of_memory
+from infcl_gen.tuning.process import one_line, out_of_memory, timing_lock
 from infcl_gen.version import __version__
 
 SCHEMA_VERSION = 1
@@ -134,7 +134,7 @@ def point_of(
         device="cpu" if first["device"]["target"] == "cpu" else "cuda",
         loss=first["loss"]["name"],
         batch=queries,
-        keys=problem["keys"] or queries,
+        keys=queries if problem["keys"] in (None, problem["batch_size"]) else problem["keys"],
         dim=problem["dim"],
         dtype=problem["dtype"],
         precision=problem["precision"],
@@ -401,15 +401,11 @@ def board() -> str:
 def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
     """What a measurement depends on."""
     import torch
-    import triton
 
-    found = {
-        "infcl_gen": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-    }
+    found = {"infcl_gen": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    if importlib.util.find_spec("triton") is not None:  # not on every system
+        found["triton"] = importlib.import_module("triton").__version__
+    found["cuda"] = str(torch.version.cuda)
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.setdefault(name, importlib.metadata.version(name))
@@ -745,9 +741,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--errors", action="store_true")
     arguments = parser.parse_args()
-    row = measure_package(
-        arguments.package, arguments.batch, arguments.scale, arguments.repeats, arguments.errors
-    )
+    target = read_package(arguments.package).spec["device"]["target"]
+    with timing_lock(target, TIMEOUT_S):
+        row = measure_package(
+            arguments.package, arguments.batch, arguments.scale, arguments.repeats, arguments.errors
+        )
     print(json.dumps(row))
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from infcl_gen.emission import build, read_package, write_package
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.losses.builtin import BUILTIN_LOSSES
-from infcl_gen.losses.load import spec_as_dict
+from infcl_gen.losses import is_builtin
 from infcl_gen.problem import Problem
 from infcl_gen.tuning.bench import GENERATED, RESULTS, Point, empty_row, point_of
 from infcl_gen.tuning.peers import Peer
@@ -71,8 +70,7 @@ class Contest:
         read = [read_package(folder) for folder in packages]
         limits, loss = self.limits, read[0].spec["loss"]
         size = batch or read[0].spec["problem"]["batch_size"]
-        found = BUILTIN_LOSSES.get(loss["name"])
-        builtin = found is not None and spec_as_dict(found) == loss
+        builtin = is_builtin(loss)
         for peer in self._peers:
             if not builtin:
                 self.absent[peer.name] = (
@@ -88,8 +86,8 @@ class Contest:
         """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start,
         or has not the package's device."""
         point = self._present(point)
-        profile = read_package(point.packages[0]).spec["device"]["name"]
-        with timing_lock(profile, 10 * self.limits.silent_s):
+        target = read_package(point.packages[0]).spec["device"]["target"]
+        with timing_lock(target, 10 * self.limits.silent_s):
             found: dict[str, dict[str, Any]] = {}
             waiting = list(point.contestants)
             while waiting:

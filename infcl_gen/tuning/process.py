@@ -22,6 +22,8 @@ from typing import Any
 
 from infcl_gen.emission.package import lock
 
+EXIT_S = 5.0  # from a worker's last word to its end
+
 Requests = queue.SimpleQueue[dict[str, Any]]
 Answer = Callable[..., None]
 
@@ -57,18 +59,28 @@ class Process:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            if not select.select([pipe], [], [], min(left, 1.0))[0]:
+            ready = select.select([pipe], [], [], min(left, 1.0))[0]
+            if not ready and not self._exited():
                 continue
-            part = os.read(pipe, 1 << 16)
+            part = os.read(pipe, 1 << 16) if ready else b""
             if not part:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._popen.wait(5)
+                gone = time.monotonic() + EXIT_S
+                while not self._exited() and time.monotonic() < gone:
+                    time.sleep(0.01)
+                self.kill()
                 code = self._popen.returncode
                 return {"ended": f"killed by signal {-code}" if code and code < 0 else f"exit code {code}"}
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
         values: dict[str, Any] = json.loads(line)
         return values
+
+    def _exited(self) -> bool:
+        """Whether it has ended. It stays a zombie, so that its process group, which may live on, keeps its number."""
+        if self._popen.returncode is not None:
+            return True
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self._popen.pid, flags) is not None
 
     def kill(self) -> None:
         """End it and whatever it started."""
@@ -95,9 +107,9 @@ def serve(work: Callable[[Requests, Answer], None]) -> None:
 
 
 @contextlib.contextmanager
-def timing_lock(device: str, timeout_s: float) -> Iterator[None]:
-    """This machine's turn to time on a device: two runs at once would both measure nonsense."""
-    file = Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / f"timing-{device}.lock"
+def timing_lock(target: str, timeout_s: float) -> Iterator[None]:
+    """This machine's turn to time on its devices of a target: two runs at once would both measure nonsense."""
+    file = Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / f"timing-{target}.lock"
     with lock(file, "timing", timeout_s):
         yield
 

@@ -33,7 +33,7 @@ from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.tuning.bench import Timer, Times, blank_row, features, leads_ms, time_figures
 from infcl_gen.tuning.peers import open_clip_loss
-from infcl_gen.tuning.process import one_line
+from infcl_gen.tuning.process import one_line, timing_lock
 from infcl_gen.verification.memory import PeakMeter
 
 TIMEOUT_S = 600.0
@@ -75,12 +75,17 @@ def measure_ring(
     import torch
 
     check_peers(peers)
-    for folder in packages:
-        planned = read_package(folder).spec["plan"]["world_size"]
+    specs = [read_package(folder).spec for folder in packages]
+    for folder, spec in zip(packages, specs, strict=True):
+        planned, problem = spec["plan"]["world_size"], spec["problem"]
         if planned != ranks:
             raise InputError(f"--ranks: {folder} was planned for {planned} device(s), not {ranks}")
+        if problem["keys"] not in (None, problem["batch_size"]):
+            raise InputError(
+                f"--keys: rings are measured with a key for each query; {folder} has {problem['keys']}"
+            )
     gpus = torch.cuda.device_count()
-    if gpus < ranks and any(_device(read_package(folder).spec) == "cuda" for folder in packages):
+    if gpus < ranks and any(_device(spec) == "cuda" for spec in specs):
         raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {gpus} are here")
     with tempfile.TemporaryDirectory(prefix="infcl-gen-ring-") as scratch:
         job = Job(
@@ -89,7 +94,8 @@ def measure_ring(
         )  # fmt: skip
         description = Path(scratch) / "job.json"
         description.write_text(json.dumps(dataclasses.asdict(job)))
-        _run(description, ranks, timeout_s)
+        with timing_lock(specs[0]["device"]["target"], 2 * timeout_s):
+            _run(description, ranks, timeout_s)
         rows: list[dict[str, Any]] = json.loads(Path(job.output).read_text())
     return rows
 
@@ -218,12 +224,12 @@ def _once(job: Job, folder: Path, rank: int) -> dict[str, Any]:
         time_ms, _ = timer.idle_ms(lambda: step(leaves))
     finite = all(bool(part.isfinite().all()) for leaf in leaves for part in leaf.grad.view(-1).split(1 << 28))
     time_ms, peak, wrong = _largest([time_ms, meter.peak_bytes, not finite], ring.device)
-    row = ring.row("infcl") | time_figures([Times(time_ms, None)]) | {"peak_bytes": round(peak)}
+    row = ring.row("infcl")
     if wrong:
-        row["error"] = "not finite"
-    elif row["peak_bytes"] > row["predicted_peak_bytes"]:
-        row["error"] = f"took {row['peak_bytes']} bytes"
-    return row
+        return row | {"error": "not finite"}
+    if peak > row["predicted_peak_bytes"]:
+        return row | {"error": f"took {round(peak)} bytes"}
+    return row | time_figures([Times(time_ms, None)]) | {"peak_bytes": round(peak)}
 
 
 def _point(job: Job, folder: Path, rank: int, compared: set[int]) -> list[dict[str, Any]]:
@@ -232,9 +238,12 @@ def _point(job: Job, folder: Path, rank: int, compared: set[int]) -> list[dict[s
     module, shards, device = ring.module, ring.shards, ring.device
     q, k, scale = ring.leaves(shards[rank])
     losses: dict[str, Callable[[], Any]] = dict.fromkeys(HOW, lambda: module.contrastive_loss(q, k, scale))
-    for name in job.peers if ring.batch <= job.peers_up_to and ring.batch not in compared else ():
-        losses[name] = globals()[f"_{name}"](q, k, scale, rank, job.ranks)
     rows: dict[str, dict[str, Any]] = {}
+    for name in job.peers if ring.batch <= job.peers_up_to and ring.batch not in compared else ():
+        if len(set(shards)) > 1:  # they abort, or hang
+            rows[name] = ring.row(name) | {"error": "needs as many rows on each rank"}
+        else:
+            losses[name] = globals()[f"_{name}"](q, k, scale, rank, job.ranks)
     steps: dict[str, Callable[[], None]] = {}
     for name, loss in losses.items():
         step = _step(module, HOW.get(name), shards, loss, (q, k, scale))

@@ -14,9 +14,8 @@ from typing import Any
 
 from infcl_gen.emission import simulate_problem
 from infcl_gen.errors import InfeasibleError, InputError
-from infcl_gen.planning.planner import bytes_text
 from infcl_gen.planning.timeline import LEAD_S
-from infcl_gen.problem import MAX_DEVICES, ClusterFile, Problem, make_problem, read_cluster
+from infcl_gen.problem import MAX_DEVICES, ClusterFile, Problem, bytes_text, make_problem, read_cluster
 from infcl_gen.tuning.bench import SCHEMA_VERSION, checksum
 from infcl_gen.version import __version__
 
@@ -38,6 +37,8 @@ def clusters(
     if devices is None:
         last = min(MAX_DEVICES, each * file.nodes if file.nodes else max(UP_TO, each))
         devices = [count for power in range(17) if (count := each << power) <= last]
+        if file.nodes and devices[-1] < last - last % each:
+            devices.append(last - last % each)
     for count in devices:
         if count > each and count % each:
             raise InputError(

@@ -476,13 +476,13 @@ class _Family:
         arch, strategy = self.case.cluster.profile.arch, self.case.default.strategy
         kernels = [
             name
-            for template in KERNEL_TEMPLATES[strategy]
+            for template in KERNEL_TEMPLATES.get(strategy, ())
             for name, family in KERNEL_FAMILIES[template].items()
             if family == self.family
         ]
         if arch not in SHARED_BYTES or not kernels:
             return
-        todo = self._racing()[1:]
+        todo = [entry for entry in self._racing() if entry is not self.entries[0]]
         for start in range(0, len(todo), self.limits.jobs):
             if start and time.monotonic() > until:
                 for entry in todo[start:]:
@@ -530,7 +530,7 @@ class _Family:
                 return
             racing = self._racing()  # in another order each time: who comes after a pause has a cooler board
             for entry in random.Random(round_).sample(racing, len(racing)):
-                with timing_lock(self.case.cluster.profile.name, 10 * self.limits.sample_s):
+                with timing_lock(self.case.cluster.profile.target, 10 * self.limits.sample_s):
                     answer = self._ask(entry, {"do": "sample", "repeats": self.limits.repeats})
                 if answer is not None:
                     entry.rounds.append(answer["times_ms"])
@@ -552,7 +552,11 @@ class _Family:
                 f"no candidate of {self.family} gives right results; the default: {first.status} {first.detail}"
             )
         best = fastest(racing, None if self.entries[0].status else self.entries[0])
-        if read_package(best.folder).digest != best.digest:
+        try:
+            timed = read_package(best.folder).digest
+        except InputError as error:
+            raise VerificationError(f"the files of the winner changed while it was timed: {error}") from error
+        if timed != best.digest:
             raise VerificationError("the files of the winner changed while it was timed")
         return best
 

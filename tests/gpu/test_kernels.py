@@ -129,7 +129,9 @@ def test_not_finite_in_not_finite_out(made: Made) -> None:
     for which in ("q", "k"):
         for value in (math.nan, math.inf, -math.inf):
             checks.not_finite(made, which, value, "cuda")
-    checks.not_finite_scale(made, math.nan, "cuda")
+    for which in ("scale", "bias"):
+        for value in (math.nan, math.inf, -math.inf):
+            checks.not_finite_scalar(made, which, value, "cuda")
 
 
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))

@@ -87,11 +87,13 @@ def not_finite(made: Made, which: str, value: float, device: str = "cpu") -> Non
         assert not swallowed, f"{value} in {which}: {swallowed} elements of {name} are finite and must not be"
 
 
-def not_finite_scale(made: Made, value: float, device: str = "cpu") -> None:
+def not_finite_scalar(made: Made, which: str, value: float, device: str = "cpu") -> None:
+    """A scale or bias that is NaN or infinite leaves nothing finite, though gradients may not depend on the bias."""
     package = module(made)
     inputs = tensors(fitting(package, Case(70, 70, 0)), package.SPEC["positives"], device)
-    for name, x in zip(LossAndGrads._fields, package.loss_and_grads(inputs.q, inputs.k, value), strict=True):
-        assert not x.isfinite().any() or name == "dbias", f"scale {value}: {name} is finite"
+    results = package.loss_and_grads(inputs.q, inputs.k, **{"scale": 3.0, which: value})
+    for name, x in zip(LossAndGrads._fields, results, strict=True):
+        assert not x.isfinite().any(), f"{which} {value}: {name} is finite"
 
 
 def repeatable(made: Made, case: Case, repeats: int, device: str = "cpu") -> None:

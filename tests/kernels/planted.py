@@ -401,6 +401,13 @@ BUGS: dict[str, Bug] = {
         ("k", math.nan),
         "dq|dk",
     ),
+    "a bias that is NaN is lost": Bug(
+        PANEL,
+        (("kernels.py", "* weight * (scale) + bias * 0.0", "* weight * (scale)"),),
+        checks.not_finite_scalar,
+        ("bias", math.nan),
+        "dq is finite",
+    ),
     "products replace what earlier panels added": Bug(
         PANEL,
         (("kernels.py", "if not FRESH:", "if False:"),),

@@ -25,8 +25,9 @@ def test_not_finite_in_not_finite_out(interpreted: Interpreter, made: Made) -> N
     for which in ("q", "k"):
         for value in (math.nan, math.inf, -math.inf):
             interpreted(checks.not_finite, made, which, value)
-    for value in (math.nan, math.inf):
-        interpreted(checks.not_finite_scale, made, value)
+    for which in ("scale", "bias"):
+        for value in (math.nan, math.inf, -math.inf):
+            interpreted(checks.not_finite_scalar, made, which, value)
 
 
 @pytest.mark.parametrize("made", EACH, ids=named)
@@ -62,7 +63,9 @@ def test_the_cpu_target(made: Made) -> None:
     for which in ("q", "k"):
         for value in (math.nan, math.inf, -math.inf):
             checks.not_finite(made, which, value)
-    checks.not_finite_scale(made, math.nan)
+    for which in ("scale", "bias"):
+        for value in (math.nan, math.inf, -math.inf):
+            checks.not_finite_scalar(made, which, value)
     checks.far_rows(made)
     checks.autocast(made)
     if made.dtype in ("bf16", "fp16"):

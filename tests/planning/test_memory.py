@@ -40,6 +40,10 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 3000, "dim": 256, "dtype": "bf16", "memory_budget": "12MiB"},
         {"batch_size": 3000, "dim": 256, "dtype": "fp64", "memory_budget": "24MiB"},
         {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce"},
+        {"batch_size": 256, "dim": 4096, "dtype": "fp32"},
+        {"batch_size": 512, "dim": 1024, "dtype": "fp32", "memory_budget": "4500kB"},
+        {"batch_size": 256, "dim": 1024, "dtype": "bf16", "set": {"panel_rows": "256", "panel_keys": "64"}},
+        {"batch_size": 64, "dim": 256, "dtype": "fp64"},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )

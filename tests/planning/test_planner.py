@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infcl_gen.errors import InfeasibleError, InputError
-from infcl_gen.planning import Plan, simulate, violations
+from infcl_gen.planning import Plan, violations, walk_schedule
 from infcl_gen.planning.schedule import gather_schedule, ring_schedule
 from infcl_gen.problem import Problem, make_problem
 from tests.planning.conftest import plan_flags, plan_problem
@@ -77,7 +77,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         assert plan.stash_rows % plan.panel_rows == 0 and plan.world_size == 1
     assert {reason.level for reason in plan.reasons} >= ({0, 1, 2, 3, 4} if plan.blocks else {0, 1, 2})
     assert plan.predicted_time_s == pytest.approx(sum(phase.time_s for phase in plan.phases))
-    simulate(plan.schedule, [(1, 1)] * plan.world_size, has_keys=problem.loss == "clip")
+    walk_schedule(plan.schedule, [(1, 1)] * plan.world_size, has_keys=problem.loss == "clip")
 
 
 def plan_profile(problem: Problem) -> Any:
@@ -224,6 +224,13 @@ def test_strategies() -> None:
     }
     assert set(plan_flags(dim=64, batch_size="64k").blocks) == {"forward", "fused", "positive", "finish"}
     assert not plan_flags(dim=100, set={"strategy": "panel"}).descriptors
+
+
+def test_more_budget_does_not_turn_a_gather_down() -> None:
+    """A ring that the larger budget makes faster must not take the place of a gather that is faster still."""
+    flags = {"batch_size": 49152, "dim": 768, "devices": 3, "device_profile": "l4"}
+    less, more = (plan_flags(memory_budget=budget, **flags) for budget in (662623232, 754900986))
+    assert more.predicted_time_s <= less.predicted_time_s
 
 
 def test_small_tiles_say_why() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infcl_gen.errors import VerificationError
-from infcl_gen.planning.schedule import Payload, Schedule, gather_schedule, ring_schedule, simulate
+from infcl_gen.planning.schedule import Payload, Schedule, gather_schedule, ring_schedule, walk_schedule
 
 
 @st.composite
@@ -25,7 +25,7 @@ def rings(draw: st.DrawFn, largest: int) -> tuple[int, int, list[tuple[int, int]
 
 def check(nodes: int, devices: int, shards: list[tuple[int, int]], has_keys: bool) -> None:
     world = nodes * devices
-    sweeps = simulate(ring_schedule(nodes, devices, has_keys), shards, has_keys)
+    sweeps = walk_schedule(ring_schedule(nodes, devices, has_keys), shards, has_keys)
     everything = {(rank, owner) for rank in range(world) for owner in range(world)}
     for phase in ("forward", "backward"):
         assert set(sweeps[phase].visits) == everything
@@ -99,7 +99,7 @@ def test_a_gather_meets_each_pair_once(shards: list[tuple[int, int]], has_keys: 
     """And each batch of messages goes from everybody to everybody else."""
     world = len(shards)
     schedule = gather_schedule(world, has_keys)
-    sweeps = simulate(schedule, shards, has_keys)
+    sweeps = walk_schedule(schedule, shards, has_keys)
     messages = world * (world - 1)
     assert sweeps["forward"].transfers == messages * (1 + 2 * has_keys)
     assert sweeps["backward"].transfers == messages
@@ -125,7 +125,7 @@ GATHER_FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
 @pytest.mark.parametrize(("fault", "message"), GATHER_FAULTS)
 def test_the_simulator_notices_in_a_gather(fault: Callable[[Schedule], Schedule], message: str) -> None:
     with pytest.raises(VerificationError, match=message):
-        simulate(fault(gather_schedule(4, has_keys=True)), [(3, 3), (0, 0), (1, 1), (5, 5)])
+        walk_schedule(fault(gather_schedule(4, has_keys=True)), [(3, 3), (0, 0), (1, 1), (5, 5)])
 
 
 def test_the_network_is_crossed_once_a_cycle() -> None:
@@ -172,13 +172,13 @@ FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
 def test_the_simulator_notices(fault: Callable[[Schedule], Schedule], message: str) -> None:
     broken = fault(ring_schedule(2, 3, has_keys=True))
     with pytest.raises(VerificationError, match=message):
-        simulate(broken, [(3, 3), (0, 0), (1, 1), (5, 5), (2, 0), (0, 7)])
+        walk_schedule(broken, [(3, 3), (0, 0), (1, 1), (5, 5), (2, 0), (0, 7)])
 
 
 def test_a_group_of_one_never_communicates() -> None:
     schedule = ring_schedule(1, 1, True)
     assert not schedule.moves and not schedule.carries("forward", 0) and not schedule.carries("backward", 0)
-    simulate(schedule, [(3, 3)])
+    walk_schedule(schedule, [(3, 3)])
 
 
 def proven(schedule: Schedule, has_keys: bool) -> bool:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule, simulate
+from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule, walk_schedule
 from infcl_gen.runtime.ring import _HEADER, Message, Rotation
 from infcl_gen.runtime.route import planned_route
 from tests.kernels.planted import plant
@@ -238,7 +238,7 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
     size, dim = len(batch.members), package.SPEC["problem"]["dim"]
     has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
     schedule = batch.schedule(has_keys)
-    simulated = simulate(schedule, list(zip(batch.rows, batch.keys, strict=True)), has_keys)
+    simulated = walk_schedule(schedule, list(zip(batch.rows, batch.keys, strict=True)), has_keys)
     firsts = [sum(batch.keys[:owner]) for owner in range(size)]
     for phase in ("forward", "backward"):
         expected: dict[int, list[int]] = {rank: [] for rank in range(size)}

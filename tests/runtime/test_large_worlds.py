@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # In a process of its own: a default group is one of the whole process.
 PROGRAM = """
-import json, sys
+import gc, json, sys, weakref
 from unittest import mock
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -43,9 +43,12 @@ def noting(transfers):
 nodes, devices, rank = map(int, sys.argv[1:])
 with mock.patch.object(dist, "batch_isend_irecv", noting):
     step(nodes, devices, rank)[1]()
+group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
+gc.collect()
+kept = group() is not None
 predicted, work = step(nodes // 8, devices, rank // 8)  # a profiler takes 8 s for the hops of 4 096 ranks
-print(json.dumps({"batches": batches, "peak": measured_peak_bytes(work), "predicted": predicted}))
+print(json.dumps({"batches": batches, "peak": measured_peak_bytes(work), "predicted": predicted, "kept": kept}))
 """
 
 
@@ -78,3 +81,7 @@ def test_rank_1237_of_512_nodes_of_8_follows_the_schedule(found: Any) -> None:
 def test_a_rank_of_64_nodes_of_8_allocates_what_is_planned(found: Any) -> None:
     """Beyond the plan, on the host: the sizes of all ranks, and everybody's header of 32 numbers, forward and back."""
     assert found["peak"] <= found["predicted"] + 512 * (24 + 2 * 32 * 8)
+
+
+def test_a_destroyed_group_is_not_held(found: Any) -> None:
+    assert not found["kept"]

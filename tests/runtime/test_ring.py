@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from infcl_gen.planning.schedule import ring_schedule, simulate
+from infcl_gen.planning.schedule import ring_schedule, walk_schedule
 
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
@@ -313,7 +313,7 @@ def test_the_ring_follows_the_planned_schedule() -> None:
         if size == 1:
             continue
         schedule = ring_schedule(nodes, devices, has_keys=True)
-        simulate(schedule, [(1, 1)] * size)
+        walk_schedule(schedule, [(1, 1)] * size)
         route = planned_route(dataclasses.asdict(schedule))
         assert route.over(size) == route and route.over(size + 1) == Route("ring", 1, size + 1, ((0, 1),))
         for rank in range(size):

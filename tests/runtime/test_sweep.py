@@ -82,7 +82,12 @@ def test_any_scale_and_features(packages: Packages, data: st.DataObject) -> None
 def test_selftest_passes(packages: Packages, loss: str, dtype: str) -> None:
     report = packages(loss, dtype=dtype, dim=96, panel=(64, 128)).selftest()
     assert report["ok"], report
-    assert len(report["cases"]) == 4
+    assert len(report["cases"]) == 5
+
+
+def test_selftest_of_a_batch_of_one_has_a_case(packages: Packages) -> None:
+    report = packages("clip", batch_size=1).selftest()
+    assert report["ok"] and [case["rows"] for case in report["cases"]] == [1]
 
 
 @pytest.mark.parametrize("poisoned", ["q", "k"])

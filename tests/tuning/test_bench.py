@@ -139,6 +139,13 @@ def test_a_gpu_s_package_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         contest.rows(contest.point([gpu]))
 
 
+def test_a_key_for_each_query_stays_so_in_a_smaller_batch(tmp_path: Path) -> None:
+    """Also where the flags have named the keys, as the command for another size does."""
+    package = infcl_gen.generate(output=tmp_path / "named", **{**SMALL, "keys": SMALL["batch_size"]})
+    row = measure_package(package, batch=40, repeats=1)
+    assert (row["batch"], row["keys"], row["error"]) == (40, 40, None)
+
+
 def test_everybody_runs_once_a_round_in_an_order_that_changes(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,3 +134,10 @@ def test_the_script_says_what_it_does() -> None:
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert "simulated" in done.stdout
+
+
+def test_all_nodes_of_a_file_are_reached(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('nodes = 6\ndevices_per_node = 4\ndevice_profile = "h200"\n')
+    found = clusters({"dim": 64, "cluster": str(file)}, None, [4096])
+    assert [problem.devices for problem in found] == [4, 8, 16, 24]

@@ -24,6 +24,7 @@ from infcl_gen.planning import records
 from infcl_gen.planning.records import Candidate, Found, Settings, read_records
 from infcl_gen.problem import make_problem
 from infcl_gen.tuning import search
+from infcl_gen.tuning.process import Process
 from infcl_gen.tuning.search import Case, Limits, tune
 from tests.tuning.program import OTHER, short_run
 
@@ -246,7 +247,6 @@ def interrupt_at_random(tmp_path: Path, moments: int, seed: int) -> None:
         for partial in folder.glob(".*.partial.json"):
             read_records(partial)
         read_package(package)  # intact
-        read_package(package)  # intact
 
 
 def test_interrupted_at_a_few_random_moments(tmp_path: Path) -> None:
@@ -362,3 +362,26 @@ def test_what_cannot_be_tuned_says_so(tmp_path: Path, package: Path, monkeypatch
     with pytest.raises(VerificationError, match="broken"):
         tune(package, tmp_path / "records", propose=lambda *_: [], plant=broken)
     assert read_package(package).digest == before and not list((tmp_path / "records").glob("*.json"))
+
+
+def test_a_worker_that_has_ended_leaves_nobody_behind(tmp_path: Path) -> None:
+    """Its answer does not wait for what it has started either, which may hold its pipe."""
+    (tmp_path / "forking.py").write_text(
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "open(sys.argv[1], 'w').write(str(child.pid))\n"
+        "os._exit(3)\n"
+    )
+    note = tmp_path / "child"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        worker = Process("forking", [str(note)], tmp_path / "log")
+        started = time.monotonic()
+        assert worker.answer(50.0) == {"ended": "exit code 3"}
+    assert time.monotonic() - started < 30.0
+    worker.kill()
+    status = Path(f"/proc/{note.read_text()}/stat")
+    deadline = time.monotonic() + 10.0
+    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not status.exists() or status.read_text().split()[2] == "Z"

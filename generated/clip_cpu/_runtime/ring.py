@@ -9,7 +9,7 @@ after it, and is home after W hops. The package's route says who sends to whom a
     ...
     hop W - 1    work on those of p + 1 |                              |  then the accumulator: it comes home
 
-Everything that touches torch.distributed is in this file.
+All that is sent and received is in this file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ _PER_CALL = ("ranks compared", "labels given", "gradients wanted", "grad_sync", 
 TOGETHER_BYTES = 64 << 20
 
 _streams: dict[int, torch.cuda.Stream] = {}
-_rings: dict[str, Ring] = {}
+# A group that is destroyed takes its ring, its threads and its sockets with it: nothing here holds on to it.
+_rings: weakref.WeakKeyDictionary[dist.ProcessGroup, Ring] = weakref.WeakKeyDictionary()
 # Of all packages of this process together. Gloo groups beside NCCL groups: a second one would meet the keys of another.
 # Trips finished in each group: transfers that one package left behind would meet those of the next.
 _control_groups: Any = vars(dist).setdefault("_infcl_control_groups", weakref.WeakKeyDictionary())
@@ -91,9 +92,9 @@ def find_ring(group_name: str) -> Ring | None:
         raise RuntimeError(f"this process is not a member of the process group {group_name!r}")
     if dist.get_world_size(group) == 1:
         return None
-    ring = _rings.get(group.group_name)
-    if ring is None or ring.group is not group:  # names are used again after destroy_process_group
-        ring = _rings[group.group_name] = Ring(group)
+    ring = _rings.get(group)
+    if ring is None:
+        ring = _rings[group] = Ring(group)
     return ring
 
 
@@ -115,13 +116,20 @@ class Ring:
     """The ranks of one process group, in group-rank order; this process is `rank` of `size` (at least 2)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.labels_checked: set[str] = set()
         self.layouts: dict[str, Any] = {}  # everybody's sizes in the last call, by package
         self._backends = _backends(group)
         self._connected = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed while the loss was using it")
+        return group
 
     def check_device(self, device: torch.device) -> None:
         """Raises ValueError if tensors on `device` cannot travel in this group."""

@@ -111,6 +111,7 @@ def forward(
         layout = Layout(0, (q.shape[0],), (k.shape[0],))
         _check_sizes(package, layout, labels is not None)
         _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
+        _remember_labels(package, labels, _labels_checked_alone)
         return _forward(package, None, layout, *arguments)
     agreement = _Agreement(package, ring, q, k, labels, options, gradients)
     guess = ring.layouts.get(package.digest)
@@ -521,7 +522,7 @@ class _Agreement:
             announce_rejection(package, q, k, labels, options)
             raise
         label_range = _label_range(package, labels, ring.labels_checked, options)
-        self._package, self._ring, self._labelled = package, ring, labels is not None
+        self._package, self._ring, self._labels = package, ring, labels
         self._answers = ring.ask(_header(package, q, k, labels, options, gradients, label_range))
         self._layout: Layout | None = None
 
@@ -532,8 +533,9 @@ class _Agreement:
             _compare(headers)
             rows, keys = (tuple(header[name] for header in headers) for name in ("rows", "keys"))
             layout = Layout(ring.rank, rows, keys)
-            _check_sizes(self._package, layout, self._labelled)
+            _check_sizes(self._package, layout, self._labels is not None)
             _check_labels([(header["first label"], header["last label"]) for header in headers], layout)
+            _remember_labels(self._package, self._labels, ring.labels_checked)
             ring.layouts[self._package.digest] = self._layout = layout
         return self._layout
 
@@ -595,9 +597,10 @@ def _check_sizes(package: Package, layout: Layout, labels_given: bool) -> None:
     if not queries or not keys:
         raise ValueError(f"the batch needs at least one query and one key; it has {queries} and {keys}")
     if queries > package.batch_size or keys > package.key_count:
+        sizes = {"queries": max(queries, package.batch_size), "keys": max(keys, package.key_count)}
         raise ValueError(
             f"{package.name} was generated for at most {package.batch_size} queries and {package.key_count} keys, but "
-            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(queries=queries, keys=keys)}"
+            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(**sizes)}"
         )
     if not package.labelled and queries != keys:
         raise ValueError(
@@ -627,12 +630,16 @@ def _label_range(
     """
     if labels is None or not labels.numel():
         return 0, -1
-    if labels.device.type != "cpu":
-        if package.digest in checked and options.check_ranks != "always":
-            return 0, -1
-        checked.add(package.digest)
+    if labels.device.type != "cpu" and package.digest in checked and options.check_ranks != "always":
+        return 0, -1
     first, last = torch.aminmax(labels)
     return int(first), int(last)
+
+
+def _remember_labels(package: Package, labels: Tensor | None, checked: set[str]) -> None:
+    """Labels on a device have been looked at, and were right."""
+    if labels is not None and labels.numel() and labels.device.type != "cpu":
+        checked.add(package.digest)
 
 
 def _check_labels(ranges: list[tuple[int, int]], layout: Layout) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import shlex
+import numbers
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -310,18 +310,23 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
     """A number or 0-dim tensor as a 0-dim tensor of the statistics dtype beside q; differentiable."""
     dtype = package.schedule.STATISTICS_DTYPE
     if isinstance(value, Tensor):
-        if value.dim() or not value.is_floating_point():
+        if value.dim() or value.is_complex() or value.dtype == torch.bool:
             shape = tuple(value.shape)
             raise ValueError(
-                f"{name} must be a 0-dim floating-point tensor, not {value.dtype} of shape {shape}"
+                f"{name} must be a 0-dim tensor of a real number, not {value.dtype} of shape {shape}"
             )
         return value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, not {type(value).__name__}")
-    if traced(q) or (q.is_cuda and replay.capturing(q.device)):
+    # Not kept: what is made under a transform of torch.func, or in somebody's graph, is of no use outside of it.
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed or traced(q) or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    return _constant(float(value), dtype, q.device, stream)
+    try:
+        return _constant(float(value), dtype, q.device, stream)
+    except (OverflowError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a number that {dtype} can hold: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)
@@ -390,34 +395,18 @@ def _package(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) ->
         any_device=plan["strategy"] == "torch" or INTERPRETED,
         replay=plan["replay"],
         product_precision="tf32" if problem["precision"] == "tf32" else "ieee",
-        regenerate=_regenerate(problem),
+        regenerate=spec["regenerate"],
         loss=loss,
         schedule=schedule,
     )
-
-
-def _regenerate(problem: Mapping[str, Any]) -> str:
-    """The command that makes the same package for {queries} queries and {keys} keys."""
-    loss, profile = (
-        shlex.quote(problem[field]).replace("{", "{{").replace("}", "}}")
-        for field in ("loss", "device_profile")
-    )
-    budget, precision = problem["memory_budget_bytes"], problem["precision"]
-    flags = [
-        f"--loss {loss} --batch-size {{queries}} --keys {{keys}} --dim {problem['dim']} --dtype {problem['dtype']}",
-        f"--devices {problem['devices']} --nodes {problem['nodes']} --device-profile {profile}",
-        f"--memory-budget {budget}" if budget is not None else "",
-        f"--precision {precision}" if precision != "default" else "",
-    ]
-    return f"infcl-gen generate {' '.join(flag for flag in flags if flag)} -o DIR"
 
 
 def _default_device(package: Package) -> str:
     return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 
-# Rows, keys, scale: a small tile, ragged tiles, and a temperature at which a fixed reference would underflow.
-_SELFTEST_CASES = ((2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
+# Rows, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference would underflow.
+_SELFTEST_CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
 
 
 def _selftest(package: Package, device: torch.device) -> dict[str, Any]:
@@ -441,6 +430,7 @@ def _selftest(package: Package, device: torch.device) -> dict[str, Any]:
         # The size of each result; dscale is a sum of terms of either sign, whose size is that of the terms.
         sizes = [float(torch.linalg.vector_norm(x)) for x in exact]
         sizes[3] = float((q.double() * exact[1]).abs().sum()) / scale
+        sizes = [size or 1.0 for size in sizes]  # of a pair alone all of them are zero
         errors, allowed = {}, {}
         names = ("loss", "dq", "dk", "dscale")
         for name, ours, truth, naive, size in zip(names, first, exact, plain, sizes, strict=False):
