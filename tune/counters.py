@@ -1,6 +1,6 @@
 """Hardware counters of each kernel of one step on this GPU, read by Nsight Compute (ncu): what bounds it.
 
-python tune/counters.py [--batch 16k] [--dim 768] [--memory-budgets auto,40GiB] [-o tune/bench/h200-counters.json]
+python tune/counters.py [--batch 16k] [--dim 768] [--memory-budgets auto,40GiB] [-o tune/analysis/h200-counters.json]
 
 A row is one launch, in order: its time at the clock that the board had, and how busy tensor cores, L2 and memory
 were, in percent of what they can do. ncu runs each kernel several times by itself: the board is cooler than in a step,
@@ -38,7 +38,7 @@ LEAST_US = 20.0  # shorter launches are left out: they are bound by starting
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("-o", "--output", type=Path, default=Path("tune/bench/h200-counters.json"))
+    parser.add_argument("-o", "--output", type=Path, default=Path("tune/analysis/h200-counters.json"))
     parser.add_argument("--batch", type=parse_count, default="16k")
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--memory-budgets", default="auto,40GiB")

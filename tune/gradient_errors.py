@@ -1,6 +1,6 @@
 """Errors against fp64 under bf16 autocast, as CLIP trains: fp32 features, a bf16 package, and OpenCLIP's loss.
 
-python tune/gradient_errors.py [--batches 4k,16k] [--dim 768] [-o tune/bench/h200-autocast.json]
+python tune/gradient_errors.py [--batches 4k,16k] [--dim 768] [-o tune/analysis/h200-autocast.json]
 
 The features' values are bf16 numbers, so that rounding them, which is the same for everybody, counts for nobody. A
 package's gradients come in the features' fp32; a library's are fp32 numbers that were rounded to bf16 on the way.
@@ -28,7 +28,7 @@ SCALES = (14.3, 100.0)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("-o", "--output", type=Path, default=Path("tune/bench/h200-autocast.json"))
+    parser.add_argument("-o", "--output", type=Path, default=Path("tune/analysis/h200-autocast.json"))
     parser.add_argument("--batches", default="4k,16k")
     parser.add_argument("--dim", type=parse_count, default="768")
     parser.add_argument("--target", default="auto")

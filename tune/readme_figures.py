@@ -1,4 +1,5 @@
-"""Writes the README's tables of measurements, and of simulated steps, from tune/bench/*.json, each between two markers.
+"""Writes the README's tables of measurements, and of simulated steps, from the .json files of tune/bench
+and tune/analysis (counters, errors alone, simulations), each between two markers.
 
 python tune/readme_figures.py            rewrites README.md
 python tune/readme_figures.py --plot     and draws tune/bench/h200-grid.svg
@@ -85,7 +86,9 @@ def simulated_tables() -> str:
 
 def _files() -> list[tuple[Path, dict[str, Any]]]:
     found = []
-    for path in sorted((ROOT / "tune" / "bench").glob("*.json")):
+    for path in (
+        file for name in ("bench", "analysis") for file in sorted((ROOT / "tune" / name).glob("*.json"))
+    ):
         results = json.loads(path.read_text(encoding="utf-8"))
         rows = json.dumps(results["rows"], sort_keys=True)
         if hashlib.sha256(rows.encode()).hexdigest() != results["checksum"]:

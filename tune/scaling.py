@@ -1,7 +1,7 @@
 """Clusters of 8 to 4096 H200s, simulated; nothing here is measured.
 
-python tune/scaling.py [-o tune/bench/h200-scaling.json]     the rows of the README's table of simulated steps
-python tune/scaling.py --plot tune/bench/h200-scaling.svg    and a picture of them
+python tune/scaling.py [-o tune/analysis/h200-scaling.json]     the rows of the README's table of simulated steps
+python tune/scaling.py --plot tune/analysis/h200-scaling.svg    and a picture of them
 python tune/scaling.py --compare                             measured rows of tune/bench beside their simulated times
 
 The constants that `--compare` is for are at the top of infcl_gen/planning/timeline.py.
@@ -18,7 +18,7 @@ from infcl_gen.tuning.bench import write_file
 from infcl_gen.tuning.plot import check_plot, plot_scaling
 from infcl_gen.tuning.scaling import HEADER, beside_measured, cells, clusters, results, simulated
 
-BENCH = Path(__file__).resolve().parent / "bench"
+TUNE = Path(__file__).resolve().parent
 MEASURED = ("h200-ring.json", "h200-ring2.json", "h200-first-speed.json", "h200-grid.json")
 FLAGS = {"loss": "clip", "dim": 768, "device_profile": "h200", "memory_budget": "64GiB"}
 BATCHES = (1 << 20, 32 << 20)
@@ -27,7 +27,7 @@ COMMAND = "infcl-gen scale --dim 768 --device-profile h200 --memory-budget 64GiB
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("-o", "--output", type=Path, default=BENCH / "h200-scaling.json")
+    parser.add_argument("-o", "--output", type=Path, default=TUNE / "analysis" / "h200-scaling.json")
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()
@@ -49,7 +49,7 @@ def compare() -> int:
     """Every measured row of a package, and how far its simulated time is from it; 1 if one is farther than 10 %."""
     far = 0
     for name in MEASURED:
-        for row in json.loads((BENCH / name).read_text())["rows"]:
+        for row in json.loads((TUNE / "bench" / name).read_text())["rows"]:
             if row["impl"] == "infcl":
                 measured_ms, step_ms = beside_measured(row, "h200")
                 error = step_ms / measured_ms - 1

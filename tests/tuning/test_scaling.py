@@ -110,7 +110,7 @@ def test_flags_of_a_config_file(tmp_path: Path) -> None:
 
 
 def committed() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "tune" / "bench" / "h200-scaling.json").read_text())
+    found: dict[str, Any] = json.loads((ROOT / "tune" / "analysis" / "h200-scaling.json").read_text())
     return found
 
 
