@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9eb03632b1ce498541fe7d03d8f5cd4c9be7f009b9db75473e98a1e07db187b5",
+    "digest": "683137189b07d45666d8b08bf190a0d919e9939e7340630a0d214383e4823c9a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "6a6ed1335ca7f5a0c1c6b99dcddd9e7da69e4cb06a9abbe1719f6254de88e654",
+    "digest": "0d6e2ed62643f40cc8a2b669b3d787130398bbb3fa76126eb4d8eec288416ed1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "5c2781569086967f76baaaf61fd866d98a36f01e92a5640dc410609449b54704",
+    "digest": "525fa9773af3d7ea21bad30c9a8582e7ec9a4ab1374a741c850d2013d2b3fa83",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

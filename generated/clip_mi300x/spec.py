@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "7916b12878d2a8e7c11c036e125d693c0b906814b40ba5eca3fab039c8590385",
+    "digest": "78a1443796512dcf05de6912e8faa3f5eb29d61cc0522c521cd2af23d9f01b86",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "b51881e6a1d45c0d46a1c25025bc9abe2effaa62d6b337a8d7a32ac19a0e81a1",
+    "digest": "ad411fa8be3b25cd84067350dcc70082cac29b4f9ec37418bdb83889b41691db",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -152,6 +152,7 @@ TOGETHER_BYTES = 64 << 20  # keys of up to this size travel with a ring's sums (
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 # What a panel of a ring's hop does before it adds to what travels.
 BEFORE_SUMS = ("forward product", "gradient product", "gradient", "dq product", "fused dq")
+AFTER_HOPS = ("finish", "additions")  # what is done once, when the last hop's work is over
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured
 
 
@@ -587,14 +588,13 @@ class CostModel:
         Gather: the keys of all others come beside the work on the own ones, and so go home the sums of gradients;
         statistics are waited for, on their way home and, finished, to everybody.
         """
-        features = self.keys * self.dim * DTYPE_BYTES[self.dtype]
-        statistics = self.keys * 2 * self._accumulator_bytes * self.variant.has_keys
-        gradients = self.keys * self.dim * self._accumulator_bytes
         hops = self.world_size
-        hop_s = math.fsum(part.time_s for part in work) / hops
+        hop_s = math.fsum(part.time_s for part in work if part.name not in AFTER_HOPS) / hops
         gpu = self.profile.target != "cpu"
+        beside, after = self.travels(phase)
         if self.variant.gather:
-            beside, after = (features, 2 * statistics) if phase == "forward" else (gradients, 0)
+            # Statistics go home and come back. In backward the keys are there, and nobody waits for the sums.
+            beside, after = (beside, 2 * after) if phase == "forward" else (after, 0)
             batches = 1 + 2 * (after > 0)
             total = (hops - 1) * (beside + after)
             beside_s = self._transfer_s((hops - 1) * beside)
@@ -603,16 +603,8 @@ class CostModel:
             return PhaseTime(
                 f"{phase} communication", _rounded(exposed + batches * BATCH_S * gpu), "link", 0, total
             )
-        beside, after = features, statistics
-        if phase == "backward":
-            beside, after = features + statistics, gradients
-        rows, keys = sizes.forward_rows, sizes.forward_keys
-        if phase == "backward":
-            rows, keys = sizes.panel_rows, sizes.panel_keys
-        panels = (
-            1 if "fused dq" in {part.name for part in work} else -(-self.rows // rows) * -(-self.keys // keys)
-        )
-        first_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS) / hops / panels
+        before_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS)
+        first_s = before_s / hops / self.panels(phase, sizes)
         exposed = self._transfer_s(after, network=self.nodes > 1)
         for network, moves in ((False, hops - self.nodes), (True, self.nodes - 1)):
             beside_s, after_s = (self._transfer_s(size, network) for size in (beside, after))
@@ -625,6 +617,24 @@ class CostModel:
         return PhaseTime(
             f"{phase} communication", _rounded(exposed + batches * BATCH_S * gpu), "link", 0, total
         )
+
+    def travels(self, phase: str) -> tuple[int, int]:
+        """Bytes of a hop's messages: of what travels beside its work, and of what the work adds to."""
+        features = self.keys * self.dim * DTYPE_BYTES[self.dtype]
+        statistics = self.keys * 2 * self._accumulator_bytes * self.variant.has_keys
+        if phase == "forward":
+            return features, statistics
+        return features + statistics, self.keys * self.dim * self._accumulator_bytes
+
+    def panels(self, phase: str, sizes: Sizes) -> int:
+        """Panels of a hop."""
+        if phase == "backward" and self.variant.strategy == "fused":
+            return 1
+        forward = phase == "forward"
+        rows, keys = (
+            (sizes.forward_rows, sizes.forward_keys) if forward else (sizes.panel_rows, sizes.panel_keys)
+        )
+        return -(-self.rows // rows) * -(-self.keys // keys)
 
     def _transfer_s(self, size: int, network: bool = False) -> float:
         """Of one message, of as many bytes to the device as from it."""

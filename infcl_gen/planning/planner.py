@@ -189,8 +189,10 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
             f"--keys: the loss {problem.loss!r} {why}:"
             f" --keys {problem.total_keys} must equal --batch-size {problem.batch_size} (or be left out)"
         )
-    if problem.dtype != "fp32" and problem.precision == "tf32":
-        raise InputError(f"--precision: tf32 applies to --dtype fp32 only, not to {problem.dtype}")
+    if problem.dtype != "fp32" and problem.precision != "default":
+        raise InputError(
+            f"--precision: {problem.precision} applies to --dtype fp32 only, not to {problem.dtype}; leave it out"
+        )
     if problem.dtype == "fp64" and cluster.profile.target != "cpu":
         raise InputError("--dtype: fp64 is supported with --target cpu only; valid here: bf16, fp16, fp32")
     if problem.precision == "tf32" and cluster.profile.vendor != "nvidia":

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.planning import cost
 from infcl_gen.planning.events import Events, Pipe, Task
-from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from infcl_gen.planning.cost import CostModel
@@ -132,22 +131,13 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     )
     launches = model.launches(sizes)
     times = {phase.name: phase.time_s for phase in plan.phases if phase.name in launches}
-    rows, own, hops = plan.rows_per_rank, plan.keys_per_rank, plan.world_size
-    accumulator = 8 if plan.dtype == "fp64" else 4
-    statistics = own * 2 * accumulator * model.variant.has_keys
-    keys, gradients = (own * plan.problem.dim * size for size in (DTYPE_BYTES[plan.dtype], accumulator))
-    panels = {
-        "forward": -(-rows // plan.forward_rows) * -(-own // plan.forward_keys),
-        "backward": 1
-        if plan.strategy == "fused"
-        else -(-rows // plan.panel_rows) * -(-own // plan.panel_keys),
-    }
-    travel = {"forward": (keys, statistics), "backward": (keys + statistics, gradients)}
+    hops = plan.world_size
     names = list(times)  # two phases forward, as in the cost model
     found = {}
     for phase, mine in (("forward", names[:2]), ("backward", names[2:])):
-        hop_s = math.fsum(times[name] for name in mine if name not in ("finish", "additions")) / hops
-        first_s = math.fsum(times[name] for name in mine if name in cost.BEFORE_SUMS) / hops / panels[phase]
+        hop_s = math.fsum(times[name] for name in mine if name not in cost.AFTER_HOPS) / hops
+        before_s = math.fsum(times[name] for name in mine if name in cost.BEFORE_SUMS)
+        first_s = before_s / hops / model.panels(phase, sizes)
         last_s = times["finish"] if phase == "backward" else 0.0
         found[phase] = Work(
             first_s,
@@ -155,7 +145,7 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
             last_s / 2,  # of queries, then of keys: as long
             last_s / 2 + times.get("additions", 0.0) * (phase == "backward"),
             math.fsum(launches[name] for name in mine) / hops,
-            *travel[phase],
+            *model.travels(phase),
         )
     return found
 

@@ -567,8 +567,9 @@ def _header(
     label_range: tuple[int, int],
     accepted: bool = True,
 ) -> Mapping[str, Any]:
-    features = q if isinstance(q, Tensor) else torch.empty(0, 0)
-    keys = k if isinstance(k, Tensor) else torch.empty(0, 0)
+    # Of what is no tensor nothing differs: that the arguments were not accepted is what the others are to hear.
+    nothing = torch.empty(0, package.dim, dtype=package.dtype)
+    features, keys = (x if isinstance(x, Tensor) else nothing for x in (q, k))
     return {
         "accepted": accepted,
         "package digest": package.digest[:14],
