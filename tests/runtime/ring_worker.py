@@ -253,6 +253,7 @@ def loss_of(
     grad: bool = False,
     device: str = "cpu",
     scale: Any = 2.0,
+    listed: bool = False,
     torch_version: str | None = None,
     protocol: int | None = None,
     trips: int | None = None,
@@ -272,7 +273,8 @@ def loss_of(
         ):
             if value is not None:
                 pretence.enter_context(mock.patch.object(place, name, value))
-        loss = module.contrastive_loss(q, k, scale, labels=given, group=group_of(ranks), **options)
+        features: Any = q.tolist() if listed else q
+        loss = module.contrastive_loss(features, k, scale, labels=given, group=group_of(ranks), **options)
     assert isinstance(loss, Tensor)
     return loss
 

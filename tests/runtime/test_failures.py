@@ -129,6 +129,7 @@ MISMATCHES = {
         {"labels": [0]}, "arguments of rank {v} are invalid|labels must be int64 of shape", LABELS, "infonce"
     ),
     "scale": Mismatch({"scale": "large"}, "arguments of rank {v} are invalid|scale must be a number"),
+    "no tensor": Mismatch({"listed": True}, "arguments of rank {v} are invalid|q must be"),
     "device": Mismatch({"device": "meta"}, "arguments of rank {v} are invalid|device.type"),
     "a label that is no key": Mismatch(
         {"labels": [0, 1, 2, 99]}, "labels on rank {v} range from 0 to 99", LABELS, "infonce", "ValueError"
