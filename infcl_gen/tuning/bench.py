@@ -9,7 +9,8 @@ fp64, None where there is no figure. A row whose `error` is not None has no figu
 
 On a GPU everybody runs twice a round, or until the host is ahead. `median_ms` begins on an idle device, which waits
 for the host to start the first kernels. `queued_ms` begins behind other work, as a loss does behind its towers in
-training: the host has run ahead, and this is the device's time alone.
+training: the host has run ahead, and this is the device's time alone, unless the host is still behind after
+LONGEST_LEAD_MS of other work.
 
 `measure` does it for one package in a process of its own, so that no package inherits another's memory or library
 workspaces, and `write_results` keeps rows.
