@@ -13,8 +13,10 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +44,23 @@ _PROBLEM_FLAGS = (
 )
 
 
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM is an interrupt as well, so that workers are ended and temporary folders removed."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where alone a handler may be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class _Cli(click.Group):
     """The group whose `main` turns every exception into one line and an exit code."""
 
@@ -52,7 +71,10 @@ class _Cli(click.Group):
         started = time.monotonic()
         try:
             try:
-                with self.make_context("infcl-gen", arguments, obj=shown) as context:
+                with (
+                    _termination_interrupts(),
+                    self.make_context("infcl-gen", arguments, obj=shown) as context,
+                ):
                     self.invoke(context)
                 code = 0
                 logging.getLogger("infcl_gen").info("finished in %.2f s", time.monotonic() - started)

@@ -307,7 +307,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     process.stderr.close()
 
 
-def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
+def test_an_interrupt_ends_with_130(tmp_path: Path, sent: signal.Signals) -> None:
     loss = tmp_path / "slow.py"
     loss.write_text(
         "import pathlib, time\npathlib.Path(__file__).with_suffix('.started').touch()\ntime.sleep(60)\n"
@@ -316,7 +317,7 @@ def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
     started = loss.with_suffix(".started")
     while not started.exists() and process.poll() is None:
         pass
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, "infcl-gen: error: interrupted\n")
 
