@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "683137189b07d45666d8b08bf190a0d919e9939e7340630a0d214383e4823c9a",
+    "digest": "4d81b7286ef468ebf2e33756ee43cd7032d07119b83a8ad0cce1a26e0bcb40fc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

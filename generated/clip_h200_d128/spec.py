@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "0d6e2ed62643f40cc8a2b669b3d787130398bbb3fa76126eb4d8eec288416ed1",
+    "digest": "2249a79ee69edd2648b686f09dfaa8fe0c756d6eb07283779b51651ae4206524",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

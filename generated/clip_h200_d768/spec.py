@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "525fa9773af3d7ea21bad30c9a8582e7ec9a4ab1374a741c850d2013d2b3fa83",
+    "digest": "d60d8f1993bb9c8a5dd983e6a27c37ad738212a64e2694a34afc81eabcc30955",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

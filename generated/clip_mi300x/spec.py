@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "78a1443796512dcf05de6912e8faa3f5eb29d61cc0522c521cd2af23d9f01b86",
+    "digest": "c0cb88568a8a148106efe6029fdd8ec359e690170ec94eba822b361981b28aa9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "ad411fa8be3b25cd84067350dcc70082cac29b4f9ec37418bdb83889b41691db",
+    "digest": "2fa8a1947fc0044a503c94d8d8e662ab5159d896d2b977923b0d9344f8107fcb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -319,13 +319,14 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, not {type(value).__name__}")
     # Not kept: what is made under a transform of torch.func, or in somebody's graph, is of no use outside of it.
-    transformed = torch._C._are_functorch_transforms_active()
-    if transformed or traced(q) or (q.is_cuda and replay.capturing(q.device)):
+    if traced(q) or torch._C._are_functorch_transforms_active() or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     try:
         return _constant(float(value), dtype, q.device, stream)
     except (OverflowError, RuntimeError) as error:
+        if "overflow" not in str(error) and not isinstance(error, OverflowError):
+            raise
         raise ValueError(f"{name} must be a number that {dtype} can hold: {error}") from error
 
 
