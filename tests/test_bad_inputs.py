@@ -280,6 +280,11 @@ def test_bench_of_problems_and_packages_that_contradict(package: Path, tmp_path:
         refuse(["bench", *given, flag], flag.split("=")[0], "--package")
     refuse(["bench", *given, "--batches=257"], "--batches", "257")
     refuse(["bench", "--batch-size=64k", "--dim=4", "--target=cpu", "--memory-budget=1"], "budget", code=3)
+    ranks = ["bench", "--ranks=2", "--target=cpu", "--batch-size=256"]
+    refuse([*ranks, "--dim=16", "--devices=4"], "--devices", "--ranks 2")
+    refuse([*ranks, "--dim=16", "--loss=infonce", "--keys=1024", "--against=none"], "--keys", "1024")
+    for flag in ("--dim=99", "--batches=8k"):
+        refuse(["bench", "--ranks=2", *given, flag], flag.split("=")[0], "--package")
     other = tmp_path / "other"
     infcl_gen.generate(make_problem(batch_size=256, dim=24, target="cpu"), other)
     refuse(["bench", *given, f"--package={other}"], "--package", "another dim")

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4d81b7286ef468ebf2e33756ee43cd7032d07119b83a8ad0cce1a26e0bcb40fc",
+    "digest": "280d5728c4722e6ebee5ade2ac71f0e38fc9c0898eac925beabab0f800f428fe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -58,7 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 5.0, "source": "assumed: gloo on one host"},
         "node_link_gbs": {"value": 1.0, "source": "assumed: gloo over 10 Gb/s Ethernet"},
     },
-    "regenerate": "infcl-gen generate --loss clip --batch-size {queries} --keys {keys} --dim 512 --dtype fp32 --devices 1 --nodes 1 --device-profile cpu -o DIR",
+    "regenerate": "infcl-gen generate --batch-size {queries} --keys {keys} --loss clip --dim 512 --dtype fp32 --devices 1 --nodes 1 --device-profile cpu -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",
@@ -94,7 +94,7 @@ SPEC: dict[str, Any] = {
             {"name": "query_statistics", "phase": "both", "bytes": 49152, "shape": [3, 4096], "dtype": "fp32", "why": "r_i as a wide float; the positive"},
             {"name": "key_statistics", "phase": "both", "bytes": 32768, "shape": [2, 4096], "dtype": "fp32", "why": "c_j as a wide float"},
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8", "why": "scale, bias, loss, weights and their gradients"},
-            {"name": "loss_terms", "phase": "forward", "bytes": 81920, "shape": [5, 4096], "dtype": "fp32", "why": "the terms of the loss, added up"},
+            {"name": "loss_terms", "phase": "forward", "bytes": 81920, "shape": [5, 4096], "dtype": "fp32", "why": "temporaries of the loss's terms"},
             {"name": "panel", "phase": "forward", "bytes": 33554432, "shape": [2, 2048, 2048], "dtype": "fp32", "why": "similarities and their exponentials"},
             {"name": "vectors", "phase": "forward", "bytes": 131072, "shape": [8, 4096], "dtype": "fp32", "why": "weights along a panel's sides"},
             {"name": "panel", "phase": "backward", "bytes": 33554432, "shape": [2, 2048, 2048], "dtype": "fp32", "why": "similarities and their exponentials"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "2249a79ee69edd2648b686f09dfaa8fe0c756d6eb07283779b51651ae4206524",
+    "digest": "5c1ffefef5146fbe0751935153cd3082a4bf81264b661a812dfa8dd363d99ea2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -58,7 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 345.0, "source": "measured: ring send + receive on four devices, per direction"},
         "node_link_gbs": {"value": 50.0, "source": "assumed: one 400 Gb/s adapter per device"},
     },
-    "regenerate": "infcl-gen generate --loss clip --batch-size {queries} --keys {keys} --dim 128 --dtype bf16 --devices 1 --nodes 1 --device-profile h200 --memory-budget 1073741824 -o DIR",
+    "regenerate": "infcl-gen generate --batch-size {queries} --keys {keys} --loss clip --dim 128 --dtype bf16 --devices 1 --nodes 1 --device-profile h200 --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",

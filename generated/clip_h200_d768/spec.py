@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d60d8f1993bb9c8a5dd983e6a27c37ad738212a64e2694a34afc81eabcc30955",
+    "digest": "0e9464187a45dd1016005a22617db7fdb61d5b1f27a30ef1eb1fe6afb1e2b3ac",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -58,7 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 345.0, "source": "measured: ring send + receive on four devices, per direction"},
         "node_link_gbs": {"value": 50.0, "source": "assumed: one 400 Gb/s adapter per device"},
     },
-    "regenerate": "infcl-gen generate --loss clip --batch-size {queries} --keys {keys} --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile h200 --memory-budget 1073741824 -o DIR",
+    "regenerate": "infcl-gen generate --batch-size {queries} --keys {keys} --loss clip --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile h200 --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",

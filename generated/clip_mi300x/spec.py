@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "c0cb88568a8a148106efe6029fdd8ec359e690170ec94eba822b361981b28aa9",
+    "digest": "67674c9ae98ce6738184c1fac6f0a709ac997ba159f292c43a0a6076ffce9111",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -58,7 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 64.0, "source": "vendor: one Infinity Fabric link, per direction"},
         "node_link_gbs": {"value": 50.0, "source": "assumed: one 400 Gb/s adapter per device"},
     },
-    "regenerate": "infcl-gen generate --loss clip --batch-size {queries} --keys {keys} --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile mi300x --memory-budget 1073741824 -o DIR",
+    "regenerate": "infcl-gen generate --batch-size {queries} --keys {keys} --loss clip --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile mi300x --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",

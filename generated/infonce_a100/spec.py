@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "2fa8a1947fc0044a503c94d8d8e662ab5159d896d2b977923b0d9344f8107fcb",
+    "digest": "d52d4125431779d87b0d7565b8bf9f3be54a70c6bf636205899d16503dc80084",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -58,7 +58,7 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 300.0, "source": "vendor: NVLink 3, per direction"},
         "node_link_gbs": {"value": 25.0, "source": "assumed: one 200 Gb/s adapter per device"},
     },
-    "regenerate": "infcl-gen generate --loss infonce --batch-size {queries} --keys {keys} --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile a100 --memory-budget 1073741824 -o DIR",
+    "regenerate": "infcl-gen generate --batch-size {queries} --keys {keys} --loss infonce --dim 768 --dtype bf16 --devices 1 --nodes 1 --device-profile a100 --memory-budget 1073741824 -o DIR",
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",

@@ -174,27 +174,21 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
     capitals: where it was is not known, and of no use elsewhere."""
     builtin = is_builtin(spec_as_dict(derivation.spec))
     shipped = problem.device_profile in profile_names() and load_profile(problem.device_profile) == profile
-    words = {
-        "--loss": problem.loss if builtin else "FILE.py:NAME",
-        "--batch-size": "{queries}",
-        "--keys": "{keys}",
-        "--dim": problem.dim,
-        "--dtype": problem.dtype,
-        "--devices": problem.devices,
-        "--nodes": problem.nodes,
-        "--device-profile": problem.device_profile if shipped else "FILE.toml",
-        "--cluster": None if problem.links is None else "FILE.toml",
-        "--memory-budget": problem.memory_budget_bytes,
-        "--precision": None if problem.precision == "default" else problem.precision,
-    }
-    flags = [(flag, str(value)) for flag, value in words.items() if value is not None]
-    flags += [("--set", f"{key}={value}") for key, value in own_settings(problem.settings)]
-    kept = ("{queries}", "{keys}")
-    texts = (
-        (flag, text if text in kept else shlex.quote(text).replace("{", "{{").replace("}", "}}"))
-        for flag, text in flags
-    )
-    return " ".join(["infcl-gen generate", *(f"{flag} {text}" for flag, text in texts), "-o DIR"])
+    flags = [
+        ("--loss", problem.loss if builtin else "FILE.py:NAME"),
+        ("--dim", problem.dim),
+        ("--dtype", problem.dtype),
+        ("--devices", problem.devices),
+        ("--nodes", problem.nodes),
+        ("--device-profile", problem.device_profile if shipped else "PROFILE.toml"),
+        ("--cluster", None if problem.links is None else "CLUSTER.toml"),
+        ("--memory-budget", problem.memory_budget_bytes),
+        ("--precision", None if problem.precision == "default" else problem.precision),
+        *(("--set", f"{key}={value}") for key, value in own_settings(problem.settings)),
+    ]
+    given = shlex.join(word for flag, value in flags if value is not None for word in (flag, str(value)))
+    literal = given.replace("{", "{{").replace("}", "}}")
+    return f"infcl-gen generate --batch-size {{queries}} --keys {{keys}} {literal} -o DIR"
 
 
 def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:

@@ -62,9 +62,6 @@ class ceil_div(sympy.Function):
 
     nargs = 2
 
-    def _latex(self, printer: Any, **_: Any) -> str:
-        return rf"\left\lceil {printer._print(self.args[0] / self.args[1])} \right\rceil"
-
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
@@ -209,10 +206,8 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             v.has_keys and dataclasses.replace(statistics, phase=backward),
         ]
     if v.strategy == "torch":
-        longer = (5, Max(m, n))
-        terms.append(
-            BufferTerm("loss_terms", forward, longer, "statistics", "the terms of the loss, added up")
-        )
+        why = "temporaries of the loss's terms"
+        terms.append(BufferTerm("loss_terms", forward, (5, Max(m, n)), "statistics", why))
         for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
             why = "similarities and their exponentials"
             terms.append(BufferTerm("panel", phase, (a, b), "statistics", why, pieces=2))

@@ -584,7 +584,7 @@ def _best(candidates: list[_Candidate], ring_s: float) -> _Candidate:
     """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order."""
     worthwhile = (1 - _GATHER_GAIN) * ring_s
     rest = [c for c in candidates if c.option.transport != "gather" or c.time_s <= worthwhile]
-    candidates = rest or candidates
+    candidates = rest or candidates  # a gather alone may keep the budget, or be what was set
     limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
     return min(
         (candidate for candidate in candidates if candidate.time_s <= limit),

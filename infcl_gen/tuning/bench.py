@@ -405,7 +405,9 @@ def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
 
     found = {"infcl_gen": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     if importlib.util.find_spec("triton") is not None:  # not on every system
-        found["triton"] = importlib.import_module("triton").__version__
+        import triton
+
+        found["triton"] = triton.__version__
     found["cuda"] = str(torch.version.cuda)
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

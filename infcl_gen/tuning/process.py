@@ -59,8 +59,11 @@ class Process:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
-            ready = select.select([pipe], [], [], min(left, 1.0))[0]
-            if not ready and not self._exited():
+            exited = (
+                self._exited()
+            )  # asked first: what it has written before that is in the pipe when it is looked at
+            ready = select.select([pipe], [], [], 0.0 if exited else min(left, 1.0))[0]
+            if not ready and not exited:
                 continue
             part = os.read(pipe, 1 << 16) if ready else b""
             if not part:

@@ -238,12 +238,11 @@ def _point(job: Job, folder: Path, rank: int, compared: set[int]) -> list[dict[s
     module, shards, device = ring.module, ring.shards, ring.device
     q, k, scale = ring.leaves(shards[rank])
     losses: dict[str, Callable[[], Any]] = dict.fromkeys(HOW, lambda: module.contrastive_loss(q, k, scale))
+    peers = job.peers if ring.batch <= job.peers_up_to and ring.batch not in compared else ()
+    uneven = len(set(shards)) > 1  # where peers abort, or hang
+    for name in () if uneven else peers:
+        losses[name] = globals()[f"_{name}"](q, k, scale, rank, job.ranks)
     rows: dict[str, dict[str, Any]] = {}
-    for name in job.peers if ring.batch <= job.peers_up_to and ring.batch not in compared else ():
-        if len(set(shards)) > 1:  # they abort, or hang
-            rows[name] = ring.row(name) | {"error": "needs as many rows on each rank"}
-        else:
-            losses[name] = globals()[f"_{name}"](q, k, scale, rank, job.ranks)
     steps: dict[str, Callable[[], None]] = {}
     for name, loss in losses.items():
         step = _step(module, HOW.get(name), shards, loss, (q, k, scale))
@@ -259,6 +258,8 @@ def _point(job: Job, folder: Path, rank: int, compared: set[int]) -> list[dict[s
             times[name].append(_times(timer, steps[name], device))
     for name, found in times.items():
         rows[name] |= time_figures(found)
+    for name in peers if uneven else ():
+        rows[name] = ring.row(name) | {"error": "needs as many rows on each rank"}
     return list(rows.values())
 
 

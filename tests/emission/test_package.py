@@ -180,6 +180,7 @@ SPOILED = {
         (root / "__init__.py").unlink(),
         (root / "__init__.py").symlink_to(root / "spec.py"),
     ],
+    "a pipe": lambda root: [(root / "__init__.py").unlink(), os.mkfifo(root / "__init__.py")],
     "no manifest": lambda root: (root / "manifest.json").unlink(),
     "manifest cut": lambda root: (root / "manifest.json").write_bytes(
         (root / "manifest.json").read_bytes()[:-20]

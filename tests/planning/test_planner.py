@@ -226,6 +226,13 @@ def test_strategies() -> None:
     assert not plan_flags(dim=100, set={"strategy": "panel"}).descriptors
 
 
+def test_a_fused_ring_counts_the_positives_of_all_its_rows() -> None:
+    """A hop takes all queries at once, whatever the panel of a single device would be."""
+    plan = plan_flags(batch_size=65536, dim=64, devices=8, device_profile="h200", set={"strategy": "fused"})
+    (term,) = (buffer for buffer in plan.buffers if buffer.name == "positive_gradients")
+    assert term.shape == (8192,)
+
+
 def test_more_budget_does_not_turn_a_gather_down() -> None:
     """A ring that the larger budget makes faster must not take the place of a gather that is faster still."""
     flags = {"batch_size": 49152, "dim": 768, "devices": 3, "device_profile": "l4"}

@@ -39,6 +39,16 @@ def test_a_large_batch_is_measured_once(tmp_path: Path) -> None:
     assert row["median_ms"] > 0 and 0 < row["peak_bytes"] <= row["predicted_peak_bytes"]
 
 
+def test_peers_are_not_run_on_uneven_shards(tmp_path: Path) -> None:
+    *ours, peer = measure_ring([package(tmp_path / "a")], 2, ["inf_cl"], rounds=1, timeout_s=100)
+    assert [row["impl"] for row in ours] == ["infcl"] * len(HOW) and not any(row["error"] for row in ours)
+    assert (peer["impl"], peer["error"], peer["median_ms"]) == (
+        "inf_cl",
+        "needs as many rows on each rank",
+        None,
+    )
+
+
 def test_from_the_command_line(tmp_path: Path) -> None:
     output = tmp_path / "ring.json"
     flags = "bench --target cpu --dtype fp32 --batch-size 64 --dim 16 --ranks 2 --against none --repeats 2 -o"
