@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "280d5728c4722e6ebee5ade2ac71f0e38fc9c0898eac925beabab0f800f428fe",
+    "digest": "b2afc26ec06c4d3586ebcf0b7d0b29ed161410e34a4e328c02ae96a461324c81",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

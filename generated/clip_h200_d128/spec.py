@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "5c1ffefef5146fbe0751935153cd3082a4bf81264b661a812dfa8dd363d99ea2",
+    "digest": "2ff8c6d075d097c350c15981fc977f8ce1149430e966daa4b69229df252e5592",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0e9464187a45dd1016005a22617db7fdb61d5b1f27a30ef1eb1fe6afb1e2b3ac",
+    "digest": "b0c38295de516f5c9f97099c65ac0b723db629c14f5e19a00040304b1c63cd7e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

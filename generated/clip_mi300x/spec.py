@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "67674c9ae98ce6738184c1fac6f0a709ac997ba159f292c43a0a6076ffce9111",
+    "digest": "d80071f2282c4973937cdb94ac7825f5624b854e3d0d29868c3db4c7d175d52b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

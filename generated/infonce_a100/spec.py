@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "d52d4125431779d87b0d7565b8bf9f3be54a70c6bf636205899d16503dc80084",
+    "digest": "225cef44ca6d6293def7adb7fba947bfe86ae9235195fb678240e9e0ecad28b6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

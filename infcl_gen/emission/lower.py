@@ -29,6 +29,7 @@ from infcl_gen.planning.levels import (
     most_strips,
     operand_dtype,
     resident_programs,
+    stores_tiles,
     wide_rows,
 )
 from infcl_gen.planning.records import own_settings
@@ -299,13 +300,17 @@ def _strip_context(plan: Plan, profile: DeviceProfile) -> dict[str, Any]:
     walking = {name: plan.blocks[name] for name in panels if name in plan.blocks}
     tiles = [block.rows for block in walking.values()]
     waves = RING_WAVES if plan.world_size > 1 else 1
+    dtype = operand_dtype(plan.dtype, plan.split)
     return {
         "waves": waves,
         "wide_rows": 0 if _exact(plan) else min(wide_rows(profile), *tiles),
         "fused_wide_keys": min(32, plan.blocks["fused"].keys) if plan.strategy == "fused" else 0,
         "key_lanes": key_lanes(forward, profile),
         "programs": {
-            name: waves * resident_programs(name, block, profile, operand_dtype(plan.dtype, plan.split))
+            name: waves
+            * resident_programs(
+                name, block, profile, dtype, stores_tiles(name, plan.strategy, plan.descriptors)
+            )
             for name, block in walking.items()
         },
         "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},

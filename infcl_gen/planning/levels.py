@@ -103,7 +103,9 @@ def default_blocks(
         raise InputError(
             f"fused keeps a gradient row in registers, too many of them for {dtype}; valid: bf16, fp16"
         )
-    blocks = {}
+    if strategy == "stash" and "gradient" in chosen:
+        chosen = {*chosen, "forward"}
+    blocks: dict[str, Block] = {}
     for kernel in KERNELS_OF[strategy]:
         if kernel == "fused":
             base = dataclasses.replace(
@@ -113,21 +115,31 @@ def default_blocks(
             base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, padded_dim(dim)))
         else:
             inner = inner_dim(kernel, dim, split)
-            deep = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
-            base = deep if kernel in chosen else _spread(kernel, deep, profile, rows, keys)
+            found = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
+            found = table.get(f"{strategy} {kernel}", found)
+            base = found if kernel in chosen else _spread(kernel, found, profile, rows, keys)
             base = dataclasses.replace(base, depth=min(base.depth, padded_dim(inner)))
-        blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors, split)
+            if strategy == "stash" and kernel == "gradient":  # its tiles are those that the forward has kept
+                base = dataclasses.replace(base, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
+        stored = stores_tiles(kernel, strategy, descriptors)
+        blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors, split, stored)
     return blocks
 
 
-def shared_bytes(kernel: str, block: Block, dtype: str) -> int:
-    """Shared memory that the block's operand tiles take, over all pipeline stages."""
+def stores_tiles(kernel: str, strategy: str, descriptors: bool) -> bool:
+    """Whether a kernel stores its tiles in the background, through shared memory: the forward of a stash."""
+    return kernel == "forward" and strategy == "stash" and descriptors
+
+
+def shared_bytes(kernel: str, block: Block, dtype: str, stored: bool = False) -> int:
+    """Shared memory that the block's operand tiles take, over all pipeline stages, and half a tile in bf16 where tiles
+    are `stored` through it (`stores_tiles`)."""
     size = DTYPE_BYTES[dtype]
     if kernel == "finish":
         return 0
     if kernel == "fused":  # the owned rows stay, the visiting ones are pipelined
         return (block.rows + block.stages * block.keys) * block.depth * size
-    return block.stages * (block.rows + block.keys) * block.depth * size
+    return block.stages * (block.rows + block.keys) * block.depth * size + stored * block.rows * block.keys
 
 
 def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
@@ -138,12 +150,14 @@ def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
     return -(-elements // (block.warps * warp_size))
 
 
-def resident_programs(kernel: str, block: Block, profile: DeviceProfile, dtype: str) -> int:
+def resident_programs(
+    kernel: str, block: Block, profile: DeviceProfile, dtype: str, stored: bool = False
+) -> int:
     """Programs of a kernel that the board runs at once: what shared memory and registers of each multiprocessor hold.
 
     A thread is taken to need 96 registers beside its accumulators.
     """
-    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, dtype), 1)
+    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, dtype, stored), 1)
     registers = accumulator_registers(kernel, block, profile.warp_size) + 96
     by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
     return profile.multiprocessors * max(1, min(by_memory, by_registers))
@@ -179,6 +193,7 @@ def violations(
     dim: int,
     descriptors: bool,
     split: bool = False,
+    stored: bool = False,
 ) -> tuple[str, ...]:
     """Why the block is illegal for this kernel on this board, naming field and limit; () if it is legal."""
     found: list[str] = []
@@ -212,7 +227,7 @@ def violations(
     if found:
         return tuple(found)  # the estimates below are about well-formed blocks
     size = DTYPE_BYTES[operand_dtype(dtype, split)]
-    shared = shared_bytes(kernel, block, operand_dtype(dtype, split))
+    shared = shared_bytes(kernel, block, operand_dtype(dtype, split), stored)
     if shared > profile.shared_bytes_per_block:
         found.append(
             f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}"
@@ -257,13 +272,14 @@ def _shrink(
     dim: int,
     descriptors: bool,
     split: bool = False,
+    stored: bool = False,
 ) -> Block:
     """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn."""
     order = ("stages", "keys", "rows") if kernel == "fused" else ("stages", "keys", "depth", "rows")
     smallest = {"stages": 2, "keys": 16, "depth": 16, "rows": 16}
     if kernel == "positive":
         block = dataclasses.replace(block, keys=block.rows)
-    while found := violations(kernel, block, profile, dtype, dim, descriptors, split):
+    while found := violations(kernel, block, profile, dtype, dim, descriptors, split, stored):
         wider = [name for name in order if getattr(block, name) > smallest[name]]
         if block.warps > profile.max_warps_per_block:
             change: dict[str, Any] = {"warps": block.warps // 2}
@@ -299,6 +315,8 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "forward": Block(128, 128, 64, 4, 3),
         "deep forward": Block(256, 128, 64, 8, 4),
         "gradient": Block(128, 128, 64, 4, 3),
+        "stash forward": Block(256, 128, 64, 8, 3),
+        "stash gradient": Block(256, 128, 64, 8, 3),
         "product": Block(128, 128, 64, 8, 3),
         "fused128": Block(64, 128, 128, 4, 2),
         "fused256": Block(64, 64, 256, 4, 2),

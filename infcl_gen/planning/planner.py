@@ -24,6 +24,7 @@ from infcl_gen.planning.levels import (
     default_blocks,
     operand_dtype,
     shared_bytes,
+    stores_tiles,
     violations,
 )
 from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule
@@ -433,11 +434,20 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
         blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
     for key in (key for key, _ in problem.settings if "." in key):
         kernel = key.partition(".")[0]
-        found = violations(
-            kernel, blocks[kernel], cluster.profile, problem.dtype, problem.dim, descriptors, split
-        )
-        if found:
-            raise InputError(f"--set {key}: the {kernel} block is illegal: {'; '.join(found)}")
+        for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
+            stored = stores_tiles(changed, name, descriptors)
+            found = violations(
+                changed,
+                blocks[changed],
+                cluster.profile,
+                problem.dtype,
+                problem.dim,
+                descriptors,
+                split,
+                stored,
+            )
+            if found:
+                raise InputError(f"--set {key}: the {changed} block is illegal: {'; '.join(found)}")
     products = _products(name, problem, cluster)
     return _Option(name, products, split, descriptors, False, "ring", blocks, derivation, cluster)
 
@@ -694,11 +704,10 @@ def _reasons(
     for_many = default_blocks(
         option.strategy, cluster.profile, problem.dtype, problem.dim, option.descriptors, option.split
     )
-    if option.strategy == "stash":  # as in _option
-        for_many["forward"] = for_many["gradient"]
     for kernel, block in option.blocks.items():
         changed = sorted(key for key in problem.setting if key.startswith(kernel + "."))
-        size = shared_bytes(kernel, block, operand_dtype(problem.dtype, option.split))
+        stored = stores_tiles(kernel, option.strategy, option.descriptors)
+        size = shared_bytes(kernel, block, operand_dtype(problem.dtype, option.split), stored)
         why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
         if measured:
             why = f"{by_setting}; {why}"

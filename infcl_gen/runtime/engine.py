@@ -669,14 +669,14 @@ def _weight(layout: Layout, options: Options) -> float:
     return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
 
 
-@contextlib.contextmanager
-def _device_state(package: Package, device: torch.device) -> Iterator[None]:
+def _device_state(package: Package, device: torch.device) -> contextlib.ExitStack:
     """No graph, no autocast (it would round inside the sweep), and the tensors' device current.
 
-    Each costs microseconds on the host, which small batches wait for: only what is not so already is changed.
+    Each costs microseconds on the host, which the device waits for: only what is not so already is changed.
     """
-    with contextlib.ExitStack() as state:
-        state.enter_context(torch.no_grad())
+    with contextlib.ExitStack() as state:  # what has been entered is left again if the next fails
+        if torch.is_grad_enabled():
+            state.enter_context(torch.no_grad())
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             state.enter_context(torch.cuda.device(device))
         if torch.is_autocast_enabled(device.type):
@@ -684,7 +684,8 @@ def _device_state(package: Package, device: torch.device) -> Iterator[None]:
         if package.dtype == torch.float32 or device.type == "cpu":  # where the switch has a say
             products = _precisions[device.type == "cuda"].of_products(package.product_precision)
             state.enter_context(products)
-        yield
+        return state.pop_all()
+    raise AssertionError("an ExitStack swallows nothing")
 
 
 class _Precision:

@@ -38,7 +38,7 @@ from infcl_gen.errors import InfclError, InputError, ToolchainError, Verificatio
 from infcl_gen.hardware import Cluster
 from infcl_gen.losses import Derivation, LossSpec, derive
 from infcl_gen.planning import Plan, plan
-from infcl_gen.planning.levels import Block, default_blocks, violations
+from infcl_gen.planning.levels import Block, default_blocks, stores_tiles, violations
 from infcl_gen.planning.records import (
     Candidate,
     Key,
@@ -437,6 +437,7 @@ class _Family:
                     case.problem.dim,
                     default.descriptors,
                     default.split,
+                    stores_tiles(self.family, default.strategy, default.descriptors),
                 )
                 if found and fields:
                     entry.drop("illegal", "; ".join(found))

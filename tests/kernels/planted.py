@@ -427,6 +427,9 @@ BUGS: dict[str, Bug] = {
         checks.numerics,
         (case(),),
     ),
+    "one half of a kept tile is kept twice": Bug(
+        STASH, (("kernels.py", "right.to(tl.bfloat16)", "left.to(tl.bfloat16)"),), checks.numerics, (case(),)
+    ),
     "the incoming gradient is ignored": Bug(
         PANEL, (("kernels.py", "tl.load(upstream).to(tl.float32) * weight", "weight"),), checks.upstream, ()
     ),

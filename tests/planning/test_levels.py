@@ -17,6 +17,7 @@ from infcl_gen.planning.levels import (
     default_blocks,
     padded_dim,
     shared_bytes,
+    stores_tiles,
     violations,
 )
 
@@ -34,7 +35,8 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
                 blocks = default_blocks(strategy, profile, dtype, dim, descriptors, False, size, size)
                 assert tuple(blocks) == KERNELS_OF[strategy]
                 for kernel, block in blocks.items():
-                    assert violations(kernel, block, profile, dtype, dim, descriptors) == ()
+                    stored = stores_tiles(kernel, strategy, descriptors)
+                    assert violations(kernel, block, profile, dtype, dim, descriptors, stored=stored) == ()
         split = default_blocks("panel", profile, "fp32", dim, profile.tensor_descriptors, split=True)
         for kernel, block in split.items():
             assert (
@@ -47,6 +49,7 @@ def test_measured_defaults() -> None:
     assert default_blocks("panel", h200, "bf16", 768, True)["gradient"] == Block(128, 128, 64, 4, 3)
     assert default_blocks("panel", h200, "bf16", 768, True)["forward"] == Block(256, 128, 64, 8, 4)
     assert default_blocks("panel", h200, "bf16", 512, True)["forward"] == Block(128, 128, 64, 4, 3)
+    assert default_blocks("stash", h200, "bf16", 768, True)["forward"] == Block(256, 128, 64, 8, 3)
     assert default_blocks("fused", h200, "bf16", 128, True)["fused"] == Block(64, 128, 128, 4, 2)
     assert default_blocks("fused", h200, "bf16", 256, True)["fused"] == Block(64, 64, 256, 4, 2)
 
@@ -90,6 +93,23 @@ def test_defaults_shrink_to_smaller_boards(name: str, limits: dict[str, int], di
     for kernel, block in default_blocks("panel", profile, dtype, dim, False).items():
         assert violations(kernel, block, profile, dtype, dim, False) == ()
         assert shared_bytes(kernel, block, dtype) <= profile.shared_bytes_per_block
+    descriptors = profile.tensor_descriptors and dim % 8 == 0
+    kept = default_blocks("stash", profile, dtype, dim, descriptors)
+    assert (kept["forward"].rows, kept["forward"].keys) == (kept["gradient"].rows, kept["gradient"].keys)
+    stored = stores_tiles("forward", "stash", descriptors)
+    assert shared_bytes("forward", kept["forward"], dtype, stored) <= profile.shared_bytes_per_block
+
+
+def test_tiles_of_a_stash_are_stored_through_shared_memory() -> None:
+    h200, block = load_profile("h200"), Block(256, 128, 64, 8, 4)
+    assert (
+        shared_bytes("forward", block, "bf16", stored=True)
+        == shared_bytes("forward", block, "bf16") + 256 * 128
+    )
+    deep = dataclasses.replace(block, depth=64, keys=256, warps=16, stages=3)
+    assert violations("forward", deep, h200, "bf16", 768, True) == ()
+    found = violations("forward", deep, h200, "bf16", 768, True, stored=True)
+    assert len(found) == 1 and "262144 bytes of shared memory" in found[0]
 
 
 @pytest.mark.parametrize(

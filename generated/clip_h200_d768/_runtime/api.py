@@ -316,12 +316,14 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
                 f"{name} must be a 0-dim tensor of a real number, not {value.dtype} of shape {shape}"
             )
         return value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+    if type(value) is not float and (  # asking for a real number in general takes 5 us
+        isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
+    ):
         raise TypeError(f"{name} must be a number or a 0-dim tensor, not {type(value).__name__}")
     # Not kept: what is made under a transform of torch.func, or in somebody's graph, is of no use outside of it.
     if traced(q) or torch._C._are_functorch_transforms_active() or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    stream = replay.raw_stream(q.device) if q.is_cuda else 0
     try:
         return _constant(float(value), dtype, q.device, stream)
     except (OverflowError, RuntimeError) as error:

@@ -38,18 +38,19 @@ def descriptor_legal(x: Tensor) -> bool:
     )
 
 
+def descriptor(x: Tensor, block: list[int]) -> Any:
+    """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns)."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, block)
+
+
 def operands(
     q: Tensor, q_block: list[int], k: Tensor, k_block: list[int], descriptors: bool
 ) -> tuple[Operand, Operand, bool]:
     """`q` and `k` as kernel operands read in blocks (rows, depth), and whether both go as descriptors."""
     if descriptors and descriptor_legal(q) and descriptor_legal(k):
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        return (
-            Operand(TensorDescriptor.from_tensor(q, q_block), q.stride(0), 1),
-            Operand(TensorDescriptor.from_tensor(k, k_block), k.stride(0), 1),
-            True,
-        )
+        return Operand(descriptor(q, q_block), q.stride(0), 1), Operand(descriptor(k, k_block), k.stride(0), 1), True
     return Operand(q, q.stride(0), q.stride(1)), Operand(k, k.stride(0), k.stride(1)), False
 
 

@@ -159,7 +159,8 @@ def differentiable(
 
 def wanted(package: Package, q: Tensor, k: Tensor, options: Options) -> Options:
     """The options for features as they are before they are cast."""
-    return options._replace(unrounded=not q.dtype == k.dtype == package.dtype)
+    unrounded = not q.dtype == k.dtype == package.dtype
+    return options if unrounded == options.unrounded else options._replace(unrounded=unrounded)
 
 
 def cast(package: Package, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ def traced(*tensors: Tensor) -> bool:
     """Whether somebody records operators, or the tensors stand for others: then only an operator is right."""
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
         or is_in_torch_dispatch_mode()
         or not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
     )
