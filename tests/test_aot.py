@@ -39,7 +39,7 @@ from infcl_gen.verification.aot import compile_kernel, kernel_names, load_kernel
 package, target = Path(sys.argv[1]), sys.argv[2]
 kernels = load_kernels(package)
 spec = read_package(package).spec
-for name in kernel_names(kernels):
+for name in sys.argv[3:] or kernel_names(kernels):
     for inputs in variants(spec, target, getattr(kernels, name)):
         print(json.dumps({"ragged": not inputs.aligned, **asdict(compile_kernel(package, spec, name, target, inputs))}))
 """
@@ -50,19 +50,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("triton")
 
 
-def resources(package: Path, target: str, cache: Path) -> list[dict[str, Any]]:
-    """What each kernel takes, ragged and whole."""
+def resources(package: Path, target: str, cache: Path, *kernels: str) -> list[dict[str, Any]]:
+    """What each kernel takes, or those of that name, ragged and whole."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-c", COMPILE_ALL, str(package), target]
+    command = [sys.executable, "-c", COMPILE_ALL, str(package), target, *kernels]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check(rows: list[dict[str, Any]], package: Path, target: str) -> None:
-    kernels = set(read_package(package).spec["launches"])
-    assert {row["kernel"] for row in rows} == kernels
+def check(rows: list[dict[str, Any]], package: Path, target: str, *kernels: str) -> None:
+    assert {row["kernel"] for row in rows} == set(kernels or read_package(package).spec["launches"])
     assert {row["kernel"] for row in rows if row["ragged"]}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
@@ -88,6 +87,21 @@ def test_clip_planned_for_each_architecture(target: str, cache: Path, tmp_path: 
     )
     assert load_profile(BOARDS[target]).arch == target
     check(resources(package, target, cache), package, target)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_tiles_that_a_stash_stores(target: str, cache: Path, tmp_path: Path) -> None:
+    """Through tensor descriptors; and the gradient of what is not kept."""
+    package = infcl_gen.generate(
+        output=tmp_path / "clip",
+        batch_size="64k",
+        dim=768,
+        memory_budget="40GiB",
+        device_profile=BOARDS[target],
+        settings=(("strategy", "stash"),),
+    )
+    kernels = ("forward", "gradient", "gradient_from_stash")
+    check(resources(package, target, cache, *kernels), package, target, *kernels)
 
 
 def test_tiles_that_are_too_large_for_a_board_are_noticed(cache: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b2afc26ec06c4d3586ebcf0b7d0b29ed161410e34a4e328c02ae96a461324c81",
+    "digest": "61843b9f25c8163b6bf34b148c8014b1a527ff6ee15939f951389b0679ad4fb2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

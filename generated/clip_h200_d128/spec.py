@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "2ff8c6d075d097c350c15981fc977f8ce1149430e966daa4b69229df252e5592",
+    "digest": "f9aa637609fa063d2518e50b810da6c9a605e47e1b328196e31b549d2de67131",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

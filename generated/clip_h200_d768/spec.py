@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "b0c38295de516f5c9f97099c65ac0b723db629c14f5e19a00040304b1c63cd7e",
+    "digest": "0aa6ce71ad4ad370579660e3cf0c1b2feafd252a74c8f56d4930e338eaa06cf6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

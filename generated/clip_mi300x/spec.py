@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d80071f2282c4973937cdb94ac7825f5624b854e3d0d29868c3db4c7d175d52b",
+    "digest": "b316374ece9bed3c73f206bdead817857d46e0bfb2b2ab4e1fdfc62c67c21f6d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

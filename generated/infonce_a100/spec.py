@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "225cef44ca6d6293def7adb7fba947bfe86ae9235195fb678240e9e0ecad28b6",
+    "digest": "1c4cdc410ddd58444141bb44269b1914113a4ce77eab112b304d586c41419be7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

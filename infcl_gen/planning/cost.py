@@ -395,7 +395,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
                 efficiency=EFFICIENCY["gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg),
                 launches=3 * panels,
             ),
-            # Written in the forward epilogue, which nothing hides; read and overwritten by g in the backward.
+            # Written by the forward, which hides little of it; read and overwritten by g in the backward.
             v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),
             TimeTerm(
                 "dq product",

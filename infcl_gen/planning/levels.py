@@ -103,8 +103,6 @@ def default_blocks(
         raise InputError(
             f"fused keeps a gradient row in registers, too many of them for {dtype}; valid: bf16, fp16"
         )
-    if strategy == "stash" and "gradient" in chosen:
-        chosen = {*chosen, "forward"}
     blocks: dict[str, Block] = {}
     for kernel in KERNELS_OF[strategy]:
         if kernel == "fused":
@@ -115,9 +113,11 @@ def default_blocks(
             base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, padded_dim(dim)))
         else:
             inner = inner_dim(kernel, dim, split)
-            found = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
-            found = table.get(f"{strategy} {kernel}", found)
-            base = found if kernel in chosen else _spread(kernel, found, profile, rows, keys)
+            found = _tabulated(table, kernel, strategy, inner, descriptors)
+            tiles = (
+                "gradient" if strategy == "stash" and kernel == "forward" else kernel
+            )  # whose tiles these are
+            base = found if tiles in chosen else _spread(kernel, found, profile, rows, keys)
             base = dataclasses.replace(base, depth=min(base.depth, padded_dim(inner)))
             if strategy == "stash" and kernel == "gradient":  # its tiles are those that the forward has kept
                 base = dataclasses.replace(base, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
@@ -126,20 +126,38 @@ def default_blocks(
     return blocks
 
 
+def _tabulated(table: dict[str, Block], kernel: str, strategy: str, inner: int, descriptors: bool) -> Block:
+    """A kernel's block for any number of rows and keys; of a stash, whose forward keeps the gradient's tiles."""
+    found = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
+    if strategy != "stash" or kernel not in ("forward", "gradient"):
+        return found
+    tile = table["gradient"]
+    if stores_tiles("forward", strategy, descriptors):
+        found, tile = table.get(f"stored {kernel}", found), table.get("stored gradient", tile)
+    return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
+
+
 def stores_tiles(kernel: str, strategy: str, descriptors: bool) -> bool:
     """Whether a kernel stores its tiles in the background, through shared memory: the forward of a stash."""
     return kernel == "forward" and strategy == "stash" and descriptors
 
 
 def shared_bytes(kernel: str, block: Block, dtype: str, stored: bool = False) -> int:
-    """Shared memory that the block's operand tiles take, over all pipeline stages, and half a tile in bf16 where tiles
-    are `stored` through it (`stores_tiles`)."""
+    """Shared memory that the block's operand tiles take, over all pipeline stages.
+
+    If tiles are `stored` through it (`stores_tiles`), also half of one in bf16; and a whole one where warps lie side by
+    side (16 rows each), of which one then holds nothing of a half: the halves change hands.
+    """
     size = DTYPE_BYTES[dtype]
     if kernel == "finish":
         return 0
     if kernel == "fused":  # the owned rows stay, the visiting ones are pipelined
         return (block.rows + block.stages * block.keys) * block.depth * size
-    return block.stages * (block.rows + block.keys) * block.depth * size + stored * block.rows * block.keys
+    copies = 3 if block.rows < 16 * block.warps else 1
+    return (
+        block.stages * (block.rows + block.keys) * block.depth * size
+        + stored * copies * block.rows * block.keys
+    )
 
 
 def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
@@ -315,8 +333,8 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "forward": Block(128, 128, 64, 4, 3),
         "deep forward": Block(256, 128, 64, 8, 4),
         "gradient": Block(128, 128, 64, 4, 3),
-        "stash forward": Block(256, 128, 64, 8, 3),
-        "stash gradient": Block(256, 128, 64, 8, 3),
+        "stored forward": Block(256, 128, 64, 8, 3),
+        "stored gradient": Block(256, 128, 64, 8, 3),
         "product": Block(128, 128, 64, 8, 3),
         "fused128": Block(64, 128, 128, 4, 2),
         "fused256": Block(64, 64, 256, 4, 2),
@@ -331,6 +349,7 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
     ("blackwell", 2): {
         "forward": Block(128, 128, 64, 8, 3),
         "gradient": Block(128, 128, 64, 8, 3),
+        "stored forward": Block(128, 128, 64, 8, 2),
         "product": Block(128, 128, 64, 8, 3),
         "fused128": Block(128, 64, 128, 8, 2),
         "fused256": Block(64, 128, 256, 8, 2),

@@ -55,9 +55,8 @@ FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is
 CPU_FLUSH_BYTES = 64 << 20
 SEED = 0
 LONGEST_LEAD_MS = 40.0
-LEAD_SIDE = (
-    4096  # of the products that make up a lead: 0.2 ms each on an H200, long enough for its host to start
-)
+LEAD_SIDE = 4096  # of the products of a lead: 0.2 ms each on an H200, long enough for its host to start one
+LEAD_SAMPLE = 5  # of them are timed to know how many a lead takes
 LEAST_ROUNDS = 3
 WRONG = 0.25  # of the norm of loss, dq or dk: what roundings in bf16 never reach, and a wrong factor does
 RESULTS = ("loss", "dq", "dk", "dscale")
@@ -219,7 +218,7 @@ def measure_point(
     crowded = point.device == "cuda" and peaks > CROWDED * torch.cuda.mem_get_info()[1]
     steps = {name: step for name, (step, _) in ready.items()}
     steps |= {
-        f"{name} products": _products(plans[name], inputs.q.detach(), inputs.k.detach())
+        f"{name} products": bare_products(plans[name], inputs.q.detach(), inputs.k.detach())
         for name in ready
         if name in plans
     }
@@ -248,17 +247,14 @@ class Times(NamedTuple):
 class Timer:
     """Times runs, each on a cold cache: by the GPU's own events, or by the clock on the CPU."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, before: Callable[[], object] = lambda: None) -> None:
+        """`before` is enqueued last before a queued run."""
         import torch
 
-        self._gpu = device == "cuda"
+        self._gpu, self._before = device == "cuda", before
         size = FLUSH_BYTES if self._gpu else CPU_FLUSH_BYTES
         self._flush = torch.empty(size, dtype=torch.uint8, device=device)
-        if self._gpu:
-            self._factors = torch.randn(2, LEAD_SIDE, LEAD_SIDE, dtype=torch.bfloat16, device=device)
-            self._product = torch.empty_like(self._factors[0])
-            self._multiply()
-            self._product_ms = self._between(self._multiply)
+        self._lead: _Lead | None = None
 
     def times(self, run: Callable[[], object]) -> Times:
         """Of two runs on a GPU, and of more where the host was late; of one on the CPU."""
@@ -288,27 +284,21 @@ class Timer:
             watched()
             return host_ms, host_ms
         torch.cuda.synchronize()
-        return self._between(watched), host_ms
+        return self._watched(watched)[0], host_ms
 
     def queued_ms(self, run: Callable[[], object], lead_ms: float) -> tuple[float, bool]:
         """Milliseconds of a run behind `lead_ms` of other work, and whether the host was late: that work was over
         before the host had started everything.
 
         It is products, as towers have, then a flush of the cache. Behind 40 ms of memory traffic alone, in which the
-        board cools, a loss at B = 64k, D = 1024 took 42 ms on an H200, for 48.
+        board cools, a loss at B = 64k, D = 1024 took 42 ms on an H200; over and over it takes 48.
         """
-        for _ in range(math.ceil(lead_ms / self._product_ms)):
-            self._multiply()
+        if self._lead is None:
+            self._lead = _Lead(self._flush.device)
+        self._lead.enqueue(lead_ms)
         self._flush.zero_()
+        self._before()
         return self._watched(run)
-
-    def _multiply(self) -> None:
-        import torch
-
-        torch.mm(*self._factors, out=self._product)
-
-    def _between(self, run: Callable[[], object]) -> float:
-        return self._watched(run)[0]
 
     def _watched(self, run: Callable[[], object]) -> tuple[float, bool]:
         """Milliseconds between two events around the run, and whether the first was over when the host was ready."""
@@ -321,6 +311,35 @@ class Timer:
         late = start.query()
         end.synchronize()
         return float(start.elapsed_time(end)), bool(late)
+
+
+class _Lead:
+    """Other work for a GPU to be busy with."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        generator = torch.Generator(device).manual_seed(SEED)  # the process's own draws stay what they were
+        shape = (2, LEAD_SIDE, LEAD_SIDE)
+        self._factors = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+        self._product = torch.empty_like(self._factors[0])
+        self._multiply()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(LEAD_SAMPLE):
+            self._multiply()
+        end.record()
+        end.synchronize()
+        self._product_ms = float(start.elapsed_time(end)) / LEAD_SAMPLE
+
+    def enqueue(self, lead_ms: float) -> None:
+        for _ in range(math.ceil(lead_ms / self._product_ms)):
+            self._multiply()
+
+    def _multiply(self) -> None:
+        import torch
+
+        torch.mm(*self._factors, out=self._product)
 
 
 def leads_ms(host_ms: float) -> Iterator[float]:
@@ -662,7 +681,7 @@ def _release(inputs: Inputs) -> None:
         torch.cuda.empty_cache()
 
 
-def _products(plan: dict[str, Any], q: Any, k: Any) -> Step:
+def bare_products(plan: dict[str, Any], q: Any, k: Any) -> Step:
     """The library's products that a plan needs, panel by panel: z twice (once where a stash keeps it), dq and dk.
 
     fp32 features that the plan splits are as deep, and as often multiplied, as their halves are.

@@ -251,7 +251,7 @@ def _point(job: Job, folder: Path, rank: int, compared: set[int]) -> list[dict[s
         rows[name] = row
         if row["error"] is None:
             steps[name] = step
-    timer = Timer(device)
+    timer = Timer(device, before=lambda: _start_together(device))
     times: dict[str, list[Times]] = {name: [] for name in steps}
     for round_ in range(job.rounds):
         for name in random.Random(round_).sample(list(steps), len(steps)):  # the same on every rank
@@ -301,7 +301,7 @@ def _first(step: Callable[[], None], leaves: Sequence[Any], true: bool) -> tuple
 
 
 def _times(timer: Timer, step: Callable[[], None], device: str) -> Times:
-    """Those of the slowest rank. All begin together; behind other work they all have as much of it before."""
+    """Those of the slowest rank. All begin together; behind other work those whose lead is over wait for the others."""
     _meet(device)
     idle_ms, host_ms = _largest(timer.idle_ms(step), device)
     if device == "cpu":
@@ -320,6 +320,13 @@ def _meet(device: str) -> None:
     torch.distributed.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def _start_together(device: str) -> None:
+    """On the devices, without their hosts: nobody's lead is over before everybody's is."""
+    import torch
+
+    torch.distributed.all_reduce(torch.zeros(1, device=device))
 
 
 def _largest(values: Sequence[float], device: str) -> list[float]:

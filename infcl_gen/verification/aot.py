@@ -177,6 +177,8 @@ def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleT
         return "constexpr"
     if name == "labels":
         return "*i64" if spec["positives"] == "label" else "i64"
+    if name == "stash" and kernel == "forward" and inputs.other:  # any tensor where nothing is kept
+        return "*fp32"
     if name == "stash" and kernel == "forward" and spec["plan"]["descriptors"]:
         return f"tensordesc<bf16[{module.FORWARD_ROWS.value}, {module.FORWARD_KEYS.value // 2}]>"
     if name in FEATURES:

@@ -70,6 +70,26 @@ def test_small_batches_have_tiles_for_the_whole_board() -> None:
     assert one["forward"] == Block(256, 128, 64, 8, 4) and one["gradient"] == Block(64, 64, 64, 4, 3)
 
 
+@pytest.mark.parametrize("size", [512, 2048, LARGE])
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_a_stash_has_one_tile_whatever_is_chosen(size: int, descriptors: bool) -> None:
+    def found(*chosen: str) -> dict[str, Block]:
+        return default_blocks(
+            "stash", load_profile("h200"), "bf16", 768, descriptors, False, size, size, chosen
+        )
+
+    for chosen in ((), ("forward",), ("gradient",), ("forward", "gradient")):
+        blocks = found(*chosen)
+        assert (blocks["forward"].rows, blocks["forward"].keys) == (
+            blocks["gradient"].rows,
+            blocks["gradient"].keys,
+        )
+    assert found("forward") == found() and found("gradient") == found("forward", "gradient")
+    assert found("gradient")["gradient"] == (
+        Block(256, 128, 64, 8, 3) if descriptors else Block(128, 128, 64, 4, 3)
+    )
+
+
 def test_fused_needs_a_small_embedding() -> None:
     with pytest.raises(InputError, match="no legal block"):
         default_blocks("fused", load_profile("h200"), "bf16", 257, False)
@@ -110,6 +130,13 @@ def test_tiles_of_a_stash_are_stored_through_shared_memory() -> None:
     assert violations("forward", deep, h200, "bf16", 768, True) == ()
     found = violations("forward", deep, h200, "bf16", 768, True, stored=True)
     assert len(found) == 1 and "262144 bytes of shared memory" in found[0]
+    # Warps side by side: the compiler takes 172056 bytes for these tiles, 163864 of them beside the operands' stages.
+    split = Block(64, 256, 64, 8, 3)
+    assert (
+        shared_bytes("forward", split, "bf16", stored=True)
+        == 3 * (64 + 256) * 64 * 2 + 3 * 64 * 256
+        == 172032
+    )
 
 
 @pytest.mark.parametrize(

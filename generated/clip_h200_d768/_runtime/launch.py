@@ -50,7 +50,11 @@ def operands(
 ) -> tuple[Operand, Operand, bool]:
     """`q` and `k` as kernel operands read in blocks (rows, depth), and whether both go as descriptors."""
     if descriptors and descriptor_legal(q) and descriptor_legal(k):
-        return Operand(descriptor(q, q_block), q.stride(0), 1), Operand(descriptor(k, k_block), k.stride(0), 1), True
+        return (
+            Operand(descriptor(q, q_block), q.stride(0), 1),
+            Operand(descriptor(k, k_block), k.stride(0), 1),
+            True,
+        )
     return Operand(q, q.stride(0), q.stride(1)), Operand(k, k.stride(0), k.stride(1)), False
 
 
