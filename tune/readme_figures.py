@@ -62,6 +62,8 @@ def tables() -> str:
             parts.append(highlights(results["rows"]))
         if results["rows"] and "kernel" in results["rows"][0]:
             parts.append(counters(results["rows"]))
+        elif results["rows"] and "joules" in results["rows"][0]:
+            parts.append(power(results["rows"]))
         elif all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
             parts.append(accuracies(results["rows"]))
         elif any(row["impl"] != "infcl" for row in results["rows"]):
@@ -218,6 +220,22 @@ def counters(rows: list[dict[str, Any]]) -> str:
         "occupancy_percent",
     )  # fmt: skip
     lines = (f"| {' | '.join(str(row[name]) for name in names)} |\n" for row in rows)
+    return f"\n{head}\n{'|---' * 10}|\n" + "".join(lines)
+
+
+def power(rows: list[dict[str, Any]]) -> str:
+    """A line for each plan, and for its products."""
+    head = "| B | D | plan | of it | W allowed | ms | J | W | MHz | held down for power, % |"
+    lines = []
+    for row in rows:
+        sizes = [str(row[name]) for name in ("batch", "dim", "strategy", "what")]
+        figures = (
+            f"{row[name]:.{digits}f}"
+            for name, digits in zip(
+                ("limit_w", "ms", "joules", "watts", "clock_mhz"), (0, 1, 1, 0, 0), strict=True
+            )
+        )
+        lines.append(f"| {' | '.join((*sizes, *figures))} | {100 * row['held_down']:.0f} |\n")
     return f"\n{head}\n{'|---' * 10}|\n" + "".join(lines)
 
 

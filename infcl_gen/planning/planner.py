@@ -48,7 +48,7 @@ TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
 _TOLERANCE = 1.001
-_GATHER_GAIN = 0.02  # what a gather must save, since its memory grows with the number of ranks
+_GATHER_GAIN = 0.015  # what a gather must save, since its memory grows with the number of ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -749,7 +749,7 @@ def _transport_reasons(
     other = {"ring": "gather", "gather": "ring"}[option.transport]
     choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""
     if option.transport == "ring" and others and min(others) < best.time_s:
-        choice += f"that is not {_GATHER_GAIN:.0%} less, for more memory; "
+        choice += f"that is not {_GATHER_GAIN:.1%} less, for more memory; "
     if "transport" in problem.setting:
         choice = "set by --set; "
     elif not others and nodes == 1 and world <= GATHER_LIMIT:
