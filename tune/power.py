@@ -25,7 +25,7 @@ from infcl_gen.problem import make_problem, parse_count
 from infcl_gen.tuning.bench import bare_products, command_line, features, training_step, write_results
 
 WARM_S = 0.25
-MEASURED_S = 0.5  # the energy counter moves in steps of tens of milliseconds
+MEASURED_S = 0.5  # joules are then known to some 15 %: the counter moves in steps of up to 0.1 s
 ASKED_EVERY_S = 0.03
 ROUNDS = 3
 
