@@ -93,7 +93,8 @@ def default_blocks(
 ) -> dict[str, Block]:
     """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs,
     or where `rows` queries x `keys` keys have fewer tiles than the board has multiprocessors; but not of kernels some
-    of whose fields are `chosen`: what is chosen should not mean another block at each size.
+    of whose fields are `chosen`: what is chosen should not mean another block at each size. The tiles of a stash are
+    the gradient's, so only what is chosen of that keeps them.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """

@@ -480,6 +480,7 @@ class _Family:
             for template in KERNEL_TEMPLATES.get(strategy, ())
             for name, family in KERNEL_FAMILIES[template].items()
             if family == self.family
+            # The forward of a stash has the gradient's tiles: it may spill, or not fit, where the gradient does.
             or (strategy == "stash" and (family, self.family) == ("forward", "gradient"))
         ]
         if arch not in SHARED_BYTES or not kernels:
