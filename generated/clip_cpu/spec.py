@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "61843b9f25c8163b6bf34b148c8014b1a527ff6ee15939f951389b0679ad4fb2",
+    "digest": "32059691b14aa69b68729bf92011524eda014ccc2e1bf7d40859414e35725fd4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a3d3ea0cea9e89789184768a0c34ff168ba50a75230f8297819b3d83b06ab76c",
+    "digest": "8bd716a70f9b706061c5fd5cb072851b2089abbb8092028971f11f979d1e1ffe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -151,7 +151,7 @@ SPEC: dict[str, Any] = {
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 42.6 ms against stash 48 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 42.6 ms against stash 48.3 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 983.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "93327064c7571ef5631d7645c915b8cb061363af1b4a14bb3ac79d2f3e95aa23",
+    "digest": "2c34674139607e35dbf581f93b025838048a9d1de3c94f873f8c456bcdc78196",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -150,7 +150,7 @@ SPEC: dict[str, Any] = {
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 39.2 ms against stash 42.8 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 39.2 ms against stash 43.1 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 950.9 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by triton", "why": "no library product with fp32 output here"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "5413075ece7bd8cef42b9fbb7ac49b8660503a92eca7052085ed879784f0238b",
+    "digest": "cb2ea7942e12c1416f75cb7cf344a67c5365dc7d2cf3c7fbbd85c030d5448e85",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -147,7 +147,7 @@ SPEC: dict[str, Any] = {
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 66.8 ms against stash 68.6 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 66.8 ms against stash 68.9 ms, stash replayed 118 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "8 panel(s) a hop, peak 910 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 16384 x 16384", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

@@ -42,8 +42,9 @@ SPLIT_CAP = 4096  # tensor cores cut sums: gradients good to 6e-6, in 145 ms at 
 FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
 # Their products read shared memory; elsewhere a tile must pass through registers.
 DESCRIPTOR_PRODUCTS = ("sm_90", "sm_100")
-# Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one.
-REPLAY_LIMIT_S = 5e-3
+# Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one. A stash has taken far more
+# memory than they keep, and its steps begin later: of 12 ms they save 0.6.
+REPLAY_LIMIT_S, STASH_REPLAY_LIMIT_S = 5e-3, 50e-3
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
@@ -374,11 +375,13 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
             continue
         if replay != "on":
             found += (dataclasses.replace(option, transport=transport) for transport in transports)
-        if _recordable(name, cluster) and (replay == "on" or (replay is None and _short(problem, cluster))):
+        if _recordable(name, cluster) and (
+            replay == "on" or (replay is None and _short(name, problem, cluster))
+        ):
             found.append(dataclasses.replace(option, replay=True))
     if not found:
         raise InputError(
-            "--set replay: on needs the strategy panel or fused, an NVIDIA GPU and --devices 1, not"
+            "--set replay: on needs kernels, an NVIDIA GPU and --devices 1, not"
             f" {' or '.join(usable)} on {cluster.devices} x {cluster.profile.name}; valid: off"
         )
     return found
@@ -401,15 +404,16 @@ def _transports(problem: Problem, cluster: Cluster) -> tuple[str, ...]:
     return ("ring",) if devices == 1 or impossible else ("ring", "gather")
 
 
-def _short(problem: Problem, cluster: Cluster) -> bool:
+def _short(name: str, problem: Problem, cluster: Cluster) -> bool:
     """Whether the host's start is so much of a step that recordings, which keep their memory, are worth a thought."""
     flops = 8 * problem.batch_size * problem.total_keys * problem.dim
-    return flops < REPLAY_LIMIT_S * cluster.profile.matmul_tflops[problem.dtype].value * 1e12
+    limit_s = STASH_REPLAY_LIMIT_S if name == "stash" else REPLAY_LIMIT_S
+    return flops < limit_s * cluster.profile.matmul_tflops[problem.dtype].value * 1e12
 
 
 def _recordable(name: str, cluster: Cluster) -> bool:
-    """Whether CUDA graphs may be recorded: a stash would have to live in one from forward to backward."""
-    return name in ("panel", "fused") and cluster.profile.target == "cuda" and cluster.devices == 1
+    """Whether CUDA graphs may be recorded: of kernels, on one NVIDIA GPU."""
+    return name != "torch" and cluster.profile.target == "cuda" and cluster.devices == 1
 
 
 def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> _Option:

@@ -192,11 +192,7 @@ class _Step:
         self._pipes = [{"device": ports[rank], "node": uplinks[rank // each]} for rank in self._ranks]
         gpu = plan.strategy != "torch"
         self._launch_s = cost.HOST_LAUNCH_S if gpu and not plan.replay else 0.0
-        start, step = (
-            (cost.REPLAY_START_S, cost.REPLAY_STEP_S)
-            if plan.replay
-            else (cost.HOST_START_S, cost.HOST_STEP_S)
-        )
+        start, step = cost.host_times(plan.strategy, plan.replay)
         between_s = (step - start) * BEFORE_BACKWARD
         self._host_s = {"forward": start * gpu, "backward": between_s * gpu}
         self._host_end_s = (step - start - between_s) * gpu

@@ -10,7 +10,8 @@ import dataclasses
 import importlib
 import math
 import mmap
-from collections.abc import Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -273,6 +274,70 @@ def copied_inputs(made: Made, device: str = "cpu") -> None:
             assert torch.equal(x, y), f"{name} of {rows} x {keys}: copied wrongly"
 
 
+class _Graph:
+    """Stands for a CUDA graph where there is no GPU: replaying it does the work again, into the first results."""
+
+    def __init__(self, work: Callable[[], Any], results: Any) -> None:
+        self.work, self.results, self.broken = work, results, False
+
+    def pool(self) -> None: ...
+
+    def replay(self) -> None:
+        if self.broken:
+            raise ZeroDivisionError
+        for old, new in zip(_flat(self.results), _flat(self.work()), strict=True):
+            old.copy_(new)
+
+
+def _flat(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [x for part in results for x in _flat(part)]
+
+
+def found_in_a_recording(made: Made) -> None:
+    """A backward finds its own forward in a recording, or has it computed again, whatever ran in between."""
+    package = module(dataclasses.replace(made, settings=(*made.settings, ("replay", "on"))))
+    runtime = package.__name__ + "._runtime"
+    engine, replay = (importlib.import_module(f"{runtime}.{name}") for name in ("engine", "replay"))
+    bound, options = package.ContrastiveLoss._package, engine.Options()
+    scale, bias, upstream = (torch.tensor(value) for value in (3.0, -1.0, 2.0))
+    first, second = (
+        (*tensors(fitting(package, Case(70, 70, 0, seed=seed)), "diagonal", "cpu")[:2], scale, bias, None)
+        for seed in (1, 2)
+    )
+
+    def record(work: Callable[[], Any], pool: Any) -> tuple[_Graph, Any]:
+        results = work()
+        return _Graph(work, results), results
+
+    def same(found: Any, expected: Any) -> None:
+        for name, a, b in zip(LossAndGrads._fields[1:], found, expected, strict=True):
+            assert torch.equal(a, b), f"{name} differs from that of a call that is not recorded"
+
+    with unittest.mock.patch.object(replay, "_record", record):
+        recorder, kind = replay._Recorder(bound), replay.Kind(70, 70, False, options, 0)
+        replay._recorders[bound.digest, None] = recorder
+        recorder.next(kind)
+        recording = recorder.next(kind)
+        loss, saved = recording.forward(*first)
+        expected, kept = engine.forward(bound, *first, options, 0b1111)
+        assert torch.equal(loss, expected)
+        truth = engine.backward(bound, upstream, *first, kept, options)
+        recording.forward(*second)
+        for _ in range(2):
+            same(recording.backward(upstream, *first, saved), truth)
+        same(replay.backward(bound, upstream, *first, saved, options), truth)  # as without a recording
+        replay.unrecorded_forward(bound, *second, options, 0)
+        assert recorder.recording is recording
+        replay.unrecorded_forward(bound, *second, options, 0b1111)
+        assert (recorder.recording is None) == (made.strategy == "stash"), (
+            "two stashes at once, or given up for none"
+        )
+        recorder.recording, recording._forward.broken = recording, True
+        with contextlib.suppress(ZeroDivisionError):
+            recorder.attempt(lambda: recording.forward(*second))
+        assert recorder.recording is None, "a backward could read what is half another call's"
+
+
 def captured(made: Made, device: str = "cuda") -> None:
     """Forward and backward run without waiting for the device, and replay as a CUDA graph with other inputs."""
     package = module(made)
@@ -353,6 +418,12 @@ def recorded(made: Made, device: str = "cuda") -> None:
         yield from torch.autograd.grad(b, second)
         yield from torch.autograd.grad(a, first)
 
+    def given_up(package: ModuleType) -> Iterator[Tensor]:
+        first, other = leaves(batches[0]), leaves(batches[3])
+        a = loss_of(package, first, batches[0])
+        yield from torch.autograd.grad(loss_of(package, other, batches[3]), other)
+        yield from torch.autograd.grad(a, first)
+
     with torch.inference_mode():  # records what the training steps below replay
         for package in (replaying, launching):
             for _ in range(3):
@@ -362,7 +433,7 @@ def recorded(made: Made, device: str = "cuda") -> None:
         kept = []
         for package in (replaying, launching):
             with torch.cuda.stream(side if round_ == 2 else torch.cuda.current_stream()):
-                results = [*one_by_one(package), *two_at_once(package)]
+                results = [*one_by_one(package), *two_at_once(package), *given_up(package)]
             torch.cuda.synchronize()
             kept.append(results)
         for index, (a, b) in enumerate(zip(*kept, strict=True)):

@@ -515,6 +515,20 @@ BUGS: dict[str, Bug] = {
         (),
     ),
     # ---- what only a GPU shows
+    "a recorded backward takes the tiles of another forward": Bug(
+        STASH,
+        (("_runtime/replay.py", "if self._saved.stash.numel():", "if False:"),),
+        checks.found_in_a_recording,
+        (),
+        "differs",
+    ),
+    "tiles that went with a recording are taken for none": Bug(
+        STASH,
+        (("_runtime/replay.py", "if _went_with_a_recording(", "if False and _went_with_a_recording("),),
+        checks.found_in_a_recording,
+        (),
+        "differs",
+    ),
     "32-bit offsets of accumulators in finish": Bug(
         Made("panel", dim=1024),
         (("kernels.py", "r.to(tl.int64)[:, None] * DIM", "r[:, None] * DIM"),),

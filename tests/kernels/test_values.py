@@ -80,6 +80,11 @@ def test_what_a_recording_reads(interpreted: Interpreter, dtype: str, dim: int) 
     interpreted(checks.copied_inputs, Made("panel", dtype=dtype, dim=dim))
 
 
+@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
+def test_a_backward_finds_its_own_forward_in_a_recording(interpreted: Interpreter, strategy: str) -> None:
+    interpreted(checks.found_in_a_recording, Made(strategy))
+
+
 @pytest.mark.parametrize("strategy", ["panel", "fused"])
 def test_labels_of_any_stride(interpreted: Interpreter, strategy: str) -> None:
     interpreted(checks.strided_labels, Made(strategy, "infonce"))

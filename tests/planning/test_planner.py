@@ -275,14 +275,20 @@ def test_small_batches_are_recorded_where_the_budget_allows() -> None:
         "recorded_sums",
     }
     assert plan_flags(batch_size=64, set={"replay": "on", "products": "library"}).replay
-    for flags in (
-        {"devices": 2},
-        {"device_profile": "mi300x"},
-        {"memory_budget": "1TiB", "set": {"strategy": "stash"}},
-    ):
-        settings = {**flags.pop("set", {}), "replay": "on"}
+    for flags in ({"devices": 2}, {"device_profile": "mi300x"}):
         with pytest.raises(InputError, match="--set replay: on needs"):
-            plan_flags(**flags, set=settings)
+            plan_flags(**flags, set={"replay": "on"})
+
+
+def test_a_stash_is_recorded_where_the_start_counts() -> None:
+    """Its memory is that of a stash without a recording and what the graphs read and write: never a second stash."""
+    plan, large = (plan_flags(batch_size=size, dim=1024, memory_budget="64GiB") for size in ("32k", "128k"))
+    assert (plan.strategy, large.strategy) == ("stash", "stash")
+    assert plan.replay and not large.replay
+    off = plan_flags(batch_size="32k", dim=1024, memory_budget="64GiB", set={"replay": "off"})
+    assert off.predicted_time_s - 0.5e-3 < plan.predicted_time_s < off.predicted_time_s
+    stash = next(term.bytes for term in plan.buffers if term.name == "stash")
+    assert 0 < plan.predicted_peak_bytes - off.predicted_peak_bytes < stash / 4
 
 
 def test_settings_are_honoured() -> None:

@@ -48,7 +48,7 @@ class Package:
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
-    replay: bool  # small batches: recorded CUDA graphs
+    replay: bool  # recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
     regenerate: str  # the command for another problem
     loss: Any
@@ -77,7 +77,8 @@ class Saved(NamedTuple):
     query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
     key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; of a gather those of all ranks, as
                       `Gather.pair_of` finds them
-    stash             what the sweep keeps of the tile matrix, of a gather the keys of all ranks; (0,) if nothing
+    stash             what the sweep keeps of the tile matrix, of a gather the keys of all ranks; (0,) if nothing, or if
+                      it stayed in a recording (replay.py)
     layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
                       is compared; for a group of one (0, 3), on the device
     """
@@ -366,7 +367,9 @@ class _Backward:
         rows, keys = self.q.shape[0], self.k.shape[0]
         total = self.q.new_empty((keys + rows, self.q.shape[1]), dtype=self.package.schedule.STATISTICS_DTYPE)
         dk_sum, dq_sum = total[:keys], total[keys:]
-        self._block(0, rows, self.k, 0, self._key_statistics(), dq_sum, dk_sum, fresh_dq=True, fresh_dk=True)
+        stash = self.saved.stash if self.saved.stash.numel() else None
+        how = {"fresh_dq": True, "fresh_dk": True, "stash": stash}
+        self._block(0, rows, self.k, 0, self._key_statistics(), dq_sum, dk_sum, **how)
         return dq_sum, dk_sum
 
     def alone(self, weighting: _Weighting) -> tuple[Tensor, Tensor]:

@@ -207,7 +207,7 @@ def _define(package: Package, namespace: str) -> None:
     ) -> tuple[Tensor, ...]:
         options = Options(group_name, grad_sync, reduction, check_ranks)
         features = cast(package, q, k)
-        loss, saved = engine.forward(package, *features, scale, bias, labels, options, gradients)
+        loss, saved = replay.unrecorded_forward(package, *features, scale, bias, labels, options, gradients)
         return (loss, *saved)
 
     def backward(

@@ -3,7 +3,8 @@
 The second of two calls alike is recorded, later ones replay it: inputs are copied to where the graph reads them, what
 forward returns to fresh tensors, and gradients are weighted into such, so nothing that a caller holds changes under it.
 A package has one recording per device, and gives it up before another kind of batch runs. Its memory, which is that of
-the plan, is torch's to give to others when that asks the device for more, or when the next recording is made.
+the plan, is torch's to give to others when that asks the device for more, or when the next recording is made. A stash
+stays in the recording: what backward finds there is of the last forward, and is computed again for an earlier one.
 """
 
 from __future__ import annotations
@@ -50,13 +51,31 @@ def forward(
     """`engine.forward`, recorded where that is planned and possible."""
     recorder = _recorder(package, q, labels, options)
     if recorder is None:
-        return engine.forward(package, q, k, scale, bias, labels, options, gradients)
+        return unrecorded_forward(package, q, k, scale, bias, labels, options, gradients)
     with recorder.lock:
         recording = recorder.next(_kind(q, k, labels, options))
         if recording is None:
             return engine.forward(package, q, k, scale, bias, labels, options, gradients)
         with _plain_tensors(q.device):
             return recorder.attempt(lambda: recording.forward(q, k, scale, bias, labels))
+
+
+def unrecorded_forward(
+    package: Package,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    gradients: int,
+) -> tuple[Tensor, Saved]:
+    """`engine.forward`. A recording that has a stash is given up for that of this call: the plan has one of them."""
+    recorder = _recorders.get((package.digest, q.device.index))
+    if recorder is not None and gradients and package.schedule.stash_shape(q.shape[0], k.shape[0]):
+        with recorder.lock:
+            recorder.recording = None
+    return engine.forward(package, q, k, scale, bias, labels, options, gradients)
 
 
 def backward(
@@ -79,6 +98,8 @@ def backward(
                 with _plain_tensors(q.device):
                     inputs = (upstream, q, k, scale, bias, labels, saved)
                     return recorder.attempt(lambda: recording.backward(*inputs))
+    if _went_with_a_recording(package, q, k, saved, options):
+        saved = engine.forward(package, q, k, scale, bias, labels, options, 0b1111)[1]
     return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
 
 
@@ -112,7 +133,10 @@ class _Recording:
         loss, query_statistics, key_statistics = (x.new_empty(x.shape) for x in results)
         torch._foreach_copy_([loss, query_statistics, key_statistics], results)
         self._handed = query_statistics.detach()
-        return loss, self._saved._replace(query_statistics=query_statistics, key_statistics=key_statistics)
+        stash = q.new_empty(0)
+        return loss, self._saved._replace(
+            query_statistics=query_statistics, key_statistics=key_statistics, stash=stash
+        )
 
     def backward(
         self,
@@ -124,13 +148,16 @@ class _Recording:
         labels: Tensor | None,
         saved: Saved,
     ) -> Gradients:
+        assert self._forward is not None
         if self._handed is None or saved.query_statistics.data_ptr() != self._handed.data_ptr():
             self._load(q, k, scale, bias, labels)
-            own = (self._saved.query_statistics, self._saved.key_statistics)
-            torch._foreach_copy_(own, [saved.query_statistics, saved.key_statistics])
+            if self._saved.stash.numel():
+                self._forward.replay()
+            else:
+                own = (self._saved.query_statistics, self._saved.key_statistics)
+                torch._foreach_copy_(own, [saved.query_statistics, saved.key_statistics])
             self._handed = saved.query_statistics.detach()
         if self._backward is None:
-            assert self._forward is not None
             self._backward, self._sums = _record(self._compute_sums, self._forward.pool())
         self._backward.replay()
         return engine.weighted(self._package, self._sums, upstream, q, k, scale, bias, self._options)
@@ -160,18 +187,15 @@ class _Recorder:
         self._kind: Kind | None = None
         self._equal = 0  # calls alike before this one
         self._wait = 1
-        self._given_back = False
 
     def next(self, kind: Kind) -> _Recording | None:
         """The recording for the call of this kind, new where it is time for one; None: not recorded."""
         self._equal = self._equal + 1 if kind == self._kind else 0
         self._kind = kind
         if self.recording is not None and self.recording.kind != kind:
-            self.recording, self._given_back = None, True
+            self.recording = None
         if self.recording is None and self._equal >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
-            if self._given_back:
-                torch.cuda.empty_cache()  # torch keeps the memory of a graph that is gone apart until then
             self.recording = _Recording(self._package, kind)
         return self.recording
 
@@ -180,7 +204,7 @@ class _Recorder:
         try:
             return work()
         except BaseException:
-            self.recording, self._given_back = None, True
+            self.recording = None
             raise
 
 
@@ -205,6 +229,13 @@ def _plain_tensors(device: torch.device) -> Iterator[None]:
     """No graph, and no inference tensors: what a call in inference mode records, a training step writes to."""
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
         yield
+
+
+def _went_with_a_recording(package: Package, q: Tensor, k: Tensor, saved: Saved, options: Options) -> bool:
+    """Whether the stash of a forward stayed in a recording that was given up."""
+    if not package.replay or saved.stash.numel() or find_ring(options.group_name) is not None:
+        return False
+    return bool(package.schedule.stash_shape(q.shape[0], k.shape[0]))
 
 
 def capturing(device: torch.device) -> bool:
@@ -235,6 +266,8 @@ def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
     # A workspace from outside of the graph's pool might be given back while the graph still uses it.
     assert _clear_workspaces is not None
     _clear_workspaces()
+    # While it records torch gives back nothing that it has cached, nor ever to others what a graph that is gone had.
+    torch.cuda.empty_cache()
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
