@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "32059691b14aa69b68729bf92011524eda014ccc2e1bf7d40859414e35725fd4",
+    "digest": "adae1570345a14719e007debdff305df74b2a6b65a1039f450d61044637d42fe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

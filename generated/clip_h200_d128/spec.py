@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "456a4f70ce7dd25b4484fdd5ee108b6ab54e36eb049e8ef7553a7c2315e6ffad",
+    "digest": "fc8ab0c693c0d38ca66217769f0351b7a4a960d6d92655720ff721641e48db19",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8bd716a70f9b706061c5fd5cb072851b2089abbb8092028971f11f979d1e1ffe",
+    "digest": "6c44f9c4fdb4b39b5fb20327755954209cc415e9ac73e66d4629f830b968813a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

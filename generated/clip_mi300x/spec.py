@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "2c34674139607e35dbf581f93b025838048a9d1de3c94f873f8c456bcdc78196",
+    "digest": "72b082288870a8280de72e16ee1617e93f49636863a89defc83d4ab92b493a8d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

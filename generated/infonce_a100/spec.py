@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "cb2ea7942e12c1416f75cb7cf344a67c5365dc7d2cf3c7fbbd85c030d5448e85",
+    "digest": "ac9392410b516f4eb27ac7aeb7d08b5ab0ea346c85343c5368d269fd5fec7e5a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from infcl_gen.planning.schedule import ring_schedule, walk_schedule
+from infcl_gen.runtime import ring as rings
 
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
@@ -336,3 +337,53 @@ def test_headers_survive_the_trip() -> None:
             field: {bool: accepted, str: text, int: number}[kind] for field, kind in ring._HEADER.items()
         }
         assert ring._decode(ring._encode(header)) == header
+
+
+class Work:
+    """A message of gloo's, which is dropped if nobody waits for it."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.waited = error, False
+
+    def wait(self) -> None:
+        self.waited = True
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+class Control:
+    """Of rank 3 of 4, where rank 2 has died, which is noticed when it is addressed or waited for."""
+
+    def __init__(self, addressing: bool) -> None:
+        self.addressing = addressing
+        self.sent: dict[int, Work] = {}
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        if peer == 2 and self.addressing:
+            raise RuntimeError("Connection closed by peer")
+        return Work("Connection closed by peer" if peer == 2 else "")
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        self.sent[peer] = Work("Connection closed by peer" if peer == 2 else "")
+        return self.sent[peer]
+
+
+@pytest.mark.parametrize("addressing", [True, False])
+def test_who_notices_a_death_still_tells_the_others(addressing: bool) -> None:
+    """Or one that calls late waits for this rank's header until the timeout, and names this rank, not the dead one."""
+    control = Control(addressing)
+
+    class Ring(rings.Ring):
+        rank, size, trips = 3, 4, 0  # type: ignore[assignment]
+
+        def __init__(self) -> None: ...
+
+        def _control_group(self) -> Control:
+            return control
+
+    answers = Ring().ask({field: kind() for field, kind in rings._HEADER.items()})
+    with pytest.raises(
+        RuntimeError, match=r"rank 3 of 4 failed (addressing|waiting for) rank 2 .*Connection closed"
+    ):
+        answers()
+    assert all(control.sent[peer].waited for peer in (0, 1))

@@ -163,34 +163,44 @@ class Ring:
         words = torch.tensor(_encode({**header, "protocol": PROTOCOL, **order}), dtype=torch.int64)
         gathered = words.repeat(self.size, 1)
         peers = [(self.rank - distance) % self.size for distance in range(1, self.size)]
-        works: list[tuple[int, dist.Work]] = []
+        receives: list[tuple[int, dist.Work]] = []
+        sends: list[tuple[int, dist.Work]] = []
+        failed: list[RuntimeError] = []
 
         def failure(step: str, error: RuntimeError) -> RuntimeError:
-            return RuntimeError(
+            named = RuntimeError(
                 f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
                 f"(it has died, hangs, or does not call the loss): {error}"
             )
+            named.__cause__ = error
+            return named
+
+        def settle(step: str, work: dist.Work) -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed.append(failure(step, error))
 
         try:  # directly, not by an all-gather: whoever is silent can be named
             control = self._control_group()
         except RuntimeError as error:
             raise failure("connecting", error) from error
-        unreachable: list[RuntimeError] = []
         for peer in peers:
             try:
-                works.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
-                works.append((peer, control.send([words], peer, _CONTROL_TAG)))
-            except RuntimeError as error:  # the others must hear from this rank, or they would blame it
-                unreachable.append(failure(f"addressing rank {peer}", error))
+                receives.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
+                sends.append((peer, control.send([words], peer, _CONTROL_TAG)))
+            except RuntimeError as error:
+                failed.append(failure(f"addressing rank {peer}", error))
 
         def answers() -> list[dict[str, Any]]:
-            if unreachable:
-                raise unreachable[0]
-            for peer, work in works:
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    raise failure(f"waiting for rank {peer}", error) from error
+            for peer, work in receives:
+                if not failed:
+                    settle(f"waiting for rank {peer}", work)
+            # Also after a failure: gloo drops a message that nobody waits for, and its receiver would blame this rank.
+            for peer, work in sends:
+                settle(f"telling rank {peer}", work)
+            if failed:
+                raise failed[0]
             rows = gathered.tolist()
             protocols = [row[0] for row in rows]
             if any(protocol != PROTOCOL for protocol in protocols):
