@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell grep '^torch==' requirements.lock)
-JOBS ?= 2
+# Processes of the suite: more than cores, since tests of failures wait for timeouts.
+JOBS ?= 4
 # Processes of the GPU suite: they share one GPU, and spend their time compiling kernels.
 GPU_JOBS ?= 8
 
@@ -29,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/python -m infcl_gen.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 test-long: $(STAMP)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" --timeout 3600

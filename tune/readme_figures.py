@@ -67,6 +67,8 @@ def tables() -> str:
         elif all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
             parts.append(accuracies(results["rows"]))
         elif any(row["impl"] != "infcl" for row in results["rows"]):
+            if any(row.get("package") == "no communication" for row in results["rows"]):
+                parts.append(efficiencies(results["rows"]))
             parts.append(comparisons(results["rows"], results.get("absent", {})))
         else:
             parts += [f"\n{COLUMNS}\n", *(_line(row) for row in results["rows"])]
@@ -187,6 +189,41 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
     if absent:
         parts.append(f"\nAbsent: {'; '.join(f'{name} ({why})' for name, why in sorted(absent.items()))}.\n")
     return "".join(parts)
+
+
+def efficiencies(rows: list[dict[str, Any]]) -> str:
+    """A line for each ring: beside the same work without communication, without overlap, and beside its peers."""
+    lines = [
+        "GPUs", "rows each", "keys travel by", "of the same work alone (queued)", "without overlap slower by (queued)",
+        "Inf-CL slower by (queued)", "OpenCLIP slower by (queued)", "OpenCLIP's memory",
+    ]  # fmt: skip
+    text = f"\n| {' | '.join(lines)} |\n{'|---' * len(lines)}|\n"
+    alike: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        who = row["package"] or "as it is" if row["impl"] == "infcl" else row["impl"]
+        key = (row["ranks"], row["batch"], row["transport"], row["budget_bytes"])
+        alike.setdefault(key, {})[who] = row
+    for (ranks, batch, *_), found in alike.items():
+        if "as it is" not in found:
+            continue
+        own = found["as it is"]
+        peers = {row["impl"]: row for row in rows if (row["ranks"], row["batch"]) == (ranks, batch)}
+
+        def times(other: dict[str, Any] | None, own: dict[str, Any] = own, digits: int = 1) -> str:
+            if other is None:
+                return ""
+            both = (f"{other[name] / own[name]:.{digits}f}" for name in ("median_ms", "queued_ms"))
+            return "{} ({})".format(*both)
+
+        compared = [peers.get(name) for name in ("inf_cl", "open_clip")]
+        how = _who(own).removeprefix("infcl, by ").removesuffix(f", {ranks} GPUs")
+        cells = [
+            str(ranks), str(batch // ranks), how, times(found["no communication"], digits=3),
+            times(found["no overlap"], digits=2), *map(times, compared),
+            f"{compared[1]['peak_bytes'] / own['peak_bytes']:.1f} x" if compared[1] else "",
+        ]  # fmt: skip
+        text += f"| {' | '.join(cells)} |\n"
+    return text
 
 
 def _who(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "adae1570345a14719e007debdff305df74b2a6b65a1039f450d61044637d42fe",
+    "digest": "326426e5504e23548aadfe8ded91e33f610a75a8e958f1dffd477b3ee8c1c894",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

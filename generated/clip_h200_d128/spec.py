@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "fc8ab0c693c0d38ca66217769f0351b7a4a960d6d92655720ff721641e48db19",
+    "digest": "8e228c8d58cc32062774865cd2accf7c7593585b62457577f345783bdc719c91",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

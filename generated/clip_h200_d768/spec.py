@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6c44f9c4fdb4b39b5fb20327755954209cc415e9ac73e66d4629f830b968813a",
+    "digest": "ab8766404e08a23001ade1c6ce198e2988c318f81c7764e68d3b041c6af3177f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "72b082288870a8280de72e16ee1617e93f49636863a89defc83d4ab92b493a8d",
+    "digest": "64f3b4690ba4089d2002c658076b84627905c79a5a43b1c427644669eccd5166",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "ac9392410b516f4eb27ac7aeb7d08b5ab0ea346c85343c5368d269fd5fec7e5a",
+    "digest": "e6ee43c365d66cb08a57a17843aff023dfd93bcd39ef7b2c05953b5b75f34b28",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -325,14 +325,19 @@ def found_in_a_recording(made: Made) -> None:
         recording.forward(*second)
         for _ in range(2):
             same(recording.backward(upstream, *first, saved), truth)
-        same(replay.backward(bound, upstream, *first, saved, options), truth)  # as without a recording
-        replay.unrecorded_forward(bound, *second, options, 0)
-        assert recorder.recording is recording
-        replay.unrecorded_forward(bound, *second, options, 0b1111)
-        assert (recorder.recording is None) == (made.strategy == "stash"), (
-            "two stashes at once, or given up for none"
-        )
-        recorder.recording, recording._forward.broken = recording, True
+        for capturing, keeps in ((True, True), (False, made.strategy != "stash")):
+            with unittest.mock.patch.object(replay, "capturing", lambda device, answer=capturing: answer):
+                replay.unrecorded_forward(bound, *second, options, 0)
+                assert recorder.recording is recording
+                replay.unrecorded_forward(bound, *second, options, 0b1111)
+                assert (recorder.recording is recording) == keeps, "two stashes at once, or given up for none"
+                recorder.recording = recording
+                same(
+                    replay.backward(bound, upstream, *first, saved, options), truth
+                )  # as without a recording
+                assert (recorder.recording is recording) == keeps, "two stashes at once, or given up for none"
+                recorder.recording = recording
+        recording._forward.broken = True
         with contextlib.suppress(ZeroDivisionError):
             recorder.attempt(lambda: recording.forward(*second))
         assert recorder.recording is None, "a backward could read what is half another call's"

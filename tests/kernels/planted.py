@@ -514,7 +514,6 @@ BUGS: dict[str, Bug] = {
         checks.refuses_no_rows,
         (),
     ),
-    # ---- what only a GPU shows
     "a recorded backward takes the tiles of another forward": Bug(
         STASH,
         (("_runtime/replay.py", "if self._saved.stash.numel():", "if False:"),),
@@ -524,11 +523,12 @@ BUGS: dict[str, Bug] = {
     ),
     "tiles that went with a recording are taken for none": Bug(
         STASH,
-        (("_runtime/replay.py", "if _went_with_a_recording(", "if False and _went_with_a_recording("),),
+        (("_runtime/replay.py", "if package.replay and not saved.stash.numel()", "if False"),),
         checks.found_in_a_recording,
         (),
         "differs",
     ),
+    # ---- what only a GPU shows
     "32-bit offsets of accumulators in finish": Bug(
         Made("panel", dim=1024),
         (("kernels.py", "r.to(tl.int64)[:, None] * DIM", "r[:, None] * DIM"),),

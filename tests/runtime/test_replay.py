@@ -82,3 +82,17 @@ def test_nothing_is_recorded_off_the_gpu_or_where_it_is_not_planned(monkeypatch:
     )  # labels of the host are looked at
     monkeypatch.setattr(replay, "capturing", lambda device: True)
     assert replay._recorder(planned, gpu, None, Options()) is None
+
+
+def test_calls_that_alternate_with_others_outside_are_recorded_rarely(recorder: Any) -> None:
+    """Each of those gives the recording up; so does one that failed."""
+    recorded = 0
+    for _ in range(200):
+        recorded += recorder.next(kind(8)) is not None
+        recorder.give_up()
+    assert recorded == 0
+    recorder.next(kind(8))
+    assert recorder.next(kind(8)) is not None
+    with pytest.raises(ZeroDivisionError):
+        recorder.attempt(lambda: 1 / 0)
+    assert recorder.next(kind(8)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -343,10 +344,10 @@ class Work:
     """A message of gloo's, which is dropped if nobody waits for it."""
 
     def __init__(self, error: str = "") -> None:
-        self.error, self.waited = error, False
+        self.error, self.waited, self.timeout = error, False, datetime.timedelta()
 
-    def wait(self) -> None:
-        self.waited = True
+    def wait(self, timeout: datetime.timedelta | None = None) -> None:
+        self.waited, self.timeout = True, timeout
         if self.error:
             raise RuntimeError(self.error)
 
@@ -375,6 +376,7 @@ def test_who_notices_a_death_still_tells_the_others(addressing: bool) -> None:
 
     class Ring(rings.Ring):
         rank, size, trips = 3, 4, 0  # type: ignore[assignment]
+        _timeout = datetime.timedelta(seconds=5)  # type: ignore[assignment]
 
         def __init__(self) -> None: ...
 
@@ -386,4 +388,6 @@ def test_who_notices_a_death_still_tells_the_others(addressing: bool) -> None:
         RuntimeError, match=r"rank 3 of 4 failed (addressing|waiting for) rank 2 .*Connection closed"
     ):
         answers()
-    assert all(control.sent[peer].waited for peer in (0, 1))
+    for peer in (0, 1):
+        assert control.sent[peer].waited
+        assert 4 < control.sent[peer].timeout.total_seconds() <= 5, "each wait begins the timeout again"

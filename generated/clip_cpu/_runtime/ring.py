@@ -15,6 +15,8 @@ All that is sent and received is in this file.
 from __future__ import annotations
 
 import contextlib
+import datetime
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from .route import Route
 
@@ -33,6 +36,7 @@ PROTOCOL = 4  # raise it with every change of what ranks send to each other
 # What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words. The protocol
 # comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
 _TEXT_WORDS, _WORD_BYTES, _HEADER_WORDS = 2, 7, 32
+_SHORTEST_WAIT_S = 0.1  # for others to take a header, where the timeout has passed
 _CONTROL_TAG = 64  # parcels and accumulators count from 0
 _HEADER: dict[str, type] = {
     "protocol": int,
@@ -156,7 +160,8 @@ class Ring:
 
         A small message between every two hosts; the device is not involved. `phase` is what follows, `call` in backward
         the number of trips before its forward. Raises RuntimeError, then or at the waiting, if somebody's header does
-        not come within the group's timeout, or is of another protocol.
+        not come within the group's timeout, or is of another protocol; where somebody has died, once the others have
+        this rank's header, or the timeout has passed.
         """
         trips = self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
@@ -177,7 +182,11 @@ class Ring:
 
         def settle(step: str, work: dist.Work) -> None:
             try:
-                work.wait()
+                if failed:  # within the timeout of the whole: a wait would begin it again
+                    left_s = max(deadline - time.monotonic(), _SHORTEST_WAIT_S)
+                    work.wait(datetime.timedelta(seconds=left_s))
+                else:
+                    work.wait()
             except RuntimeError as error:
                 failed.append(failure(step, error))
 
@@ -185,6 +194,7 @@ class Ring:
             control = self._control_group()
         except RuntimeError as error:
             raise failure("connecting", error) from error
+        deadline = time.monotonic() + self._timeout.total_seconds()
         for peer in peers:
             try:
                 receives.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
@@ -248,12 +258,18 @@ class Ring:
             store = dist.PrefixStore(
                 f"infcl/{self.group.group_name}", dist.distributed_c10d._get_default_store()
             )
-            backend: Any = self.group._get_backend(torch.device(next(iter(self._backends))))
-            timeout = backend.options._timeout  # the group's own; gloo's default would be 30 minutes
             control = _control_groups[self.group] = dist.ProcessGroupGloo(
-                store, self.rank, self.size, timeout
+                store, self.rank, self.size, self._timeout
             )
         return control
+
+    @property
+    def _timeout(self) -> datetime.timedelta:
+        """The group's own, which a group made beside it would not have."""
+        backend = self.group._get_backend(torch.device(next(iter(self._backends))))
+        options = getattr(backend, "options", None)  # some backends have none
+        timeout: datetime.timedelta = getattr(options, "_timeout", default_pg_timeout)
+        return timeout
 
 
 class Layout(NamedTuple):

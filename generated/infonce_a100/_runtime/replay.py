@@ -1,10 +1,13 @@
-"""Forward and backward as recorded CUDA graphs, for batches whose kernels are shorter than their launches on the host.
+"""Forward and backward as recorded CUDA graphs, where kernels are shorter than their launches or start late.
 
 The second of two calls alike is recorded, later ones replay it: inputs are copied to where the graph reads them, what
 forward returns to fresh tensors, and gradients are weighted into such, so nothing that a caller holds changes under it.
 A package has one recording per device, and gives it up before another kind of batch runs. Its memory, which is that of
-the plan, is torch's to give to others when that asks the device for more, or when the next recording is made. A stash
-stays in the recording: what backward finds there is of the last forward, and is computed again for an earlier one.
+the plan, is torch's to give to others when that asks the device for more, or when the next recording is made.
+
+A stash stays in the recording: backward finds that of the last forward there, and has it computed again for an earlier
+one. A call outside that keeps a stash of its own gives the recording up as well, but not in somebody's own graph, which
+would be lost.
 """
 
 from __future__ import annotations
@@ -72,9 +75,14 @@ def unrecorded_forward(
 ) -> tuple[Tensor, Saved]:
     """`engine.forward`. A recording that has a stash is given up for that of this call: the plan has one of them."""
     recorder = _recorders.get((package.digest, q.device.index))
-    if recorder is not None and gradients and package.schedule.stash_shape(q.shape[0], k.shape[0]):
+    if (
+        recorder is not None
+        and gradients
+        and _keeps_tiles(package, q, k, options)
+        and not capturing(q.device)
+    ):
         with recorder.lock:
-            recorder.recording = None
+            recorder.give_up()
     return engine.forward(package, q, k, scale, bias, labels, options, gradients)
 
 
@@ -91,15 +99,16 @@ def backward(
 ) -> Gradients:
     """`engine.backward`, recorded if the last forward was recorded for such a batch; that may have been another one."""
     recorder = _recorder(package, q, labels, options)
-    if recorder is not None:
+    if recorder is not None and not saved.stash.numel():
         with recorder.lock:
-            recording = recorder.recording
-            if recording is not None and recording.kind == _kind(q, k, labels, options):
+            recording = recorder.found(_kind(q, k, labels, options))
+            if recording is not None:
                 with _plain_tensors(q.device):
                     inputs = (upstream, q, k, scale, bias, labels, saved)
                     return recorder.attempt(lambda: recording.backward(*inputs))
-    if _went_with_a_recording(package, q, k, saved, options):
-        saved = engine.forward(package, q, k, scale, bias, labels, options, 0b1111)[1]
+    if package.replay and not saved.stash.numel() and _keeps_tiles(package, q, k, options):
+        # They went with a recording that was given up.
+        saved = unrecorded_forward(package, q, k, scale, bias, labels, options, 0b1111)[1]
     return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
 
 
@@ -192,23 +201,32 @@ class _Recorder:
         """The recording for the call of this kind, new where it is time for one; None: not recorded."""
         self._equal = self._equal + 1 if kind == self._kind else 0
         self._kind = kind
-        if self.recording is not None and self.recording.kind != kind:
+        if self.found(kind) is None:
             self.recording = None
         if self.recording is None and self._equal >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
             self.recording = _Recording(self._package, kind)
         return self.recording
 
+    def found(self, kind: Kind) -> _Recording | None:
+        """The recording, if it is of this kind."""
+        return self.recording if self.recording is not None and self.recording.kind == kind else None
+
+    def give_up(self) -> None:
+        """No recording, and as many calls alike before the next one as after calls of another kind."""
+        self.recording, self._kind = None, None
+
     def attempt(self, work: Callable[[], T]) -> T:
         """Of a recording: without one afterwards if it fails, since its tensors may be of two calls, or missing."""
         try:
             return work()
         except BaseException:
-            self.recording = None
+            self.give_up()
             raise
 
 
 _recorders: dict[tuple[str, int], _Recorder] = {}
+_one_at_a_time = threading.Lock()  # recordings of this process: torch empties no cache while there is one
 _streams: dict[int, torch.cuda.Stream] = {}  # by device, to record on: the library keeps a workspace for each
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
@@ -231,11 +249,11 @@ def _plain_tensors(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _went_with_a_recording(package: Package, q: Tensor, k: Tensor, saved: Saved, options: Options) -> bool:
-    """Whether the stash of a forward stayed in a recording that was given up."""
-    if not package.replay or saved.stash.numel() or find_ring(options.group_name) is not None:
-        return False
-    return bool(package.schedule.stash_shape(q.shape[0], k.shape[0]))
+def _keeps_tiles(package: Package, q: Tensor, k: Tensor, options: Options) -> bool:
+    """Whether a forward with gradients keeps a stash."""
+    return find_ring(options.group_name) is None and bool(
+        package.schedule.stash_shape(q.shape[0], k.shape[0])
+    )
 
 
 def capturing(device: torch.device) -> bool:
@@ -263,17 +281,21 @@ def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
         _streams[device] = torch.cuda.Stream()
     here, stream = torch.cuda.current_stream(), _streams[device]
     graph = torch.cuda.CUDAGraph()
-    # A workspace from outside of the graph's pool might be given back while the graph still uses it.
-    assert _clear_workspaces is not None
-    _clear_workspaces()
-    # While it records torch gives back nothing that it has cached, nor ever to others what a graph that is gone had.
-    torch.cuda.empty_cache()
-    stream.wait_stream(here)
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            results = work()
-        finally:
-            graph.capture_end()
-    here.wait_stream(stream)
+    with _one_at_a_time:
+        # A workspace from outside of the graph's pool might be given back while the graph still uses it.
+        assert _clear_workspaces is not None
+        _clear_workspaces()
+        # While it records torch gives nothing back that it has cached, as the stash of the calls before.
+        with contextlib.suppress(
+            RuntimeError
+        ):  # nor while another thread records a graph of its own: without, then
+            torch.cuda.empty_cache()
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = work()
+            finally:
+                graph.capture_end()
+        here.wait_stream(stream)
     return graph, results
