@@ -194,8 +194,8 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
 def efficiencies(rows: list[dict[str, Any]]) -> str:
     """A line for each ring: beside the same work without communication, without overlap, and beside its peers."""
     lines = [
-        "GPUs", "rows each", "keys travel by", "of the same work alone (queued)", "without overlap slower by (queued)",
-        "Inf-CL slower by (queued)", "OpenCLIP slower by (queued)", "OpenCLIP's memory",
+        "GPUs", "rows each", "keys travel by", "work alone / this (queued)", "without overlap / this (queued)",
+        "Inf-CL / this (queued)", "OpenCLIP / this (queued)", "memory, OpenCLIP / this",
     ]  # fmt: skip
     text = f"\n| {' | '.join(lines)} |\n{'|---' * len(lines)}|\n"
     alike: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
@@ -218,9 +218,9 @@ def efficiencies(rows: list[dict[str, Any]]) -> str:
         compared = [peers.get(name) for name in ("inf_cl", "open_clip")]
         how = _who(own).removeprefix("infcl, by ").removesuffix(f", {ranks} GPUs")
         cells = [
-            str(ranks), str(batch // ranks), how, times(found["no communication"], digits=3),
-            times(found["no overlap"], digits=2), *map(times, compared),
-            f"{compared[1]['peak_bytes'] / own['peak_bytes']:.1f} x" if compared[1] else "",
+            str(ranks), str(batch // ranks), how, times(found.get("no communication"), digits=3),
+            times(found.get("no overlap"), digits=2), *map(times, compared),
+            f"{compared[1]['peak_bytes'] / own['peak_bytes']:.1f}" if compared[1] else "",
         ]  # fmt: skip
         text += f"| {' | '.join(cells)} |\n"
     return text

@@ -140,7 +140,7 @@ LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.6e-3, 1.6e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.98e-3
 # More before a forward that keeps tiles, which has a descriptor more and their room to divide: recorded, steps of
-# B = 32 768 with a stash begin 0.46, 0.68 and 0.70 ms sooner (D = 768, 1 024, 1 152).
+# B = 32 768 with a stash took 0.46, 0.68 and 0.70 ms less (D = 768, 1 024, 1 152); this makes it 0.4.
 STASH_START_S = 0.3e-3
 HOST = "host"  # the phase of what the device waits for the host
 # Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Small ones take 10 to 25 us.

@@ -337,6 +337,17 @@ def found_in_a_recording(made: Made) -> None:
                 )  # as without a recording
                 assert (recorder.recording is recording) == keeps, "two stashes at once, or given up for none"
                 recorder.recording = recording
+        with contextlib.ExitStack() as on_a_gpu:
+            answers = {"_recorder": recorder, "_kind": kind, "capturing": False}
+            answers["_plain_tensors"] = contextlib.nullcontext()
+            for name, answer in answers.items():
+                patch = unittest.mock.patch.object(replay, name, lambda *_, answer=answer: answer)
+                on_a_gpu.enter_context(patch)
+            assert not replay.forward(bound, *first, options, 0b1111)[1].stash.numel()
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                hooked = replay.forward(bound, *first, options, 0b1111)[1]
+            assert hooked.stash.shape == kept.stash.shape, "hooks were given a stash that is not there"
+            recorder.recording = recording
         recording._forward.broken = True
         with contextlib.suppress(ZeroDivisionError):
             recorder.attempt(lambda: recording.forward(*second))
@@ -426,6 +437,7 @@ def recorded(made: Made, device: str = "cuda") -> None:
     def given_up(package: ModuleType) -> Iterator[Tensor]:
         first, other = leaves(batches[0]), leaves(batches[3])
         a = loss_of(package, first, batches[0])
+        assert package is launching or all(recorder.recording for recorder in recorders.values())
         yield from torch.autograd.grad(loss_of(package, other, batches[3]), other)
         yield from torch.autograd.grad(a, first)
 
@@ -433,8 +445,11 @@ def recorded(made: Made, device: str = "cuda") -> None:
         for package in (replaying, launching):
             for _ in range(3):
                 loss_of(package, leaves(batches[0]), batches[0])
+    recorders = importlib.import_module(f"{replaying.__name__}._runtime.replay")._recorders
     side = torch.cuda.Stream()
     for round_ in range(3):
+        for recorder in recorders.values():
+            recorder._wait = 1  # or it would wait for more calls alike than are made on the other stream
         kept = []
         for package in (replaying, launching):
             with torch.cuda.stream(side if round_ == 2 else torch.cuda.current_stream()):

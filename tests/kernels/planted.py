@@ -521,6 +521,13 @@ BUGS: dict[str, Bug] = {
         (),
         "differs",
     ),
+    "whoever takes care of saved tensors is given none": Bug(
+        STASH,
+        (("_runtime/replay.py", "(_hooked() and", "(False and"),),
+        checks.found_in_a_recording,
+        (),
+        "hooks were given",
+    ),
     "tiles that went with a recording are taken for none": Bug(
         STASH,
         (("_runtime/replay.py", "if package.replay and not saved.stash.numel()", "if False"),),

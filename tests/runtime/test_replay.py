@@ -1,4 +1,4 @@
-"""When a package records CUDA graphs, and when it gives them back. That they compute the same is tested on GPUs."""
+"""When a package records CUDA graphs, and gives them back. That they compute the same is tested in tests/kernels."""
 
 from __future__ import annotations
 
