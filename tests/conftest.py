@@ -5,6 +5,7 @@ Default: everything that needs no GPU, with the same examples on every run. `-m 
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -47,6 +48,18 @@ def _private_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     """The user's own tuning records never change what a test generates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _private_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measurements take turns through a lock in the folder of temporary files; those of tests need not wait for those
+    of other test processes: three minutes were seen."""
+    folder = tmp_path_factory.getbasetemp() / "temporary"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
         yield
 
 
