@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "326426e5504e23548aadfe8ded91e33f610a75a8e958f1dffd477b3ee8c1c894",
+    "digest": "5adeb49ec1bba0c72b8850f95f469f405b79e56fca2353fd01ded0076f0fded9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "8e228c8d58cc32062774865cd2accf7c7593585b62457577f345783bdc719c91",
+    "digest": "24252cd1d28279bc7cea4d6801d11f94e633dd6683949ca2178e1aac8996c1b3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

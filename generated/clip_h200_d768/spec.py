@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "ab8766404e08a23001ade1c6ce198e2988c318f81c7764e68d3b041c6af3177f",
+    "digest": "6e2394be8d88524419c11b43e8a75db24a71659e49fdb247525f37036b654cf2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

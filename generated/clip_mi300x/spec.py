@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "64f3b4690ba4089d2002c658076b84627905c79a5a43b1c427644669eccd5166",
+    "digest": "64d834e417d38d8ca57767372db26131459abd39358097877ccf1f713027844e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

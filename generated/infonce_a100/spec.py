@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "e6ee43c365d66cb08a57a17843aff023dfd93bcd39ef7b2c05953b5b75f34b28",
+    "digest": "169a10608a3b1f01ab0c6cbc194e3ff5acc6913a558397d7658236ffeb0450d7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -53,7 +53,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """`engine.forward`, recorded where that is planned and possible."""
     recorder = _recorder(package, q, labels, options)
-    if recorder is None:
+    if recorder is None or (_hooked() and _keeps_tiles(package, q, k, options)):
         return unrecorded_forward(package, q, k, scale, bias, labels, options, gradients)
     with recorder.lock:
         recording = recorder.next(_kind(q, k, labels, options))
@@ -226,7 +226,8 @@ class _Recorder:
 
 
 _recorders: dict[tuple[str, int], _Recorder] = {}
-_one_at_a_time = threading.Lock()  # recordings of this process: torch empties no cache while there is one
+# Recordings of all packages of this process are made one at a time: torch empties no cache while there is one.
+_recording: threading.Lock = vars(torch.cuda).setdefault("_infcl_recording", threading.Lock())
 _streams: dict[int, torch.cuda.Stream] = {}  # by device, to record on: the library keeps a workspace for each
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
@@ -247,6 +248,12 @@ def _plain_tensors(device: torch.device) -> Iterator[None]:
     """No graph, and no inference tensors: what a call in inference mode records, a training step writes to."""
     with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
         yield
+
+
+def _hooked() -> bool:
+    """Whether somebody takes care of what is saved for backward: `save_on_cpu` wants the stash itself, and `checkpoint`
+    compares shapes with those of a call that may not have been recorded."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _keeps_tiles(package: Package, q: Tensor, k: Tensor, options: Options) -> bool:
@@ -281,7 +288,7 @@ def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
         _streams[device] = torch.cuda.Stream()
     here, stream = torch.cuda.current_stream(), _streams[device]
     graph = torch.cuda.CUDAGraph()
-    with _one_at_a_time:
+    with _recording:
         # A workspace from outside of the graph's pool might be given back while the graph still uses it.
         assert _clear_workspaces is not None
         _clear_workspaces()

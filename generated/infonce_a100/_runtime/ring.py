@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from .route import Route
 
@@ -268,8 +267,8 @@ class Ring:
         """The group's own, which a group made beside it would not have."""
         backend = self.group._get_backend(torch.device(next(iter(self._backends))))
         options = getattr(backend, "options", None)  # some backends have none
-        timeout: datetime.timedelta = getattr(options, "_timeout", default_pg_timeout)
-        return timeout
+        found: datetime.timedelta | None = getattr(options, "_timeout", None)
+        return found or dist.distributed_c10d.default_pg_timeout
 
 
 class Layout(NamedTuple):
