@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--rows", default="16k,64k")
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--transports", default="ring,gather", help="how keys travel: ring, gather")
-    parser.add_argument("--memory-budget", help="of one more package, for the first of --rows")
+    parser.add_argument("--memory-budget", help="of more packages, for the first of --rows")
     parser.add_argument("--peers-up-to", type=parse_count, default="64k")
     parser.add_argument("--repeats", type=int, default=12)
     given = parser.parse_args()
@@ -38,9 +38,10 @@ def main() -> int:
     for ranks in map(parse_count, given.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             rows_of_each = [parse_count(own) for own in given.rows.split(",")]
-            wanted = [(own, way, None) for own in rows_of_each for way in given.transports.split(",")]
+            ways = given.transports.split(",")
+            wanted = [(own, way, None) for own in rows_of_each for way in ways]
             if given.memory_budget:
-                wanted.append((rows_of_each[0], "ring", given.memory_budget))
+                wanted += [(rows_of_each[0], way, given.memory_budget) for way in ways]
             packages = []
             for own, way, budget in wanted:
                 flags = {"devices": ranks, "memory_budget": budget, "set": {"transport": way}}

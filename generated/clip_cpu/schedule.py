@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import loss as formulas
-from ._runtime.statistics import LOG2E, Statistics, log, merge
+from ._runtime.statistics import LOG2E, Statistics, log, merge, merge_parts
 
 FEATURE_DTYPE = torch.float32
 STATISTICS_DTYPE = torch.float32
@@ -181,6 +181,15 @@ def scalar_gradients(
 def stash_shape(m: int, n: int) -> None:
     """This strategy keeps no part of the matrix between forward and backward."""
     return None
+
+
+def merge_ranks(parts: Tensor, keys: Statistics) -> None:
+    """keys (n,) = the sums of several ranks, `parts` (ranks, 2, n), in their order, whatever `keys` held."""
+    for j in range(0, parts.shape[2], FORWARD_KEYS):
+        columns = slice(j, j + FORWARD_KEYS)
+        total = Statistics(keys.exponent[columns], keys.mantissa[columns])
+        total.mantissa.zero_()
+        merge_parts(total, parts[:, 0, columns], parts[:, 1, columns])
 
 
 class Scratch:

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5adeb49ec1bba0c72b8850f95f469f405b79e56fca2353fd01ded0076f0fded9",
+    "digest": "85e5fb506e61e2e26455724a45dd1a24b447ee7becd633b4d7800ea4ab250621",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -134,8 +134,8 @@ SPEC: dict[str, Any] = {
             "nodes": 1,
             "devices_per_node": 1,
             "moves": [],
-            "forward": {"parcels": [], "sums": [], "finished": []},
-            "backward": {"parcels": [], "sums": [], "finished": []},
+            "forward": {"parcels": [], "sums": [], "shared": []},
+            "backward": {"parcels": [], "sums": [], "shared": []},
         },
     },
 }

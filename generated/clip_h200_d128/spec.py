@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "24252cd1d28279bc7cea4d6801d11f94e633dd6683949ca2178e1aac8996c1b3",
+    "digest": "0f87bd62bd2683b509d4d779194e3ace3b124c7be856f50153066fbf88e4ca8c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -171,8 +171,8 @@ SPEC: dict[str, Any] = {
             "nodes": 1,
             "devices_per_node": 1,
             "moves": [],
-            "forward": {"parcels": [], "sums": [], "finished": []},
-            "backward": {"parcels": [], "sums": [], "finished": []},
+            "forward": {"parcels": [], "sums": [], "shared": []},
+            "backward": {"parcels": [], "sums": [], "shared": []},
         },
     },
 }

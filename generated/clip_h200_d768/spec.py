@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6e2394be8d88524419c11b43e8a75db24a71659e49fdb247525f37036b654cf2",
+    "digest": "66dc31f5e3db4404c393380e4e2ee6f1de443ac141042b02922f242f38a4f3c8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -176,8 +176,8 @@ SPEC: dict[str, Any] = {
             "nodes": 1,
             "devices_per_node": 1,
             "moves": [],
-            "forward": {"parcels": [], "sums": [], "finished": []},
-            "backward": {"parcels": [], "sums": [], "finished": []},
+            "forward": {"parcels": [], "sums": [], "shared": []},
+            "backward": {"parcels": [], "sums": [], "shared": []},
         },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "64d834e417d38d8ca57767372db26131459abd39358097877ccf1f713027844e",
+    "digest": "3ca43f983acbd40aff5523141917463705367bf06d031b9540f76b7e35660190",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -175,8 +175,8 @@ SPEC: dict[str, Any] = {
             "nodes": 1,
             "devices_per_node": 1,
             "moves": [],
-            "forward": {"parcels": [], "sums": [], "finished": []},
-            "backward": {"parcels": [], "sums": [], "finished": []},
+            "forward": {"parcels": [], "sums": [], "shared": []},
+            "backward": {"parcels": [], "sums": [], "shared": []},
         },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "169a10608a3b1f01ab0c6cbc194e3ff5acc6913a558397d7658236ffeb0450d7",
+    "digest": "5c6217da91675232ae591ca4846ee83c2e503e22815f7de76606b83f35e0764f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -172,8 +172,8 @@ SPEC: dict[str, Any] = {
             "nodes": 1,
             "devices_per_node": 1,
             "moves": [],
-            "forward": {"parcels": [], "sums": [], "finished": []},
-            "backward": {"parcels": [], "sums": [], "finished": []},
+            "forward": {"parcels": [], "sums": [], "shared": []},
+            "backward": {"parcels": [], "sums": [], "shared": []},
         },
     },
 }

@@ -72,6 +72,7 @@ KERNEL_FAMILIES: dict[str, dict[str, str | int]] = {
     "finish": {"finish": "finish", "scalars": 4},
     "split": {"split": "finish"},
     "replay": {"copy_inputs": "finish"},
+    "gather": {"merge_ranks": 4},
 }
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -109,6 +110,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
     """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
     name = package_name(plan, derivation)
     kernels = kernel_specs(plan, bool(derivation.has_keys))
+    names = {kernel.name for kernel in kernels}
     literals = spec_literals(plan, derivation, profile, name, kernels)
     shared = {
         "name": name,
@@ -129,12 +131,13 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         )
     else:
         context = shared | _device_context(plan, derivation) | triton_expressions(derivation)
-        context |= _strip_context(plan, profile) | {
-            "with_ratios": "ratios" in {kernel.name for kernel in kernels}
-        }
-        context["flagged"] = "gradient_wide" in {kernel.name for kernel in kernels}
+        context |= _strip_context(plan, profile)
+        context["with_ratios"], context["flagged"] = "ratios" in names, "gradient_wide" in names
+        context["gather"] = "merge_ranks" in names
         context["launches"] = {kernel.name: kernel for kernel in kernels}
-        pieces = tuple(f"triton/{piece}.py.jinja" for piece in _kernel_templates(plan))
+        pieces = tuple(
+            f"triton/{piece}.py.jinja" for piece in _kernel_templates(plan, bool(derivation.has_keys))
+        )
         files.append(FileSpec("kernels.py", pieces, context))
         files.append(FileSpec("schedule.py", ("triton/schedule.py.jinja",), context))
     runtime_files = sorted(file.name for file in RUNTIME_FOLDER.glob("*.py"))
@@ -196,7 +199,7 @@ def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
     """The kernels of a package in the order of kernels.py; none for the torch strategy."""
     specs = []
     left_out = _left_out(plan, has_keys)
-    for template in _kernel_templates(plan):
+    for template in _kernel_templates(plan, has_keys):
         for name, family in KERNEL_FAMILIES[template].items():
             if name in left_out:
                 continue
@@ -209,8 +212,10 @@ def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
     return tuple(specs)
 
 
-def _kernel_templates(plan: Plan) -> tuple[str, ...]:
-    chosen = [name for name, wanted in (("split", plan.split), ("replay", plan.replay)) if wanted]
+def _kernel_templates(plan: Plan, has_keys: bool) -> tuple[str, ...]:
+    gather = has_keys and plan.schedule.transport == "gather"
+    wishes = (("split", plan.split), ("replay", plan.replay), ("gather", gather))
+    chosen = [name for name, wanted in wishes if wanted]
     return (*KERNEL_TEMPLATES.get(plan.strategy, ()), *chosen)
 
 

@@ -143,8 +143,9 @@ REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.98e-3
 # B = 32 768 with a stash took 0.46, 0.68 and 0.70 ms less (D = 768, 1 024, 1 152); this makes it 0.4.
 STASH_START_S = 0.3e-3
 HOST = "host"  # the phase of what the device waits for the host
-# Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Small ones take 10 to 25 us.
-BATCH_S = 20e-6
+# Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Among four H200s 25 MB to the
+# next take 151 us, and 75 MB to three 283 us: 78 and 65 us more than bytes at 345 GB/s.
+BATCH_S = 72e-6
 # Kernels take so much longer while a message of their device is on its way: it takes multiprocessors. Behind other work
 # rings of 2 and 4 H200s with 16 384 rows each take 5.2 and 10.3 ms, gathers 5.0 and 9.9, work alone 4.9 and 9.7.
 SLOWDOWN = 0.4
@@ -188,11 +189,14 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
     if v.gather:
         why = "of all ranks, from forward to backward"
         terms.append(BufferTerm("gathered_keys", both, (W * n, D), "features", why))
-        why = "of this rank's keys, from all others; and what adds them up"
-        terms += [
-            v.has_keys and BufferTerm("received_statistics", forward, (W - 1, 2, n), "statistics", why),
-            v.has_keys and BufferTerm("merged_statistics", forward, (3 * W + 7, n), "statistics", why),
-        ]
+        if v.has_keys:
+            why = "of the keys of all ranks, from each"
+            terms.append(BufferTerm("summed_statistics", forward, (W, 2, W * n), "statistics", why))
+            shape = (3 * W + 7, Min(G, W * n))
+            if v.strategy == "torch":
+                terms.append(
+                    BufferTerm("merged_statistics", forward, shape, "statistics", "what adds them up")
+                )
     elif ring:
         visiting = "two buffers: one in use, one in flight"
         statistics = BufferTerm("visiting_statistics", forward, (2, n), "statistics", visiting, pieces=2)
@@ -576,7 +580,7 @@ class CostModel:
         return _rounded(max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in phases)))
 
     def _link(self, phase: str, work: Sequence[PhaseTime], sizes: Sizes) -> PhaseTime:
-        """What of the communication of a direction is not hidden, with what its batches of messages cost by themselves.
+        """What of the communication of a direction is not hidden, with the start of each batch of messages.
 
         Ring: keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts,
         and what slows the work down.
@@ -584,38 +588,32 @@ class CostModel:
         to where that adds to it first: the forward product of a panel, in backward its gradient and dq. The last
         transfer, home, is waited for. Of W moves N cross the network, by all devices at once: the last one too.
 
-        Gather: the keys of all others come beside the work on the own ones, and so go home the sums of gradients;
-        statistics are waited for, on their way home and, finished, to everybody.
+        Gather: the keys of all others come beside the work on the own ones, and so go home the sums of gradients; the
+        statistics of all keys, from everybody to everybody, are waited for.
         """
         hops = self.world_size
         hop_s = math.fsum(part.time_s for part in work if part.name not in AFTER_HOPS) / hops
-        gpu = self.profile.target != "cpu"
+        start_s = BATCH_S * (self.profile.target != "cpu")
         beside, after = self.travels(phase)
         if self.variant.gather:
-            # Statistics go home and come back. In backward the keys are there, and nobody waits for the sums.
-            beside, after = (beside, 2 * after) if phase == "forward" else (after, 0)
-            batches = 1 + 2 * (after > 0)
+            # In backward the keys are there, and nobody waits for the sums.
+            beside, after = (beside, hops * after) if phase == "forward" else (after, 0)
             total = (hops - 1) * (beside + after)
-            beside_s = self._transfer_s((hops - 1) * beside)
+            beside_s = start_s + self._transfer_s((hops - 1) * beside)
             exposed = _added(beside_s, max(0.0, beside_s - hop_s))
-            exposed += 2 * self._transfer_s((hops - 1) * after // 2)
-            return PhaseTime(
-                f"{phase} communication", _rounded(exposed + batches * BATCH_S * gpu), "link", 0, total
-            )
+            if after:
+                exposed += start_s + self._transfer_s((hops - 1) * after)
+            return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
         before_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS)
         first_s = before_s / hops / self.panels(phase, sizes)
-        exposed = self._transfer_s(after, network=self.nodes > 1)
+        exposed = start_s + self._transfer_s(after, network=self.nodes > 1) if after else 0.0
+        apart_s = start_s if after and beside > TOGETHER_BYTES else 0.0
         for network, moves in ((False, hops - self.nodes), (True, self.nodes - 1)):
             beside_s, after_s = (self._transfer_s(size, network) for size in (beside, after))
-            both_s = beside_s + after_s
-            exposed += moves * _added(both_s, max(0.0, after_s - first_s, both_s - hop_s))
+            both_s = start_s + apart_s + beside_s + after_s
+            exposed += moves * _added(both_s, max(0.0, start_s + after_s - first_s, both_s - hop_s))
         total = (hops - 1) * beside + hops * after
-        batches = hops - 1
-        if after:
-            batches = hops + 1 if beside <= TOGETHER_BYTES else 2 * hops - 1
-        return PhaseTime(
-            f"{phase} communication", _rounded(exposed + batches * BATCH_S * gpu), "link", 0, total
-        )
+        return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
 
     def travels(self, phase: str) -> tuple[int, int]:
         """Bytes of a hop's messages: of what travels beside its work, and of what the work adds to."""

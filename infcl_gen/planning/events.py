@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 class Task:
     """`kind`: "host", "compute", "message" (a batch of transfers begins), "transfer", "done" (the batch is there),
-    "lead" (work before the step) or "end". `resource`: what is in use, or waited for. After the run: `start`, `end` and
-    `cause`, the last of what it waited for; `slowed_by`: of kernels, the resource of the rank's last message."""
+    "lead" (work before the step), "heard" (a header is at the other hosts) or "end". `resource`: what is in use, or
+    waited for. After the run: `start`, `end` and `cause`, the last of what it waited for; `slowed_by`: of kernels, the
+    resource of the rank's last message."""
 
     __slots__ = ("cause", "end", "followers", "kind", "left", "name", "pipe", "rank", "rate", "resource", "since",
                  "slowed_by", "start", "version", "waits", "work")  # fmt: skip

@@ -762,7 +762,7 @@ def _transport_reasons(
         choice = "a gather exceeds the budget; "
     if option.transport == "gather":
         text = f"gather among {world} devices: all keys at once"
-        why = f"{choice}4 batches of messages a step at most, {hidden}"
+        why = f"{choice}3 batches of messages a step at most, {hidden}"
     else:
         text = f"ring of {cluster.devices_per_node} devices, {world} hops in all"
         why = f"{choice}keys travel beside the work, in two buffers of {model.keys}, and sums after it: {hidden}"

@@ -12,8 +12,8 @@ every rank has met all keys, which are then home:
 
 Where a few ranks share a node, the keys need not go round: by the transport "gather" everybody sends to everybody.
 
-    forward     at hop 0, the own keys, all keys go to everybody; after the last one sums go home, and what they have
-                come to ("finished") to everybody
+    forward     at hop 0, the own keys, all keys go to everybody; after the last one the sums for all keys, which
+                everybody adds up
     backward    all others' keys are there; at the last hop, the own keys, the sums for others go home
 """
 
@@ -34,11 +34,12 @@ Move = tuple[
 @dataclasses.dataclass(frozen=True)
 class Payload:
     """What visits in one direction of the loss: `parcels` travel as they are, beside the work on them, and need not go
-    home; `sums` follow when the work has added to them, and come home. `finished`: sums that everybody gets then."""
+    home; `sums` follow when the work has added to them, and come home. `shared`: sums that everybody gets then, of all
+    keys, from all others, and adds up."""
 
     parcels: tuple[str, ...]
     sums: tuple[str, ...]
-    finished: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Schedule:
         payload, last = self.payload(phase), self.world_size - 1
         if self.transport == "gather":
             leaves = last - 1 if phase == "backward" else last
-            return payload.parcels * (hop == 0) + (payload.sums + payload.finished) * (hop == leaves)
+            return payload.parcels * (hop == 0) + (payload.sums + payload.shared) * (hop == leaves)
         return (payload.parcels if hop < last else ()) + payload.sums
 
     def _move(self, hop: int) -> Move:
@@ -124,7 +125,7 @@ def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool) -> Schedule
 def gather_schedule(devices: int, has_keys: bool) -> Schedule:
     """Everybody sends to everybody: `devices` of one node, at least 2."""
     statistics = ("key statistics",) if has_keys else ()
-    forward, backward = Payload(("keys",), statistics, statistics), Payload((), ("key gradients",))
+    forward, backward = Payload(("keys",), (), statistics), Payload((), ("key gradients",))
     return Schedule("gather", 1, devices, ((0, 1),), forward, backward)
 
 
@@ -267,21 +268,24 @@ def _simulate_gather(
             for part in payload.parcels if set(payload.parcels) <= set(carried) else ():
                 for rank in world:
                     held[rank] |= {(part, owner) for owner in world}
+            for part in payload.shared if set(payload.shared) <= set(carried) else ():
+                of_all = {
+                    (part, owner): [r for own in added for r in own.get((part, owner), [])] for owner in world
+                }
+                for rank in world:
+                    added[rank] |= of_all
+                    held[rank] |= set(of_all)
             for part in payload.sums if set(payload.sums) <= set(carried) else ():
                 for rank in world:  # what is on its own keys stays, and is added to there
                     for owner in set(world) - {rank}:
                         here = added[owner].setdefault((part, owner), [])
                         here += added[rank].pop((part, owner), [])
         _check_visits(phase, visits, logits, shards)
-        for owner in world:
-            for part in sums:
-                found = added[owner].get((part, owner), [])
-                if sorted(found) != list(world):
-                    raise VerificationError(
-                        f"{phase}: the {part} of rank {owner} have contributions of {sorted(found)}"
-                    )
-        for part in payload.finished:
-            for rank in world:
-                held[rank] |= {(part, owner) for owner in world}
+        for rank, owner, part in itertools.product(world, world, sums):
+            found = added[rank].get((part, owner), [])
+            if (rank == owner or part in payload.shared) and sorted(found) != list(world):
+                raise VerificationError(
+                    f"{phase}: the {part} of rank {owner} at rank {rank} have contributions of {sorted(found)}"
+                )
         sweeps[phase] = Sweep(tuple(visits), logits, transfers)
     return sweeps

@@ -3,10 +3,10 @@
 What each rank has: a host, which enqueues one thing after the other; a stream of kernels; a stream of messages; a port
 to the devices of its node; and with them its node's links to the network, which all transfers that leave it share.
 
-    host      start, ask  launch 0  agree  post 0  post 1  launch 1  post 2  launch 2 ...
-    kernels                 | first . rest 0 ....... | first . rest 1 ....... | first . rest 2
-    messages                | keys for 1             | sums of 0, keys for 2  | sums of 1
-                                                              ^ the rest of hop 1 adds to the sums of 0: it waits
+    host      start, tell  launch 0  agree  post 0  post 1  launch 1  post 2  launch 2 ...
+    kernels                  | first . rest 0 ....... | first . rest 1 ....... | first . rest 2
+    messages                           | keys for 1   | sums of 0, keys for 2  | sums of 1
+                                                               ^ the rest of hop 1 adds to the sums of 0: it waits
 
 A message starts when the host has posted it, the one before it is done and, for sums, the work that added to them; a
 transfer starts when both of its ends have; a message is done when what it sends and what it receives has passed. While
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 # What messages cost the host: fitted to tune/bench/h200-ring.json and h200-ring2.json, as are BATCH_S and SLOWDOWN of
 # the cost model, whose the host's start and launches are too; `python tune/scaling.py --compare` shows each row beside
 # its simulated time.
-HOST_MESSAGE_S = 200e-6  # one batch of sends and receives, on the host
-HOST_PEER_S = 20e-6  # each further peer in a batch (assumed)
-# Control exchange, of each other rank: to post, to read and compare. Assumed: half of what two shared cores took.
-ASK_PEER_S, ANSWER_PEER_S = 20e-6, 15e-6
+HOST_MESSAGE_S = 100e-6  # one batch of sends and receives, on the host
+HOST_PEER_S = 20e-6  # each further peer in a batch
+# Control exchange, of each other rank: to post, to read and compare; and until one is heard. Of ranks of four H200s.
+TELL_PEER_S, READ_PEER_S, HEARD_S = 90e-6, 40e-6, 200e-6
 # Of what a step costs the host after its start: between forward's launches and backward's.
 BEFORE_BACKWARD = 0.6
 
@@ -222,23 +222,22 @@ class _Step:
         return self._timeline(last, max(task.end for task in forward))
 
     def _phase(self, phase: str) -> None:
-        work, others = self._works[phase], (self._schedule.world_size - 1) * self._communicate
+        work = self._works[phase]
         for rank in self._ranks:
-            start_s = self._host_s[phase] + ASK_PEER_S * others
-            self._enqueue(self._host, rank, "host", f"{phase}, start", start_s)
-        asked = [list(tasks) for tasks in self._host]
-        {"none": self._alone, "ring": self._rotate, "gather": self._gather}[self._schedule.transport](
-            phase, asked
-        )
+            self._enqueue(self._host, rank, "host", f"{phase}, start", self._host_s[phase])
+        gather = self._schedule.transport == "gather"
+        told = None if gather and phase == "backward" else self._tell(phase)
+        sweep = {"none": self._alone, "ring": self._rotate, "gather": self._gather}
+        sweep[self._schedule.transport](phase, told)
         for rank in self._ranks:
             self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
             self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, self._sums[rank])
             self._keys[rank], self._sums[rank] = [], []
 
-    def _alone(self, phase: str, asked: list[list[Task]]) -> None:
+    def _alone(self, phase: str, told: list[Task] | None) -> None:
         self._work(phase, 0)
 
-    def _rotate(self, phase: str, asked: list[list[Task]]) -> None:
+    def _rotate(self, phase: str, told: list[Task] | None) -> None:
         """The keys go round, as the runtime's `Rotation` lets them."""
         for hop in range(self._schedule.world_size + 1):
             before = [list(tasks) for tasks in self._kernels]
@@ -247,26 +246,28 @@ class _Step:
             if hop < self._schedule.world_size:
                 self._work(phase, hop)
             if not hop:
-                self._agree(phase, asked)
+                self._agree(phase, told)
                 self._post(phase, hop, before)  # not after the work
 
-    def _gather(self, phase: str, asked: list[list[Task]]) -> None:
+    def _gather(self, phase: str, told: list[Task] | None) -> None:
         """Everybody sends to everybody, as the runtime's `ForwardGather` and `BackwardGather` let them."""
         work, last = self._works[phase], self._schedule.world_size - 1
         if phase == "forward":
             before = [list(tasks) for tasks in self._kernels]
             self._work(phase, 0)
-            self._agree(phase, asked)
+            self._agree(phase, told)
             self._keys = self._message(f"{phase}, keys", self._to_all(work.keys_bytes), before)
             for hop in range(1, last + 1):
                 self._work(phase, hop)
-            for what in ("sums", "finished") if work.sums_bytes else ():
-                done = self._message(f"{phase}, {what}", self._to_all(work.sums_bytes), self._kernels)
+            if work.sums_bytes:  # those for all keys
+                to_all = self._to_all((last + 1) * work.sums_bytes)
+                done = self._message(f"{phase}, sums", to_all, self._kernels)
                 self._kernels = [[*self._kernels[rank], *done[rank]] for rank in self._ranks]
         else:
             for hop in range(last):
                 self._work(phase, hop)
-            self._agree(phase, asked)
+                told = told or self._tell(phase)
+            self._agree(phase, told)
             home = self._message(f"{phase}, sums", self._to_all(work.sums_bytes), self._kernels)
             self._work(phase, last)
             self._sums = home
@@ -283,13 +284,23 @@ class _Step:
             self._enqueue(self._kernels, rank, "compute", name, seconds + work.rest_s, start)
             self._kernels[rank].append(launched)  # the last kernel is not over before its launch
 
-    def _agree(self, phase: str, asked: list[list[Task]]) -> None:
-        """The control exchange: every rank's host has asked, and reads what each has said."""
+    def _tell(self, phase: str) -> list[Task]:
+        """The control exchange: every rank's host tells all others, before its work or, in backward of a gather, behind
+        the first; when each is heard."""
+        seconds = TELL_PEER_S * (self._schedule.world_size - 1) * self._communicate
+        told = [self._enqueue(self._host, rank, "host", f"{phase}, tell", seconds) for rank in self._ranks]
+        heard_s = HEARD_S * (seconds > 0)
+        return [
+            self._events.task(task.rank, "heard", "host", f"{phase}, tell", heard_s, [task]) for task in told
+        ]
+
+    def _agree(self, phase: str, told: list[Task] | None) -> None:
+        """Every rank's host reads what each has said."""
         if self._communicate:
-            everybody = [task for tasks in asked for task in tasks]
-            seconds = ANSWER_PEER_S * (self._schedule.world_size - 1)
+            assert told is not None
+            seconds = READ_PEER_S * (self._schedule.world_size - 1)
             for rank in self._ranks:
-                self._enqueue(self._host, rank, "host", f"{phase}, agree", seconds, everybody)
+                self._enqueue(self._host, rank, "host", f"{phase}, agree", seconds, told)
 
     def _post(self, phase: str, hop: int, kernels: list[list[Task]]) -> None:
         """What leaves at the start of a ring's hop, when `kernels` are done: keys for the next, sums of the last."""

@@ -75,8 +75,8 @@ class Saved(NamedTuple):
     """What backward needs of forward, besides the inputs.
 
     query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
-    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; of a gather those of all ranks, as
-                      `Gather.pair_of` finds them
+    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; of a gather (2, planned keys): those of
+                      all ranks come first
     stash             what the sweep keeps of the tile matrix, of a gather the keys of all ranks; (0,) if nothing, or if
                       it stayed in a recording (replay.py)
     layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
@@ -120,7 +120,7 @@ def forward(
     if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == own:
         # As in the last call: this rank's own keys need not wait for the others' answers.
         with contextlib.suppress(_OtherSizes):
-            return _forward(package, ring, guess, *arguments, agree=lambda: agreement.expect(guess))
+            return _forward(package, ring, guess, *arguments, ask=lambda: lambda: agreement.expect(guess))
     return _forward(package, ring, agreement.layout(), *arguments)
 
 
@@ -135,9 +135,9 @@ def _forward(
     labels: Tensor | None,
     options: Options,
     gradients: int,
-    agree: Callable[[], None] | None = None,
+    ask: rings.Asking | None = None,
 ) -> tuple[Tensor, Saved]:
-    """`agree` is called before anything is sent."""
+    """`ask`: what the others still have to say (`ring.Asking`)."""
     call = 0 if ring is None else ring.trips
     rows, keys = q.shape[0], k.shape[0]
     schedule = package.schedule
@@ -156,7 +156,7 @@ def _forward(
             schedule.forward_block(*arguments, fresh=True, stash=stash if stash.numel() else None)
         else:
             clear(query_statistics[:2])
-            trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), agree)
+            trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), ask)
             for owner in trip:
                 valid = layout.keys[owner]
                 if not (rows and valid):
@@ -209,7 +209,7 @@ def _forward_trip(
     key_statistics: Tensor,
     stash: Tensor,
     gradients: bool,
-    agree: Callable[[], None] | None,
+    ask: rings.Asking | None,
 ) -> rings.Rotation | ForwardGather:
     """How the keys of all ranks come to this one: as the plan has it, where there are as many ranks as planned."""
     dtype, route = package.schedule.STATISTICS_DTYPE, package.route.over(ring.size)
@@ -217,15 +217,17 @@ def _forward_trip(
         if not gradients:  # nothing is kept
             stash = k.new_empty((sum(layout.keys), package.dim))
             key_statistics = k.new_empty((2, sum(layout.keys)), dtype=dtype)
-        statistics = key_statistics if package.loss.HAS_KEYS else None
-        return ForwardGather(ring, layout, k, stash, statistics, gradients, agree)
+        statistics, add_up = None, None
+        if package.loss.HAS_KEYS:
+            statistics, add_up = key_statistics, package.schedule.merge_ranks
+        return ForwardGather(ring, layout, k, stash, statistics, add_up, ask)
     parcel = k.new_empty((max(layout.keys), package.dim))
     parcel[: k.shape[0]].copy_(k)
     sums = None
     if package.loss.HAS_KEYS:
         sums = k.new_empty((2, max(layout.keys)), dtype=dtype)
         clear(sums)
-    return rings.Rotation(ring, route, "forward", [parcel], sums, agree)
+    return rings.Rotation(ring, route, "forward", [parcel], sums, ask)
 
 
 def kept_sizes(
@@ -266,7 +268,11 @@ def backward(
         layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
         # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
         header = _header(package, q, k, labels, options, 0, (0, -1))
-        answers = ring.ask(header, "backward", call=sizes[0][2])
+
+        def ask() -> Callable[[], None]:
+            answers = ring.ask(header, "backward", call=sizes[0][2])
+            return lambda: _compare(answers())
+
     with _device_state(package, q.device):
         weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
         positives = _positives(package, layout, labels, q.device)
@@ -274,7 +280,7 @@ def backward(
         if ring is None:
             dq, dk = sweep.alone(weighting)
         else:
-            dq, dk = sweep.over(weighting, ring, layout, lambda: _compare(answers()))
+            dq, dk = sweep.over(weighting, ring, layout, ask)
         return dq, dk, *weighting.scalars(rows)
 
 
@@ -399,16 +405,16 @@ class _Backward:
         return view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
 
     def over(
-        self, weighting: _Weighting, ring: rings.Ring, layout: Layout, agree: Callable[[], None]
+        self, weighting: _Weighting, ring: rings.Ring, layout: Layout, ask: rings.Asking
     ) -> tuple[Tensor, Tensor]:
         """Several ranks. Sums for all rows, then the results: of the queries while the sums for dk come home."""
         q, k = self.q, self.k
         dq_sum = q.new_zeros(q.shape, dtype=self.package.schedule.STATISTICS_DTYPE)
         route = self.package.route.over(ring.size)
         if route.transport == "gather":
-            home = self._gather(ring, layout, agree, dq_sum)
+            home = self._gather(ring, layout, ask, dq_sum)
         else:
-            home = self._rotate(ring, route, layout, agree, dq_sum)
+            home = self._rotate(ring, route, layout, ask, dq_sum)
         in_place = weighting.dtype == dq_sum.dtype
         dq = dq_sum if in_place else q.new_empty(q.shape)
         if q.shape[0]:
@@ -421,7 +427,7 @@ class _Backward:
         return dq, dk
 
     def _rotate(
-        self, ring: rings.Ring, route: Route, layout: Layout, agree: Callable[[], None], dq_sum: Tensor
+        self, ring: rings.Ring, route: Route, layout: Layout, ask: rings.Asking, dq_sum: Tensor
     ) -> Callable[[], Tensor]:
         """Unweighted sums for dq; what gives those for dk waits for them to come home."""
         k, keys, largest = self.k, self.k.shape[0], max(layout.keys)
@@ -431,7 +437,7 @@ class _Backward:
             parcels.append(k.new_empty((2, largest), dtype=dq_sum.dtype))
             parcels[1][:, :keys].copy_(self.saved.key_statistics)
         dk_sum = k.new_zeros((largest, self.package.dim), dtype=dq_sum.dtype)
-        rotation = rings.Rotation(ring, route, "backward", parcels, dk_sum, agree)
+        rotation = rings.Rotation(ring, route, "backward", parcels, dk_sum, ask)
         del parcels, dk_sum
         self._sweep(rotation, layout, dq_sum, fresh_dk=False)
 
@@ -443,11 +449,11 @@ class _Backward:
         return home
 
     def _gather(
-        self, ring: rings.Ring, layout: Layout, agree: Callable[[], None], dq_sum: Tensor
+        self, ring: rings.Ring, layout: Layout, ask: rings.Asking, dq_sum: Tensor
     ) -> Callable[[], Tensor]:
         """The same, from the keys that the forward has kept."""
         statistics = self.saved.key_statistics if self.package.loss.HAS_KEYS else None
-        gather = BackwardGather(ring, layout, self.saved.stash, statistics, dq_sum.dtype, agree)
+        gather = BackwardGather(ring, layout, self.saved.stash, statistics, dq_sum.dtype, ask)
         self._sweep(gather, layout, dq_sum, fresh_dk=True)
         return gather.settle
 

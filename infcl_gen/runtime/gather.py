@@ -4,14 +4,14 @@ A ring sends something on at every hop; here everybody sends to everybody, in on
 
     forward    work on the own keys    | keys -> everybody
                work on all others'
-               sums for their statistics -> home; the own ones, added up in rank order, -> everybody
+               sums for the statistics of all keys -> everybody, who adds them up in rank order
     backward   work on all others' keys, which are still there, with their statistics
                work on the own keys    | sums for the others' gradients -> home
                dq is finished; then what has come home is added to the own sums, in rank order
 
-Four batches a step, where a ring of W has 2 W + 2 that cost the host 0.1 to 0.2 ms each. The price is memory, for the
-keys of all ranks from forward to backward and for the gradients of all of them, sent and received. Messages have as
-many rows as their owner has keys: nothing is padded, and where one end has no queries or no keys there is no message.
+Three batches a step, where a ring of W has 2 W + 2. The price is memory, for the keys of all ranks from forward to
+backward and for the gradients of all of them, sent and received. Messages have as many rows as their owner has keys:
+nothing is padded, and where one end has no queries or no keys there is no message.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .ring import Layout, Message, Moment, Ring, Transfer
-from .statistics import merge_parts, view
+from .ring import Asking, Layout, Message, Moment, Ring, Transfer
+from .statistics import Statistics, clear, view
 
 
 class Gather:
@@ -46,35 +46,16 @@ class Gather:
         start = self.layout.key_offset(owner)
         return slice(start, start + self.layout.keys[owner])
 
-    def pair_of(self, statistics: Tensor, owner: int) -> Tensor:
-        """(2, keys) of an owner, contiguous, in `statistics` (2, keys of all ranks or more), which are a pair for each
-        owner after that of the one before."""
-        rows = self.rows_of(owner)
-        return statistics.view(-1)[2 * rows.start : 2 * rows.stop].view(2, -1)
-
-    def _spread(self, what: str, tag: int, own: Tensor, others: Callable[[int], Tensor]) -> Transfer:
-        """Sends `own` to all who work on the own keys, and receives `others(owner)` of those who are worked on here."""
-        sends = [Message(own, guest, tag) for guest in self._guests]
-        receives = [Message(others(owner), owner, tag) for owner in self._owners]
-        return self._transfer(what, sends, receives)
-
-    def _bring_home(self, what: str, tag: int, parts: Callable[[int], Tensor], received: Tensor) -> Transfer:
-        """Sends `parts(owner)` to each owner that was worked on here, and receives what others have for the own keys:
-        (guests, ...), in rank order."""
-        sends = [Message(parts(owner), owner, tag) for owner in self._owners]
-        receives = [Message(part, guest, tag) for guest, part in zip(self._guests, received, strict=True)]
-        return self._transfer(what, sends, receives)
-
     def _transfer(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         return Transfer(self.ring, f"{self.phase} gather of {self.ring.size} ranks, {what}", sends, receives)
 
 
 class ForwardGather(Gather):
-    """Keys of all ranks come into `gathered` (at least as many rows, D); `statistics` (2, as many; None: the loss has
-    none) get those of all.
+    """Keys of all ranks come into `gathered` (at least as many rows, D); `statistics` (2, at least as many; None: the
+    loss has none) get those of all. The own ones are in `accumulator` afterwards.
 
-    agree      called before anything is sent, when the work on this rank's own keys has been started
-    finished   whether backward needs the finished statistics of others. The own ones are in `accumulator` afterwards.
+    add_up     the package's `merge_ranks`, if it has statistics of keys
+    ask        called before the work on this rank's own keys; what it gives, when that has been launched
     """
 
     def __init__(
@@ -84,32 +65,39 @@ class ForwardGather(Gather):
         k: Tensor,
         gathered: Tensor,
         statistics: Tensor | None,
-        finished: bool,
-        agree: Callable[[], None] | None,
+        add_up: Callable[[Tensor, Statistics], None] | None,
+        ask: Asking | None,
     ) -> None:
         super().__init__(ring, layout, "forward")
-        self._gathered, self._statistics = gathered, statistics
-        self._finished, self._agree = finished, agree
+        self._gathered, self._ask = gathered, ask
         gathered[self.rows_of(ring.rank)].copy_(k)
-        if statistics is not None:
-            statistics.zero_()
+        self._statistics = self._own_sums = None
+        if statistics is not None and add_up is not None:
+            self._statistics, self._add_up = statistics[:, : sum(layout.keys)], add_up
+            self._workers = [rank for rank in range(ring.size) if layout.rows[rank]]
+            self._sums = statistics.new_empty((len(self._workers), *self._statistics.shape))
+            if ring.rank in self._workers:
+                self._own_sums = self._sums[self._workers.index(ring.rank)]
+                clear(self._own_sums)
 
     def __iter__(self) -> Iterator[int]:
         here = self.ring.rank
+        agree = None if self._ask is None else self._ask()
         begin = Moment([self._gathered])
         self._visit(here)
         yield here
-        if self._agree is not None:
-            self._agree()
+        if agree is not None:
+            agree()
         self.ring.connect(self._gathered.device)
         own = self._gathered[self.rows_of(here)]
         with begin:  # not after the work
-            keys = self._spread("keys", 0, own, lambda owner: self._gathered[self.rows_of(owner)])
+            sends = [Message(own, guest, 0) for guest in self._guests]
+            receives = [Message(self._gathered[self.rows_of(owner)], owner, 0) for owner in self._owners]
+            keys = self._transfer("keys", sends, receives)
         keys.wait()
         for owner in self._order:
             self._visit(owner)
             yield owner
-        self._visit(here)
         if self._statistics is not None:
             self._settle(self._statistics)
         self.ring.finish_trip()
@@ -119,29 +107,29 @@ class ForwardGather(Gather):
 
     def _visit(self, owner: int) -> None:
         self.parcels = [self._gathered[self.rows_of(owner)]]
-        if self._statistics is not None:
-            self.accumulator = self.pair_of(self._statistics, owner)
+        if self._own_sums is not None:
+            self.accumulator = self._own_sums[:, self.rows_of(owner)]
 
     def _settle(self, statistics: Tensor) -> None:
-        own = self.pair_of(statistics, self.ring.rank)
-        received = own.new_empty((len(self._guests), *own.shape))
-        home = self._bring_home(
-            "sums of statistics", 1, lambda owner: self.pair_of(statistics, owner), received
-        )
-        home.wait()
-        if len(received):
-            merge_parts(view(own), received[:, 0], received[:, 1])
-        if self._finished:
-            others = self._spread("statistics", 2, own, lambda owner: self.pair_of(statistics, owner))
-            others.wait()
+        """Everybody who has queries or keys gets the sums of everybody who has queries, and adds them up alike."""
+        here, layout = self.ring.rank, self.layout
+        concerned = [rank for rank in range(self.ring.size) if layout.rows[rank] or layout.keys[rank]]
+        if here in concerned:
+            own = self._own_sums
+            sends = [] if own is None else [Message(own, rank, 1) for rank in concerned if rank != here]
+            parts = zip(self._sums, self._workers, strict=True)
+            receives = [Message(part, rank, 1) for part, rank in parts if rank != here]
+            self._transfer("sums of statistics", sends, receives).wait()
+            self._add_up(self._sums, view(statistics))
+        self.accumulator = statistics[:, self.rows_of(here)]
 
 
 class BackwardGather(Gather):
     """Gradients of the keys of all ranks: `gathered` and `statistics` as the forward has left them.
 
     `accumulator`, in the dtype of `sums`, is never written to before the work on its owner: sums may replace what it
-    holds. What others have added to this rank's own comes with `settle()`. `agree` is called before anything is sent,
-    when the work on all others' keys has been started.
+    holds. What others have added to this rank's own comes with `settle()`. `ask` is called behind the first work, which
+    the device is waiting for; what it gives, when the work on all others' keys has been launched.
     """
 
     def __init__(
@@ -151,10 +139,10 @@ class BackwardGather(Gather):
         gathered: Tensor,
         statistics: Tensor | None,
         dtype: torch.dtype,
-        agree: Callable[[], None],
+        ask: Asking,
     ) -> None:
         super().__init__(ring, layout, "backward")
-        self._gathered, self._statistics, self._agree = gathered, statistics, agree
+        self._gathered, self._statistics, self._ask = gathered, statistics, ask
         own = self.rows_of(ring.rank)
         shape = (own.stop - own.start, gathered.shape[1])
         # A rank without queries contributes nothing to its own keys.
@@ -166,7 +154,7 @@ class BackwardGather(Gather):
         self._home: Transfer | None = None
 
     def __iter__(self) -> Iterator[int]:
-        here = self.ring.rank
+        here, agree = self.ring.rank, None
         parts = dict(
             zip(self._owners, self._sums.split([self.layout.keys[o] for o in self._owners]), strict=True)
         )
@@ -174,8 +162,12 @@ class BackwardGather(Gather):
             if owner in parts:
                 self._visit(owner, parts[owner])
                 yield owner
-        self._agree()
-        self._home = self._bring_home("sums of gradients", 3, lambda owner: parts[owner], self._received)
+                agree = agree or self._ask()
+        agree = agree or self._ask()
+        agree()
+        sends = [Message(parts[owner], owner, 2) for owner in self._owners]
+        receives = [Message(part, guest, 2) for guest, part in zip(self._guests, self._received, strict=True)]
+        self._home = self._transfer("sums of gradients", sends, receives)
         self._visit(here, self._own)
         yield here
         self.ring.finish_trip()
@@ -195,4 +187,4 @@ class BackwardGather(Gather):
     def _visit(self, owner: int, sums: Tensor) -> None:
         self.parcels, self.accumulator = [self._gathered[self.rows_of(owner)]], sums
         if self._statistics is not None:
-            self.parcels.append(self.pair_of(self._statistics, owner))
+            self.parcels.append(self._statistics[:, self.rows_of(owner)])

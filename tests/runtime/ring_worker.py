@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -285,7 +285,7 @@ def refused(package: str, ranks: tuple[int, ...], steps: list[str], **arguments:
     losses: list[Tensor] = []
     for number, step in enumerate(steps, start=1):
         verb, _, which = step.partition(" ")
-        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as begin:
+        with posts_of(package) as posts:
             try:
                 if verb == "forward":
                     losses.append(loss_of(package, ranks, **arguments))
@@ -293,7 +293,7 @@ def refused(package: str, ranks: tuple[int, ...], steps: list[str], **arguments:
                     losses[int(which)].backward()
             except (RuntimeError, ValueError, TypeError) as error:
                 assert number == len(steps), f"{step} failed: {error}"
-                return type(error).__name__, str(error), begin.call_count
+                return type(error).__name__, str(error), len(posts)
     raise AssertionError(f"{steps[-1]} was not refused")
 
 
@@ -337,14 +337,13 @@ class Silence:
     """Any communication inside is an error."""
 
     def __enter__(self) -> None:
-        self.saved: dict[str, Callable[..., Any]] = {}
-        for name in ("all_gather", "batch_isend_irecv", "isend", "irecv", "new_group"):
-            self.saved[name] = getattr(dist, name)
-            setattr(dist, name, self.refuse)
+        self.refusals = contextlib.ExitStack()
+        places = [(dist, name) for name in ("all_gather", "batch_isend_irecv", "isend", "irecv", "new_group")]
+        for place, name in (*places, (dist.ProcessGroup, "send"), (dist.ProcessGroup, "recv")):
+            self.refusals.enter_context(mock.patch.object(place, name, self.refuse))
 
     def __exit__(self, *_: object) -> None:
-        for name, function in self.saved.items():
-            setattr(dist, name, function)
+        self.refusals.close()
 
     @staticmethod
     def refuse(*_: object, **__: object) -> None:
@@ -353,28 +352,36 @@ class Silence:
 
 def traffic(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[tuple[str, int, int]]:
     """(operation, tag, bytes) of each message of this rank, in order, over forward and backward."""
-    return [
-        (
-            "send" if transfer.op is dist.isend else "receive",
-            transfer.tag,
-            transfer.tensor.numel() * transfer.tensor.element_size(),
-        )
-        for transfer in transfers_of(package, ranks, rows)
-    ]
+    return [(kind, message.tag, message.buffer.nbytes) for kind, message in messages_of(package, ranks, rows)]
 
 
 def peers(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[int]:
     """The group rank at the other end of each message of this rank, in order, over forward and backward."""
-    return [transfer.group_peer for transfer in transfers_of(package, ranks, rows)]
+    return [message.peer for _, message in messages_of(package, ranks, rows)]
 
 
-def transfers_of(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[dist.P2POp]:
-    """What this rank asks of torch.distributed."""
+def messages_of(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[tuple[str, Any]]:
+    """("send" or "receive", Message) of what this rank posts."""
     module = importlib.import_module(package)
     n = rows[dist.get_rank(group_of(ranks))]
-    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as begin:
+    with posts_of(package) as posts:
         module.loss_and_grads(torch.ones(n, 8).double(), torch.ones(n, 8).double(), group=group_of(ranks))
-    return [transfer for call in begin.call_args_list for transfer in call.args[0]]
+    kinds = ("send", "receive")
+    return [(kind, m) for post in posts for kind, some in zip(kinds, post, strict=True) for m in some]
+
+
+@contextlib.contextmanager
+def posts_of(package: str) -> Iterator[list[tuple[Sequence[Any], Sequence[Any]]]]:
+    """What the package's rings post while this lasts: messages sent and received."""
+    ring = importlib.import_module(f"{package}._runtime.ring").Ring
+    post, posts = ring.post, []
+
+    def noting(self: Any, sends: Sequence[Any], receives: Sequence[Any]) -> Any:
+        posts.append((sends, receives))
+        return post(self, sends, receives)
+
+    with mock.patch.object(ring, "post", noting):
+        yield posts
 
 
 def struggle(

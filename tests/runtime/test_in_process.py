@@ -270,17 +270,17 @@ def rotated_messages(schedule: Schedule, batch: Batch, rank: int, dim: int) -> M
 
 
 def gathered_messages(schedule: Schedule, batch: Batch, rank: int, dim: int) -> Messages:
-    """Of as many rows as the owner has keys, where one end has keys and the other queries."""
+    """Of as many rows as the owner has keys, where one end has keys and the other queries; sums for all keys."""
     messages: Messages = Counter()
     forward, backward = schedule.forward, schedule.backward
     for other in set(range(schedule.world_size)) - {rank}:
         own, theirs = batch.keys[rank], batch.keys[other]
         if own and batch.rows[other]:
             messages.update((other, 0, 8 * own * dim) for _ in forward.parcels)
-            messages.update((other, 2, 16 * own) for _ in forward.finished)
         if theirs and batch.rows[rank]:
-            messages.update((other, 1, 16 * theirs) for _ in forward.sums)
-            messages.update((other, 3, 8 * theirs * dim) for _ in backward.sums)
+            messages.update((other, 2, 8 * theirs * dim) for _ in backward.sums)
+        if batch.rows[rank] and (batch.rows[other] or theirs):
+            messages.update((other, 1, 16 * sum(batch.keys)) for _ in forward.shared)
     return messages
 
 
@@ -537,14 +537,18 @@ MORE_BUGS = {
         ((GATHER, "            self._own.add_(part)\n", "            self._own.add_(part).add_(part)\n"),), nodes=0
     ),
     "sums for the first owner are sent to all": Bug(
-        ((GATHER, "lambda owner: parts[owner], self._received",
-          "lambda owner: self._sums[: len(parts[owner])], self._received"),), rows=(5, 2, 9), nodes=0,
+        ((GATHER, "Message(parts[owner], owner, 2)", "Message(self._sums[: len(parts[owner])], owner, 2)"),),
+        rows=(5, 2, 9), nodes=0,
     ),
     "one rank's sums of statistics are left out": Bug(
-        ((GATHER, "received[:, 0], received[:, 1]", "received[1:, 0], received[1:, 1]"),), rows=(5, 2, 9), nodes=0
+        ((GATHER, "self._add_up(self._sums, view", "self._add_up(self._sums[1:], view"),), rows=(5, 2, 9), nodes=0
     ),
-    "finished statistics stay at home": Bug(
-        ((GATHER, "        if self._finished:\n", "        if False:\n"),), nodes=0
+    "a rank with keys and no queries does not get its sums": Bug(
+        ((GATHER, "layout.rows[rank] or layout.keys[rank]", "layout.rows[rank]"),),
+        rows=(5, 0, 9), keys=(5, 5, 4), nodes=0,
+    ),
+    "sums of statistics are added before they have come": Bug(
+        ((GATHER, 'receives).wait()', 'receives)'),), nodes=0
     ),
     "keys are worked on before they have come": Bug(((GATHER, "        keys.wait()\n", ""),), nodes=0),
     "a rank without queries keeps what its memory held": Bug(

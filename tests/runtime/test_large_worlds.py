@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # In a process of its own: a default group is one of the whole process.
 PROGRAM = """
-import gc, json, sys, weakref
+import gc, importlib, json, sys, weakref
 from unittest import mock
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -31,23 +31,31 @@ def step(nodes, devices, rank, rows=2, dim=8):
         target="cpu", batch_size=rows * nodes * devices, dim=dim, devices=nodes * devices, nodes=nodes, dtype="fp64"
     )
     q = torch.linspace(-1, 1, rows * dim, dtype=torch.float64).view(rows, dim)
-    return package.SPEC["predicted"]["peak_bytes"], lambda: package.loss_and_grads(q, q, 3.0)
+    return package, package.SPEC["predicted"]["peak_bytes"], lambda: package.loss_and_grads(q, q, 3.0)
 
 torch.set_num_threads(1)
-batches, begin = [], dist.batch_isend_irecv
+batches = []
 
-def noting(transfers):
-    batches.append([[t.group_peer for t in transfers if (t.op is dist.isend) == sends] for sends in (True, False)])
-    return begin(transfers)
+def noting(package):
+    ring = importlib.import_module(f"{package.__name__}._runtime.ring").Ring
+    post = ring.post
+
+    def noted(self, *messages):  # sent, and received
+        batches.append([[message.peer for message in some] for some in messages])
+        return post(self, *messages)
+
+    return mock.patch.object(ring, "post", noted)
 
 nodes, devices, rank = map(int, sys.argv[1:])
-with mock.patch.object(dist, "batch_isend_irecv", noting):
-    step(nodes, devices, rank)[1]()
+package, _, work = step(nodes, devices, rank)
+with noting(package):
+    work()
+del package, work
 group = weakref.ref(dist.group.WORLD)
 dist.destroy_process_group()
 gc.collect()
 kept = group() is not None
-predicted, work = step(nodes // 8, devices, rank // 8)  # a profiler takes 8 s for the hops of 4 096 ranks
+_, predicted, work = step(nodes // 8, devices, rank // 8)  # a profiler takes 8 s for the hops of 4 096 ranks
 print(json.dumps({"batches": batches, "peak": measured_peak_bytes(work), "predicted": predicted, "kept": kept}))
 """
 

@@ -28,9 +28,12 @@ from torch import Tensor
 from .route import Route
 
 T = TypeVar("T")
+# Tells the other ranks about this one's call, and gives what waits for theirs and raises where they disagree: before
+# anything is sent. Hosts are up to 1 ms apart, so that work is launched in between.
+Asking = Callable[[], Callable[[], None]]
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 4  # raise it with every change of what ranks send to each other
+PROTOCOL = 5  # raise it with every change of what ranks send to each other
 
 # What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words. The protocol
 # comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
@@ -157,10 +160,11 @@ class Ring:
     ) -> Callable[[], list[dict[str, Any]]]:
         """Sends this rank's header to all others, without waiting; the result waits for theirs: in group-rank order.
 
-        A small message between every two hosts; the device is not involved. `phase` is what follows, `call` in backward
-        the number of trips before its forward. Raises RuntimeError, then or at the waiting, if somebody's header does
-        not come within the group's timeout, or is of another protocol; where somebody has died, once the others have
-        this rank's header, or the timeout has passed.
+        A small message between every two hosts; the device is not involved. Among four, to send takes 0.3 ms of an
+        H200's host, and 0.4 ms later all are there. `phase` is that of the trip, `call` in backward the number of trips
+        before its forward. Raises RuntimeError, then or at the waiting, if somebody's header does not come within the
+        group's timeout, or is of another protocol; where somebody has died, once the others have this rank's header, or
+        the timeout has passed.
         """
         trips = self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
@@ -235,14 +239,17 @@ class Ring:
         Transfer(self, "connecting", sends, receives).wait()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
-        """Starts these messages together. All buffers are busy until waited for, once."""
-        transfers = [
-            dist.P2POp(operation, message.buffer, group=self.group, group_peer=message.peer, tag=message.tag)
-            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for message in messages
-        ]
-        works: list[dist.Work] = dist.batch_isend_irecv(transfers)
-        return works
+        """Starts these messages together, at least one. All buffers are busy until waited for, once.
+
+        As `batch_isend_irecv` does, which takes 0.05 to 0.1 ms more of the host to look at them.
+        """
+        group, device = self.group, (*sends, *receives)[0].buffer.device
+        together = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
+        if together:
+            group._start_coalescing(device)
+        works = [group.send([message.buffer], message.peer, message.tag) for message in sends]
+        works += [group.recv([message.buffer], message.peer, message.tag) for message in receives]
+        return [group._end_coalescing(device)] if together else works
 
     def _control_group(self) -> Any:
         """What carries host tensors between these ranks: the group itself if it can, else gloo beside it.
@@ -323,7 +330,7 @@ class Rotation:
     parcels      tensors that travel unchanged (the keys; in backward also their finished statistics). Contiguous, of
                  the same shape on every rank: the largest shard's. They are overwritten.
     accumulator  a tensor that the work at each hop adds to, or None.
-    agree        called before anything is sent, when the work on this rank's own keys has been started.
+    ask          called before the work on this rank's own keys; what it gives, when that has been launched.
 
     Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
     and, after `arrive()`, `.accumulator`: it leaves the previous rank when that has added to it, and travels beside
@@ -339,11 +346,11 @@ class Rotation:
         phase: str,
         parcels: Sequence[Tensor],
         accumulator: Tensor | None = None,
-        agree: Callable[[], None] | None = None,
+        ask: Asking | None = None,
     ) -> None:
         self.ring, self.route, self.phase = ring, route, phase
         self.parcels, self.accumulator = list(parcels), accumulator
-        self._agree = agree
+        self._ask = ask
         self._spare_parcels = [torch.empty_like(parcel) for parcel in parcels]
         self._spare_accumulator = None if accumulator is None else torch.empty_like(accumulator)
         self._accumulator_tag = len(self.parcels)
@@ -353,6 +360,7 @@ class Rotation:
     def __iter__(self) -> Iterator[int]:
         size, owner = self.ring.size, self.ring.rank
         keys: Transfer | None = None
+        agree = None if self._ask is None else self._ask()
         self._hop, begin = 0, Moment(self.parcels)
         for hop in range(size):
             if hop:
@@ -364,8 +372,8 @@ class Rotation:
                 keys = self._send()
             yield owner
             if not hop:
-                if self._agree is not None:
-                    self._agree()
+                if agree is not None:
+                    agree()
                 with begin:  # not after the work
                     keys = self._send()
             self.arrive()  # where there was no work
