@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "85e5fb506e61e2e26455724a45dd1a24b447ee7becd633b4d7800ea4ab250621",
+    "digest": "4d4d137b4288a036f761a001c1aae7e1aa075264d1eb3c7a908c36f3f32c5a8c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "0f87bd62bd2683b509d4d779194e3ace3b124c7be856f50153066fbf88e4ca8c",
+    "digest": "e3d63ebb454df590c9e8d56407a383c60ff31e45c36583400e71137b2181b720",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

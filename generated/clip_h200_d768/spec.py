@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "66dc31f5e3db4404c393380e4e2ee6f1de443ac141042b02922f242f38a4f3c8",
+    "digest": "6109b6411ffbf759f1b32b0efa09fbc43d2f9dab2ff656174dcf9baa8412ceea",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

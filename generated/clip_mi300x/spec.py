@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "3ca43f983acbd40aff5523141917463705367bf06d031b9540f76b7e35660190",
+    "digest": "9d7e25b18aea9390afeb954d9a096fb3aa5943c6bb9ef22f4dcfe52468cb8125",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "5c6217da91675232ae591ca4846ee83c2e503e22815f7de76606b83f35e0764f",
+    "digest": "c2a7dd3961078cb6bad8eeb3f8b58bf2526828372e6d597dc0f0d85f2b704bda",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -253,10 +253,10 @@ class _Step:
         """Everybody sends to everybody, as the runtime's `ForwardGather` and `BackwardGather` let them."""
         work, last = self._works[phase], self._schedule.world_size - 1
         if phase == "forward":
-            before = [list(tasks) for tasks in self._kernels]
-            self._work(phase, 0)
             self._agree(phase, told)
-            self._keys = self._message(f"{phase}, keys", self._to_all(work.keys_bytes), before)
+            keys = self._message(f"{phase}, keys", self._to_all(work.keys_bytes), self._kernels)
+            self._work(phase, 0)
+            self._keys = keys
             for hop in range(1, last + 1):
                 self._work(phase, hop)
             if work.sums_bytes:  # those for all keys

@@ -2,7 +2,7 @@
 
 A ring sends something on at every hop; here everybody sends to everybody, in one batch of messages at a time:
 
-    forward    work on the own keys    | keys -> everybody
+    forward    keys -> everybody       | work on the own keys
                work on all others'
                sums for the statistics of all keys -> everybody, who adds them up in rank order
     backward   work on all others' keys, which are still there, with their statistics
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .ring import Asking, Layout, Message, Moment, Ring, Transfer
+from .ring import Asking, Layout, Message, Ring, Transfer
 from .statistics import Statistics, clear, view
 
 
@@ -55,7 +55,7 @@ class ForwardGather(Gather):
     loss has none) get those of all. The own ones are in `accumulator` afterwards.
 
     add_up     the package's `merge_ranks`, if it has statistics of keys
-    ask        called before the work on this rank's own keys; what it gives, when that has been launched
+    ask        called, and what it gives, before anything is sent
     """
 
     def __init__(
@@ -82,18 +82,17 @@ class ForwardGather(Gather):
 
     def __iter__(self) -> Iterator[int]:
         here = self.ring.rank
-        agree = None if self._ask is None else self._ask()
-        begin = Moment([self._gathered])
-        self._visit(here)
-        yield here
-        if agree is not None:
-            agree()
+        if self._ask is not None:
+            self._ask()()
         self.ring.connect(self._gathered.device)
         own = self._gathered[self.rows_of(here)]
-        with begin:  # not after the work
-            sends = [Message(own, guest, 0) for guest in self._guests]
-            receives = [Message(self._gathered[self.rows_of(owner)], owner, 0) for owner in self._owners]
-            keys = self._transfer("keys", sends, receives)
+        sends = [Message(own, guest, 0) for guest in self._guests]
+        receives = [Message(self._gathered[self.rows_of(owner)], owner, 0) for owner in self._owners]
+        # Sent before the own work is launched: 75 MB among four H200s, of which the last host sends 0.5 ms after the
+        # first, take as long as that work on 16 384 rows.
+        keys = self._transfer("keys", sends, receives)
+        self._visit(here)
+        yield here
         keys.wait()
         for owner in self._order:
             self._visit(owner)
