@@ -116,6 +116,11 @@ def test_as_accurate_as_the_dtypes_allow(made: Made, case: Case) -> None:
     checks.numerics(made, fitting, "cuda")
 
 
+def test_sums_of_several_ranks() -> None:
+    made = planned("panel", "clip", "bf16", 64, transport="gather")
+    checks.merged_ranks(dataclasses.replace(made, devices=4), "cuda")
+
+
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
 def test_every_ragged_size_amid_nan(made: Made) -> None:
     made = dataclasses.replace(

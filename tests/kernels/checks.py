@@ -274,6 +274,26 @@ def copied_inputs(made: Made, device: str = "cpu") -> None:
             assert torch.equal(x, y), f"{name} of {rows} x {keys}: copied wrongly"
 
 
+def merged_ranks(made: Made, device: str = "cpu") -> None:
+    """Sums of several ranks, ragged and of any range, are added up as in double precision, over what was there."""
+    package = module(made)
+    merge = package._schedule.merge_ranks
+    for ranks, keys in ((1, 1), (2, 70), (5, 129), (40, 300)):
+        random = torch.Generator().manual_seed(ranks)
+        exponents = torch.randint(-300, 300, (ranks, keys), generator=random).float()
+        mantissas = 1.0 + torch.rand(ranks, keys, generator=random)
+        mantissas[-1, -1] = math.nan
+        parts = torch.stack([exponents, mantissas], dim=1).to(device)
+        found = torch.full((2, keys), math.nan, device=device)
+        merge(parts, package._runtime.statistics.view(found))
+        exponent, mantissa = found.cpu().double()
+        assert mantissa[-1].isnan() and not mantissa[:-1].isnan().any(), f"{ranks} x {keys}: NaN strays"
+        assert bool(((mantissa[:-1] >= 1) & (mantissa[:-1] < 2)).all()), f"{ranks} x {keys}: not normalised"
+        exact = (mantissas.double().log2() + exponents.double()).mul(math.log(2)).logsumexp(0)
+        errors = ((exponent + mantissa.log2()) * math.log(2) - exact)[:-1].abs()
+        assert bool((errors <= 1e-6).all()), f"{ranks} x {keys}: the sum is off by {errors.max()}"
+
+
 class _Graph:
     """Stands for a CUDA graph where there is no GPU: replaying it does the work again, into the first results."""
 

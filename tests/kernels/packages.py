@@ -32,6 +32,7 @@ class Made:
     settings: tuple[tuple[str, str], ...] = ()
     precision: str = "default"
     profile: str = "h200"
+    devices: int = 1
     bug: str = ""
 
     @property
@@ -70,6 +71,7 @@ def generated(made: Made) -> Path:
         dim=made.dim,
         dtype=made.dtype,
         precision=made.precision,
+        devices=made.devices,
         target="cpu" if cpu else None,
         device_profile="cpu" if cpu else made.profile,
         settings=_settings(made),

@@ -72,6 +72,13 @@ BUGS: dict[str, Bug] = {
         (RAGGED,),
         "NaN",
     ),
+    "the sums of later ranks are left out": Bug(
+        Made("panel", settings=(("transport", "gather"),), devices=4),
+        (("kernels.py", "keys, ranks, part_stride, 0)", "keys, 1, part_stride, 0)"),),
+        checks.merged_ranks,
+        (),
+        "NaN strays",
+    ),
     "statistics are read past the end and dropped": Bug(
         PANEL,
         (("kernels.py", "own = tl.minimum(rows, queries - 1)", "own = rows"),),

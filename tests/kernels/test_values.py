@@ -80,6 +80,15 @@ def test_what_a_recording_reads(interpreted: Interpreter, dtype: str, dim: int) 
     interpreted(checks.copied_inputs, Made("panel", dtype=dtype, dim=dim))
 
 
+@pytest.mark.parametrize("strategy", ["panel", "fused"])
+def test_sums_of_several_ranks(interpreted: Interpreter, strategy: str) -> None:
+    interpreted(checks.merged_ranks, Made(strategy, settings=(("transport", "gather"),), devices=4))
+
+
+def test_sums_of_several_ranks_of_the_cpu_target() -> None:
+    checks.merged_ranks(Made("torch"))
+
+
 @pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
 def test_a_backward_finds_its_own_forward_in_a_recording(interpreted: Interpreter, strategy: str) -> None:
     interpreted(checks.found_in_a_recording, Made(strategy))

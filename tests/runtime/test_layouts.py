@@ -62,9 +62,9 @@ def for_gpus(folder: Path, world: int) -> list[ModuleType]:
     gather, nodes = ({}, 1) if world == 1 else ({"transport": "gather"}, 2)
     panels = {"strategy": "panel", "panel_rows": "256", "panel_keys": "256"}  # several at a hop
     wanted: dict[str, dict[str, Any]] = {
-        "gather": {"devices": world, "loss": "infonce", "set": {**panels, **gather}},
+        "gather": {"devices": world, "set": {**panels, **gather}},
         "nodes": {"devices": world, "nodes": nodes, "set": {"strategy": "fused"}},
-        "flat": {"dtype": "fp32"},
+        "flat": {"loss": "infonce", "dtype": "fp32"},
     }
     for name, flags in wanted.items():
         infcl_gen.generate(make_problem(**{**SMALL, **flags}), folder / f"{name}_of_{world}")
