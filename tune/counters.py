@@ -2,9 +2,9 @@
 
 python tune/counters.py [--batch 16k] [--dim 768] [--memory-budgets auto,40GiB] [-o tune/analysis/h200-counters.json]
 
-A row is one launch, in order: its time at the clock that the board had, and how busy tensor cores, L2 and memory
-were, in percent of what they can do. ncu runs each kernel several times by itself: the board is cooler than in a step,
-and the caches are cold.
+A row is one launch, in order: its time at the clock that the board had, and how busy tensor cores, caches, memory and
+the other pipes of a multiprocessor were, in percent of what they can do. ncu runs each kernel several times by itself:
+the board is cooler than in a step, and the caches are cold.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ METRICS = {
     "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "special_percent": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "fma_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
+    "alu_percent": "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
+    "l1_percent": "l1tex__data_bank_reads.avg.pct_of_peak_sustained_elapsed",
 }
 UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "hz": 1e-9, "mhz": 1e-3, "ghz": 1.0, "%": 1.0}
 TIMEOUT_S = 300.0

@@ -2,7 +2,8 @@
 
 python tune/large.py [--batches 1M,4M] [--ranks 1] [--dim 768] [--memory-budget 40GiB] [-o tune/bench/h200-large.json]
 
-Each package first runs a small batch, so that its kernels are compiled, and then one step of the whole.
+Each package first runs a small batch, so that its kernels are compiled, and then one step of the whole. Rows of other
+batches that the file holds are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 import infcl_gen
 from infcl_gen.emission import import_package, read_package
+from infcl_gen.errors import InputError
 from infcl_gen.problem import make_problem, parse_count
 from infcl_gen.tuning.bench import (
     RESULTS,
@@ -25,6 +27,7 @@ from infcl_gen.tuning.bench import (
     command_line,
     empty_row,
     features,
+    measured_before,
     point_of,
     time_figures,
     training_step,
@@ -42,8 +45,11 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--memory-budget", default="40GiB")
     given = parser.parse_args()
-    rows = []
-    for batch in map(parse_count, given.batches.split(",")):
+    batches = list(map(parse_count, given.batches.split(",")))
+    earlier, _, commands = measured_before(given.output)
+    rows = [row for row in earlier if row["batch"] not in batches]
+    command = "; ".join(dict.fromkeys([*commands, command_line("tune/large.py", sys.argv[1:])]))
+    for batch in batches:
         with tempfile.TemporaryDirectory() as folder:
             settings = {"strategy": "panel"} | ({"transport": "ring"} if given.ranks > 1 else {})
             flags = {"memory_budget": given.memory_budget, "devices": given.ranks, "set": settings}
@@ -56,7 +62,7 @@ def main() -> None:
             )
         shown = ("batch", "median_ms", "predicted_ms", "peak_bytes", "predicted_peak_bytes", "error")
         print({name: rows[-1][name] for name in shown}, flush=True)
-        write_results(given.output, rows, command_line("tune/large.py", sys.argv[1:]))
+        write_results(given.output, sorted(rows, key=lambda row: row["batch"]), command)
     sys.exit(5 if any(row["error"] for row in rows) else 0)
 
 
@@ -98,4 +104,7 @@ def _finite(x: torch.Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(str(error))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -250,14 +251,28 @@ def _times(row: dict[str, Any], idle: str, queued: str, spread: str | None = Non
 
 
 def counters(rows: list[dict[str, Any]]) -> str:
-    """A line for each launch of a step."""
-    head = "| B | D | strategy | kernel | us | GHz | tensor cores, % | L2, % | memory, % | warps, % |"
+    """A line for each kernel of a step: medians of its launches; what was not counted is blank."""
+    head = (
+        "| B | D | strategy | kernel | launches | us | GHz | tensor cores, % | special functions, % | shared memory, % "
+        "| L2, % | memory, % | issue slots, % | warps, % |"
+    )
     names = (
-        "batch", "dim", "strategy", "kernel", "time_us", "clock_ghz", "tensor_percent", "l2_percent", "dram_percent",
-        "occupancy_percent",
+        "time_us", "clock_ghz", "tensor_percent", "special_percent", "shared_percent", "l2_percent", "dram_percent",
+        "issue_percent", "occupancy_percent",
     )  # fmt: skip
-    lines = (f"| {' | '.join(str(row[name]) for name in names)} |\n" for row in rows)
-    return f"\n{head}\n{'|---' * 10}|\n" + "".join(lines)
+    kernels: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        kernels.setdefault(
+            tuple(str(row[name]) for name in ("batch", "dim", "strategy", "kernel")), []
+        ).append(row)
+    lines = []
+    for kernel, launches in kernels.items():
+        figures = [
+            f"{statistics.median(row[name] for row in launches):.4g}" if name in launches[0] else ""
+            for name in names
+        ]
+        lines.append(f"| {' | '.join((*kernel, str(len(launches)), *figures))} |\n")
+    return f"\n{head}\n{'|---' * (5 + len(names))}|\n" + "".join(lines)
 
 
 def power(rows: list[dict[str, Any]]) -> str:

@@ -12,7 +12,6 @@ again, but those of --again: when the time is up, run it again.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import infcl_gen
+from infcl_gen.errors import InputError
 from infcl_gen.problem import Problem, make_problem, parse_count
-from infcl_gen.tuning.bench import board, command_line, versions, write_results
+from infcl_gen.tuning.bench import board, command_line, measured_before, write_results
 from infcl_gen.tuning.contest import Contest, Limits, table
 from infcl_gen.tuning.peers import chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
@@ -67,7 +67,7 @@ def main() -> int:
     everywhere = chosen_peers(given.against)
     everybody = tuple({peer.name: peer for peer in (*everywhere, *chosen_peers(given.others))}.values())
     libraries = [peer.distribution for peer in everybody]
-    rows, absent, commands = _measured(given.output, libraries)
+    rows, absent, commands = measured_before(given.output, libraries)
     now = command_line("tune/speed_grid.py", sys.argv[1:])
     command = "; ".join(dict.fromkeys([*commands, now]))
     deadline = time.monotonic() + 60 * given.minutes
@@ -128,19 +128,6 @@ def _packages(problems: dict[str, Problem], folder: Path) -> list[Path]:
     return found
 
 
-def _measured(output: Path, libraries: list[str]) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
-    """Rows and absent peers of earlier parts, which must be from the same board and versions, and their commands."""
-    if not output.exists():
-        return [], {}, []
-    earlier = json.loads(output.read_text(encoding="utf-8"))
-    for name, now in (("board", board()), ("versions", versions(libraries))):
-        if earlier[name] != now:
-            sys.exit(
-                f"{output}: was measured with another {name} ({earlier[name]}, now {now}); give another -o"
-            )
-    return earlier["rows"], earlier.get("absent", {}), earlier["command"].split("; ")
-
-
 def _budgets(text: str, here: tuple[int, int]) -> list[str]:
     """Those of "auto,577MB@64k:768" for this batch and dim."""
     words = (word.partition("@") for word in text.split(","))
@@ -158,4 +145,7 @@ def _points(text: str) -> set[tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as error:
+        sys.exit(str(error))

@@ -375,6 +375,24 @@ def write_results(
     write_file(path, f"{text}\n".encode())
 
 
+def measured_before(
+    path: Path, libraries: Iterable[str] = ()
+) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
+    """Rows, absent peers and commands of a results file that is to be added to; nothing if there is none.
+
+    Raises InputError if it is of another board or of other versions.
+    """
+    if not path.exists():
+        return [], {}, []
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for name, now in (("board", board()), ("versions", versions(libraries))):
+        if earlier[name] != now:
+            raise InputError(
+                f"{path}: was measured with another {name} ({earlier[name]}, now {now}); give another -o"
+            )
+    return earlier["rows"], earlier.get("absent", {}), earlier["command"].split("; ")
+
+
 def command_line(script: str, arguments: Sequence[str]) -> str:
     """What a script was called with, less the file that it writes: where that was is of no use elsewhere."""
     kept, skip = [], False

@@ -43,21 +43,16 @@ def links(**rates: float) -> dict[str, Any]:
     }
 
 
-# Simulated 13.6 % too short: a ring of four with small panels whose overlap is switched off. Why is not known.
-FAR = ("h200-ring.json", "no overlap", 65536, 690_000_000)
-
-
 @pytest.mark.parametrize("name", ["h200-ring.json", "h200-ring2.json", "h200-grid.json"])
 def test_simulated_times_are_near_the_measured(name: str) -> None:
-    """Every row of one, two and four GPUs within 10 %, but the one of FAR."""
+    """Every row of one, two and four GPUs within 10 %."""
     rows = [row for row in json.loads((BENCH / name).read_text())["rows"] if row["impl"] == "infcl"]
     assert rows
     far = []
     for row in rows:
         measured_ms, simulated_ms = beside_measured(row, "h200")
         error = simulated_ms / measured_ms - 1
-        where = (name, row["package"], row["batch"], row["budget_bytes"])
-        if abs(error) > (0.14 if where == FAR else 0.1):
+        if abs(error) > 0.1:
             size = f"{row['batch']} x {row['dim']} on {row['ranks']}, {row['package'] or 'as it is'}"
             far.append(f"{size}: {measured_ms:.2f} ms, simulated {simulated_ms:.2f} ({error:+.1%})")
     assert not far, f"{len(far)} of {len(rows)} rows of {name}:\n" + "\n".join(far)
