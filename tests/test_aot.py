@@ -89,6 +89,19 @@ def test_clip_planned_for_each_architecture(target: str, cache: Path, tmp_path: 
     check(resources(package, target, cache), package, target)
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_what_a_gather_adds_up(target: str, cache: Path, tmp_path: Path) -> None:
+    package = infcl_gen.generate(
+        output=tmp_path / "clip",
+        batch_size="64k",
+        dim=768,
+        devices=4,
+        device_profile=BOARDS[target],
+        settings=(("transport", "gather"),),
+    )
+    check(resources(package, target, cache, "merge_ranks"), package, target, "merge_ranks")
+
+
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_tiles_that_a_stash_stores(target: str, cache: Path, tmp_path: Path) -> None:
     """Through tensor descriptors; and the gradient of what is not kept."""

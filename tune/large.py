@@ -3,7 +3,7 @@
 python tune/large.py [--batches 1M,4M] [--ranks 1] [--dim 768] [--memory-budget 40GiB] [-o tune/bench/h200-large.json]
 
 Each package first runs a small batch, so that its kernels are compiled, and then one step of the whole. Rows of other
-batches that the file holds are kept.
+sizes that the file holds are kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def main() -> None:
     given = parser.parse_args()
     batches = list(map(parse_count, given.batches.split(",")))
     earlier, _, commands = measured_before(given.output)
-    rows = [row for row in earlier if row["batch"] not in batches]
+    again = {(batch, given.dim, given.ranks) for batch in batches}
+    rows = [row for row in earlier if (row["batch"], row["dim"], row["ranks"]) not in again]
     command = "; ".join(dict.fromkeys([*commands, command_line("tune/large.py", sys.argv[1:])]))
     for batch in batches:
         with tempfile.TemporaryDirectory() as folder:

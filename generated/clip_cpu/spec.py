@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4d4d137b4288a036f761a001c1aae7e1aa075264d1eb3c7a908c36f3f32c5a8c",
+    "digest": "daa0823ba225ea90ac58cd5afdb04de3358d95ee64aa9d4c5daa10ac3c31605b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e3d63ebb454df590c9e8d56407a383c60ff31e45c36583400e71137b2181b720",
+    "digest": "8e824bb9144a57c1222bcc00d7c497ffb7a3ed7bf14843cdfe751a2aea953a14",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6109b6411ffbf759f1b32b0efa09fbc43d2f9dab2ff656174dcf9baa8412ceea",
+    "digest": "978cea954b4715e659a3da4f1e3dea809c8e2a693099c1a50ab3d11df5c0c4cc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "9d7e25b18aea9390afeb954d9a096fb3aa5943c6bb9ef22f4dcfe52468cb8125",
+    "digest": "0dc7c2641ec2a995a6203564ae3022330d8b1598ceba18bfb818488f1a04d193",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "c2a7dd3961078cb6bad8eeb3f8b58bf2526828372e6d597dc0f0d85f2b704bda",
+    "digest": "ecd5d203bd828aaefbb14e71d5bb6f7bdff7af7cfb90bea40895463d6b2a8285",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -150,7 +150,7 @@ HOST = "host"  # the phase of what the device waits for the host
 # next take 151 us: 78 us more than bytes at 345 GB/s (75 MB to three 65 us more).
 BATCH_S = 78e-6
 # Kernels take so much longer while a message of their device is on its way: it takes multiprocessors. Behind other work
-# rings of 2 and 4 H200s with 16 384 rows each take 5.2 and 10.3 ms, gathers 5.0 and 9.9, work alone 4.9 and 9.7.
+# rings of 2 and 4 H200s with 16 384 rows each take 5.3 and 11.4 ms, gathers 5.2 and 11.1, work alone 5.1 and 10.8.
 SLOWDOWN = 0.4
 TOGETHER_BYTES = 64 << 20  # keys of up to this size travel with a ring's sums (runtime/ring.py)
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
@@ -585,7 +585,8 @@ class CostModel:
         return _rounded(alone_s + ranks_s)
 
     def _link(self, phase: str, work: Sequence[PhaseTime], sizes: Sizes) -> PhaseTime:
-        """What of the communication of a direction is not hidden, with the start of each batch of messages.
+        """What of the communication of a direction is not hidden. A batch of messages takes its time to start; of a
+        ring's, one for each move is counted (and one for keys that travel apart).
 
         Ring: keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts,
         and what slows the work down.

@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from infcl_gen.planning.cost import CostModel
     from infcl_gen.planning.planner import Plan
 
-# What messages cost the host: fitted to tune/bench/h200-ring.json and h200-ring2.json, as are BATCH_S and SLOWDOWN of
-# the cost model, whose the host's start and launches are too; `python tune/scaling.py --compare` shows each row beside
-# its simulated time.
+# What messages cost the host, on four H200s. What they cost the device is in the cost model, as are the host's start
+# and launches. `python tune/scaling.py --compare` shows measured rows beside their simulated times.
 HOST_MESSAGE_S = 100e-6  # one batch of sends and receives, on the host
 HOST_PEER_S = 20e-6  # each further peer in a batch
-# Control exchange, of each other rank: to post, to read and compare; and until one is heard. Of ranks of four H200s.
+# Control exchange, of each other rank: to post, to read and compare; and until one is heard.
 TELL_PEER_S, READ_PEER_S, HEARD_S = 90e-6, 40e-6, 200e-6
 # Of what a step costs the host after its start: between forward's launches and backward's.
 BEFORE_BACKWARD = 0.6

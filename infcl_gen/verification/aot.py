@@ -34,7 +34,7 @@ HELPERS = {
 FEATURES = {"q", "k", "x", "g", "g_low", "out", "q_out", "k_out"}
 COUNTS = {"queries", "keys", "rows", "inner", "count", "queries_written", "keys_written"}
 BRANCHES = {"FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
-ANY_COUNTS = {"strip", "parts", "row_parts", "key_parts"}  # no multiples of the tiles
+ANY_COUNTS = {"strip", "parts", "row_parts", "key_parts", "ranks"}  # no multiples of the tiles
 
 
 @dataclass(frozen=True)

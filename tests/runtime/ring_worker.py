@@ -212,6 +212,11 @@ def gradients(
             mesh = dist.DeviceMesh("cpu", list(ranks)) if how == "mesh" else group
             loss = module.contrastive_loss(*model(x_own, y_own), labels=own_labels, group=mesh, **options)
             found = gradients_or_zeros(loss, model)
+            if how == "no_grad":  # the same value, where nothing is kept
+                with torch.no_grad():
+                    loss = module.contrastive_loss(
+                        *model(x_own, y_own), labels=own_labels, group=mesh, **options
+                    )
         results.append([loss.detach().clone(), *(g.clone() for g in found)])
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"

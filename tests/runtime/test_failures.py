@@ -160,11 +160,25 @@ MISMATCHES = {
 def test_mismatched_ranks_raise_everywhere_before_the_first_hop(
     pool: Pool, names: dict[str, str], kind: str, world: int
 ) -> None:
-    case, ranks, victim = MISMATCHES[kind], WORLDS[world], VICTIM[world]
-    package = names[case.loss]
+    assert_refused(pool, names, MISMATCHES[kind], names[MISMATCHES[kind].loss], world)
+
+
+@pytest.mark.parametrize("kind", ["grad_sync", "a key without a query", "another step", "order of backward"])
+def test_a_gather_is_refused_before_anything_is_sent(pool: Pool, names: dict[str, str], kind: str) -> None:
+    """Though its sizes are known from a call before."""
+    assert_refused(pool, names, MISMATCHES[kind], names["gather"], 4, called=True)
+
+
+def assert_refused(
+    pool: Pool, names: dict[str, str], case: Mismatch, package: str, world: int, called: bool = False
+) -> None:
+    """With what is wrong on one rank, every rank raises that and has sent nothing. `called`: after a right call."""
+    ranks, victim = WORLDS[world], VICTIM[world]
     wrong = {key: names[value] if key == "package" else value for key, value in case.wrong.items()}
     common = {"steps": ["forward"], **case.common}
     renewed(pool, ranks)
+    if called:
+        results(pool.run("call", ranks, package=package, ranks=ranks))
     answers = pool.run("refused", ranks, each={victim: wrong}, package=package, ranks=ranks, **common)
     for rank, (error, text, transfers) in enumerate(results(answers)):
         own_fault = rank == victim and error in ("TypeError", "ValueError")

@@ -178,7 +178,7 @@ def test_a_gather(
     assert_equal(average(results(ours)), truth)
 
 
-@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads"])
+@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "no_grad"])
 def test_other_ways_into_a_gather(pool: Pool, packages: Packages, names: dict[str, str], how: str) -> None:
     """A traced graph holds what a gather keeps between forward and backward."""
     rows, ranks = [3, 0, 8, 2], (0, 1, 2, 3)
@@ -224,7 +224,7 @@ def test_keys_and_queries_may_be_sharded_differently(
     assert_equal(average(results(ours)), truth)
 
 
-@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "mesh"])
+@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "mesh", "no_grad"])
 def test_other_ways_in(pool: Pool, packages: Packages, names: dict[str, str], how: str) -> None:
     rows, ranks = [3, 0, 8, 2], (0, 1, 2, 3)
     truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)

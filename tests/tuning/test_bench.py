@@ -607,7 +607,7 @@ def test_the_grid_goes_on_where_it_stopped(
     for row in rows:
         assert_is_row(row)
     monkeypatch.setattr("infcl_gen.tuning.bench.board", lambda: "another board")
-    with pytest.raises(SystemExit, match="another board"):
+    with pytest.raises(InputError, match="another board"):
         grid("--batches", "96")
 
 

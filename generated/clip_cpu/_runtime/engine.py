@@ -118,7 +118,7 @@ def forward(
     guess = ring.layouts.get(package.digest)
     own = (q.shape[0], k.shape[0])
     if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == own:
-        # As in the last call: this rank's own keys need not wait for the others' answers.
+        # As in the last call: what is done before anything is sent need not wait for the others' answers.
         with contextlib.suppress(_OtherSizes):
             return _forward(package, ring, guess, *arguments, ask=lambda: lambda: agreement.expect(guess))
     return _forward(package, ring, agreement.layout(), *arguments)

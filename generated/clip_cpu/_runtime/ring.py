@@ -29,7 +29,7 @@ from .route import Route
 
 T = TypeVar("T")
 # Tells the other ranks about this one's call, and gives what waits for theirs and raises where they disagree: before
-# anything is sent. Hosts are up to 1 ms apart, so that work is launched in between.
+# anything is sent. Hosts are up to 1 ms apart: work that needs no keys of others may be launched in between.
 Asking = Callable[[], Callable[[], None]]
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
@@ -64,11 +64,11 @@ _HEADER: dict[str, type] = {
 }
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
 _ORDER = ("phase", "trips finished", "call number")
-_SENT = ("differentiated",)  # decides what a gather sends
+_DIFFERENTIATED = ("differentiated",)  # else backward would wait for ranks that never call it
 _PER_CALL = ("ranks compared", "labels given", "gradients wanted", "grad_sync", "reduction")
 
-# A batch of messages takes 0.1 to 0.2 ms of an H200's host, in which a link carries 50 MB. Sums do not wait for keys
-# larger than this.
+# A batch of messages takes 0.1 ms of an H200's host and 0.08 ms to start, in which a link carries 60 MB. Sums do not
+# wait for keys larger than this.
 TOGETHER_BYTES = 64 << 20
 
 _streams: dict[int, torch.cuda.Stream] = {}
@@ -450,7 +450,7 @@ class Moment:
 def disagreement(headers: Sequence[Mapping[str, Any]], only_order: bool = False) -> str | None:
     """What the ranks do not have in common, in words, or None: the first kind of difference, from which the others may
     follow. `only_order`: no more than that all are in the same call, accept it and send the same."""
-    for fields in (_ORDER, _SENT) if only_order else (_FINGERPRINT, _ORDER, _PER_CALL):
+    for fields in (_ORDER, _DIFFERENTIATED) if only_order else (_FINGERPRINT, _ORDER, _PER_CALL):
         different = [field for field in fields if any(h[field] != headers[0][field] for h in headers)]
         if different:
             return "; ".join(
