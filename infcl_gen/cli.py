@@ -262,9 +262,10 @@ def bench(**flags: Any) -> None:
     if ranks is not None and ranks > 1:
         _bench_ring(flags, ranks)
         return
-    from infcl_gen.tuning import bench, contest
+    from infcl_gen.tuning import contest
     from infcl_gen.tuning.peers import chosen_peers
     from infcl_gen.tuning.plot import check_plot, plot
+    from infcl_gen.tuning.results import board, measurement, write_results
 
     peers = chosen_peers(flags["against"])
     limits = contest.Limits(
@@ -280,13 +281,13 @@ def bench(**flags: Any) -> None:
     def write(rows: contest.Rows) -> None:
         if output is not None:
             libraries = [peer.distribution for peer in peers]
-            bench.write_results(output, rows, command, measured.absent, libraries)
+            write_results(output, rows, command, measured.absent, libraries)
 
     with _bench_work(flags) as work, measured, _progress(flags) as progress:
         rows = contest.run(measured, work, progress, write)  # written after each point: nothing is lost
     if picture is not None:
-        plot(rows, picture, f"{bench.board()}; {command}")
-    result = bench.results(rows, command, measured.absent, [peer.distribution for peer in peers])
+        plot(rows, picture, f"{board()}; {command}")
+    result = measurement(rows, command, measured.absent, [peer.distribution for peer in peers])
     _output(flags, result, lambda: _bench_text(rows, measured.absent, output, picture))
 
 
@@ -295,8 +296,9 @@ def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
 
     from infcl_gen.emission import build, write_package
     from infcl_gen.problem import flag_name, parse_count
-    from infcl_gen.tuning import bench
+    from infcl_gen.tuning.bench import GENERATED
     from infcl_gen.tuning.peers import PEERS, chosen_peers
+    from infcl_gen.tuning.results import measurement, write_results
     from infcl_gen.tuning.ring_bench import PEERS as RING_PEERS
     from infcl_gen.tuning.ring_bench import check_peers, measure_ring
 
@@ -319,12 +321,12 @@ def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
     with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as scratch:
         folders = [Path(_directory_name(folder, "--package")) for folder in flags["package"] or ()]
         for index, problem in enumerate(() if folders else _bench_problems({**flags, "devices": ranks})):
-            folders.append(write_package(build(problem), Path(scratch) / str(index) / bench.GENERATED))
+            folders.append(write_package(build(problem), Path(scratch) / str(index) / GENERATED))
         rows = measure_ring(folders, ranks, peers, _scale(flags["scale"]), rounds)
     libraries = [peer.distribution for peer in asked]
     if output is not None:
-        bench.write_results(output, rows, command, absent, libraries)
-    _output(flags, bench.results(rows, command, absent, libraries), lambda: _bench_text(rows, absent, output))
+        write_results(output, rows, command, absent, libraries)
+    _output(flags, measurement(rows, command, absent, libraries), lambda: _bench_text(rows, absent, output))
 
 
 @main.command()
@@ -345,8 +347,8 @@ def scale(**flags: Any) -> None:
     from infcl_gen.hardware import resolve_cluster
     from infcl_gen.problem import MAX_BATCH, MAX_DEVICES
     from infcl_gen.tuning import scaling
-    from infcl_gen.tuning.bench import write_file
     from infcl_gen.tuning.plot import check_plot, plot_scaling
+    from infcl_gen.tuning.results import write_file
 
     batches = _counts_flag(flags["batches"] or "1M,32M", "--batches", MAX_BATCH)
     given = flags["devices"]

@@ -21,7 +21,7 @@ from typing import Any
 import infcl_gen
 from infcl_gen.errors import ToolchainError
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import command_line, write_results
+from infcl_gen.tuning.results import command_line, write_results
 
 METRICS = {
     "time_us": "gpu__time_duration.sum",

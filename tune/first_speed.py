@@ -12,7 +12,8 @@ from pathlib import Path
 
 import infcl_gen
 from infcl_gen.problem import make_problem
-from infcl_gen.tuning.bench import command_line, measure, write_results
+from infcl_gen.tuning.bench import measure
+from infcl_gen.tuning.results import command_line, write_results
 
 PROBLEMS = [
     {"dim": 768, "memory_budget": "1GiB"},

@@ -20,8 +20,9 @@ import torch
 import infcl_gen
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import RESULTS, blank_row, command_line, features, point_of, write_results
+from infcl_gen.tuning.bench import RESULTS, features, point_of
 from infcl_gen.tuning.peers import open_clip_loss
+from infcl_gen.tuning.results import blank_row, command_line, write_results
 
 SCALES = (14.3, 100.0)
 

@@ -20,20 +20,10 @@ import infcl_gen
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import (
-    RESULTS,
-    Timer,
-    Times,
-    command_line,
-    empty_row,
-    features,
-    measured_before,
-    point_of,
-    time_figures,
-    training_step,
-    write_results,
-)
+from infcl_gen.tuning.bench import RESULTS, empty_row, features, point_of, training_step
+from infcl_gen.tuning.results import command_line, measured_before, write_results
 from infcl_gen.tuning.ring_bench import measure_ring
+from infcl_gen.tuning.timing import Timer, Times, time_figures
 from infcl_gen.verification.memory import PeakMeter
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 import infcl_gen
 from infcl_gen.emission import import_package
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import bare_products, command_line, features, training_step, write_results
+from infcl_gen.tuning.bench import bare_products, features, training_step
+from infcl_gen.tuning.results import command_line, write_results
 
 WARM_S = 0.25
 MEASURED_S = 0.5  # joules are then known to some 15 %: the counter moves in steps of up to 0.1 s

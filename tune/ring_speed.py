@@ -17,7 +17,7 @@ from typing import Any
 import infcl_gen
 from infcl_gen.errors import ToolchainError
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import command_line, write_results
+from infcl_gen.tuning.results import command_line, write_results
 from infcl_gen.tuning.ring_bench import PEERS, measure_ring
 
 FIGURES = ("median_ms", "std_ms", "queued_ms", "queued_std_ms", "predicted_queued_ms", "peak_bytes", "error")

@@ -14,8 +14,8 @@ import json
 import sys
 from pathlib import Path
 
-from infcl_gen.tuning.bench import write_file
 from infcl_gen.tuning.plot import check_plot, plot_scaling
+from infcl_gen.tuning.results import write_file
 from infcl_gen.tuning.scaling import HEADER, beside_measured, cells, clusters, results, simulated
 
 TUNE = Path(__file__).resolve().parent

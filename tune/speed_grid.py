@@ -21,10 +21,10 @@ from typing import Any
 import infcl_gen
 from infcl_gen.errors import InputError
 from infcl_gen.problem import Problem, make_problem, parse_count
-from infcl_gen.tuning.bench import board, command_line, measured_before, write_results
 from infcl_gen.tuning.contest import Contest, Limits, table
 from infcl_gen.tuning.peers import chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
+from infcl_gen.tuning.results import board, command_line, measured_before, write_results
 
 BATCHES = "1k,2k,4k,8k,16k,32k,64k,128k"
 DIMS = "128,256,384,512,768,1024,1152"

@@ -3,60 +3,40 @@
     python -m infcl_gen.tuning.bench PACKAGE [--batch N] [--scale S] [--repeats R] [--errors]     prints one JSON row
 
 `measure_point` is the measurement: everybody computes with the same features, first alone (memory, errors), then in
-turns, one run of each per round, so that a ratio of times comes from one run. A row's fields are those of the
-measurement format, version 1: times in milliseconds, sizes in bytes beyond the inputs, errors as norms relative to
-fp64, None where there is no figure. A row whose `error` is not None has no figures of time or memory.
-
-On a GPU everybody runs twice a round, or until the host is ahead. `median_ms` begins on an idle device, which waits
-for the host to start the first kernels. `queued_ms` begins behind other work, as a loss does behind its towers in
-training: the host has run ahead, and this is the device's time alone, unless the host is still behind after
-LONGEST_LEAD_MS of other work.
+turns, one run of each per round, so that a ratio of times comes from one run. On a GPU everybody runs twice a round, or
+until the host is ahead: `median_ms` begins on an idle device, `queued_ms` behind other work (`timing`). A row's fields
+are those of the measurement format (`results`).
 
 `measure` does it for one package in a process of its own, so that no package inherits another's memory or library
-workspaces, and `write_results` keeps rows.
+workspaces.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
-import hashlib
-import importlib.metadata
 import importlib.util
 import itertools
 import json
 import math
-import os
-import platform
 import random
-import shlex
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from infcl_gen.emission.package import Package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.planning.levels import SPLIT_TERMS
 from infcl_gen.tuning.peers import PEERS, Inputs
 from infcl_gen.tuning.process import one_line, out_of_memory, timing_lock
-from infcl_gen.version import __version__
+from infcl_gen.tuning.results import blank_row
+from infcl_gen.tuning.timing import SEED, Timer, Times, floor_figures, time_figures
 
-SCHEMA_VERSION = 1
 TIMEOUT_S = 600.0
-FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is in memory, not in a cache
-CPU_FLUSH_BYTES = 64 << 20
-SEED = 0
-LONGEST_LEAD_MS = 40.0
-LEAD_SIDE = 4096  # of the products of a lead: 0.2 ms each on an H200, long enough for its host to start one
-LEAD_SAMPLE = 5  # of them are timed to know how many a lead takes
 LEAST_ROUNDS = 3
 WRONG = 0.25  # of the norm of loss, dq or dk: what roundings in bf16 never reach, and a wrong factor does
 RESULTS = ("loss", "dq", "dk", "dscale")
@@ -237,236 +217,6 @@ def measure_point(
     _release(inputs)
 
 
-class Times(NamedTuple):
-    """Milliseconds of one run from an idle device, and of another one behind other work (None on the CPU)."""
-
-    idle_ms: float
-    queued_ms: float | None
-
-
-class Timer:
-    """Times runs, each on a cold cache: by the GPU's own events, or by the clock on the CPU."""
-
-    def __init__(self, device: str, before: Callable[[], object] = lambda: None) -> None:
-        """`before` is enqueued last before a queued run."""
-        import torch
-
-        self._gpu, self._before = device == "cuda", before
-        size = FLUSH_BYTES if self._gpu else CPU_FLUSH_BYTES
-        self._flush = torch.empty(size, dtype=torch.uint8, device=device)
-        self._lead: _Lead | None = None
-
-    def times(self, run: Callable[[], object]) -> Times:
-        """Of two runs on a GPU, and of more where the host was late; of one on the CPU."""
-        idle_ms, host_ms = self.idle_ms(run)
-        if not self._gpu:
-            return Times(idle_ms, None)
-        for lead_ms in leads_ms(host_ms):
-            queued_ms, late = self.queued_ms(run, lead_ms)
-            if not late:
-                break
-        return Times(idle_ms, queued_ms)
-
-    def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Milliseconds of a run that begins on an idle device, and what it took the host to start everything."""
-        import torch
-
-        self._flush.zero_()
-        host_ms = 0.0
-
-        def watched() -> None:
-            nonlocal host_ms
-            started = time.perf_counter()
-            run()
-            host_ms = 1e3 * (time.perf_counter() - started)
-
-        if not self._gpu:
-            watched()
-            return host_ms, host_ms
-        torch.cuda.synchronize()
-        return self._watched(watched)[0], host_ms
-
-    def queued_ms(self, run: Callable[[], object], lead_ms: float) -> tuple[float, bool]:
-        """Milliseconds of a run behind `lead_ms` of other work, and whether the host was late: that work was over
-        before the host had started everything.
-
-        It is products, as towers have, then a flush of the cache. Behind 40 ms of memory traffic alone, in which the
-        board cools, a loss at B = 64k, D = 1024 took 42 ms on an H200; over and over it takes 48.
-        """
-        if self._lead is None:
-            self._lead = _Lead(self._flush.device)
-        self._lead.enqueue(lead_ms)
-        self._flush.zero_()
-        self._before()
-        return self._watched(run)
-
-    def _watched(self, run: Callable[[], object]) -> tuple[float, bool]:
-        """Milliseconds between two events around the run, and whether the first was over when the host was ready."""
-        import torch
-
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        late = start.query()
-        end.synchronize()
-        return float(start.elapsed_time(end)), bool(late)
-
-
-class _Lead:
-    """Other work for a GPU to be busy with."""
-
-    def __init__(self, device: Any) -> None:
-        import torch
-
-        generator = torch.Generator(device).manual_seed(SEED)  # the process's own draws stay what they were
-        shape = (2, LEAD_SIDE, LEAD_SIDE)
-        self._factors = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-        self._product = torch.empty_like(self._factors[0])
-        self._multiply()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(LEAD_SAMPLE):
-            self._multiply()
-        end.record()
-        end.synchronize()
-        self._product_ms = float(start.elapsed_time(end)) / LEAD_SAMPLE
-
-    def enqueue(self, lead_ms: float) -> None:
-        for _ in range(math.ceil(lead_ms / self._product_ms)):
-            self._multiply()
-
-    def _multiply(self) -> None:
-        import torch
-
-        torch.mm(*self._factors, out=self._product)
-
-
-def leads_ms(host_ms: float) -> Iterator[float]:
-    """How much other work a run is put behind whose host took `host_ms`: enough, or, where the host is late all the
-    same (a busy device may slow it), twice as much, up to LONGEST_LEAD_MS."""
-    lead_ms = min(1.5 * host_ms + 0.5, LONGEST_LEAD_MS)
-    yield lead_ms
-    while lead_ms < LONGEST_LEAD_MS:
-        lead_ms = min(2 * lead_ms, LONGEST_LEAD_MS)
-        yield lead_ms
-
-
-def times_ms(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:
-    """Times of `repeats` runs, each on a cold cache, after one that is not timed: on a GPU behind other work."""
-    timer = Timer(device)
-    run()
-    found = (timer.times(run) for _ in range(repeats))
-    return [times.idle_ms if times.queued_ms is None else times.queued_ms for times in found]
-
-
-def write_results(
-    path: Path,
-    rows: Sequence[dict[str, Any]],
-    command: str,
-    absent: Mapping[str, str] | None = None,
-    libraries: Iterable[str] = (),
-) -> None:
-    """Writes the rows with board and versions, atomically, with a checksum of the rows inside.
-
-    `absent` says of contestants that are not in the rows why; `libraries` are distributions whose versions count.
-    """
-    text = json.dumps(results(rows, command, absent, libraries), indent=1, allow_nan=False)
-    write_file(path, f"{text}\n".encode())
-
-
-def measured_before(
-    path: Path, libraries: Iterable[str] = ()
-) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
-    """Rows, absent peers and commands of a results file that is to be added to; nothing if there is none.
-
-    Raises InputError if it is of another board or of other versions.
-    """
-    if not path.exists():
-        return [], {}, []
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    for name, now in (("board", board()), ("versions", versions(libraries))):
-        if earlier[name] != now:
-            raise InputError(
-                f"{path}: was measured with another {name} ({earlier[name]}, now {now}); give another -o"
-            )
-    return earlier["rows"], earlier.get("absent", {}), earlier["command"].split("; ")
-
-
-def command_line(script: str, arguments: Sequence[str]) -> str:
-    """What a script was called with, less the file that it writes: where that was is of no use elsewhere."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and not argument.startswith("--output="):
-            skip = argument in ("-o", "--output")
-            kept += [] if skip else [argument]
-        else:
-            skip = False
-    return shlex.join(["python", script, *kept])
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Writes a file at once: it is complete, or as it was before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)  # mkstemp's files are private
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def results(
-    rows: Sequence[dict[str, Any]],
-    command: str,
-    absent: Mapping[str, str] | None = None,
-    libraries: Iterable[str] = (),
-) -> dict[str, Any]:
-    """The measurement format, version 1."""
-    found = {
-        "schema_version": SCHEMA_VERSION,
-        "board": board(),
-        "versions": versions(libraries),
-        "command": command,
-        "checksum": checksum(rows),
-        "rows": list(rows),
-    }
-    return found if absent is None else {**found, "absent": dict(absent)}
-
-
-def checksum(rows: Sequence[dict[str, Any]]) -> str:
-    """Of the rows, as the files carry it."""
-    return hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()
-
-
-def board() -> str:
-    """The GPU's name, as its driver gives it."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-
-
-def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
-    """What a measurement depends on."""
-    import torch
-
-    found = {"infcl_gen": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    if importlib.util.find_spec("triton") is not None:  # not on every system
-        import triton
-
-        found["triton"] = triton.__version__
-    found["cuda"] = str(torch.version.cuda)
-    for name in libraries:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.setdefault(name, importlib.metadata.version(name))
-    return found
-
-
 def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -> Any:
     """Random features of unit norm that ask for gradients; the same on every run."""
     import torch
@@ -521,48 +271,6 @@ def empty_row(point: Point, name: str) -> dict[str, Any]:
     sizes = {field: getattr(point, field) for field in ("loss", "batch", "keys", "dim", "dtype", "precision")}
     package = Path(name).name if is_package else None
     return blank_row(sizes, 1, "infcl" if is_package else name, package, point.scale)
-
-
-def blank_row(
-    sizes: Mapping[str, Any], ranks: int, impl: str, package: str | None, scale: float
-) -> dict[str, Any]:
-    """The fields of the measurement format in their order; what is to be measured is None."""
-    times = ("median_ms", "mean_ms", "std_ms", "repeats", "queued_ms", "queued_std_ms")
-    figures = (*times, "peak_bytes", "floor_ms", "queued_floor_ms", "err", "error")
-    planned = ("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms", "predicted_queued_ms")
-    who = {"ranks": ranks, "impl": impl, "package": package, "scale": scale}
-    return {**sizes, **who, **dict.fromkeys((*planned, *figures))}
-
-
-def time_figures(times: Sequence[Times]) -> dict[str, Any]:
-    """What a row says of the times of some runs."""
-    idle = [found.idle_ms for found in times]
-    queued = _queued(times)
-    return {
-        "median_ms": statistics.median(idle),
-        "mean_ms": statistics.fmean(idle),
-        "std_ms": _spread(idle),
-        "repeats": len(times),
-        "queued_ms": statistics.median(queued) if queued else None,
-        "queued_std_ms": _spread(queued) if queued else None,
-    }
-
-
-def floor_figures(times: Sequence[Times]) -> dict[str, float | None]:
-    """The same of the bare products; nothing where they could not be timed."""
-    idle, queued = [found.idle_ms for found in times], _queued(times)
-    return {
-        "floor_ms": statistics.median(idle) if idle else None,
-        "queued_floor_ms": statistics.median(queued) if queued else None,
-    }
-
-
-def _queued(times: Sequence[Times]) -> list[float]:
-    return [found.queued_ms for found in times if found.queued_ms is not None]
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _without_figures(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.problem import show
-from infcl_gen.tuning.bench import GENERATED, write_file
+from infcl_gen.tuning.bench import GENERATED
+from infcl_gen.tuning.results import write_file
 
 FORMATS = (".svg", ".png", ".pdf")
 

@@ -31,9 +31,11 @@ from typing import Any
 
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.tuning.bench import Timer, Times, blank_row, features, leads_ms, time_figures
+from infcl_gen.tuning.bench import features
 from infcl_gen.tuning.peers import open_clip_loss
 from infcl_gen.tuning.process import one_line, timing_lock
+from infcl_gen.tuning.results import blank_row
+from infcl_gen.tuning.timing import Timer, Times, leads_ms, time_figures
 from infcl_gen.verification.memory import PeakMeter
 
 TIMEOUT_S = 600.0

@@ -16,7 +16,7 @@ from infcl_gen.emission import simulate_problem
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.planning.timeline import LEAD_S
 from infcl_gen.problem import MAX_DEVICES, ClusterFile, Problem, bytes_text, make_problem, read_cluster
-from infcl_gen.tuning.bench import SCHEMA_VERSION, checksum
+from infcl_gen.tuning.results import SCHEMA_VERSION, checksum
 from infcl_gen.version import __version__
 
 DEVICES_PER_NODE = 8

@@ -46,7 +46,8 @@ def run(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
     import torch
 
     from infcl_gen.emission import import_package
-    from infcl_gen.tuning.bench import features, times_ms, training_step
+    from infcl_gen.tuning.bench import features, training_step
+    from infcl_gen.tuning.timing import times_ms
     from infcl_gen.verification.gate import failures
     from infcl_gen.verification.properties import ROWS, check_package
     from infcl_gen.verification.worker import LARGE_ROWS

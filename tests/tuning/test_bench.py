@@ -21,11 +21,12 @@ import infcl_gen
 from infcl_gen import cli
 from infcl_gen.emission import read_package
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.tuning import bench, peers
-from infcl_gen.tuning.bench import command_line, measure_package, measure_point, point_of, write_results
+from infcl_gen.tuning import bench, peers, timing
+from infcl_gen.tuning.bench import measure_package, measure_point, point_of
 from infcl_gen.tuning.contest import Contest, Limits, generated, run, table
 from infcl_gen.tuning.peers import PEERS, Inputs, LossFunction, Peer, chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
+from infcl_gen.tuning.results import checksum, command_line, write_results
 from infcl_gen.verification.memory import PeakMeter
 from tests.tuning.libraries import write_libraries
 
@@ -173,7 +174,7 @@ def test_a_host_that_is_late_is_given_more_time(busy_host_ms: float, leads: list
     """Its 2 ms on an idle device ask for 3.5 ms of other work; behind that it may take longer."""
     given: list[float] = []
 
-    class Late(bench.Timer):
+    class Late(timing.Timer):
         def __init__(self) -> None:
             self._gpu = True
 
@@ -186,7 +187,7 @@ def test_a_host_that_is_late_is_given_more_time(busy_host_ms: float, leads: list
 
     times = Late().times(lambda: None)
     assert given == leads and times.idle_ms == 6.0
-    assert (times.queued_ms == 5.0) == (busy_host_ms <= bench.LONGEST_LEAD_MS)
+    assert (times.queued_ms == 5.0) == (busy_host_ms <= timing.LONGEST_LEAD_MS)
 
 
 def test_memory_includes_the_gradients_that_are_returned(
@@ -385,7 +386,7 @@ def test_results_are_valid_json_and_written_at_once(
     )
     written = json.loads(file.read_text())
     assert written["rows"] == rows and written["schema_version"] == 1 and written["command"] == "a command"
-    assert written["checksum"] == bench.checksum(rows) and written["absent"] == {
+    assert written["checksum"] == checksum(rows) and written["absent"] == {
         "memeff": "memeff is not installed"
     }
     assert written["board"] and {"torch", "triton", "click"} <= set(written["versions"])
@@ -606,7 +607,7 @@ def test_the_grid_goes_on_where_it_stopped(
     ]
     for row in rows:
         assert_is_row(row)
-    monkeypatch.setattr("infcl_gen.tuning.bench.board", lambda: "another board")
+    monkeypatch.setattr("infcl_gen.tuning.results.board", lambda: "another board")
     with pytest.raises(InputError, match="another board"):
         grid("--batches", "96")
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 import infcl_gen
 from infcl_gen import cli
 from infcl_gen.errors import InputError
-from infcl_gen.tuning.bench import checksum
+from infcl_gen.tuning.results import checksum
 from infcl_gen.tuning.scaling import cells, clusters, simulated
 
 ROOT = Path(__file__).resolve().parents[2]
