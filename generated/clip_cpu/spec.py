@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "daa0823ba225ea90ac58cd5afdb04de3358d95ee64aa9d4c5daa10ac3c31605b",
+    "digest": "974a4d89279cb5846c7f113721078649ad1effa83c5a99c708f47428c2985cb6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

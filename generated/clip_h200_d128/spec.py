@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "8e824bb9144a57c1222bcc00d7c497ffb7a3ed7bf14843cdfe751a2aea953a14",
+    "digest": "50709503e45c8ca1cb2b6a0171d233f8a78d237b06ef23c2507776f3b744909e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "978cea954b4715e659a3da4f1e3dea809c8e2a693099c1a50ab3d11df5c0c4cc",
+    "digest": "4cd5a68e3800c07715d3c1f90c26bb4dee13f14d0f8767bfbf6252a27bfb37d9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

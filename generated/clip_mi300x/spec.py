@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "0dc7c2641ec2a995a6203564ae3022330d8b1598ceba18bfb818488f1a04d193",
+    "digest": "d623ff9afd55bb5029b95b292a8cf20537a0878845fe49a1d0b91c269d700d5b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

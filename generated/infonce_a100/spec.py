@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "ecd5d203bd828aaefbb14e71d5bb6f7bdff7af7cfb90bea40895463d6b2a8285",
+    "digest": "ed82b8058dca116c147e69d08917f5229eb1da7d0922c76c8857bad35c3605e1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

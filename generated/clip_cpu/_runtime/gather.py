@@ -36,7 +36,7 @@ class Gather:
         self.accumulator: Tensor | None = None
         here = ring.rank
         others = [rank for rank in range(ring.size) if rank != here]
-        # Who works on the own keys, and whose keys are worked on here: between others there are no messages.
+        # Who works on the own keys, and whose keys are worked on here: only there go keys, and gradients home.
         self._guests = [rank for rank in others if layout.keys[here] and layout.rows[rank]]
         self._owners = [rank for rank in others if layout.keys[rank] and layout.rows[here]]
         # In the order of a ring, in which no two ranks work on the same keys.
