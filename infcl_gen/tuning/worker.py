@@ -129,10 +129,10 @@ def _largest(rows: Any, true: Any) -> Any:
 
 def _compile(folder: Path, target: str, kernels: list[str]) -> list[dict[str, Any]]:
     from infcl_gen.emission import read_package
-    from infcl_gen.verification.aot import compile_kernel
+    from infcl_gen.verification.aot import compile_variants
 
     spec = read_package(folder).spec
-    return [vars(compile_kernel(folder, spec, kernel, target)) for kernel in kernels]
+    return [vars(used) for kernel in kernels for used in compile_variants(folder, spec, kernel, target)]
 
 
 if __name__ == "__main__":

@@ -136,10 +136,17 @@ def kernel_names(module: ModuleType) -> list[str]:
     ]
 
 
+def compile_variants(package: Path, spec: dict[str, Any], kernel: str, target: str) -> list[Resources]:
+    """`compile_kernel` in all ways in which the schedule launches it: on ragged sizes a kernel may spill that fits on
+    whole tiles."""
+    ways = variants(spec, target, getattr(load_kernels(package), kernel))
+    return [compile_kernel(package, spec, kernel, target, inputs) for inputs in ways]
+
+
 def compile_kernel(
-    package: Path, spec: dict[str, Any], kernel: str, target: str, inputs: Inputs | None = None
+    package: Path, spec: dict[str, Any], kernel: str, target: str, inputs: Inputs
 ) -> Resources:
-    """Compiles one kernel as its schedule launches it and reads the resources off the binary."""
+    """Compiles one kernel as its schedule launches it on such inputs and reads the resources off the binary."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -147,7 +154,6 @@ def compile_kernel(
     module = load_kernels(package)
     function = getattr(module, kernel)
     launch = spec["launches"][kernel]
-    inputs = inputs or variants(spec, target, function)[0]
     constants: dict[str, Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

@@ -26,6 +26,7 @@ from infcl_gen.problem import make_problem
 from infcl_gen.tuning import search
 from infcl_gen.tuning.process import Process
 from infcl_gen.tuning.search import Case, Limits, tune
+from infcl_gen.verification.aot import aot_checks
 from tests.tuning.program import OTHER, short_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -159,6 +160,23 @@ def test_candidates_are_compiled_before_they_are_run(tmp_path: Path) -> None:
     assert [entry.status for entry in run.entries[:2]] == ["", ""]
     for entry in run.entries[2:]:
         assert entry.status in ("spills", "does not compile") and entry.detail
+
+
+def test_a_candidate_may_spill_on_no_size(tmp_path: Path) -> None:
+    """As `verify --aot` will judge the winner: the wide forward of these tiles spills where sizes are ragged, alone."""
+    package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
+    tiles = {"rows": "128", "keys": "256", "depth": "64", "warps": "8", "stages": "4"}
+    settings = tuple(sorted((f"forward.{name}", value) for name, value in tiles.items()))
+    run = search._Family(
+        search._case(read_package(package).spec), "forward", (), Limits(), tmp_path, None, None
+    )
+    run.entries = [search._Entry((), tmp_path / "c0"), search._Entry(settings, tmp_path / "c1")]
+    run._judge_legality()
+    run._compile(math.inf)
+    rows = aot_checks(tmp_path / "c1", ["sm_90"])
+    (wide,) = [row for row in rows if row["check"].endswith("forward_wide")]
+    assert not wide["passed"] and all(row["passed"] for row in rows if row is not wide)
+    assert run.entries[1].status == "spills" and "forward_wide" in run.entries[1].detail
 
 
 def test_compiling_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
