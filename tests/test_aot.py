@@ -69,6 +69,13 @@ def check(rows: list[dict[str, Any]], package: Path, target: str, *kernels: str)
         assert 0 < row["registers"] <= (512 if target.startswith("gfx") else 255), row
 
 
+def clip(folder: Path, target: str, **flags: Any) -> Path:
+    """A package of 64k x 768, planned for the board of that architecture."""
+    return infcl_gen.generate(
+        output=folder / "clip", batch_size="64k", dim=768, device_profile=BOARDS[target], **flags
+    )
+
+
 @pytest.mark.parametrize("package", GOLDEN, ids=lambda folder: folder.name)
 def test_golden_packages_for_their_own_boards(package: Path, cache: Path) -> None:
     arch = load_profile(read_package(package).spec["problem"]["device_profile"]).arch
@@ -77,42 +84,21 @@ def test_golden_packages_for_their_own_boards(package: Path, cache: Path) -> Non
 
 @pytest.mark.parametrize("target", SHARED_BYTES)
 def test_clip_planned_for_each_architecture(target: str, cache: Path, tmp_path: Path) -> None:
-    package = infcl_gen.generate(
-        output=tmp_path / "clip",
-        loss="clip",
-        batch_size="64k",
-        dim=768,
-        memory_budget="1GiB",
-        device_profile=BOARDS[target],
-    )
+    package = clip(tmp_path, target, memory_budget="1GiB")
     assert load_profile(BOARDS[target]).arch == target
     check(resources(package, target, cache), package, target)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_what_a_gather_adds_up(target: str, cache: Path, tmp_path: Path) -> None:
-    package = infcl_gen.generate(
-        output=tmp_path / "clip",
-        batch_size="64k",
-        dim=768,
-        devices=4,
-        device_profile=BOARDS[target],
-        settings=(("transport", "gather"),),
-    )
+    package = clip(tmp_path, target, devices=4, settings=(("transport", "gather"),))
     check(resources(package, target, cache, "merge_ranks"), package, target, "merge_ranks")
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_tiles_that_a_stash_stores(target: str, cache: Path, tmp_path: Path) -> None:
     """Through tensor descriptors; and the gradient of what is not kept."""
-    package = infcl_gen.generate(
-        output=tmp_path / "clip",
-        batch_size="64k",
-        dim=768,
-        memory_budget="40GiB",
-        device_profile=BOARDS[target],
-        settings=(("strategy", "stash"),),
-    )
+    package = clip(tmp_path, target, memory_budget="40GiB", settings=(("strategy", "stash"),))
     kernels = ("forward", "gradient", "gradient_from_stash")
     check(resources(package, target, cache, *kernels), package, target, *kernels)
 

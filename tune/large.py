@@ -26,6 +26,8 @@ from infcl_gen.tuning.ring_bench import measure_ring
 from infcl_gen.tuning.timing import Timer, Times, time_figures
 from infcl_gen.verification.memory import PeakMeter
 
+SIZES = ("batch", "dim", "ranks", "budget_bytes")  # a row is measured again where these are the same
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -35,26 +37,25 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--memory-budget", default="40GiB")
     given = parser.parse_args()
-    batches = list(map(parse_count, given.batches.split(",")))
-    earlier, _, commands = measured_before(given.output)
-    again = {(batch, given.dim, given.ranks) for batch in batches}
-    rows = [row for row in earlier if (row["batch"], row["dim"], row["ranks"]) not in again]
-    command = "; ".join(dict.fromkeys([*commands, command_line("tune/large.py", sys.argv[1:])]))
-    for batch in batches:
+    rows, _, command = measured_before(given.output, command_line("tune/large.py", sys.argv[1:]))
+    failed = False
+    for batch in map(parse_count, given.batches.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             settings = {"strategy": "panel"} | ({"transport": "ring"} if given.ranks > 1 else {})
             flags = {"memory_budget": given.memory_budget, "devices": given.ranks, "set": settings}
             problem = make_problem(batch_size=batch, dim=given.dim, **flags)
             package = infcl_gen.generate(problem, Path(folder) / "package")
-            rows += (
-                [_once(package, batch)]
-                if given.ranks == 1
-                else measure_ring([package], given.ranks, once=True)
-            )
+            if given.ranks == 1:
+                fresh = _once(package, batch)
+            else:
+                (fresh,) = measure_ring([package], given.ranks, once=True)
         shown = ("batch", "median_ms", "predicted_ms", "peak_bytes", "predicted_peak_bytes", "error")
-        print({name: rows[-1][name] for name in shown}, flush=True)
-        write_results(given.output, sorted(rows, key=lambda row: row["batch"]), command)
-    sys.exit(5 if any(row["error"] for row in rows) else 0)
+        print({name: fresh[name] for name in shown}, flush=True)
+        rows = [row for row in rows if any(row[name] != fresh[name] for name in SIZES)] + [fresh]
+        rows.sort(key=lambda row: row["batch"])
+        write_results(given.output, rows, command)
+        failed |= fresh["error"] is not None
+    sys.exit(5 if failed else 0)
 
 
 def _once(folder: Path, batch: int) -> dict[str, Any]:

@@ -67,9 +67,8 @@ def main() -> int:
     everywhere = chosen_peers(given.against)
     everybody = tuple({peer.name: peer for peer in (*everywhere, *chosen_peers(given.others))}.values())
     libraries = [peer.distribution for peer in everybody]
-    rows, absent, commands = measured_before(given.output, libraries)
     now = command_line("tune/speed_grid.py", sys.argv[1:])
-    command = "; ".join(dict.fromkeys([*commands, now]))
+    rows, absent, command = measured_before(given.output, now, libraries)
     deadline = time.monotonic() + 60 * given.minutes
     limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
     left = 0

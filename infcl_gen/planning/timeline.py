@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # and launches. `python tune/scaling.py --compare` shows measured rows beside their simulated times.
 HOST_MESSAGE_S = 100e-6  # one batch of sends and receives, on the host
 HOST_PEER_S = 20e-6  # each further peer in a batch
-# Control exchange, of each other rank: to post, to read and compare; and until one is heard.
+# Control exchange, of each other rank: to post, to read and compare; and until it is heard, where hosts begin together.
 TELL_PEER_S, READ_PEER_S, HEARD_S = 90e-6, 40e-6, 200e-6
 # Of what a step costs the host after its start: between forward's launches and backward's.
 BEFORE_BACKWARD = 0.6
@@ -224,20 +224,18 @@ class _Step:
         work = self._works[phase]
         for rank in self._ranks:
             self._enqueue(self._host, rank, "host", f"{phase}, start", self._host_s[phase])
-        gather = self._schedule.transport == "gather"
-        told = None if gather and phase == "backward" else self._tell(phase)
-        sweep = {"none": self._alone, "ring": self._rotate, "gather": self._gather}
-        sweep[self._schedule.transport](phase, told)
+        {"none": self._alone, "ring": self._rotate, "gather": self._gather}[self._schedule.transport](phase)
         for rank in self._ranks:
             self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
             self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, self._sums[rank])
             self._keys[rank], self._sums[rank] = [], []
 
-    def _alone(self, phase: str, told: list[Task] | None) -> None:
+    def _alone(self, phase: str) -> None:
         self._work(phase, 0)
 
-    def _rotate(self, phase: str, told: list[Task] | None) -> None:
+    def _rotate(self, phase: str) -> None:
         """The keys go round, as the runtime's `Rotation` lets them."""
+        told = self._tell(phase)
         for hop in range(self._schedule.world_size + 1):
             before = [list(tasks) for tasks in self._kernels]
             if hop:
@@ -248,11 +246,11 @@ class _Step:
                 self._agree(phase, told)
                 self._post(phase, hop, before)  # not after the work
 
-    def _gather(self, phase: str, told: list[Task] | None) -> None:
+    def _gather(self, phase: str) -> None:
         """Everybody sends to everybody, as the runtime's `ForwardGather` and `BackwardGather` let them."""
         work, last = self._works[phase], self._schedule.world_size - 1
         if phase == "forward":
-            self._agree(phase, told)
+            self._agree(phase, self._tell(phase))
             keys = self._message(f"{phase}, keys", self._to_all(work.keys_bytes), self._kernels)
             self._work(phase, 0)
             self._keys = keys
@@ -263,9 +261,10 @@ class _Step:
                 done = self._message(f"{phase}, sums", to_all, self._kernels)
                 self._kernels = [[*self._kernels[rank], *done[rank]] for rank in self._ranks]
         else:
-            for hop in range(last):
+            self._work(phase, 0)
+            told = self._tell(phase)
+            for hop in range(1, last):
                 self._work(phase, hop)
-                told = told or self._tell(phase)
             self._agree(phase, told)
             home = self._message(f"{phase}, sums", self._to_all(work.sums_bytes), self._kernels)
             self._work(phase, last)
@@ -284,8 +283,7 @@ class _Step:
             self._kernels[rank].append(launched)  # the last kernel is not over before its launch
 
     def _tell(self, phase: str) -> list[Task]:
-        """The control exchange: every rank's host tells all others, before its work or, in backward of a gather, behind
-        the first; when each is heard."""
+        """The control exchange: every rank's host tells all others; when each is heard."""
         seconds = TELL_PEER_S * (self._schedule.world_size - 1) * self._communicate
         told = [self._enqueue(self._host, rank, "host", f"{phase}, tell", seconds) for rank in self._ranks]
         heard_s = HEARD_S * (seconds > 0)
@@ -293,10 +291,9 @@ class _Step:
             self._events.task(task.rank, "heard", "host", f"{phase}, tell", heard_s, [task]) for task in told
         ]
 
-    def _agree(self, phase: str, told: list[Task] | None) -> None:
+    def _agree(self, phase: str, told: list[Task]) -> None:
         """Every rank's host reads what each has said."""
         if self._communicate:
-            assert told is not None
             seconds = READ_PEER_S * (self._schedule.world_size - 1)
             for rank in self._ranks:
                 self._enqueue(self._host, rank, "host", f"{phase}, agree", seconds, told)

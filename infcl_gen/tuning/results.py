@@ -53,21 +53,23 @@ def write_results(
 
 
 def measured_before(
-    path: Path, libraries: Iterable[str] = ()
-) -> tuple[list[dict[str, Any]], dict[str, str], list[str]]:
-    """Rows, absent peers and commands of a results file that is to be added to; nothing if there is none.
+    path: Path, command: str, libraries: Iterable[str] = ()
+) -> tuple[list[dict[str, Any]], dict[str, str], str]:
+    """Rows and absent peers of a results file that `command` adds to (nothing if there is none), and what to call the
+    command of both.
 
     Raises InputError if it is of another board or of other versions.
     """
     if not path.exists():
-        return [], {}, []
+        return [], {}, command
     earlier = json.loads(path.read_text(encoding="utf-8"))
     for name, now in (("board", board()), ("versions", versions(libraries))):
         if earlier[name] != now:
             raise InputError(
                 f"{path}: was measured with another {name} ({earlier[name]}, now {now}); give another -o"
             )
-    return earlier["rows"], earlier.get("absent", {}), earlier["command"].split("; ")
+    commands = dict.fromkeys([*earlier["command"].split("; "), command])
+    return earlier["rows"], earlier.get("absent", {}), "; ".join(commands)
 
 
 def measurement(
