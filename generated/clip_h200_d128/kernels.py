@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 DIM = tl.constexpr(128)
-FORWARD_ROWS = tl.constexpr(128)
-FORWARD_KEYS = tl.constexpr(128)
-FORWARD_DEPTH = tl.constexpr(64)
+FORWARD_ROWS = tl.constexpr(64)
+FORWARD_KEYS = tl.constexpr(256)
+FORWARD_DEPTH = tl.constexpr(128)
 FUSED_ROWS = tl.constexpr(64)
 FUSED_KEYS = tl.constexpr(128)
 FUSED_DEPTH = tl.constexpr(128)
@@ -135,11 +135,12 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
     smallest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     largest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     lane_sums = tl.zeros((KEY_LANES, FORWARD_KEYS), tl.float32)
-    for row_block in tl.range(first_block, stop_block, flatten=True):
+    visiting = load_block(k, key0, 0, keys, k_row_stride, k_depth_stride, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+    for row_block in range(first_block, stop_block):
         row0 = row_block * FORWARD_ROWS
         rows = row0 + tl.arange(0, FORWARD_ROWS)
-        z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                       FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+        own = load_block(q, row0, 0, queries, q_row_stride, q_depth_stride, FORWARD_ROWS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+        z = tl.dot(own, visiting.T, input_precision="ieee")
         p = tl.exp2(tl.fma(z, slope, -shared))
         if MASKED:
             p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)

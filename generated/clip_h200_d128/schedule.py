@@ -1,6 +1,6 @@
 """One device's sweep of clip_h200_d128: which panel is computed when, and by which kernel.
 
-    forward   panels of 16384 queries x 16384 keys -> partial sums -> merged into the statistics
+    forward   panels of 32768 queries x 32768 keys -> partial sums -> merged into the statistics
     backward  fused: g never leaves the multiprocessor; one launch for dq, one for dk
 """
 
@@ -17,8 +17,8 @@ OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
 GRADIENT_EXPONENT = 0
 DIM = 128
 POSITIVE_PARTS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums
-FORWARD_ROWS = 16384  # forward panel
-FORWARD_KEYS = 16384
+FORWARD_ROWS = 32768  # forward panel
+FORWARD_KEYS = 32768
 PANEL_ROWS = 65536  # backward panel; on a group of one the query gradient accumulates over this many rows
 PANEL_KEYS = 65536
 FINISH_ROWS = 16
@@ -141,7 +141,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
         kernels.forward_wide, grid,
         q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q.stride(), *k.stride(), WIDEN=INTERPRETED,
-        num_warps=8, num_stages=2)
+        num_warps=16, num_stages=2)
     return strip
 
 

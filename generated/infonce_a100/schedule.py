@@ -1,6 +1,6 @@
 """One device's sweep of infonce_a100_d768: which panel is computed when, and by which kernel.
 
-    forward   panels of 16384 queries x 16384 keys -> partial sums -> merged into the statistics
+    forward   panels of 32768 queries x 32768 keys -> partial sums -> merged into the statistics
     backward  panels of 16384 queries x 16384 keys of g -> dq += g k, dk += g^T q
 """
 
@@ -17,13 +17,13 @@ OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
 GRADIENT_EXPONENT = 0
 DIM = 768
 POSITIVE_PARTS = 2  # what is kept of each query's positive: z, and the reference of its row in the sums
-FORWARD_ROWS = 16384  # forward panel
-FORWARD_KEYS = 16384
+FORWARD_ROWS = 32768  # forward panel
+FORWARD_KEYS = 32768
 PANEL_ROWS = 16384  # backward panel; on a group of one the query gradient accumulates over this many rows
 PANEL_KEYS = 16384
 FINISH_ROWS = 16
 LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
-FORWARD_STRIPS = 32  # at most, for each block of keys
+FORWARD_STRIPS = 16  # at most, for each block of keys
 FORWARD_PROGRAMS = 108  # that run at once
 GRADIENT_STRIPS = 32
 GRADIENT_PROGRAMS = 108

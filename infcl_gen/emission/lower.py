@@ -29,7 +29,6 @@ from infcl_gen.planning.levels import (
     most_strips,
     operand_dtype,
     resident_programs,
-    stores_tiles,
     wide_rows,
 )
 from infcl_gen.planning.records import own_settings
@@ -305,17 +304,14 @@ def _strip_context(plan: Plan, profile: DeviceProfile) -> dict[str, Any]:
     walking = {name: plan.blocks[name] for name in panels if name in plan.blocks}
     tiles = [block.rows for block in walking.values()]
     waves = RING_WAVES if plan.world_size > 1 else 1
-    dtype = operand_dtype(plan.dtype, plan.split)
     return {
         "waves": waves,
         "wide_rows": 0 if _exact(plan) else min(wide_rows(profile), *tiles),
         "fused_wide_keys": min(32, plan.blocks["fused"].keys) if plan.strategy == "fused" else 0,
         "key_lanes": key_lanes(forward, profile),
+        "keeps_keys": plan.specialisation.keeps_keys("forward", forward),
         "programs": {
-            name: waves
-            * resident_programs(
-                name, block, profile, dtype, stores_tiles(name, plan.strategy, plan.descriptors)
-            )
+            name: waves * resident_programs(name, block, profile, plan.specialisation)
             for name, block in walking.items()
         },
         "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},

@@ -65,6 +65,38 @@ class Block:
         return dataclasses.asdict(self)
 
 
+@dataclasses.dataclass(frozen=True)
+class Specialisation:
+    """What the kernels of a package are made for, beside the board: what their blocks' legality depends on."""
+
+    strategy: str
+    dtype: str  # of the features
+    dim: int
+    descriptors: bool
+    split: bool = False
+
+    @property
+    def operand_dtype(self) -> str:
+        return operand_dtype(self.dtype, self.split)
+
+    @property
+    def operand_bytes(self) -> int:
+        return DTYPE_BYTES[self.operand_dtype]
+
+    def inner_dim(self, kernel: str) -> int:
+        return inner_dim(kernel, self.dim, self.split)
+
+    def stores_tiles(self, kernel: str) -> bool:
+        """Whether a kernel stores its tiles in the background, through shared memory: the forward of a stash."""
+        return kernel == "forward" and self.strategy == "stash" and self.descriptors
+
+    def keeps_keys(self, kernel: str, block: Block) -> bool:
+        """Whether a program reads its keys once: the forward does, where one step covers their depth and tensor cores
+        read shared memory; not of fp32 operands, whose forward has other arithmetic."""
+        whole = block.depth >= padded_dim(self.inner_dim(kernel))
+        return kernel == "forward" and whole and self.descriptors and self.operand_bytes == 2
+
+
 def padded_dim(dim: int) -> int:
     """The next power of two, at least 16 (the smallest block dimension)."""
     return max(16, 1 << (dim - 1).bit_length())
@@ -81,12 +113,8 @@ def inner_dim(kernel: str, dim: int, split: bool) -> int:
 
 
 def default_blocks(
-    strategy: str,
     profile: DeviceProfile,
-    dtype: str,
-    dim: int,
-    descriptors: bool,
-    split: bool = False,
+    special: Specialisation,
     rows: int = LARGE,
     keys: int = LARGE,
     chosen: Collection[str] = (),
@@ -98,67 +126,60 @@ def default_blocks(
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
-    size = DTYPE_BYTES[operand_dtype(dtype, split)]
-    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if size == 2 else 4]
-    if strategy == "fused" and DTYPE_BYTES[dtype] != 2:
+    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if special.operand_bytes == 2 else 4]
+    strategy, widest = special.strategy, padded_dim(special.dim)
+    if strategy == "fused" and DTYPE_BYTES[special.dtype] != 2:
         raise InputError(
-            f"fused keeps a gradient row in registers, too many of them for {dtype}; valid: bf16, fp16"
+            f"fused keeps a gradient row in registers, too many of them for {special.dtype}; valid: bf16, fp16"
         )
     blocks: dict[str, Block] = {}
     for kernel in KERNELS_OF[strategy]:
         if kernel == "fused":
-            base = dataclasses.replace(
-                table["fused128" if padded_dim(dim) <= 128 else "fused256"], depth=padded_dim(dim)
-            )
+            base = dataclasses.replace(table["fused128" if widest <= 128 else "fused256"], depth=widest)
         elif kernel == "product":
-            base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, padded_dim(dim)))
+            base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, widest))
         else:
-            inner = inner_dim(kernel, dim, split)
-            found = _tabulated(table, kernel, strategy, inner, descriptors)
+            found = _tabulated(table, kernel, special)
             tiles = (
                 "gradient" if strategy == "stash" and kernel == "forward" else kernel
             )  # whose tiles these are
             base = found if tiles in chosen else _spread(kernel, found, profile, rows, keys)
-            base = dataclasses.replace(base, depth=min(base.depth, padded_dim(inner)))
+            base = dataclasses.replace(base, depth=min(base.depth, padded_dim(special.inner_dim(kernel))))
             if strategy == "stash" and kernel == "gradient":  # its tiles are those that the forward has kept
                 base = dataclasses.replace(base, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
-        stored = stores_tiles(kernel, strategy, descriptors)
-        blocks[kernel] = _shrink(kernel, base, profile, dtype, dim, descriptors, split, stored)
+        blocks[kernel] = _shrink(kernel, base, profile, special)
     return blocks
 
 
-def _tabulated(table: dict[str, Block], kernel: str, strategy: str, inner: int, descriptors: bool) -> Block:
+def _tabulated(table: dict[str, Block], kernel: str, special: Specialisation) -> Block:
     """A kernel's block for any number of rows and keys; of a stash, whose forward keeps the gradient's tiles."""
+    inner = special.inner_dim(kernel)
     found = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
-    if strategy != "stash" or kernel not in ("forward", "gradient"):
-        return found
-    tile = table["gradient"]
-    if stores_tiles("forward", strategy, descriptors):
-        found, tile = table.get(f"stored {kernel}", found), table.get("stored gradient", tile)
-    return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
+    if special.strategy == "stash" and kernel in ("forward", "gradient"):
+        tile = table["gradient"]
+        if special.stores_tiles("forward"):
+            found, tile = table.get(f"stored {kernel}", found), table.get("stored gradient", tile)
+        return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
+    shallow = table.get(f"shallow {kernel}", found)
+    return shallow if special.keeps_keys(kernel, shallow) else found
 
 
-def stores_tiles(kernel: str, strategy: str, descriptors: bool) -> bool:
-    """Whether a kernel stores its tiles in the background, through shared memory: the forward of a stash."""
-    return kernel == "forward" and strategy == "stash" and descriptors
+def shared_bytes(kernel: str, block: Block, special: Specialisation) -> int:
+    """Shared memory that the block's operand tiles take: over all pipeline stages, what stays in the program once.
 
-
-def shared_bytes(kernel: str, block: Block, dtype: str, stored: bool = False) -> int:
-    """Shared memory that the block's operand tiles take, over all pipeline stages.
-
-    If tiles are `stored` through it (`stores_tiles`), also half of one in bf16; and a whole one where warps lie side by
-    side (16 rows each), of which one then holds nothing of a half: the halves change hands.
+    Where tiles are stored through it, also half of one in bf16; and a whole one where warps lie side by side (16 rows
+    each), of which one then holds nothing of a half: the halves change hands.
     """
-    size = DTYPE_BYTES[dtype]
     if kernel == "finish":
         return 0
+    rows, keys = block.stages * block.rows, block.stages * block.keys
     if kernel == "fused":  # the owned rows stay, the visiting ones are pipelined
-        return (block.rows + block.stages * block.keys) * block.depth * size
+        rows = block.rows
+    elif special.keeps_keys(kernel, block):
+        keys = block.keys
     copies = 3 if block.rows < 16 * block.warps else 1
-    return (
-        block.stages * (block.rows + block.keys) * block.depth * size
-        + stored * copies * block.rows * block.keys
-    )
+    stored = copies * block.rows * block.keys if special.stores_tiles(kernel) else 0
+    return (rows + keys) * block.depth * special.operand_bytes + stored
 
 
 def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
@@ -169,14 +190,12 @@ def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
     return -(-elements // (block.warps * warp_size))
 
 
-def resident_programs(
-    kernel: str, block: Block, profile: DeviceProfile, dtype: str, stored: bool = False
-) -> int:
+def resident_programs(kernel: str, block: Block, profile: DeviceProfile, special: Specialisation) -> int:
     """Programs of a kernel that the board runs at once: what shared memory and registers of each multiprocessor hold.
 
     A thread is taken to need 96 registers beside its accumulators.
     """
-    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, dtype, stored), 1)
+    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, special), 1)
     registers = accumulator_registers(kernel, block, profile.warp_size) + 96
     by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
     return profile.multiprocessors * max(1, min(by_memory, by_registers))
@@ -204,16 +223,7 @@ def wide_rows(profile: DeviceProfile) -> int:
     return 32 if profile.arch in ("sm_80", "sm_86", "sm_89", "sm_120") else 64
 
 
-def violations(
-    kernel: str,
-    block: Block,
-    profile: DeviceProfile,
-    dtype: str,
-    dim: int,
-    descriptors: bool,
-    split: bool = False,
-    stored: bool = False,
-) -> tuple[str, ...]:
+def violations(kernel: str, block: Block, profile: DeviceProfile, special: Specialisation) -> tuple[str, ...]:
     """Why the block is illegal for this kernel on this board, naming field and limit; () if it is legal."""
     found: list[str] = []
     if kernel not in KERNELS:
@@ -226,13 +236,13 @@ def violations(
         found.append(f"warps = {block.warps} is not a power of two from 1 to {profile.max_warps_per_block}")
     if not 1 <= block.stages <= 8:
         found.append(f"stages = {block.stages} is not between 1 and 8")
-    if kernel == "fused" and dim > FUSED_DIM_LIMIT:
+    if kernel == "fused" and special.dim > FUSED_DIM_LIMIT:
         found.append(
-            f"the embedding of {dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
+            f"the embedding of {special.dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
         )
-    if kernel == "fused" and block.depth != padded_dim(dim):
-        found.append(f"depth = {block.depth} is not the whole padded embedding, {padded_dim(dim)}")
-    widest = padded_dim(inner_dim(kernel, dim, split))
+    dim, widest = special.dim, padded_dim(special.inner_dim(kernel))
+    if kernel == "fused" and block.depth != widest:
+        found.append(f"depth = {block.depth} is not the whole padded embedding, {widest}")
     if kernel in (*SIMILARITIES, "finish") and block.depth > widest:
         found.append(f"depth = {block.depth} is more than the padded embedding, {widest}")
     if kernel == "product" and block.keys > padded_dim(dim):
@@ -245,8 +255,7 @@ def violations(
         )
     if found:
         return tuple(found)  # the estimates below are about well-formed blocks
-    size = DTYPE_BYTES[operand_dtype(dtype, split)]
-    shared = shared_bytes(kernel, block, operand_dtype(dtype, split), stored)
+    size, shared = special.operand_bytes, shared_bytes(kernel, block, special)
     if shared > profile.shared_bytes_per_block:
         found.append(
             f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}"
@@ -257,13 +266,13 @@ def violations(
     )  # fp32 operands pass through registers
     if registers > limit:
         found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
-    if descriptors and kernel in ("forward", "gradient", "fused"):
+    if special.descriptors and kernel in ("forward", "gradient", "fused"):
         for name in ("rows", "keys", "depth"):
             if getattr(block, name) > 256:
                 found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
-        if dim * size % 16 and not split:
+        if dim * size % 16 and not special.split:
             found.append(
-                f"a row of {dim} {dtype} is not a multiple of 16 bytes, which tensor descriptors need"
+                f"a row of {dim} {special.dtype} is not a multiple of 16 bytes, which tensor descriptors need"
             )
     return tuple(found)
 
@@ -283,22 +292,13 @@ def _spread(kernel: str, block: Block, profile: DeviceProfile, rows: int, keys: 
     return block
 
 
-def _shrink(
-    kernel: str,
-    block: Block,
-    profile: DeviceProfile,
-    dtype: str,
-    dim: int,
-    descriptors: bool,
-    split: bool = False,
-    stored: bool = False,
-) -> Block:
+def _shrink(kernel: str, block: Block, profile: DeviceProfile, special: Specialisation) -> Block:
     """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn."""
     order = ("stages", "keys", "rows") if kernel == "fused" else ("stages", "keys", "depth", "rows")
     smallest = {"stages": 2, "keys": 16, "depth": 16, "rows": 16}
     if kernel == "positive":
         block = dataclasses.replace(block, keys=block.rows)
-    while found := violations(kernel, block, profile, dtype, dim, descriptors, split, stored):
+    while found := violations(kernel, block, profile, special):
         wider = [name for name in order if getattr(block, name) > smallest[name]]
         if block.warps > profile.max_warps_per_block:
             change: dict[str, Any] = {"warps": block.warps // 2}
@@ -333,6 +333,7 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
     ("hopper", 2): {
         "forward": Block(128, 128, 64, 4, 3),
         "deep forward": Block(256, 128, 64, 8, 4),
+        "shallow forward": Block(64, 256, 128, 4, 3),
         "gradient": Block(128, 128, 64, 4, 3),
         "stored forward": Block(256, 128, 64, 8, 3),
         "stored gradient": Block(256, 128, 64, 8, 3),

@@ -21,10 +21,9 @@ from infcl_gen.planning.levels import (
     KERNELS_OF,
     PANEL_UNIT,
     Block,
+    Specialisation,
     default_blocks,
-    operand_dtype,
     shared_bytes,
-    stores_tiles,
     violations,
 )
 from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule
@@ -36,6 +35,9 @@ if TYPE_CHECKING:
     from infcl_gen.problem import Problem
 
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
+# Of the forward, which keeps no panel: a quarter of its launches. At B = 65 536, D = 128 on an H200 from an idle device
+# 10.5 ms for 11.9 of panels of 16 384, behind other work 10.0 for 10.1.
+FORWARD_CAP = 32768
 # Kernels address a tile of a panel with 32 bits: 256 rows of this many elements stay below 2^31.
 PANEL_LIMIT = 1 << 22
 SPLIT_CAP = 4096  # tensor cores cut sums: gradients good to 6e-6, in 145 ms at B = 65 536, D = 768; 2e-5, 129 at 16 384
@@ -102,6 +104,10 @@ class Plan:
     largest_batch: int  # within what is allowed
     schedule: Schedule
 
+    @property
+    def specialisation(self) -> Specialisation:
+        return Specialisation(self.strategy, self.dtype, self.problem.dim, self.descriptors, self.split)
+
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals: dictionaries, lists, text and numbers."""
         literals = _literals(dataclasses.asdict(self) | {"problem": self.problem.as_dict()})
@@ -133,12 +139,12 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     model = option.model(problem)
     return Plan(
         problem=problem,
-        strategy=option.strategy,
+        strategy=option.special.strategy,
         target=cluster.profile.target,
         dtype=problem.dtype,
         products=option.products,
-        split=option.split,
-        descriptors=option.descriptors,
+        split=option.special.split,
+        descriptors=option.special.descriptors,
         replay=option.replay,
         rows_per_rank=model.rows,
         keys_per_rank=model.keys,
@@ -165,15 +171,11 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
 
 def cost_model(plan: Plan, derivation: Derivation, cluster: Cluster) -> CostModel:
     """The cost model that a plan was chosen by."""
-    chosen = (
-        plan.strategy,
-        plan.products,
-        plan.split,
-        plan.descriptors,
-        plan.replay,
-        plan.schedule.transport,
+    transport = plan.schedule.transport
+    option = _Option(
+        plan.specialisation, plan.products, plan.replay, transport, plan.blocks, derivation, cluster
     )
-    return _Option(*chosen, plan.blocks, derivation, cluster).model(plan.problem)
+    return option.model(plan.problem)
 
 
 def _as_many_keys(derivation: Derivation) -> bool:
@@ -216,10 +218,8 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
 class _Option:
     """One strategy with its blocks, before sizes are chosen."""
 
-    strategy: str
+    special: Specialisation
     products: str
-    split: bool
-    descriptors: bool
     replay: bool
     transport: str
     blocks: dict[str, Block]
@@ -236,7 +236,7 @@ class _Option:
     def model(self, problem: Problem) -> CostModel:
         world = self.cluster.devices
         variant = Variant(
-            strategy=self.strategy,
+            strategy=self.special.strategy,
             has_keys=self.derivation.has_keys,
             labels=self.derivation.spec.positives == "label",
             ring=world > 1,
@@ -244,7 +244,7 @@ class _Option:
             library=self.products == "library",
             affine=self.derivation.slope is not None,
             replay=self.replay,
-            split=self.split,
+            split=self.special.split,
             gather=self.transport == "gather",
         )
         return CostModel(
@@ -255,10 +255,10 @@ class _Option:
     @property
     def units(self) -> tuple[int, int]:
         """What panel rows and panel keys are multiples of: whole blocks of every kernel that walks a panel."""
-        if self.strategy == "torch":
+        if self.special.strategy == "torch":
             return 64, 64
         b = self.blocks
-        if self.strategy == "fused":
+        if self.special.strategy == "fused":
             return max(PANEL_UNIT, b["fused"].rows, b["forward"].rows), max(
                 b["fused"].keys, b["forward"].keys
             )
@@ -271,7 +271,7 @@ class _Option:
         row_unit, key_unit = self.units
         rows = _fixed(problem, "panel_rows", row_unit, model.rows) or row_unit
         keys = _fixed(problem, "panel_keys", key_unit, model.keys) or key_unit
-        keys = _padded(model.keys, key_unit) if self.strategy == "fused" else keys
+        keys = _padded(model.keys, key_unit) if self.special.strategy == "fused" else keys
         return min(
             model.peak_bytes(sizes) for sizes in self._with_stash(problem, model, rows, keys, smallest=True)
         )
@@ -280,16 +280,17 @@ class _Option:
         """All candidates, the smallest among them."""
         model = self.model(problem)
         row_unit, key_unit = self.units
-        cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(self.strategy, PANEL_CAP)
-        cap = SPLIT_CAP if self.split else cap
+        cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(self.special.strategy, PANEL_CAP)
+        cap = SPLIT_CAP if self.special.split else cap
         fixed_rows = _fixed(problem, "panel_rows", row_unit, model.rows)
         fixed_keys = _fixed(problem, "panel_keys", key_unit, model.keys)
         all_rows = [fixed_rows] if fixed_rows else _splits(model.rows, row_unit, cap)
-        if self.strategy == "fused":
+        if self.special.strategy == "fused":
             all_keys = [_padded(model.keys, key_unit)]  # a program walks all keys
         else:
             all_keys = [fixed_keys] if fixed_keys else _splits(model.keys, key_unit, cap)
-        if self.strategy == "stash":  # a third dimension: coarser steps in the other two, the smallest kept
+        if self.special.strategy == "stash":
+            # A third dimension: coarser steps in the other two, the smallest kept.
             all_rows, all_keys = (
                 sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys)
             )
@@ -298,13 +299,13 @@ class _Option:
                 # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
                 lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
                 smallest = (rows, keys) == (all_rows[-1], all_keys[-1])
-                if not lean or smallest or self.strategy == "fused":
+                if not lean or smallest or self.special.strategy == "fused":
                     yield from self._with_stash(problem, model, rows, keys, smallest=False)
 
     def _with_stash(
         self, problem: Problem, model: CostModel, rows: int, keys: int, smallest: bool
     ) -> Iterator[Sizes]:
-        if self.strategy != "stash":
+        if self.special.strategy != "stash":
             yield self._with_forward(model, rows, keys, 0)
             return
         slices = -(-model.rows // rows)
@@ -326,10 +327,10 @@ class _Option:
 
         A stash is filled by whole panels of the backward sweep; the torch strategy uses one panel for both.
         """
-        if self.strategy in ("torch", "stash"):
+        if self.special.strategy in ("torch", "stash"):
             return Sizes(rows, keys, rows, keys, stash_rows)
         row_unit, key_unit = self.blocks["forward"].rows, self.blocks["forward"].keys
-        row_cap = key_cap = PANEL_CAP
+        row_cap = key_cap = FORWARD_CAP
         while True:
             forward = (_split(model.rows, row_unit, row_cap), _split(model.keys, key_unit, key_cap))
             sizes = Sizes(*forward, rows, keys, 0)
@@ -423,9 +424,8 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
     descriptors = _descriptors(problem, cluster, split) if name != "torch" else False
     rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
     chosen = {kernel for kernel, dot, _ in (key.partition(".") for key in problem.setting) if dot}
-    blocks = default_blocks(
-        name, cluster.profile, problem.dtype, problem.dim, descriptors, split, rows, keys, chosen
-    )
+    special = Specialisation(name, problem.dtype, problem.dim, descriptors, split)
+    blocks = default_blocks(cluster.profile, special, rows, keys, chosen)
     for key, word in problem.settings:
         kernel, dot, field = key.partition(".")
         if dot:
@@ -441,21 +441,11 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
     for key in (key for key, _ in problem.settings if "." in key):
         kernel = key.partition(".")[0]
         for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
-            stored = stores_tiles(changed, name, descriptors)
-            found = violations(
-                changed,
-                blocks[changed],
-                cluster.profile,
-                problem.dtype,
-                problem.dim,
-                descriptors,
-                split,
-                stored,
-            )
+            found = violations(changed, blocks[changed], cluster.profile, special)
             if found:
                 raise InputError(f"--set {key}: the {changed} block is illegal: {'; '.join(found)}")
     products = _products(name, problem, cluster)
-    return _Option(name, products, split, descriptors, False, "ring", blocks, derivation, cluster)
+    return _Option(special, products, False, "ring", blocks, derivation, cluster)
 
 
 def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
@@ -665,9 +655,9 @@ def _reasons(
     measured = problem.setting.get("records") == "measured"
     by_setting = f"measured on {cluster.profile.name}" if measured else "set by --set"
     found = [*_transport_reasons(problem, best, candidates)]
-    found.append(Reason(2, f"strategy {option.strategy}", _strategy_why(problem, best, candidates)))
+    found.append(Reason(2, f"strategy {option.special.strategy}", _strategy_why(problem, best, candidates)))
     tiles = -(-model.rows // sizes.panel_rows) * -(-model.keys // sizes.panel_keys)
-    if option.strategy == "fused":
+    if option.special.strategy == "fused":
         why = "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"
         rows = sizes.panel_rows
         if cluster.devices > 1:
@@ -688,7 +678,7 @@ def _reasons(
             )
         why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
-    as_backward = option.strategy in ("torch", "stash")
+    as_backward = option.special.strategy in ("torch", "stash")
     why = "as the backward panel" if as_backward else "its partial sums fit where backward needs more"
     found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
     if sizes.stash_rows:
@@ -699,21 +689,18 @@ def _reasons(
     if option.replay:
         why = "set by --set" if "replay" in problem.setting else "kernels start sooner than one by one"
         found.append(Reason(2, "recorded CUDA graphs", why))
-    if option.strategy in ("panel", "stash"):
+    if option.special.strategy in ("panel", "stash"):
         library = "the library's product with fp32 output is the fastest here"
         why = library if option.products == "library" else "no library product with fp32 output here"
         why = by_setting if "products" in problem.setting else why
         found.append(Reason(3, f"products by {option.products}", why))
-    if option.split:
+    if option.special.split:
         why = "three bf16 products each: 16 bits, faster than tf32 and 64 times as accurate"
         found.append(Reason(3, "fp32 features as bf16 halves", why))
-    for_many = default_blocks(
-        option.strategy, cluster.profile, problem.dtype, problem.dim, option.descriptors, option.split
-    )
+    for_many = default_blocks(cluster.profile, option.special)
     for kernel, block in option.blocks.items():
         changed = sorted(key for key in problem.setting if key.startswith(kernel + "."))
-        stored = stores_tiles(kernel, option.strategy, option.descriptors)
-        size = shared_bytes(kernel, block, operand_dtype(problem.dtype, option.split), stored)
+        size = shared_bytes(kernel, block, option.special)
         why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
         if measured:
             why = f"{by_setting}; {why}"
@@ -729,7 +716,7 @@ def _reasons(
             Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", f"keeps to {registers}")
         )
     if option.blocks:
-        on = option.descriptors
+        on = option.special.descriptors
         why = "rows are multiples of 16 bytes" if on else "not on this board, for this row size, or by --set"
         found.append(Reason(4, f"tensor descriptors {'on' if on else 'off'}", why))
     return tuple(found)
@@ -772,12 +759,12 @@ def _transport_reasons(
 def _strategy_why(problem: Problem, best: _Candidate, candidates: list[_Candidate]) -> str:
     if "strategy" in problem.setting:
         return "set by --set"
-    if best.option.strategy == "torch":
+    if best.option.special.strategy == "torch":
         return "no GPU: panels with torch's matrix products"
     times: dict[str, float] = {}
     for candidate in candidates:
         if candidate.order != best.order and candidate.option.transport == best.option.transport:
-            name = candidate.option.strategy + " replayed" * candidate.option.replay
+            name = candidate.option.special.strategy + " replayed" * candidate.option.replay
             times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
     others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
     text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")

@@ -38,7 +38,7 @@ from infcl_gen.errors import InfclError, InputError, ToolchainError, Verificatio
 from infcl_gen.hardware import Cluster
 from infcl_gen.losses import Derivation, LossSpec, derive
 from infcl_gen.planning import Plan, plan
-from infcl_gen.planning.levels import Block, default_blocks, stores_tiles, violations
+from infcl_gen.planning.levels import Block, default_blocks, violations
 from infcl_gen.planning.records import (
     Candidate,
     Key,
@@ -278,17 +278,8 @@ def _default_block(case: Case, family: str) -> Block:
     default = case.default
     if family in default.blocks:
         return default.blocks[family]
-    blocks = default_blocks(
-        default.strategy,
-        case.cluster.profile,
-        default.dtype,
-        case.problem.dim,
-        default.descriptors,
-        default.split,
-        default.rows_per_rank,
-        default.keys_per_rank,
-    )
-    return blocks[family]
+    rows, keys = default.rows_per_rank, default.keys_per_rank
+    return default_blocks(case.cluster.profile, default.specialisation, rows, keys)[family]
 
 
 def _keeps_tiles(family: str, strategy: str) -> bool:
@@ -428,17 +419,7 @@ class _Family:
                 entry.distance = sum(
                     abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS
                 )
-                profile, default = case.cluster.profile, case.default
-                found = violations(
-                    self.family,
-                    block,
-                    profile,
-                    default.dtype,
-                    case.problem.dim,
-                    default.descriptors,
-                    default.split,
-                    stores_tiles(self.family, default.strategy, default.descriptors),
-                )
+                found = violations(self.family, block, case.cluster.profile, case.default.specialisation)
                 if found and fields:
                     entry.drop("illegal", "; ".join(found))
             if not entry.status:

@@ -14,14 +14,18 @@ from infcl_gen.planning.levels import (
     KERNELS_OF,
     LARGE,
     Block,
+    Specialisation,
     default_blocks,
     padded_dim,
     shared_bytes,
-    stores_tiles,
     violations,
 )
 
 GPUS = [name for name in profile_names() if load_profile(name).target != "cpu"]
+
+
+def special(strategy: str, dim: int) -> Specialisation:
+    return Specialisation(strategy, "bf16", dim, descriptors=True)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -32,26 +36,24 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
         descriptors = profile.tensor_descriptors and dim * (2 if dtype != "fp32" else 4) % 16 == 0
         for strategy in ("panel", "stash", *(["fused"] if dim <= 256 and dtype != "fp32" else [])):
             for size in (1, 512, 1024, 2048, LARGE):
-                blocks = default_blocks(strategy, profile, dtype, dim, descriptors, False, size, size)
+                made_for = Specialisation(strategy, dtype, dim, descriptors)
+                blocks = default_blocks(profile, made_for, size, size)
                 assert tuple(blocks) == KERNELS_OF[strategy]
                 for kernel, block in blocks.items():
-                    stored = stores_tiles(kernel, strategy, descriptors)
-                    assert violations(kernel, block, profile, dtype, dim, descriptors, stored=stored) == ()
-        split = default_blocks("panel", profile, "fp32", dim, profile.tensor_descriptors, split=True)
-        for kernel, block in split.items():
-            assert (
-                violations(kernel, block, profile, "fp32", dim, profile.tensor_descriptors, split=True) == ()
-            )
+                    assert violations(kernel, block, profile, made_for) == ()
+        split = Specialisation("panel", "fp32", dim, profile.tensor_descriptors, split=True)
+        for kernel, block in default_blocks(profile, split).items():
+            assert violations(kernel, block, profile, split) == ()
 
 
 def test_measured_defaults() -> None:
     h200 = load_profile("h200")
-    assert default_blocks("panel", h200, "bf16", 768, True)["gradient"] == Block(128, 128, 64, 4, 3)
-    assert default_blocks("panel", h200, "bf16", 768, True)["forward"] == Block(256, 128, 64, 8, 4)
-    assert default_blocks("panel", h200, "bf16", 512, True)["forward"] == Block(128, 128, 64, 4, 3)
-    assert default_blocks("stash", h200, "bf16", 768, True)["forward"] == Block(256, 128, 64, 8, 3)
-    assert default_blocks("fused", h200, "bf16", 128, True)["fused"] == Block(64, 128, 128, 4, 2)
-    assert default_blocks("fused", h200, "bf16", 256, True)["fused"] == Block(64, 64, 256, 4, 2)
+    assert default_blocks(h200, special("panel", 768))["gradient"] == Block(128, 128, 64, 4, 3)
+    assert default_blocks(h200, special("panel", 768))["forward"] == Block(256, 128, 64, 8, 4)
+    assert default_blocks(h200, special("panel", 512))["forward"] == Block(128, 128, 64, 4, 3)
+    assert default_blocks(h200, special("stash", 768))["forward"] == Block(256, 128, 64, 8, 3)
+    assert default_blocks(h200, special("fused", 128))["fused"] == Block(64, 128, 128, 4, 2)
+    assert default_blocks(h200, special("fused", 256))["fused"] == Block(64, 64, 256, 4, 2)
 
 
 def test_small_batches_have_tiles_for_the_whole_board() -> None:
@@ -63,10 +65,10 @@ def test_small_batches_have_tiles_for_the_whole_board() -> None:
         (2048, 2048, Block(128, 128, 64, 4, 4)),
         (4096, 4096, Block(256, 128, 64, 8, 4)),
     ):
-        found = default_blocks("panel", h200, "bf16", 768, True, False, rows, keys)
+        found = default_blocks(h200, special("panel", 768), rows, keys)
         assert found["forward"] == forward
-    assert found["product"] == default_blocks("panel", h200, "bf16", 768, True)["product"]
-    one = default_blocks("panel", h200, "bf16", 768, True, False, 1024, 1024, {"forward"})
+    assert found["product"] == default_blocks(h200, special("panel", 768))["product"]
+    one = default_blocks(h200, special("panel", 768), 1024, 1024, {"forward"})
     assert one["forward"] == Block(256, 128, 64, 8, 4) and one["gradient"] == Block(64, 64, 64, 4, 3)
 
 
@@ -74,9 +76,8 @@ def test_small_batches_have_tiles_for_the_whole_board() -> None:
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_a_stash_has_one_tile_whatever_is_chosen(size: int, descriptors: bool) -> None:
     def found(*chosen: str) -> dict[str, Block]:
-        return default_blocks(
-            "stash", load_profile("h200"), "bf16", 768, descriptors, False, size, size, chosen
-        )
+        stash = Specialisation("stash", "bf16", 768, descriptors)
+        return default_blocks(load_profile("h200"), stash, size, size, chosen)
 
     for chosen in ((), ("forward",), ("gradient",), ("forward", "gradient")):
         blocks = found(*chosen)
@@ -92,9 +93,9 @@ def test_a_stash_has_one_tile_whatever_is_chosen(size: int, descriptors: bool) -
 
 def test_fused_needs_a_small_embedding() -> None:
     with pytest.raises(InputError, match="no legal block"):
-        default_blocks("fused", load_profile("h200"), "bf16", 257, False)
+        default_blocks(load_profile("h200"), Specialisation("fused", "bf16", 257, False))
     with pytest.raises(InputError, match="valid: bf16, fp16"):
-        default_blocks("fused", load_profile("h200"), "fp32", 128, False)
+        default_blocks(load_profile("h200"), Specialisation("fused", "fp32", 128, False))
 
 
 @given(
@@ -110,33 +111,46 @@ def test_fused_needs_a_small_embedding() -> None:
 )
 def test_defaults_shrink_to_smaller_boards(name: str, limits: dict[str, int], dim: int, dtype: str) -> None:
     profile = dataclasses.replace(load_profile(name), **limits)
-    for kernel, block in default_blocks("panel", profile, dtype, dim, False).items():
-        assert violations(kernel, block, profile, dtype, dim, False) == ()
-        assert shared_bytes(kernel, block, dtype) <= profile.shared_bytes_per_block
     descriptors = profile.tensor_descriptors and dim % 8 == 0
-    kept = default_blocks("stash", profile, dtype, dim, descriptors)
-    assert (kept["forward"].rows, kept["forward"].keys) == (kept["gradient"].rows, kept["gradient"].keys)
-    stored = stores_tiles("forward", "stash", descriptors)
-    assert shared_bytes("forward", kept["forward"], dtype, stored) <= profile.shared_bytes_per_block
+    for strategy, described in (("panel", False), ("panel", descriptors), ("stash", descriptors)):
+        made_for = Specialisation(strategy, dtype, dim, described)
+        blocks = default_blocks(profile, made_for)
+        for kernel, block in blocks.items():
+            assert violations(kernel, block, profile, made_for) == ()
+            assert shared_bytes(kernel, block, made_for) <= profile.shared_bytes_per_block
+        if strategy == "stash":
+            tiles = {(blocks[kernel].rows, blocks[kernel].keys) for kernel in ("forward", "gradient")}
+            assert len(tiles) == 1
 
 
 def test_tiles_of_a_stash_are_stored_through_shared_memory() -> None:
     h200, block = load_profile("h200"), Block(256, 128, 64, 8, 4)
-    assert (
-        shared_bytes("forward", block, "bf16", stored=True)
-        == shared_bytes("forward", block, "bf16") + 256 * 128
-    )
+    panel, stash = special("panel", 768), special("stash", 768)
+    assert shared_bytes("forward", block, stash) == shared_bytes("forward", block, panel) + 256 * 128
     deep = dataclasses.replace(block, depth=64, keys=256, warps=16, stages=3)
-    assert violations("forward", deep, h200, "bf16", 768, True) == ()
-    found = violations("forward", deep, h200, "bf16", 768, True, stored=True)
+    assert violations("forward", deep, h200, panel) == ()
+    found = violations("forward", deep, h200, stash)
     assert len(found) == 1 and "262144 bytes of shared memory" in found[0]
     # Warps side by side: the compiler takes 172056 bytes for these tiles, 163864 of them beside the operands' stages.
     split = Block(64, 256, 64, 8, 3)
-    assert (
-        shared_bytes("forward", split, "bf16", stored=True)
-        == 3 * (64 + 256) * 64 * 2 + 3 * 64 * 256
-        == 172032
-    )
+    assert shared_bytes("forward", split, stash) == 3 * (64 + 256) * 64 * 2 + 3 * 64 * 256 == 172032
+
+
+def test_keys_are_read_once_where_one_step_covers_their_depth() -> None:
+    h200 = load_profile("h200")
+    for strategy in ("fused", "panel"):
+        for dim, depth in ((128, 128), (72, 128), (64, 64)):
+            block = default_blocks(h200, special(strategy, dim))["forward"]
+            assert block == Block(64, 256, depth, 4, 3)
+            assert special(strategy, dim).keeps_keys("forward", block)
+            assert shared_bytes("forward", block, special(strategy, dim)) == (3 * 64 + 256) * depth * 2
+    kept = default_blocks(h200, special("panel", 128))["forward"]
+    for other in (special("panel", 256), Specialisation("panel", "bf16", 100, False)):
+        assert not other.keeps_keys("forward", kept)
+        assert shared_bytes("forward", kept, other) == 3 * (64 + 256) * 128 * 2
+    exact = Specialisation("panel", "fp32", 16, True)
+    assert not exact.keeps_keys("forward", default_blocks(h200, exact)["forward"])
+    assert not special("panel", 128).keeps_keys("gradient", kept)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +171,16 @@ def test_tiles_of_a_stash_are_stored_through_shared_memory() -> None:
     ],
 )
 def test_violations(kernel: str, block: Block, message: str) -> None:
-    assert any(message in text for text in violations(kernel, block, load_profile("h200"), "bf16", 512, True))
+    assert any(
+        message in text for text in violations(kernel, block, load_profile("h200"), special("panel", 512))
+    )
 
 
 def test_descriptors_need_aligned_rows() -> None:
     block = Block(64, 64, 64, 4, 2)
-    assert violations("forward", block, load_profile("h200"), "bf16", 100, False) == ()
-    assert "16 bytes" in violations("forward", block, load_profile("h200"), "bf16", 100, True)[0]
+    pointers = Specialisation("panel", "bf16", 100, False)
+    assert violations("forward", block, load_profile("h200"), pointers) == ()
+    assert "16 bytes" in violations("forward", block, load_profile("h200"), special("panel", 100))[0]
 
 
 def test_padded_dim() -> None:

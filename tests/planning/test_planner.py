@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.planning import Plan, violations, walk_schedule
-from infcl_gen.planning.levels import stores_tiles
 from infcl_gen.planning.schedule import gather_schedule, ring_schedule
 from infcl_gen.problem import Problem, make_problem
 from tests.planning.conftest import plan_flags, plan_problem
@@ -65,11 +64,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     assert plan.keys_per_rank == -(-problem.total_keys // problem.devices)
     profile = plan_profile(problem)
     for kernel, block in plan.blocks.items():
-        stored = stores_tiles(kernel, plan.strategy, plan.descriptors)
-        found = violations(
-            kernel, block, profile, problem.dtype, problem.dim, plan.descriptors, plan.split, stored
-        )
-        assert found == ()
+        assert violations(kernel, block, profile, plan.specialisation) == ()
         if kernel == "forward":
             assert plan.forward_rows % block.rows == plan.forward_keys % block.keys == 0
         if kernel == "gradient":
