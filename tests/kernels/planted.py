@@ -397,7 +397,10 @@ BUGS: dict[str, Bug] = {
     # ---- what must reach the result, and what must not
     "a NaN is swallowed by the tiles": Bug(
         PANEL,
-        (("kernels.py", "    return z\n", "    return tl.where(z == z, z, 0.0)\n"),),
+        (
+            ("kernels.py", "    return z\n", "    return tl.where(z == z, z, 0.0)\n"),
+            ("kernels.py", "tl.fma(z, slope, -shared)", "tl.fma(tl.where(z == z, z, 0.0), slope, -shared)"),
+        ),
         checks.not_finite,
         ("q", math.nan),
     ),

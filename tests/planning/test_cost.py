@@ -25,7 +25,7 @@ from infcl_gen.planning.cost import (
     time_terms,
 )
 from infcl_gen.tuning.scaling import budget_of
-from tests.planning.conftest import plan_flags
+from tests.planning.conftest import allowed_error, plan_flags
 
 VARIANTS = [
     Variant(strategy, keys, labels, ring, separate, library)
@@ -89,7 +89,7 @@ BENCH = Path(__file__).resolve().parents[2] / "tune" / "bench"
 
 
 def test_predictions_are_near_the_measurements() -> None:
-    """Within 10 % behind other work. From an idle device the host counts, which differs by more from run to run."""
+    """Behind other work. From an idle device the host counts, which differs by more from run to run."""
     count = 0
     for name in ("h200-grid.json", "h200-large.json"):
         for row in json.loads((BENCH / name).read_text())["rows"]:
@@ -100,7 +100,7 @@ def test_predictions_are_near_the_measurements() -> None:
             plan = plan_flags(**flags, set={"strategy": row["strategy"]})
             queued_ms = row.get("queued_ms") or row["median_ms"]  # from an idle device where it takes seconds
             error = plan.predicted_queued_s * 1e3 / queued_ms - 1
-            assert abs(error) <= 0.1, (row["batch"], row["dim"], error)
+            assert abs(error) <= allowed_error(queued_ms), (row["batch"], row["dim"], error)
             count += 1
     assert count > 65
 

@@ -19,7 +19,7 @@ from infcl_gen.planning.planner import Plan, cost_model
 from infcl_gen.planning.timeline import Interval, Timeline, execute, phase_works
 from infcl_gen.problem import make_problem
 from infcl_gen.tuning.scaling import beside_measured
-from tests.planning.conftest import derivation_of
+from tests.planning.conftest import allowed_error, derivation_of
 
 BENCH = Path(__file__).resolve().parents[2] / "tune" / "bench"
 SLOW_MACHINE = 2.0  # as in test_structure
@@ -45,14 +45,14 @@ def links(**rates: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["h200-ring.json", "h200-ring2.json", "h200-grid.json"])
 def test_simulated_times_are_near_the_measured(name: str) -> None:
-    """Every row of one, two and four GPUs within 10 %."""
+    """Every row of one, two and four GPUs within 10 %, of less than 0.1 ms within 15 %."""
     rows = [row for row in json.loads((BENCH / name).read_text())["rows"] if row["impl"] == "infcl"]
     assert rows
     far = []
     for row in rows:
         measured_ms, simulated_ms = beside_measured(row, "h200")
         error = simulated_ms / measured_ms - 1
-        if abs(error) > 0.1:
+        if abs(error) > allowed_error(measured_ms):
             size = f"{row['batch']} x {row['dim']} on {row['ranks']}, {row['package'] or 'as it is'}"
             far.append(f"{size}: {measured_ms:.2f} ms, simulated {simulated_ms:.2f} ({error:+.1%})")
     assert not far, f"{len(far)} of {len(rows)} rows of {name}:\n" + "\n".join(far)
