@@ -175,12 +175,20 @@ def _cut_cross_entropy_exact(inputs: Inputs) -> LossFunction:
     return _cut_cross_entropy(inputs, filter_eps=None)
 
 
-def _liger(inputs: Inputs) -> LossFunction:
-    """`LigerFusedLinearCrossEntropyLoss()(k, scale * q, labels)`: gradients are computed in forward, chunk by chunk."""
+def _liger(inputs: Inputs, **options: Any) -> LossFunction:
+    """`LigerFusedLinearCrossEntropyLoss()(k, scale * q, labels)`: gradients are computed in forward, chunk by chunk;
+    those of k are added up over the chunks in the dtype of the features."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
-    criterion = LigerFusedLinearCrossEntropyLoss()
+    criterion = LigerFusedLinearCrossEntropyLoss(**options)
     return _each_way(inputs, lambda a, b: criterion(b, inputs.scale * a, inputs.labels))
+
+
+def _liger_fp32_sums(inputs: Inputs) -> LossFunction:
+    """The same with `accum_dtype=torch.float32`: added up in fp32, as everybody else does."""
+    import torch
+
+    return _liger(inputs, accum_dtype=torch.float32)
 
 
 def _memeff(inputs: Inputs) -> LossFunction:
@@ -266,6 +274,7 @@ PEERS = {
         Peer("cut-cross-entropy", _cut_cross_entropy, "cut-cross-entropy", "cut_cross_entropy"),
         Peer("cut-cross-entropy-exact", _cut_cross_entropy_exact, "cut-cross-entropy", "cut_cross_entropy"),
         Peer("liger-kernel", _liger, "liger-kernel", "liger_kernel"),
+        Peer("liger-kernel-fp32-sums", _liger_fp32_sums, "liger-kernel", "liger_kernel"),
         Peer("memeff", _memeff, "memeff", "memeff", losses=("clip",)),
     )
 }

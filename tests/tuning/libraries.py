@@ -22,6 +22,10 @@ def linear_cross_entropy(e, c, targets, reduction="mean", filter_eps="high"):
 """,
     "liger_kernel/transformers/fused_linear_cross_entropy.py": """
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
+    def __init__(self, accum_dtype=None):
+        super().__init__()
+        assert accum_dtype in (None, torch.float32)
+
     def forward(self, lin_weight, _input, target, bias=None):
         assert lin_weight.is_leaf and not _input.is_leaf
         does()

@@ -81,7 +81,15 @@ def assert_is_row(row: dict[str, Any]) -> None:
 
 
 PLAIN = ("torch", "torch-autocast", "torch-checkpoint", "torch-linear-cross-entropy")
-LIBRARIES = ("inf_cl", "cut-cross-entropy", "cut-cross-entropy-exact", "liger-kernel", "memeff", "open_clip")
+LIBRARIES = (
+    "inf_cl",
+    "cut-cross-entropy",
+    "cut-cross-entropy-exact",
+    "liger-kernel",
+    "liger-kernel-fp32-sums",
+    "memeff",
+    "open_clip",
+)
 
 
 @pytest.fixture
