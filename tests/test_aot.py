@@ -89,6 +89,20 @@ def test_clip_planned_for_each_architecture(target: str, cache: Path, tmp_path: 
     check(resources(package, target, cache), package, target)
 
 
+@pytest.mark.parametrize(
+    ("dim", "flags"), [(40, {}), (72, {}), (128, {}), (72, {"loss": "infonce"}), (40, {"dtype": "fp32"})]
+)
+def test_forwards_that_read_their_keys_once(
+    dim: int, flags: dict[str, str], cache: Path, tmp_path: Path
+) -> None:
+    """Also where rows are no multiples of 16 elements, as Triton takes them to be on its own."""
+    package = infcl_gen.generate(
+        output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="h200", **flags
+    )
+    kernels = ("references", "forward", "forward_wide")
+    check(resources(package, "sm_90", cache, *kernels), package, "sm_90", *kernels)
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_what_a_gather_adds_up(target: str, cache: Path, tmp_path: Path) -> None:
     package = clip(tmp_path, target, devices=4, settings=(("transport", "gather"),))

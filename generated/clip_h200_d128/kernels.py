@@ -99,8 +99,10 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 
 @triton.jit
 def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-               WIDEN: tl.constexpr):
+               DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel."""
+    if DESCRIPTORS:  # their rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
+        q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
     key_block = tl.program_id(0)
     rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
     columns = tl.minimum(key_block * FORWARD_KEYS + tl.arange(0, FORWARD_KEYS), keys - 1).to(tl.int64)
@@ -169,10 +171,12 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
 @triton.jit
 def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys, strip,
             rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            WIDEN: tl.constexpr):
+            DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """Recomputes a flagged strip with a reference for each row and each column; exits at once elsewhere."""
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
+        if DESCRIPTORS:  # as above
+            q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
         key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
         key0 = key_block * FORWARD_KEYS
         columns = key0 + tl.arange(0, FORWARD_KEYS)

@@ -130,7 +130,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     strides = (row_parts.stride(1), key_parts.stride(1))
     launch(
         kernels.references, (cdiv(n, columns),),
-        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=4, num_stages=3)
     launch(
         kernels.forward, grid,
@@ -140,7 +140,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     launch(
         kernels.forward_wide, grid,
         q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
-        *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=16, num_stages=2)
     return strip
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "9f60508bde8fb255b4faaf0dfbdf674a6c26f556fe999622e39c3a5840611685",
+    "digest": "7377cdf43e1d3b35a55eb647cd62c5784380ba1db66f6f104f4affae65511f7f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -137,7 +137,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     strides = (row_parts.stride(1), key_parts.stride(1))
     launch(
         kernels.references, (cdiv(n, columns),),
-        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=4)
     launch(
         kernels.forward, grid,
@@ -147,7 +147,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     launch(
         kernels.forward_wide, grid,
         q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
-        *q.stride(), *k.stride(), WIDEN=INTERPRETED,
+        *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
     return strip
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "fa4cbbd35557974e0352c12a2df10299629491bea26402b0c2b095012f9d7384",
+    "digest": "211432b5758e3b5c25b229185498f87f8d7fc8bd82671bb8f04ab9c93691d679",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -169,8 +169,8 @@ SPEC: dict[str, Any] = {
         ],
         "budget_bytes": 1073741824,
         "allowed_bytes": 1073741824,
-        "smallest_budget_bytes": 444188160,
-        "largest_batch": 167363,
+        "smallest_budget_bytes": 443762176,
+        "largest_batch": 167432,
         "schedule": {
             "transport": "none",
             "nodes": 1,

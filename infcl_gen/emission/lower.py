@@ -27,7 +27,6 @@ from infcl_gen.planning.levels import (
     Block,
     key_lanes,
     most_strips,
-    operand_dtype,
     resident_programs,
     wide_rows,
 )
@@ -272,7 +271,7 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "blocks": plan.blocks,
         "dim": plan.problem.dim,
         "dtype": plan.dtype,
-        "torch_dtype": TORCH_DTYPES[operand_dtype(plan.dtype, plan.split)],
+        "torch_dtype": TORCH_DTYPES[plan.specialisation.operand_dtype],
         "split": plan.split,
         "split_terms": SPLIT_TERMS,
         "exact_depth": EXACT_DEPTH,

@@ -114,8 +114,8 @@ class TimeTerm:
 
 
 # Fraction of the peak that a kernel reaches as a function of the embedding, and how much faster a short step is (before
-# its power has lowered the clock): fitted to the 76 rows of h200-grid.json, behind other work, B from 1 024 to 131 072,
-# D from 128 to 1 152; the worst is 9 % off.
+# its power has lowered the clock): fitted to the 76 rows of an earlier h200-grid.json, behind other work, B from 1 024
+# to 131 072, D from 128 to 1 152, the worst 9 % off; of today's 84 the worst is 12.5 % off, of 0.05 ms, the next 9.
 EFFICIENCY = {
     "forward": Rational(94, 100) * P / (P + 125),
     "gradient": Rational(101, 100) * P / (P + 205),
@@ -432,7 +432,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     if v.split:  # the rows of a panel once, its keys once for each panel of rows
         sweeps = ceil_div(m, F) + ceil_div(m, R)
         read_written = e + 2 * SPLIT_TERMS
-        launches = 2 * W * sweeps * ceil_div(n, C)
+        launches = W * (sweeps + ceil_div(m, F) * ceil_div(n, G) + ceil_div(m, R) * ceil_div(n, C))
         terms.append(TimeTerm("split", bytes=W * D * read_written * (2 * m + n * sweeps), launches=launches))
     if v.replay:
         terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))

@@ -91,8 +91,8 @@ class Specialisation:
         return kernel == "forward" and self.strategy == "stash" and self.descriptors
 
     def keeps_keys(self, kernel: str, block: Block) -> bool:
-        """Whether a program reads its keys once: the forward does, where one step covers their depth and tensor cores
-        read shared memory; not of fp32 operands, whose forward has other arithmetic."""
+        """Whether a program reads its keys once: the forward does, where one step covers their depth, through
+        descriptors, for tensor cores that read shared memory; not of fp32 operands, whose forward is another."""
         whole = block.depth >= padded_dim(self.inner_dim(kernel))
         return kernel == "forward" and whole and self.descriptors and self.operand_bytes == 2
 
@@ -114,7 +114,7 @@ def inner_dim(kernel: str, dim: int, split: bool) -> int:
 
 def default_blocks(
     profile: DeviceProfile,
-    special: Specialisation,
+    specialisation: Specialisation,
     rows: int = LARGE,
     keys: int = LARGE,
     chosen: Collection[str] = (),
@@ -126,11 +126,11 @@ def default_blocks(
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
-    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if special.operand_bytes == 2 else 4]
-    strategy, widest = special.strategy, padded_dim(special.dim)
-    if strategy == "fused" and DTYPE_BYTES[special.dtype] != 2:
+    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if specialisation.operand_bytes == 2 else 4]
+    strategy, widest = specialisation.strategy, padded_dim(specialisation.dim)
+    if strategy == "fused" and DTYPE_BYTES[specialisation.dtype] != 2:
         raise InputError(
-            f"fused keeps a gradient row in registers, too many of them for {special.dtype}; valid: bf16, fp16"
+            f"fused keeps a gradient row in registers, too many of them for {specialisation.dtype}; valid: bf16, fp16"
         )
     blocks: dict[str, Block] = {}
     for kernel in KERNELS_OF[strategy]:
@@ -139,32 +139,34 @@ def default_blocks(
         elif kernel == "product":
             base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, widest))
         else:
-            found = _tabulated(table, kernel, special)
+            found = _tabulated(table, kernel, specialisation)
             tiles = (
                 "gradient" if strategy == "stash" and kernel == "forward" else kernel
             )  # whose tiles these are
             base = found if tiles in chosen else _spread(kernel, found, profile, rows, keys)
-            base = dataclasses.replace(base, depth=min(base.depth, padded_dim(special.inner_dim(kernel))))
+            base = dataclasses.replace(
+                base, depth=min(base.depth, padded_dim(specialisation.inner_dim(kernel)))
+            )
             if strategy == "stash" and kernel == "gradient":  # its tiles are those that the forward has kept
                 base = dataclasses.replace(base, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
-        blocks[kernel] = _shrink(kernel, base, profile, special)
+        blocks[kernel] = _shrink(kernel, base, profile, specialisation)
     return blocks
 
 
-def _tabulated(table: dict[str, Block], kernel: str, special: Specialisation) -> Block:
+def _tabulated(table: dict[str, Block], kernel: str, specialisation: Specialisation) -> Block:
     """A kernel's block for any number of rows and keys; of a stash, whose forward keeps the gradient's tiles."""
-    inner = special.inner_dim(kernel)
+    inner = specialisation.inner_dim(kernel)
     found = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
-    if special.strategy == "stash" and kernel in ("forward", "gradient"):
+    if specialisation.strategy == "stash" and kernel in ("forward", "gradient"):
         tile = table["gradient"]
-        if special.stores_tiles("forward"):
+        if specialisation.stores_tiles("forward"):
             found, tile = table.get(f"stored {kernel}", found), table.get("stored gradient", tile)
         return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
     shallow = table.get(f"shallow {kernel}", found)
-    return shallow if special.keeps_keys(kernel, shallow) else found
+    return shallow if specialisation.keeps_keys(kernel, shallow) else found
 
 
-def shared_bytes(kernel: str, block: Block, special: Specialisation) -> int:
+def shared_bytes(kernel: str, block: Block, specialisation: Specialisation) -> int:
     """Shared memory that the block's operand tiles take: over all pipeline stages, what stays in the program once.
 
     Where tiles are stored through it, also half of one in bf16; and a whole one where warps lie side by side (16 rows
@@ -175,11 +177,11 @@ def shared_bytes(kernel: str, block: Block, special: Specialisation) -> int:
     rows, keys = block.stages * block.rows, block.stages * block.keys
     if kernel == "fused":  # the owned rows stay, the visiting ones are pipelined
         rows = block.rows
-    elif special.keeps_keys(kernel, block):
+    elif specialisation.keeps_keys(kernel, block):
         keys = block.keys
     copies = 3 if block.rows < 16 * block.warps else 1
-    stored = copies * block.rows * block.keys if special.stores_tiles(kernel) else 0
-    return (rows + keys) * block.depth * special.operand_bytes + stored
+    stored = copies * block.rows * block.keys if specialisation.stores_tiles(kernel) else 0
+    return (rows + keys) * block.depth * specialisation.operand_bytes + stored
 
 
 def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
@@ -190,12 +192,14 @@ def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
     return -(-elements // (block.warps * warp_size))
 
 
-def resident_programs(kernel: str, block: Block, profile: DeviceProfile, special: Specialisation) -> int:
+def resident_programs(
+    kernel: str, block: Block, profile: DeviceProfile, specialisation: Specialisation
+) -> int:
     """Programs of a kernel that the board runs at once: what shared memory and registers of each multiprocessor hold.
 
     A thread is taken to need 96 registers beside its accumulators.
     """
-    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, special), 1)
+    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, specialisation), 1)
     registers = accumulator_registers(kernel, block, profile.warp_size) + 96
     by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
     return profile.multiprocessors * max(1, min(by_memory, by_registers))
@@ -223,7 +227,9 @@ def wide_rows(profile: DeviceProfile) -> int:
     return 32 if profile.arch in ("sm_80", "sm_86", "sm_89", "sm_120") else 64
 
 
-def violations(kernel: str, block: Block, profile: DeviceProfile, special: Specialisation) -> tuple[str, ...]:
+def violations(
+    kernel: str, block: Block, profile: DeviceProfile, specialisation: Specialisation
+) -> tuple[str, ...]:
     """Why the block is illegal for this kernel on this board, naming field and limit; () if it is legal."""
     found: list[str] = []
     if kernel not in KERNELS:
@@ -236,11 +242,11 @@ def violations(kernel: str, block: Block, profile: DeviceProfile, special: Speci
         found.append(f"warps = {block.warps} is not a power of two from 1 to {profile.max_warps_per_block}")
     if not 1 <= block.stages <= 8:
         found.append(f"stages = {block.stages} is not between 1 and 8")
-    if kernel == "fused" and special.dim > FUSED_DIM_LIMIT:
+    if kernel == "fused" and specialisation.dim > FUSED_DIM_LIMIT:
         found.append(
-            f"the embedding of {special.dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
+            f"the embedding of {specialisation.dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
         )
-    dim, widest = special.dim, padded_dim(special.inner_dim(kernel))
+    dim, widest = specialisation.dim, padded_dim(specialisation.inner_dim(kernel))
     if kernel == "fused" and block.depth != widest:
         found.append(f"depth = {block.depth} is not the whole padded embedding, {widest}")
     if kernel in (*SIMILARITIES, "finish") and block.depth > widest:
@@ -255,7 +261,7 @@ def violations(kernel: str, block: Block, profile: DeviceProfile, special: Speci
         )
     if found:
         return tuple(found)  # the estimates below are about well-formed blocks
-    size, shared = special.operand_bytes, shared_bytes(kernel, block, special)
+    size, shared = specialisation.operand_bytes, shared_bytes(kernel, block, specialisation)
     if shared > profile.shared_bytes_per_block:
         found.append(
             f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}"
@@ -266,13 +272,13 @@ def violations(kernel: str, block: Block, profile: DeviceProfile, special: Speci
     )  # fp32 operands pass through registers
     if registers > limit:
         found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
-    if special.descriptors and kernel in ("forward", "gradient", "fused"):
+    if specialisation.descriptors and kernel in ("forward", "gradient", "fused"):
         for name in ("rows", "keys", "depth"):
             if getattr(block, name) > 256:
                 found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
-        if dim * size % 16 and not special.split:
+        if dim * size % 16 and not specialisation.split:
             found.append(
-                f"a row of {dim} {special.dtype} is not a multiple of 16 bytes, which tensor descriptors need"
+                f"a row of {dim} {specialisation.dtype} is not a multiple of 16 bytes, which tensor descriptors need"
             )
     return tuple(found)
 
@@ -292,13 +298,13 @@ def _spread(kernel: str, block: Block, profile: DeviceProfile, rows: int, keys: 
     return block
 
 
-def _shrink(kernel: str, block: Block, profile: DeviceProfile, special: Specialisation) -> Block:
+def _shrink(kernel: str, block: Block, profile: DeviceProfile, specialisation: Specialisation) -> Block:
     """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn."""
     order = ("stages", "keys", "rows") if kernel == "fused" else ("stages", "keys", "depth", "rows")
     smallest = {"stages": 2, "keys": 16, "depth": 16, "rows": 16}
     if kernel == "positive":
         block = dataclasses.replace(block, keys=block.rows)
-    while found := violations(kernel, block, profile, special):
+    while found := violations(kernel, block, profile, specialisation):
         wider = [name for name in order if getattr(block, name) > smallest[name]]
         if block.warps > profile.max_warps_per_block:
             change: dict[str, Any] = {"warps": block.warps // 2}

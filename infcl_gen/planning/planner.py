@@ -139,12 +139,12 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     model = option.model(problem)
     return Plan(
         problem=problem,
-        strategy=option.special.strategy,
+        strategy=option.specialisation.strategy,
         target=cluster.profile.target,
         dtype=problem.dtype,
         products=option.products,
-        split=option.special.split,
-        descriptors=option.special.descriptors,
+        split=option.specialisation.split,
+        descriptors=option.specialisation.descriptors,
         replay=option.replay,
         rows_per_rank=model.rows,
         keys_per_rank=model.keys,
@@ -218,7 +218,7 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
 class _Option:
     """One strategy with its blocks, before sizes are chosen."""
 
-    special: Specialisation
+    specialisation: Specialisation
     products: str
     replay: bool
     transport: str
@@ -236,7 +236,7 @@ class _Option:
     def model(self, problem: Problem) -> CostModel:
         world = self.cluster.devices
         variant = Variant(
-            strategy=self.special.strategy,
+            strategy=self.specialisation.strategy,
             has_keys=self.derivation.has_keys,
             labels=self.derivation.spec.positives == "label",
             ring=world > 1,
@@ -244,7 +244,7 @@ class _Option:
             library=self.products == "library",
             affine=self.derivation.slope is not None,
             replay=self.replay,
-            split=self.special.split,
+            split=self.specialisation.split,
             gather=self.transport == "gather",
         )
         return CostModel(
@@ -255,15 +255,15 @@ class _Option:
     @property
     def units(self) -> tuple[int, int]:
         """What panel rows and panel keys are multiples of: whole blocks of every kernel that walks a panel."""
-        if self.special.strategy == "torch":
+        if self.specialisation.strategy == "torch":
             return 64, 64
-        b = self.blocks
-        if self.special.strategy == "fused":
-            return max(PANEL_UNIT, b["fused"].rows, b["forward"].rows), max(
-                b["fused"].keys, b["forward"].keys
-            )
-        rows = max(PANEL_UNIT, b["forward"].rows, b["gradient"].rows, b["product"].rows, b["product"].depth)
-        return rows, max(b["forward"].keys, b["gradient"].keys, b["product"].rows, b["product"].depth)
+        b = (
+            self.blocks
+        )  # of the backward: the forward has panels of its own, or, with a stash, the gradient's tiles
+        if self.specialisation.strategy == "fused":
+            return max(PANEL_UNIT, b["fused"].rows), b["fused"].keys
+        rows = max(PANEL_UNIT, b["gradient"].rows, b["product"].rows, b["product"].depth)
+        return rows, max(b["gradient"].keys, b["product"].rows, b["product"].depth)
 
     def smallest_peak(self, problem: Problem) -> int:
         """The least memory that any sizes need: the peak grows with each of them."""
@@ -271,7 +271,7 @@ class _Option:
         row_unit, key_unit = self.units
         rows = _fixed(problem, "panel_rows", row_unit, model.rows) or row_unit
         keys = _fixed(problem, "panel_keys", key_unit, model.keys) or key_unit
-        keys = _padded(model.keys, key_unit) if self.special.strategy == "fused" else keys
+        keys = _padded(model.keys, key_unit) if self.specialisation.strategy == "fused" else keys
         return min(
             model.peak_bytes(sizes) for sizes in self._with_stash(problem, model, rows, keys, smallest=True)
         )
@@ -280,16 +280,16 @@ class _Option:
         """All candidates, the smallest among them."""
         model = self.model(problem)
         row_unit, key_unit = self.units
-        cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(self.special.strategy, PANEL_CAP)
-        cap = SPLIT_CAP if self.special.split else cap
+        cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(self.specialisation.strategy, PANEL_CAP)
+        cap = SPLIT_CAP if self.specialisation.split else cap
         fixed_rows = _fixed(problem, "panel_rows", row_unit, model.rows)
         fixed_keys = _fixed(problem, "panel_keys", key_unit, model.keys)
         all_rows = [fixed_rows] if fixed_rows else _splits(model.rows, row_unit, cap)
-        if self.special.strategy == "fused":
+        if self.specialisation.strategy == "fused":
             all_keys = [_padded(model.keys, key_unit)]  # a program walks all keys
         else:
             all_keys = [fixed_keys] if fixed_keys else _splits(model.keys, key_unit, cap)
-        if self.special.strategy == "stash":
+        if self.specialisation.strategy == "stash":
             # A third dimension: coarser steps in the other two, the smallest kept.
             all_rows, all_keys = (
                 sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys)
@@ -299,13 +299,13 @@ class _Option:
                 # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
                 lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
                 smallest = (rows, keys) == (all_rows[-1], all_keys[-1])
-                if not lean or smallest or self.special.strategy == "fused":
+                if not lean or smallest or self.specialisation.strategy == "fused":
                     yield from self._with_stash(problem, model, rows, keys, smallest=False)
 
     def _with_stash(
         self, problem: Problem, model: CostModel, rows: int, keys: int, smallest: bool
     ) -> Iterator[Sizes]:
-        if self.special.strategy != "stash":
+        if self.specialisation.strategy != "stash":
             yield self._with_forward(model, rows, keys, 0)
             return
         slices = -(-model.rows // rows)
@@ -327,7 +327,7 @@ class _Option:
 
         A stash is filled by whole panels of the backward sweep; the torch strategy uses one panel for both.
         """
-        if self.special.strategy in ("torch", "stash"):
+        if self.specialisation.strategy in ("torch", "stash"):
             return Sizes(rows, keys, rows, keys, stash_rows)
         row_unit, key_unit = self.blocks["forward"].rows, self.blocks["forward"].keys
         row_cap = key_cap = FORWARD_CAP
@@ -424,8 +424,8 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
     descriptors = _descriptors(problem, cluster, split) if name != "torch" else False
     rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
     chosen = {kernel for kernel, dot, _ in (key.partition(".") for key in problem.setting) if dot}
-    special = Specialisation(name, problem.dtype, problem.dim, descriptors, split)
-    blocks = default_blocks(cluster.profile, special, rows, keys, chosen)
+    specialisation = Specialisation(name, problem.dtype, problem.dim, descriptors, split)
+    blocks = default_blocks(cluster.profile, specialisation, rows, keys, chosen)
     for key, word in problem.settings:
         kernel, dot, field = key.partition(".")
         if dot:
@@ -441,11 +441,11 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
     for key in (key for key, _ in problem.settings if "." in key):
         kernel = key.partition(".")[0]
         for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
-            found = violations(changed, blocks[changed], cluster.profile, special)
+            found = violations(changed, blocks[changed], cluster.profile, specialisation)
             if found:
                 raise InputError(f"--set {key}: the {changed} block is illegal: {'; '.join(found)}")
     products = _products(name, problem, cluster)
-    return _Option(special, products, False, "ring", blocks, derivation, cluster)
+    return _Option(specialisation, products, False, "ring", blocks, derivation, cluster)
 
 
 def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
@@ -655,9 +655,11 @@ def _reasons(
     measured = problem.setting.get("records") == "measured"
     by_setting = f"measured on {cluster.profile.name}" if measured else "set by --set"
     found = [*_transport_reasons(problem, best, candidates)]
-    found.append(Reason(2, f"strategy {option.special.strategy}", _strategy_why(problem, best, candidates)))
+    found.append(
+        Reason(2, f"strategy {option.specialisation.strategy}", _strategy_why(problem, best, candidates))
+    )
     tiles = -(-model.rows // sizes.panel_rows) * -(-model.keys // sizes.panel_keys)
-    if option.special.strategy == "fused":
+    if option.specialisation.strategy == "fused":
         why = "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"
         rows = sizes.panel_rows
         if cluster.devices > 1:
@@ -678,7 +680,7 @@ def _reasons(
             )
         why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
-    as_backward = option.special.strategy in ("torch", "stash")
+    as_backward = option.specialisation.strategy in ("torch", "stash")
     why = "as the backward panel" if as_backward else "its partial sums fit where backward needs more"
     found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
     if sizes.stash_rows:
@@ -689,18 +691,18 @@ def _reasons(
     if option.replay:
         why = "set by --set" if "replay" in problem.setting else "kernels start sooner than one by one"
         found.append(Reason(2, "recorded CUDA graphs", why))
-    if option.special.strategy in ("panel", "stash"):
+    if option.specialisation.strategy in ("panel", "stash"):
         library = "the library's product with fp32 output is the fastest here"
         why = library if option.products == "library" else "no library product with fp32 output here"
         why = by_setting if "products" in problem.setting else why
         found.append(Reason(3, f"products by {option.products}", why))
-    if option.special.split:
+    if option.specialisation.split:
         why = "three bf16 products each: 16 bits, faster than tf32 and 64 times as accurate"
         found.append(Reason(3, "fp32 features as bf16 halves", why))
-    for_many = default_blocks(cluster.profile, option.special)
+    for_many = default_blocks(cluster.profile, option.specialisation)
     for kernel, block in option.blocks.items():
         changed = sorted(key for key in problem.setting if key.startswith(kernel + "."))
-        size = shared_bytes(kernel, block, option.special)
+        size = shared_bytes(kernel, block, option.specialisation)
         why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
         if measured:
             why = f"{by_setting}; {why}"
@@ -716,7 +718,7 @@ def _reasons(
             Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", f"keeps to {registers}")
         )
     if option.blocks:
-        on = option.special.descriptors
+        on = option.specialisation.descriptors
         why = "rows are multiples of 16 bytes" if on else "not on this board, for this row size, or by --set"
         found.append(Reason(4, f"tensor descriptors {'on' if on else 'off'}", why))
     return tuple(found)
@@ -759,12 +761,12 @@ def _transport_reasons(
 def _strategy_why(problem: Problem, best: _Candidate, candidates: list[_Candidate]) -> str:
     if "strategy" in problem.setting:
         return "set by --set"
-    if best.option.special.strategy == "torch":
+    if best.option.specialisation.strategy == "torch":
         return "no GPU: panels with torch's matrix products"
     times: dict[str, float] = {}
     for candidate in candidates:
         if candidate.order != best.order and candidate.option.transport == best.option.transport:
-            name = candidate.option.special.strategy + " replayed" * candidate.option.replay
+            name = candidate.option.specialisation.strategy + " replayed" * candidate.option.replay
             times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
     others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
     text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")

@@ -35,6 +35,7 @@ PACKAGES = [
     planned("panel", "clip", "bf16", 384, products="triton"),
     planned("panel", "clip", "bf16", 96, descriptors="off"),
     planned("panel", "clip", "bf16", 1),
+    planned("panel", "clip", "bf16", 72),
     dataclasses.replace(planned("panel", "clip", "bf16", 768), rows=1024),  # smaller tiles
     dataclasses.replace(planned("panel", "infonce", "fp32", 100), rows=1024),
     planned("panel", "clip", "fp16", 640),
@@ -77,6 +78,7 @@ PACKAGES += TUNED
 ONE_OF_EACH = [
     *TUNED,
     planned("panel", "clip", "bf16", 64),
+    planned("panel", "clip", "bf16", 192),  # more than one step
     planned("panel", "infonce", "fp32", 64),
     planned("fused", "clip", "bf16", 64),
     planned("fused", "infonce", "fp16", 64),

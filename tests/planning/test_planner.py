@@ -16,10 +16,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.hardware import resolve_cluster
 from infcl_gen.planning import Plan, violations, walk_schedule
+from infcl_gen.planning.cost import Sizes
+from infcl_gen.planning.planner import cost_model
 from infcl_gen.planning.schedule import gather_schedule, ring_schedule
 from infcl_gen.problem import Problem, make_problem
-from tests.planning.conftest import plan_flags, plan_problem
+from tests.planning.conftest import derivation_of, plan_flags, plan_problem
 
 GPU_PROFILES = ("h200", "a100", "l4", "rtx4090", "b200", "mi300x", "mi355x")
 
@@ -69,6 +72,12 @@ def check_plan(problem: Problem, plan: Plan) -> None:
             assert plan.forward_rows % block.rows == plan.forward_keys % block.keys == 0
         if kernel == "gradient":
             assert plan.panel_rows % block.rows == plan.panel_keys % block.keys == 0
+    if plan.blocks and not plan.stash_rows:  # the forward takes no more memory than the backward, if it can
+        model = cost_model(plan, derivation_of(problem.loss), resolve_cluster(problem))
+        sizes = Sizes(plan.forward_rows, plan.forward_keys, plan.panel_rows, plan.panel_keys, 0)
+        block = plan.blocks["forward"]
+        smallest = (plan.forward_rows, plan.forward_keys) == (block.rows, block.keys)
+        assert model.forward_fits(sizes) or smallest
     # A panel is never more than one block longer than the problem.
     assert plan.panel_rows < plan.rows_per_rank + 256 and plan.forward_rows < plan.rows_per_rank + 256
     assert plan.panel_keys < plan.keys_per_rank + 256 and plan.forward_keys < plan.keys_per_rank + 256
@@ -318,7 +327,7 @@ def test_settings_are_honoured() -> None:
         ({"set": {"stash_rows": "1024"}, "devices": 2}, "--set stash_rows: does not apply"),
         ({"set": {"stash_rows": "1000"}}, "--set stash_rows: 1000 must be a multiple"),
         ({"set": {"stash_rows": "1024", "panel_rows": "2048"}}, "--set stash_rows: 1024 must be a multiple"),
-        ({"set": {"panel_rows": "1000"}}, "--set panel_rows: 1000 must be a multiple of 256"),
+        ({"set": {"panel_rows": "1000"}}, "--set panel_rows: 1000 must be a multiple of 128"),
         ({"set": {"panel_keys": "100"}}, "--set panel_keys: 100 must be a multiple of 128"),
         ({"set": {"panel_keys": "256", "strategy": "fused"}, "dim": 128}, "--set panel_keys: does not apply"),
         ({"set": {"nothing.rows": "64"}}, "--set nothing: unknown kernel .*valid: forward, gradient"),
@@ -417,3 +426,16 @@ def test_planning_is_quick() -> None:
     start = time.perf_counter()
     plan_flags(batch_size="128k", memory_budget="16GiB", dim=256)
     assert time.perf_counter() - start < 0.5
+
+
+def test_the_forward_has_panels_of_its_own() -> None:
+    """A quarter of the launches where its partial sums fit beside nothing else; smaller ones in a tight budget."""
+    for dim in (96, 128, 768):
+        plan = plan_flags(batch_size="64k", dim=dim)
+        assert (plan.forward_rows, plan.forward_keys) == (32768, 32768)
+    budget = plan_flags(batch_size="64k", dim=16).smallest_budget_bytes
+    tight = plan_flags(batch_size="64k", dim=16, memory_budget=budget)
+    assert tight.forward_rows * tight.forward_keys < 32768**2
+    # Tiles of the forward, of 256 keys, do not bind the backward's panels.
+    flags = {"batch_size": "64k", "dim": 96, "set": {"strategy": "panel", "panel_keys": "1152"}}
+    assert plan_flags(**flags).panel_keys == 1152
