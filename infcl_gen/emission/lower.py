@@ -25,6 +25,7 @@ from infcl_gen.planning.levels import (
     SPLIT_TERMS,
     STRIP_ROWS,
     Block,
+    fused_wide,
     key_lanes,
     most_strips,
     resident_programs,
@@ -107,7 +108,7 @@ class PackageSpec:
 def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> PackageSpec:
     """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
     name = package_name(plan, derivation)
-    kernels = kernel_specs(plan, bool(derivation.has_keys))
+    kernels = kernel_specs(plan, profile, bool(derivation.has_keys))
     names = {kernel.name for kernel in kernels}
     literals = spec_literals(plan, derivation, profile, name, kernels)
     shared = {
@@ -193,7 +194,7 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
     return f"infcl-gen generate --batch-size {{queries}} --keys {{keys}} {literal} -o DIR"
 
 
-def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
+def kernel_specs(plan: Plan, profile: DeviceProfile, has_keys: bool) -> tuple[KernelSpec, ...]:
     """The kernels of a package in the order of kernels.py; none for the torch strategy."""
     specs = []
     left_out = _left_out(plan, has_keys)
@@ -204,7 +205,7 @@ def kernel_specs(plan: Plan, has_keys: bool) -> tuple[KernelSpec, ...]:
             if isinstance(family, int):
                 specs.append(KernelSpec(name, family, 1))
             elif name.endswith("_wide"):
-                specs.append(KernelSpec(name, _wide_warps(plan.blocks[family], family), 2))
+                specs.append(KernelSpec(name, _wide_warps(family, plan.blocks[family], profile), 2))
             else:
                 specs.append(KernelSpec(name, plan.blocks[family].warps, plan.blocks[family].stages))
     return tuple(specs)
@@ -217,9 +218,9 @@ def _kernel_templates(plan: Plan, has_keys: bool) -> tuple[str, ...]:
     return (*KERNEL_TEMPLATES.get(plan.strategy, ()), *chosen)
 
 
-def _wide_warps(block: Block, family: str) -> int:
+def _wide_warps(family: str, block: Block, profile: DeviceProfile) -> int:
     """Two references and pointers hold more registers: a thread gets at most 32 elements of a tile, or it spills."""
-    return min(8, 2 * block.warps) if family == "fused" else max(4, block.keys // 16)
+    return fused_wide(profile, block)[1] if family == "fused" else max(4, block.keys // 16)
 
 
 def _left_out(plan: Plan, has_keys: bool) -> set[str]:
@@ -306,7 +307,7 @@ def _strip_context(plan: Plan, profile: DeviceProfile) -> dict[str, Any]:
     return {
         "waves": waves,
         "wide_rows": 0 if _exact(plan) else min(wide_rows(profile), *tiles),
-        "fused_wide_keys": min(32, plan.blocks["fused"].keys) if plan.strategy == "fused" else 0,
+        "fused_wide_keys": fused_wide(profile, plan.blocks["fused"])[0] if plan.strategy == "fused" else 0,
         "key_lanes": key_lanes(forward, profile),
         "keeps_keys": plan.specialisation.keeps_keys("forward", forward),
         "programs": {

@@ -227,6 +227,14 @@ def wide_rows(profile: DeviceProfile) -> int:
     return 32 if profile.arch in ("sm_80", "sm_86", "sm_89", "sm_120") else 64
 
 
+def fused_wide(profile: DeviceProfile, block: Block) -> tuple[int, int]:
+    """Keys at a time, and warps, of a fused program that is computed again: `block` with two references and pointers,
+    which hold more registers. On sm_100 D = 128 spilled 16 bytes with 32 keys and 8 warps."""
+    if profile.arch == "sm_100":
+        return 16, 16
+    return min(32, block.keys), min(8, 2 * block.warps)
+
+
 def violations(
     kernel: str, block: Block, profile: DeviceProfile, specialisation: Specialisation
 ) -> tuple[str, ...]:
