@@ -24,6 +24,9 @@ from infcl_gen.tuning.process import Process, last_line, timing_lock
 
 Rows = list[dict[str, Any]]
 Work = list[tuple[Sequence[Path], int | None]]  # packages, and the batch size (None: the planned one)
+# For the worker to import torch and to prepare a point, which is nobody's turn: 3 s on an idle machine, more than 30
+# beside a test-suite of rings, which is no reason to measure nothing.
+START_S = 120.0
 _LOG = logging.getLogger("infcl_gen")
 
 
@@ -107,9 +110,9 @@ class Contest:
         if not self._asked:
             worker = self._started()
             worker.send({"do": "absent", "peers": [peer.name for peer in self._peers]})
-            answer = worker.answer(self.limits.silent_s)
+            answer = worker.answer(self._patience_s(None))
             if answer is None or "ended" in answer:
-                raise ToolchainError(f"nothing can be measured: {self._failure(answer)}")
+                raise ToolchainError(f"nothing can be measured: {self._failure(answer, None)}")
             self.absent = {**answer["absent"], **self.absent}
             self._asked = True
         return dataclasses.replace(
@@ -123,9 +126,9 @@ class Contest:
         rows: dict[str, dict[str, Any]] = {}
         running: str | None = None
         while True:
-            answer = worker.answer(self.limits.silent_s)
+            answer = worker.answer(self._patience_s(running))
             if answer is None or "ended" in answer:
-                failure = self._failure(answer)
+                failure = self._failure(answer, running)
                 self._end()
                 return rows, running, failure
             if "running" in answer:
@@ -142,9 +145,13 @@ class Contest:
             self._worker = Process("infcl_gen.tuning.contest_worker", [], self._log)
         return self._worker
 
-    def _failure(self, answer: dict[str, Any] | None) -> str:
+    def _patience_s(self, running: str | None) -> float:
+        """How long no answer is waited for while it is this contestant's turn (None: nobody's)."""
+        return self.limits.silent_s if running else max(self.limits.silent_s, START_S)
+
+    def _failure(self, answer: dict[str, Any] | None, running: str | None) -> str:
         if answer is None:
-            return f"no result within {self.limits.silent_s:g} s"
+            return f"no result within {self._patience_s(running):g} s"
         return f"{answer['ended']}: {last_line(self._log)}"[:300]
 
     def _end(self) -> None:

@@ -278,6 +278,24 @@ def test_contestants_that_fail_are_reported_and_change_nothing(
     assert alone["nan"]["error"] == PLANTED["nan"][1] and alone["nan"]["err"] is None
 
 
+def test_a_worker_that_starts_slowly_is_waited_for(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is to blame before it is somebody's turn; longer than START_S it is not."""
+    folder = write_libraries(tmp_path / "libraries", {})
+    (folder / "sitecustomize.py").write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    limits = Limits(rounds=1, silent_s=4)  # longer than a turn of plain torch, shorter than the start
+    with Contest(chosen_peers(["torch"]), limits=limits) as contest:
+        rows = contest.rows(contest.point([package], 64))
+    assert [row["impl"] for row in rows] == ["infcl", "torch"]
+    monkeypatch.setattr("infcl_gen.tuning.contest.START_S", 4.0)
+    refused = pytest.raises(ToolchainError, match="nothing can be measured: no result within 4 s")
+    with Contest(chosen_peers(["torch"]), limits=limits) as contest, refused:
+        contest.rows(contest.point([package], 64))
+
+
 def test_a_crash_and_a_hang_cost_only_whoever_did_it(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
