@@ -309,12 +309,13 @@ def test_a_crash_and_a_hang_cost_only_whoever_did_it(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a lock of its own: nobody waits for the hang
     monkeypatch.setenv("PYTHONPATH", str(folder))
     names = ["inf_cl", "memeff", "cut-cross-entropy", "cut-cross-entropy-exact", "torch"]
-    with Contest(chosen_peers(names), limits=Limits(rounds=2, silent_s=30)) as contest:
+    # Beside tests of 64 threads a turn of less than a second has taken 30.
+    with Contest(chosen_peers(names), limits=Limits(rounds=2, silent_s=90)) as contest:
         rows = {row["impl"]: row for row in contest.rows(contest.point([package], 64))}
     assert list(rows) == ["infcl", *names] and not contest.absent
     expected = {
         "inf_cl": "killed by signal 11",
-        "memeff": "no result within 30 s",
+        "memeff": "no result within 90 s",
         "cut-cross-entropy-exact": "out of memory",
     }
     for name, row in rows.items():
