@@ -140,13 +140,10 @@ def default_blocks(
             base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, widest))
         else:
             found = _tabulated(table, kernel, specialisation)
-            tiles = (
-                "gradient" if strategy == "stash" and kernel == "forward" else kernel
-            )  # whose tiles these are
-            base = found if tiles in chosen else _spread(kernel, found, profile, rows, keys)
-            base = dataclasses.replace(
-                base, depth=min(base.depth, padded_dim(specialisation.inner_dim(kernel)))
-            )
+            owner = "gradient" if strategy == "stash" and kernel == "forward" else kernel  # of the tiles
+            base = found if owner in chosen else _spread(kernel, found, profile, rows, keys)
+            deepest = padded_dim(specialisation.inner_dim(kernel))
+            base = dataclasses.replace(base, depth=min(base.depth, deepest))
             if strategy == "stash" and kernel == "gradient":  # its tiles are those that the forward has kept
                 base = dataclasses.replace(base, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
         blocks[kernel] = _shrink(kernel, base, profile, specialisation)

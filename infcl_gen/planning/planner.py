@@ -257,9 +257,8 @@ class _Option:
         """What panel rows and panel keys are multiples of: whole blocks of every kernel that walks a panel."""
         if self.specialisation.strategy == "torch":
             return 64, 64
-        b = (
-            self.blocks
-        )  # of the backward: the forward has panels of its own, or, with a stash, the gradient's tiles
+        # The forward's do not count: it has panels of its own, or, with a stash, the gradient's tiles.
+        b = self.blocks
         if self.specialisation.strategy == "fused":
             return max(PANEL_UNIT, b["fused"].rows), b["fused"].keys
         rows = max(PANEL_UNIT, b["gradient"].rows, b["product"].rows, b["product"].depth)

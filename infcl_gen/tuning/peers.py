@@ -185,7 +185,7 @@ def _liger(inputs: Inputs, **options: Any) -> LossFunction:
 
 
 def _liger_fp32_sums(inputs: Inputs) -> LossFunction:
-    """The same with `accum_dtype=torch.float32`: added up in fp32, as everybody else does."""
+    """The same with `accum_dtype=torch.float32`: added up in fp32, as this project does."""
     import torch
 
     return _liger(inputs, accum_dtype=torch.float32)

@@ -309,7 +309,7 @@ def test_a_crash_and_a_hang_cost_only_whoever_did_it(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a lock of its own: nobody waits for the hang
     monkeypatch.setenv("PYTHONPATH", str(folder))
     names = ["inf_cl", "memeff", "cut-cross-entropy", "cut-cross-entropy-exact", "torch"]
-    # Beside tests of 64 threads a turn of less than a second has taken 30.
+    # Amid the whole suite on two cores a turn of less than a second has taken 30.
     with Contest(chosen_peers(names), limits=Limits(rounds=2, silent_s=90)) as contest:
         rows = {row["impl"]: row for row in contest.rows(contest.point([package], 64))}
     assert list(rows) == ["infcl", *names] and not contest.absent
