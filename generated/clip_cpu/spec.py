@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "974a4d89279cb5846c7f113721078649ad1effa83c5a99c708f47428c2985cb6",
+    "digest": "6f2e778c8efa1b05d15195340117e25cbd04cceb890f2670331b062969a3d6fb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

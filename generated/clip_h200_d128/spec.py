@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "7377cdf43e1d3b35a55eb647cd62c5784380ba1db66f6f104f4affae65511f7f",
+    "digest": "17e6e9df24e6c261edf8872b51ccb707ff92ebe39d1a286adcd6fb6308102b79",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "211432b5758e3b5c25b229185498f87f8d7fc8bd82671bb8f04ab9c93691d679",
+    "digest": "8fdc20a7fb48aaeffa66822624bf0c2d4247ed37a4725213410e41f4bd17febd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

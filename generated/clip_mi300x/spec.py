@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "f0f582f60da359e4085e60a034a3674377e147b91cc2b679f416cb565a800227",
+    "digest": "12f9ff7e1aecdfa775487d023987352413aa5b91979fd147807708f5a6f5b150",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

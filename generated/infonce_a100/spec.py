@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "e873cff8b74432cc1dfaeadd4463b75e1e76bdb1548f1c496cb449942b453faf",
+    "digest": "5dcdc4591b4851925da954f26e2dd1e54f91fc7c0b99313bb03d09642068aeb0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

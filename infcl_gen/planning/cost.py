@@ -177,9 +177,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
             "r_i as a wide float; the positive",
         ),
         v.has_keys
-        and BufferTerm(
-            "key_statistics", both, (2, W * n if v.gather else n), "statistics", "c_j as a wide float"
-        ),
+        and BufferTerm("key_statistics", both, (2, _kept_keys(v)), "statistics", "c_j as a wide float"),
         v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
         v.labels and BufferTerm("absent", forward, (m,), "statistics", "NaN for labels that name no key"),
         BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
@@ -200,15 +198,28 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
                 terms.append(
                     BufferTerm("merged_statistics", forward, shape, "statistics", "what adds them up")
                 )
-    elif ring:
-        visiting = "two buffers: one in use, one in flight"
-        statistics = BufferTerm("visiting_statistics", forward, (2, n), "statistics", visiting, pieces=2)
-        terms += [
-            BufferTerm("visiting_keys", forward, (n, D), "features", visiting, pieces=2),
-            v.has_keys and statistics,
-            BufferTerm("visiting_keys", backward, (n, D), "features", visiting, pieces=2),
-            v.has_keys and dataclasses.replace(statistics, phase=backward),
-        ]
+    elif (
+        ring
+    ):  # forward works in two buffers of keys, of which the last in use stays; backward needs up to two more
+        kept, use, flight = "that visit last, with which backward begins", "in use", "in flight"
+        terms.append(BufferTerm("last_keys", both, (n, D), "features", kept))
+        terms.append(
+            BufferTerm("visiting_keys", forward, (n, D), "features", f"{use} or {flight}, the other of two")
+        )
+        statistics = BufferTerm(
+            "visiting_statistics", forward, (2, n), "statistics", f"one {use}, one {flight}", pieces=2
+        )
+        terms.append(v.has_keys and statistics)
+        if v.has_keys:
+            terms.append(BufferTerm("last_statistics", backward, (2, n), "statistics", "of the last keys"))
+        for why, ranks in (
+            (use, 3),
+            (flight, 4),
+        ):  # with fewer ranks there are no keys that are not the last or own
+            there = Min(1, Max(0, W - ranks + 1))
+            terms.append(BufferTerm("visiting_keys", backward, (there, n, D), "features", why))
+            if v.has_keys:
+                terms.append(BufferTerm("visiting_statistics", backward, (there, 2, n), "statistics", why))
     if v.strategy == "torch":
         why = "temporaries of the loss's terms"
         terms.append(BufferTerm("loss_terms", forward, (5, Max(m, n)), "statistics", why))
@@ -439,6 +450,11 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     return tuple(term for term in terms if term)
 
 
+def _kept_keys(variant: Variant) -> Any:
+    """Keys whose statistics are kept: of all ranks, or of this one and of the keys that visit last."""
+    return W * n if variant.gather else 2 * n if variant.ring else n
+
+
 def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:
     """Part of the multiprocessors that a panel has blocks for: small ones do not fill a large board."""
     return Min(1, ceil_div(rows, block_rows) * ceil_div(keys, block_keys) / U)
@@ -521,13 +537,15 @@ class CostModel:
         return totals["forward"] <= max(totals["backward"], totals["finish"])
 
     def buffers(self, sizes: Sizes) -> tuple[Buffer, ...]:
-        """The memory plan by buffer."""
+        """The memory plan by buffer, without those that are empty."""
         values = self._values(sizes)
         names = {"features": self.dtype, "statistics": "fp64" if self.dtype == "fp64" else "fp32"}
         found = []
         lengths = iter(_shapes(self.variant)(*values))
         for term, size in zip(buffer_terms(self.variant), _memory(self.variant)(*values), strict=True):
             shape = tuple(next(lengths) for _ in term.shape)
+            if not all(shape):
+                continue
             shape = (term.pieces, *shape) if term.pieces > 1 else shape
             found.append(
                 Buffer(term.name, term.phase, size, shape, names.get(term.dtype, term.dtype), term.why)
@@ -589,10 +607,11 @@ class CostModel:
         ring's, one for each move is counted (and one for keys that travel apart).
 
         Ring: keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts,
-        and what slows the work down.
+        and what slows the work down. Backward they do W - 2 times, as the own ones have not left.
         What the work changes (statistics of the keys; in backward dk) follows each hop, beside the next one's work up
         to where that adds to it first: the forward product of a panel, in backward its gradient and dq. The last
-        transfer, home, is waited for. Of W moves N cross the network, by all devices at once: the last one too.
+        transfer of forward, home, is waited for. Of its W moves N cross the network, by all devices at once: the last
+        one too, which backward does not repeat.
 
         Gather: the keys of all others come beside the work on the own ones, and so go home the sums of gradients; the
         statistics of all keys, from everybody to everybody, are waited for.
@@ -612,13 +631,18 @@ class CostModel:
             return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
         before_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS)
         first_s = before_s / hops / self.panels(phase, sizes)
-        exposed = start_s + self._transfer_s(after, network=self.nodes > 1) if after else 0.0
-        apart_s = start_s if after and beside > TOGETHER_BYTES else 0.0
+        back = phase == "backward"
+        waited = after and not back
+        exposed = start_s + self._transfer_s(after, network=self.nodes > 1) if waited else 0.0
         for network, moves in ((False, hops - self.nodes), (True, self.nodes - 1)):
-            beside_s, after_s = (self._transfer_s(size, network) for size in (beside, after))
-            both_s = start_s + apart_s + beside_s + after_s
-            exposed += moves * _added(both_s, max(0.0, start_s + after_s - first_s, both_s - hop_s))
-        total = (hops - 1) * beside + hops * after
+            # Backward ends with the first move of forward, which leaves a node only if that is a single device.
+            alone = back and network == (self.nodes == hops)
+            for count, size in ((moves - alone, beside), (alone, 0)):
+                apart_s = start_s if after and size > TOGETHER_BYTES else 0.0
+                beside_s, after_s = (self._transfer_s(part, network) for part in (size, after))
+                both_s = start_s + apart_s + beside_s + after_s
+                exposed += count * _added(both_s, max(0.0, start_s + after_s - first_s, both_s - hop_s))
+        total = (hops - 1 - back) * beside + (hops - back) * after
         return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
 
     def travels(self, phase: str) -> tuple[int, int]:

@@ -10,6 +10,9 @@ every rank has met all keys, which are then home:
                          once, over all its network links, in one hop of d; a flat ring would use one link at each hop.
                          With the 1 for the device too, d moves are a whole turn inside a node, and N * d come home
 
+Backward is the way back, by the same moves the other way round. It begins with the keys that forward has ended with:
+they are there, and so are their statistics, to which everybody has added. The own keys come last, and never leave.
+
 Where a few ranks share a node, the keys need not go round: by the transport "gather" everybody sends to everybody.
 
     forward     at hop 0, the own keys, all keys go to everybody; after the last one the sums for all keys, which
@@ -33,9 +36,9 @@ Move = tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """What visits in one direction of the loss: `parcels` travel as they are, beside the work on them, and need not go
-    home; `sums` follow when the work has added to them, and come home. `shared`: sums that everybody gets then, of all
-    keys, from all others, and adds up."""
+    """What visits in one direction of the loss: `parcels` travel as they are, beside the work on them, and need not
+    leave or come home; `sums` follow when the work has added to them, and come home. `shared`: sums that everybody gets
+    then, of all keys, from all others, and adds up."""
 
     parcels: tuple[str, ...]
     sums: tuple[str, ...]
@@ -65,42 +68,54 @@ class Schedule:
         """The rank whose keys visit `rank` at `hop`."""
         if not self.moves:
             return rank
-        hop += self.transport == "gather" and phase == "backward"
+        if phase == "backward":
+            hop = hop + 1 if self.transport == "gather" else self.world_size - 1 - hop
         cycles, rest = divmod(hop, len(self.moves))
         whole, part = self._travelled[-1], self._travelled[rest]
-        return self._moved(rank, (cycles * whole[0] + part[0], cycles * whole[1] + part[1]), -1)
+        return self.moved(rank, (-cycles * whole[0] - part[0], -cycles * whole[1] - part[1]))
 
-    def send_to(self, rank: int, hop: int) -> int:
+    def move(self, hop: int, phase: str = "forward") -> Move:
+        """How far what visits a rank at `hop` goes on; backward against the forward's move between the same visits."""
+        if not self.moves:
+            return 0, 0
+        if phase == "forward" or self.transport == "gather":
+            return self.moves[hop % len(self.moves)]
+        node, device = self.moves[(self.world_size - 2 - hop) % len(self.moves)]
+        return -node, -device
+
+    def moved(self, rank: int, move: Move) -> int:
+        """The rank that a move from `rank` leads to."""
+        node, device = divmod(rank, self.devices_per_node)
+        node, device = (node + move[0]) % self.nodes, (device + move[1]) % self.devices_per_node
+        return node * self.devices_per_node + device
+
+    def send_to(self, rank: int, hop: int, phase: str = "forward") -> int:
         """Where what visits `rank` at `hop` goes next."""
-        return self._moved(rank, self._move(hop), 1)
+        return self.moved(rank, self.move(hop, phase))
 
-    def receive_from(self, rank: int, hop: int) -> int:
+    def receive_from(self, rank: int, hop: int, phase: str = "forward") -> int:
         """Whence comes what visits `rank` at the hop after `hop`."""
-        return self._moved(rank, self._move(hop), -1)
+        node, device = self.move(hop, phase)
+        return self.moved(rank, (-node, -device))
 
-    def level(self, hop: int) -> str:
-        """What the move after `hop` crosses: "node" if it leaves the node, else "device"."""
-        return "node" if self._move(hop)[0] % self.nodes else "device"
+    def level(self, move: Move) -> str:
+        """What a move crosses: "node" if it leaves the node, else "device"."""
+        return "node" if move[0] % self.nodes else "device"
 
     def payload(self, phase: str) -> Payload:
         """What visits in "forward" or "backward"."""
         return {"forward": self.forward, "backward": self.backward}[phase]
 
     def carries(self, phase: str, hop: int) -> tuple[str, ...]:
-        """What moves after `hop`: after the last one only what was added to."""
+        """What moves after `hop`: parcels up to the last hop, or to the own keys, which have never left; what was added
+        to until it is home."""
         payload, last = self.payload(phase), self.world_size - 1
         if self.transport == "gather":
             leaves = last - 1 if phase == "backward" else last
             return payload.parcels * (hop == 0) + (payload.sums + payload.shared) * (hop == leaves)
-        return (payload.parcels if hop < last else ()) + payload.sums
-
-    def _move(self, hop: int) -> Move:
-        return self.moves[hop % len(self.moves)] if self.moves else (0, 0)
-
-    def _moved(self, rank: int, move: Move, sign: int) -> int:
-        node, device = divmod(rank, self.devices_per_node)
-        node, device = node + sign * move[0], device + sign * move[1]
-        return node % self.nodes * self.devices_per_node + device % self.devices_per_node
+        if phase == "backward":
+            return payload.parcels * (hop < last - 1) + payload.sums * (hop < last)
+        return payload.parcels * (hop < last) + payload.sums
 
     @functools.cached_property
     def _travelled(self) -> tuple[Move, ...]:
@@ -152,12 +167,27 @@ def walk_schedule(
     statistics = ("key statistics",) if has_keys else ()
     if schedule.transport == "gather":
         return _simulate_gather(schedule, shard_sizes, statistics)
-    return {
-        "forward": _sweep(schedule, shard_sizes, "forward", statistics, ("keys", *statistics)),
-        "backward": _sweep(
-            schedule, shard_sizes, "backward", ("key gradients",), ("keys", *statistics, "key gradients")
-        ),
-    }
+    home = [
+        _Held({part: (rank, frozenset()) for part in ("keys", *statistics)})
+        for rank in range(len(shard_sizes))
+    ]
+    forward, away = _sweep(schedule, shard_sizes, "forward", statistics, ("keys", *statistics), home, home)
+    for rank, parts in enumerate(away):  # what is at hand when backward begins
+        for part in statistics:
+            owner, contributors = parts[part]
+            if len(contributors) != len(shard_sizes):
+                raise VerificationError(
+                    f"forward: rank {rank} ends with {part} of rank {owner} that have {len(contributors)} contributions"
+                )
+    for rank, parts in enumerate(away):
+        parts["key gradients"] = (schedule.owner(rank, 0, "backward"), frozenset())
+    needs = ("keys", *statistics, "key gradients")
+    backward, _ = _sweep(schedule, shard_sizes, "backward", ("key gradients",), needs, away, home)
+    return {"forward": forward, "backward": backward}
+
+
+# part -> (owner, ranks that have contributed to it so far): what a rank has in its buffers
+_Held = dict[str, tuple[int, frozenset[int]]]
 
 
 def _sweep(
@@ -166,16 +196,22 @@ def _sweep(
     phase: str,
     accumulators: tuple[str, ...],
     needs: tuple[str, ...],
-) -> Sweep:
+    start: Sequence[_Held],
+    home: Sequence[_Held],
+) -> tuple[Sweep, list[_Held]]:
+    """From what each rank holds at the `start`; also what they hold after the last hop, before anything leaves. `home`:
+    what each rank has of its own all the time."""
     world = schedule.world_size
-    # held[rank][part] = (owner, ranks that have contributed to it so far)
-    held = [{part: (rank, frozenset[int]()) for part in needs} for rank in range(world)]
+    held = [dict(parts) for parts in start]
     visits: list[tuple[int, int]] = []
     logits = transfers = 0
+    last: list[_Held] = []
     for hop in range(world):
         where = f"{phase} hop {hop}"
         for rank in range(world):
-            owner = schedule.owner(rank, hop)
+            owner = schedule.owner(rank, hop, phase)
+            if phase == "backward" and owner == rank:
+                held[rank] |= home[rank]
             for part in needs:
                 if part not in held[rank]:
                     raise VerificationError(f"{where}: rank {rank} has no {part}")
@@ -191,8 +227,9 @@ def _sweep(
                 held[rank][part] = (owner, held[rank][part][1] | {rank})
             visits.append((rank, owner))
             logits += shards[rank][0] * shards[owner][1]
+        last = [dict(parts) for parts in held]
         if carries := schedule.carries(phase, hop):
-            _transfer(schedule, hop, where, carries, held)
+            _transfer(schedule, phase, hop, carries, held)
             transfers += world
     _check_visits(phase, visits, logits, shards)
     for rank in range(world):
@@ -202,21 +239,15 @@ def _sweep(
                 raise VerificationError(
                     f"{phase}: the {part} at rank {rank} belong to rank {owner}, {len(contributors)} contributions"
                 )
-    return Sweep(tuple(visits), logits, transfers)
+    return Sweep(tuple(visits), logits, transfers), last
 
 
-def _transfer(
-    schedule: Schedule,
-    hop: int,
-    where: str,
-    carries: tuple[str, ...],
-    held: list[dict[str, tuple[int, frozenset[int]]]],
-) -> None:
+def _transfer(schedule: Schedule, phase: str, hop: int, carries: tuple[str, ...], held: list[_Held]) -> None:
     """The move after a hop, of every rank at once."""
-    moved = []
+    where, moved = f"{phase} hop {hop}", []
     for rank, parts in enumerate(held):
-        receiver = schedule.send_to(rank, hop)
-        if schedule.receive_from(receiver, hop) != rank:
+        receiver = schedule.send_to(rank, hop, phase)
+        if schedule.receive_from(receiver, hop, phase) != rank:
             raise VerificationError(f"{where}: rank {rank} sends to {receiver}, which receives from another")
         if receiver == rank:
             raise VerificationError(f"{where}: rank {rank} sends to itself")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.planning import cost
 from infcl_gen.planning.events import Events, Pipe, Task
+from infcl_gen.planning.schedule import Move
 
 if TYPE_CHECKING:
     from infcl_gen.planning.cost import CostModel
@@ -195,7 +196,7 @@ class _Step:
         between_s = (step - start) * BEFORE_BACKWARD
         self._host_s = {"forward": start * gpu, "backward": between_s * gpu}
         self._host_end_s = (step - start - between_s) * gpu
-        self._legs: dict[tuple[tuple[int, int], ...], list[_Leg]] = {}
+        self._legs: dict[tuple[tuple[Move, int], ...], list[_Leg]] = {}
         self._events = Events(len(self._ranks), cost.SLOWDOWN)
         # Of each rank: what the next of each stream waits for; what the keys, and the sums, of a hop wait for.
         self._host, self._kernels, self._messages, self._keys, self._sums = (
@@ -234,7 +235,7 @@ class _Step:
         self._work(phase, 0)
 
     def _rotate(self, phase: str) -> None:
-        """The keys go round, as the runtime's `Rotation` lets them."""
+        """The keys go round, or back, as the runtime's `ForwardRotation` and `BackwardRotation` let them."""
         told = self._tell(phase)
         for hop in range(self._schedule.world_size + 1):
             before = [list(tasks) for tasks in self._kernels]
@@ -300,32 +301,33 @@ class _Step:
 
     def _post(self, phase: str, hop: int, kernels: list[list[Task]]) -> None:
         """What leaves at the start of a ring's hop, when `kernels` are done: keys for the next, sums of the last."""
-        work, last, name = self._works[phase], self._schedule.world_size - 1, f"{phase}, message {hop}"
-        keys = {hop: work.keys_bytes} if hop < last else {}
-        sums = {hop - 1: work.sums_bytes} if hop and work.sums_bytes else {}
+        work, schedule, name = self._works[phase], self._schedule, f"{phase}, message {hop}"
+        payload, hops = schedule.payload(phase), schedule.world_size
+        keys = hop < hops and set(payload.parcels) <= set(schedule.carries(phase, hop))
+        sums = hop > 0 and work.sums_bytes and set(payload.sums) <= set(schedule.carries(phase, hop - 1))
+        ahead = {hop: work.keys_bytes} if keys else {}
+        behind = {hop - 1: work.sums_bytes} if sums else {}
         together = work.keys_bytes <= cost.TOGETHER_BYTES
-        for batch in [sums | keys] if together else [sums, keys]:
+        for batch in [behind | ahead] if together else [behind, ahead]:
             if batch:
-                done = self._message(name, self._moved(batch), kernels)
+                done = self._message(name, self._moved(phase, batch), kernels)
                 for rank in self._ranks:
                     self._sums[rank] = done[rank] if hop - 1 in batch else self._sums[rank]
                     self._keys[rank] = done[rank] if hop in batch else self._keys[rank]
 
-    def _moved(self, parts: dict[int, int]) -> list[_Leg]:
+    def _moved(self, phase: str, parts: dict[int, int]) -> list[_Leg]:
         """Bytes by the hop whose move they make: one transfer to each neighbour."""
-        moves = self._schedule.moves
-        key = tuple((hop % len(moves), size) for hop, size in parts.items())
+        key = tuple((self._schedule.move(hop, phase), size) for hop, size in parts.items())
         if key not in self._legs:  # the same for each cycle
-            legs: dict[tuple[int, int], _Leg] = {}
-            for hop, size in key:
-                size += legs[moves[hop]].size if moves[hop] in legs else 0
-                level, receivers = self._schedule.level(hop), functools.partial(self._next, hop)
-                legs[moves[hop]] = _Leg(size, level, receivers, 1)
+            legs: dict[Move, _Leg] = {}
+            for move, size in key:
+                size += legs[move].size if move in legs else 0
+                legs[move] = _Leg(size, self._schedule.level(move), functools.partial(self._next, move), 1)
             self._legs[key] = list(legs.values())
         return self._legs[key]
 
-    def _next(self, hop: int, rank: int) -> tuple[int, ...]:
-        return (self._schedule.send_to(rank, hop),)
+    def _next(self, move: Move, rank: int) -> tuple[int, ...]:
+        return (self._schedule.moved(rank, move),)
 
     def _to_all(self, size: int) -> list[_Leg]:
         """As many bytes to every other rank of a node."""

@@ -4,6 +4,7 @@ against the world size, on which neither may depend."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.runtime.in_process import Echo
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-WORLDS = (2, 3, 8, 64, 4096, 65536)
+WORLDS = (4, 5, 8, 64, 4096, 65536)
 
 
 def measured_peak_bytes(step: Any) -> int:
@@ -87,19 +88,26 @@ def test_unrounded_gradients_under_autocast_take_no_more_than_planned(keys: int)
     ],
     ids=["256MiB", "auto", "infonce", "cpu"],
 )  # fmt: skip
-def test_predicted_peak_is_that_of_two_ranks_in_every_world(rows: int, flags: dict[str, Any]) -> None:
-    """With as many rows on each rank: the same buffers, to the byte. (One rank alone has no visitors.)"""
+def test_predicted_peak_is_that_of_four_ranks_in_every_larger_world(rows: int, flags: dict[str, Any]) -> None:
+    """With as many rows on each rank: the same buffers, to the byte. Three ranks have one buffer of visiting keys less,
+    two have two less, and one rank alone has no visitors."""
     flags |= {"set": {"transport": "ring"}}
-    two, *others = (infcl_gen.plan(batch_size=rows * world, devices=world, **flags) for world in WORLDS)
+    two, three, four, *others = (
+        infcl_gen.plan(batch_size=rows * world, devices=world, **flags) for world in (2, 3, *WORLDS)
+    )
     for plan in others:
-        assert plan.predicted_peak_bytes == two.predicted_peak_bytes
-        assert plan.buffers == two.buffers
-        assert plan.smallest_budget_bytes == two.smallest_budget_bytes
+        assert plan.predicted_peak_bytes == four.predicted_peak_bytes
+        assert plan.buffers == four.buffers
+        assert plan.smallest_budget_bytes == four.smallest_budget_bytes
         assert (plan.rows_per_rank, plan.panel_rows, plan.panel_keys) == (
             rows,
-            two.panel_rows,
-            two.panel_keys,
+            four.panel_rows,
+            four.panel_keys,
         )
+    names = [Counter(buffer.name for buffer in plan.buffers) for plan in (two, three, four)]
+    visiting = {"visiting_keys": 1} | ({"visiting_statistics": 1} if flags.get("loss") != "infonce" else {})
+    assert names[1] - names[0] == names[2] - names[1] == visiting
+    assert two.predicted_peak_bytes <= three.predicted_peak_bytes <= four.predicted_peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -139,7 +147,7 @@ def test_a_rank_allocates_the_same_in_every_world() -> None:
     peaks = []
     for world in WORLDS:
         every = max(1, world // 128)
-        ring = Echo([rows if rank % every == 0 else 0 for rank in range(world)])
+        ring = Echo([rows if rank % every == 0 or rank == 1 else 0 for rank in range(world)])  # 1 visits last
         with ring.attached(package):
             package.loss_and_grads(q, k, 3.0)  # the constants of the first call stay
             measured = measured_peak_bytes(lambda: package.loss_and_grads(q, k, 3.0))

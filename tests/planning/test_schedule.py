@@ -31,7 +31,7 @@ def check(nodes: int, devices: int, shards: list[tuple[int, int]], has_keys: boo
         assert set(sweeps[phase].visits) == everything
         assert len(sweeps[phase].visits) == world * world
         assert sweeps[phase].logits == sum(a for a, _ in shards) * sum(b for _, b in shards)
-    assert sweeps["backward"].transfers == (world * world if world > 1 else 0)
+    assert sweeps["backward"].transfers == world * (world - 1)
     assert sweeps["forward"].transfers == (world * (world - 1 + has_keys) if world > 1 else 0)
 
 
@@ -75,15 +75,22 @@ def test_each_pair_once_and_accumulators_home_long(
 class Deaf(Schedule):
     """Everybody listens to the wrong side."""
 
-    def receive_from(self, rank: int, hop: int) -> int:
-        return self.send_to(rank, hop)
+    def receive_from(self, rank: int, hop: int, phase: str = "forward") -> int:
+        return self.send_to(rank, hop, phase)
 
 
 class Confused(Schedule):
     """At hop 1 everybody takes the visitors for the own keys."""
 
-    def owner(self, rank: int, hop: int) -> int:
-        return rank if hop == 1 else super().owner(rank, hop)
+    def owner(self, rank: int, hop: int, phase: str = "forward") -> int:
+        return rank if hop == 1 else super().owner(rank, hop, phase)
+
+
+class Impatient(Schedule):
+    """Backward goes on in the direction of the forward."""
+
+    def move(self, hop: int, phase: str = "forward") -> tuple[int, int]:
+        return super().move(hop)
 
 
 def fields(schedule: Schedule) -> dict[str, object]:
@@ -129,14 +136,21 @@ def test_the_simulator_notices_in_a_gather(fault: Callable[[Schedule], Schedule]
 
 
 def test_the_network_is_crossed_once_a_cycle() -> None:
-    """By all devices of a node at once: 3 hops of 12 over 3 nodes of 4, where a flat ring needs one link at each."""
+    """By all devices of a node at once: 3 hops of 12 over 3 nodes of 4, where a flat ring needs one link at each. The
+    way back needs no last one."""
     schedule = ring_schedule(3, 4, has_keys=True)
     assert schedule.moves == ((0, 1), (0, 1), (0, 1), (1, 1))
-    assert Counter(schedule.level(hop) for hop in range(12)) == {"device": 9, "node": 3}
-    for hop in range(12):
-        pairs = [(rank // 4, schedule.send_to(rank, hop) // 4) for rank in range(12)]
-        assert all((a != b) == (schedule.level(hop) == "node") for a, b in pairs)
+    for phase, hops, counts in (
+        ("forward", 12, {"device": 9, "node": 3}),
+        ("backward", 11, {"device": 9, "node": 2}),
+    ):
+        moves = [schedule.move(hop, phase) for hop in range(hops)]
+        assert Counter(map(schedule.level, moves)) == counts
+        for hop, move in enumerate(moves):
+            pairs = [(rank // 4, schedule.send_to(rank, hop, phase) // 4) for rank in range(12)]
+            assert all((a != b) == (schedule.level(move) == "node") for a, b in pairs)
     assert [schedule.send_to(rank, 3) for rank in range(4)] == [5, 6, 7, 4]
+    assert [schedule.send_to(rank, 7, "backward") for rank in range(4, 8)] == [3, 0, 1, 2]
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
@@ -145,14 +159,18 @@ def test_what_moves(has_keys: bool) -> None:
     schedule = ring_schedule(2, 2, has_keys)
     for hop in range(3):
         assert schedule.carries("forward", hop) == ("keys", *statistics)
-        assert schedule.carries("backward", hop) == ("keys", *statistics, "key gradients")
     assert schedule.carries("forward", 3) == statistics
-    assert schedule.carries("backward", 3) == ("key gradients",)
+    for hop in range(2):
+        assert schedule.carries("backward", hop) == ("keys", *statistics, "key gradients")
+    assert schedule.carries("backward", 2) == ("key gradients",)
+    assert schedule.carries("backward", 3) == ()
+    assert ring_schedule(1, 2, has_keys).carries("backward", 0) == ("key gradients",)
 
 
 FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
     (lambda s: Confused(**fields(s)), "holds the keys of rank"),  # type: ignore[arg-type]
     (lambda s: Deaf(**fields(s)), "receives from another"),  # type: ignore[arg-type]
+    (lambda s: Impatient(**fields(s)), "backward hop 1: rank 0 holds the keys of rank"),  # type: ignore[arg-type]
     (changed(moves=((0, 1), (0, 1), (1, 0))), "belong to rank 2, 6 contributions"),  # ends beside its home
     (changed(moves=((0, 1),)), "contributes twice"),
     (changed(moves=((0, 1), (1, 1))), "contributes twice"),
@@ -162,7 +180,7 @@ FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
     (changed(forward=Payload((), ("key statistics",))), "holds the keys of rank"),
     (changed(backward=Payload(("keys",), ("key gradients",))), "holds the key statistics of rank"),
     (changed(forward=Payload(("keys", "key statistics"), ())), "key statistics at rank"),
-    (changed(backward=Payload(("keys", "key statistics", "key gradients"), ())), "key gradients at rank"),
+    (changed(backward=Payload(("keys", "key statistics", "key gradients"), ())), "key gradients of rank 2, not"),
     (changed(backward=Payload(("keys", "key statistics"), ("labels",))), "has not all of .*labels"),
     (changed(nodes=3), "shards for a ring"),
 ]  # fmt: skip
@@ -188,6 +206,8 @@ def proven(schedule: Schedule, has_keys: bool) -> bool:
     """
     world = schedule.world_size
     owners = [schedule.owner(0, hop) for hop in range(world)]
+    if owners != [schedule.owner(0, hop, "backward") for hop in reversed(range(world))]:
+        return False  # backward begins with what is there
     if sorted(owners) != list(range(world)) or owners[0] != 0:  # with one hop per shift each pair is met once
         return False
     if world == 1:
@@ -203,8 +223,14 @@ def proven(schedule: Schedule, has_keys: bool) -> bool:
         read = set() if last else {"keys"}
         if not read | statistics <= set(schedule.carries("forward", hop)):
             return False
-        finished = set() if last else statistics
-        if not read | {"key gradients"} | finished <= set(schedule.carries("backward", hop)):
+    for hop in range(world - 1):
+        receiver = schedule.send_to(0, hop, "backward")
+        if receiver == 0 or schedule.receive_from(receiver, hop, "backward") != 0:
+            return False
+        if schedule.owner(receiver, hop + 1, "backward") != owners[world - 1 - hop]:
+            return False
+        read = {"keys"} | statistics if hop < world - 2 else set()  # the own ones are at home
+        if not read | {"key gradients"} <= set(schedule.carries("backward", hop)):
             return False
     return True
 

@@ -32,6 +32,7 @@ class Bug:
     loss: str = "clip"
     keys: tuple[int, ...] = ()  # in another way than the queries
     nodes: int = 1  # as planned; 0: a gather
+    devices: int = 1  # for so many was the package of 1 024 queries planned
     breaks: bool = False  # one rank fails and the others wait for it: no further test may use these processes
 
 
@@ -65,17 +66,18 @@ BUGS = {
         (3, 8),
     ),
     "statistics of the visiting keys do not travel": Bug(
-        ((ENGINE, "parcels[1][:, :keys].copy_(self.saved.key_statistics)", "pass"),)
+        ((ENGINE, "parcels.append(saved.key_statistics[:, keys : keys + largest].contiguous())",
+          "parcels.append(k.new_zeros((2, largest), dtype=dq_sum.dtype))"),)
     ),
     "the accumulator does not come home": Bug(
-        ((RING, "        self._hop = size\n        self._send()\n", "        self._hop = size\n"),)
+        ((RING, "        self._hop = self.ring.size\n        self._leave()\n", ""),)
     ),
     "a buffer is used before its message has arrived": Bug(
-        ((RING, "                    keys.wait()\n", "                    pass\n"),), (0, 1), (40, 40), breaks=True
+        ((RING, "                    self._keys.wait()\n", "                    pass\n"),), (0, 1), (40, 40), breaks=True
     ),
     "keys go the wrong way round": Bug(
-        ((RING, "send_to = self.route.send_to(", "send_to = self.route.receive_from("),
-         (RING, "receive_from = self.route.receive_from(", "receive_from = self.route.send_to(")),
+        ((RING, "return self.route.send_to(self.ring.rank, hop), self.route.receive_from(self.ring.rank, hop)",
+          "return self.route.receive_from(self.ring.rank, hop), self.route.send_to(self.ring.rank, hop)"),),
     ),
     "a label counts from this rank's own first key": Bug(
         ((ENGINE, "return labels.to(device).contiguous()",

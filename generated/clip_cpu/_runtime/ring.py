@@ -2,18 +2,27 @@
 
 Queries stay; keys go round. At each hop a rank works on the keys that visit it, while those of the next hop are already
 on their way into a second buffer. What the work changes (statistics of the visiting keys, or their gradients) follows
-after it, and is home after W hops. The package's route says who sends to whom after which hop; of a flat ring:
+after it. Forward is a round trip of W hops. Backward is the way back, from where the forward has left everything; the
+own keys come last, and sums for their gradients come home beside the work on them. The package's route says who sends
+to whom after which hop; of a flat ring:
 
-    hop 0        work on own keys       | keys -> p + 1, keys <- p - 1 |  then the accumulator, the same way
-    hop 1        work on those of p - 1 | keys -> p + 1, keys <- p - 1 |  then the accumulator
-    ...
-    hop W - 1    work on those of p + 1 |                              |  then the accumulator: it comes home
+    forward      hop 0        work on own keys       | keys -> p + 1, keys <- p - 1
+                 hop 1        work on those of p - 1 | keys -> p + 1, keys <- p - 1, and the sums of hop 0
+                 ...
+                 hop W - 1    work on those of p + 1, which stay here          , and the sums of hop W - 2
+                                                                                 the sums of hop W - 1: home
+    backward     hop 0        work on those of p + 1 | keys -> p - 1, keys <- p + 1
+                 hop 1        work on those of p + 2 | keys -> p - 1, keys <- p + 1, and the sums of hop 0
+                 ...
+                 hop W - 2    work on those of p - 1                           , and the sums of hop W - 3
+                 hop W - 1    work on own keys                                 , and the sums of hop W - 2: home
 
 All that is sent and received is in this file.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import datetime
 import time
@@ -33,7 +42,7 @@ T = TypeVar("T")
 Asking = Callable[[], Callable[[], None]]
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 5  # raise it with every change of what ranks send to each other
+PROTOCOL = 6  # raise it with every change of what ranks send to each other
 
 # What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words. The protocol
 # comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
@@ -324,13 +333,13 @@ class Transfer:
             raise RuntimeError(f"{self._start} {' or '.join(dict.fromkeys(ends))}: {error}") from error
 
 
-class Rotation:
-    """One trip of the keys round the ring.
+class Rotation(abc.ABC):
+    """What both directions of a ring share.
 
-    parcels      tensors that travel unchanged (the keys; in backward also their finished statistics). Contiguous, of
-                 the same shape on every rank: the largest shard's. They are overwritten.
+    parcels      tensors that travel unchanged. Contiguous, of the same shape on every rank: the largest shard's.
     accumulator  a tensor that the work at each hop adds to, or None.
-    ask          called before the work on this rank's own keys; what it gives, when that has been launched.
+    ask          called before the first work; what it gives, when that has been launched, and before anything is sent.
+                 In backward both then: the device has been waiting for its work since the end of forward.
 
     Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
     and, after `arrive()`, `.accumulator`: it leaves the previous rank when that has added to it, and travels beside
@@ -339,48 +348,25 @@ class Rotation:
     one at `post` and `wait`. Raises RuntimeError naming phase, hop and peers when a transfer fails.
     """
 
+    phase: str
+
     def __init__(
         self,
         ring: Ring,
         route: Route,
-        phase: str,
         parcels: Sequence[Tensor],
-        accumulator: Tensor | None = None,
-        ask: Asking | None = None,
+        accumulator: Tensor | None,
+        ask: Asking | None,
     ) -> None:
-        self.ring, self.route, self.phase = ring, route, phase
+        self.ring, self.route = ring, route
         self.parcels, self.accumulator = list(parcels), accumulator
         self._ask = ask
-        self._spare_parcels = [torch.empty_like(parcel) for parcel in parcels]
         self._spare_accumulator = None if accumulator is None else torch.empty_like(accumulator)
         self._accumulator_tag = len(self.parcels)
         self._together = sum(parcel.nbytes for parcel in parcels) <= TOGETHER_BYTES
+        self._hop = 0
+        self._keys: Transfer | None = None  # what the next hop's parcels wait for
         self._arriving: Transfer | None = None  # what the accumulator waits for
-
-    def __iter__(self) -> Iterator[int]:
-        size, owner = self.ring.size, self.ring.rank
-        keys: Transfer | None = None
-        agree = None if self._ask is None else self._ask()
-        self._hop, begin = 0, Moment(self.parcels)
-        for hop in range(size):
-            if hop:
-                owner = self.route.receive_from(owner, hop - 1)
-                if keys is not None:
-                    keys.wait()
-                self.parcels, self._spare_parcels = self._spare_parcels, self.parcels
-                self._hop = hop
-                keys = self._send()
-            yield owner
-            if not hop:
-                if agree is not None:
-                    agree()
-                with begin:  # not after the work
-                    keys = self._send()
-            self.arrive()  # where there was no work
-        self.parcels, self._spare_parcels = [], []  # their memory is for the results
-        self._hop = size
-        self._send()
-        self.ring.finish_trip()
 
     def arrive(self) -> None:
         """Waits for the accumulator, once a hop; nothing may touch it before."""
@@ -388,42 +374,188 @@ class Rotation:
         if arriving is not None:
             arriving.wait()
 
-    def _send(self) -> Transfer | None:
-        """What leaves at the start of a hop: the keys for the next one, by this hop's move, and what the last one has
-        added to, by its move.
+    def _visits(self, owners: Iterator[int]) -> Iterator[int]:
+        """The hops, one for each owner; `_leave` says what is sent at the start of each."""
+        agree, begin = None if self._ask is None else self._ask(), Moment(self.parcels)
+        for hop, owner in enumerate(owners):
+            if hop:
+                if self._keys is not None:
+                    self._keys.wait()
+                self._hop = hop
+                self._turn()
+                self._leave()
+            yield owner
+            if not hop:
+                if agree is not None:
+                    agree()
+                with begin:  # not after the work
+                    self._leave()
+            self.arrive()  # where there was no work
 
-        Returns what the keys wait for, if `arrive` does not.
-        """
-        keys: list[tuple[Tensor, Tensor]] = []
-        if self._hop < self.ring.size - 1:  # the keys need not go home
-            keys = list(zip(self.parcels, self._spare_parcels, strict=True))
-        ahead = self._messages(keys, self._hop, 0)
-        if not self._hop or self.accumulator is None or self._spare_accumulator is None:
-            return self._transfer(ahead)
-        sums = [(self.accumulator, self._spare_accumulator)]
-        behind = self._messages(sums, self._hop - 1, self._accumulator_tag)
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[int]: ...
+
+    @abc.abstractmethod
+    def _turn(self) -> None:
+        """The parcels of this hop, which have come, are those in use."""
+
+    @abc.abstractmethod
+    def _leave(self) -> None:
+        """Sends what leaves at the start of this hop."""
+
+    def _send(
+        self,
+        parcels: tuple[Sequence[Tensor], Sequence[Tensor]],
+        parcels_ends: tuple[int, int],
+        sums_ends: tuple[int, int] | None,
+    ) -> None:
+        """Parcels (those sent, and buffers for those received), and what the last hop has added to, if `sums_ends` are
+        given; ends are (to whom, from whom)."""
+        ahead = [
+            (Message(sent, parcels_ends[0], tag), Message(received, parcels_ends[1], tag))
+            for tag, (sent, received) in enumerate(zip(*parcels, strict=True))
+        ]
+        if self.accumulator is None or self._spare_accumulator is None or sums_ends is None:
+            self._keys = self._transfer(ahead)
+            return
+        tag = self._accumulator_tag
+        behind = [
+            (
+                Message(self.accumulator, sums_ends[0], tag),
+                Message(self._spare_accumulator, sums_ends[1], tag),
+            )
+        ]
         self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
         if self._together:
-            self._arriving = self._transfer(behind + ahead)
-            return None
-        self._arriving = self._transfer(behind)
-        return self._transfer(ahead)
-
-    def _messages(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], hop: int, first_tag: int
-    ) -> list[tuple[Message, Message]]:
-        """What is sent, and what is received, by the move after `hop`."""
-        send_to = self.route.send_to(self.ring.rank, hop)
-        receive_from = self.route.receive_from(self.ring.rank, hop)
-        return [
-            (Message(send, send_to, tag), Message(receive, receive_from, tag))
-            for tag, (send, receive) in enumerate(pairs, start=first_tag)
-        ]
+            self._arriving, self._keys = self._transfer(behind + ahead), None
+        else:
+            self._arriving = self._transfer(behind)
+            self._keys = self._transfer(ahead)
 
     def _transfer(self, messages: Sequence[tuple[Message, Message]]) -> Transfer:
         size = self.ring.size
         what = f"{self.phase} ring, hop {min(self._hop, size - 1)} of {size}"
         return Transfer(self.ring, what, [sent for sent, _ in messages], [got for _, got in messages])
+
+
+class ForwardRotation(Rotation):
+    """The round trip. `parcels` are this rank's own, and come into `spares` and `parcels` by turns: after W hops those
+    that have visited last are in `parcels` if W is odd, else in `spares`.
+
+    finished     of the accumulator's shape: gets what all have added to it, for the parcels that visit last. Or None
+    """
+
+    phase = "forward"
+
+    def __init__(
+        self,
+        ring: Ring,
+        route: Route,
+        parcels: Sequence[Tensor],
+        spares: Sequence[Tensor],
+        accumulator: Tensor | None = None,
+        finished: Tensor | None = None,
+        ask: Asking | None = None,
+    ) -> None:
+        super().__init__(ring, route, parcels, accumulator, ask)
+        self._spares, self._finished = list(spares), finished
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._visits(self._owners())
+        if self._finished is not None and self.accumulator is not None:
+            self._finished.copy_(self.accumulator)
+        self.parcels, self._spares = [], []
+        self._hop = self.ring.size
+        self._leave()
+        self.ring.finish_trip()
+
+    def _owners(self) -> Iterator[int]:
+        owner = self.ring.rank
+        for hop in range(self.ring.size):
+            yield owner
+            owner = self.route.receive_from(owner, hop)
+
+    def _turn(self) -> None:
+        self.parcels, self._spares = self._spares, self.parcels
+
+    def _leave(self) -> None:
+        """The keys for the next hop, by this hop's move, and the sums of the last one, by its move."""
+        hop = self._hop
+        moving = (self.parcels, self._spares) if hop < self.ring.size - 1 else ((), ())
+        self._send(moving, self._ends(hop), self._ends(hop - 1) if hop else None)
+
+    def _ends(self, hop: int) -> tuple[int, int]:
+        """To whom, and from whom, by the move after a hop."""
+        return self.route.send_to(self.ring.rank, hop), self.route.receive_from(self.ring.rank, hop)
+
+
+class BackwardRotation(Rotation):
+    """The way back, by the moves of the forward from the last but one to the first.
+
+    parcels      those that the forward has ended with, which are not written to; None where they were not kept: then
+                 everybody's go there first, from home
+    own          this rank's, of any shape where `parcels` are given; they come last, and have never left
+    """
+
+    phase = "backward"
+
+    def __init__(
+        self,
+        ring: Ring,
+        route: Route,
+        parcels: Sequence[Tensor] | None,
+        own: Sequence[Tensor],
+        accumulator: Tensor | None = None,
+        ask: Asking | None = None,
+    ) -> None:
+        self._away = parcels is None
+        first = [torch.empty_like(parcel) for parcel in own] if parcels is None else parcels
+        super().__init__(ring, route, first, accumulator, None if ask is None else lambda: lambda: ask()())
+        self._own = own
+        buffers = range(min(2, ring.size - 2))  # one in use, one in flight; neither of two ranks needs any
+        self._spares = [[torch.empty_like(parcel) for parcel in first] for _ in buffers]
+        self._coming: Sequence[Tensor] = ()
+
+    def __iter__(self) -> Iterator[int]:
+        if self._away:
+            self._fetch()
+        yield from self._visits(self._owners())
+        self.parcels, self._spares, self._own = [], [], ()  # their memory is for the results
+        self.ring.finish_trip()
+
+    def _fetch(self) -> None:
+        if self._ask is not None:
+            self._ask()()
+            self._ask = None
+        pairs, ends = (self._own, self.parcels), self._ends(self.ring.size - 1)
+        self._send(pairs, ends, None)
+        assert self._keys is not None
+        self._keys.wait()
+
+    def _owners(self) -> Iterator[int]:
+        moves, owner = range(self.ring.size - 1), self.ring.rank
+        for hop in moves:
+            owner = self.route.receive_from(owner, hop)
+        yield owner
+        for hop in reversed(moves):
+            owner = self.route.send_to(owner, hop)
+            yield owner
+
+    def _turn(self) -> None:
+        if self._hop > 1:
+            self._spares.append(self.parcels)
+        self.parcels = list(self._coming if self._hop < self.ring.size - 1 else self._own)
+
+    def _leave(self) -> None:
+        """The keys for the next hop, unless those are the own ones, and the sums of the last one."""
+        before = self.ring.size - 2 - self._hop  # the hop of the forward before the one that this repeats
+        self._coming = self._spares.pop() if before > 0 else ()
+        moving = (self.parcels if before > 0 else (), self._coming)
+        self._send(moving, self._ends(max(before, 0)), self._ends(before + 1) if self._hop else None)
+
+    def _ends(self, hop: int) -> tuple[int, int]:
+        """To whom, and from whom, against the move after a hop of the forward."""
+        return self.route.receive_from(self.ring.rank, hop), self.route.send_to(self.ring.rank, hop)
 
 
 class Moment:

@@ -76,9 +76,9 @@ class Saved(NamedTuple):
 
     query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
     key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; of a gather (2, planned keys): those of
-                      all ranks come first
-    stash             what the sweep keeps of the tile matrix, of a gather the keys of all ranks; (0,) if nothing, or if
-                      it stayed in a recording (replay.py)
+                      all ranks come first; of a ring (2, n + planned keys of a rank): those in `stash` follow
+    stash             what the sweep keeps of the tile matrix; of a gather the keys of all ranks, of a ring those that
+                      visit last; (0,) if nothing, or if it stayed in a recording (replay.py)
     layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
                       is compared; for a group of one (0, 3), on the device
     """
@@ -179,7 +179,7 @@ def _forward(
             if trip.accumulator is not None:
                 own = view(trip.accumulator, 0, keys)
                 if isinstance(trip, rings.Rotation) or not gradients:
-                    key_statistics.copy_(trip.accumulator[:, :keys])
+                    key_statistics[:, :keys].copy_(trip.accumulator[:, :keys])
         if package.labelled:
             # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
             queries.mantissa.add_(positive[0] * 0.0)
@@ -221,13 +221,27 @@ def _forward_trip(
         if package.loss.HAS_KEYS:
             statistics, add_up = key_statistics, package.schedule.merge_ranks
         return ForwardGather(ring, layout, k, stash, statistics, add_up, ask)
-    parcel = k.new_empty((max(layout.keys), package.dim))
-    parcel[: k.shape[0]].copy_(k)
-    sums = None
+    keys, largest = k.shape[0], max(layout.keys)
+    kept = gradients and _keeps_visitors(package, layout)
+    buffers = [
+        k.new_empty((largest, package.dim)),
+        stash[:largest] if kept else k.new_empty((largest, package.dim)),
+    ]
+    parcel, spare = buffers[
+        :: -1 if ring.size % 2 else 1
+    ]  # after an odd number of hops the first is in use again
+    parcel[:keys].copy_(k)
+    sums = last = None
     if package.loss.HAS_KEYS:
-        sums = k.new_empty((2, max(layout.keys)), dtype=dtype)
+        sums = k.new_empty((2, largest), dtype=dtype)
         clear(sums)
-    return rings.Rotation(ring, route, "forward", [parcel], sums, ask)
+        last = key_statistics[:, keys : keys + largest] if kept else None
+    return rings.ForwardRotation(ring, route, [parcel], [spare], sums, last, ask)
+
+
+def _keeps_visitors(package: Package, layout: Layout) -> bool:
+    """Whether the keys that visit a rank last in forward stay for backward; else they are sent there again."""
+    return max(layout.keys) <= package.keys_per_rank
 
 
 def kept_sizes(
@@ -235,14 +249,17 @@ def kept_sizes(
 ) -> tuple[tuple[int, ...], int]:
     """The shape of what a forward keeps in `Saved.stash`, and the columns of its key statistics.
 
-    A graph is traced without knowing the rows of other ranks: a gather keeps room for as many keys as were planned.
+    A graph is traced without knowing the rows of other ranks: there is room for as many keys as were planned, in a
+    gather for those of all ranks, in a ring for those of one.
     """
-    has_keys, shape = package.loss.HAS_KEYS, None
+    shape: tuple[int, ...] | None = None
     if gradients and ranks == 1:
         shape = package.schedule.stash_shape(rows, keys)
     elif gradients and package.route.over(ranks).transport == "gather":
         shape, keys = (package.key_count, package.dim), package.key_count
-    return shape or (0,), keys if has_keys else 0
+    elif gradients:
+        shape, keys = (package.keys_per_rank, package.dim), keys + package.keys_per_rank
+    return shape or (0,), keys if package.loss.HAS_KEYS else 0
 
 
 def backward(
@@ -429,20 +446,28 @@ class _Backward:
     def _rotate(
         self, ring: rings.Ring, route: Route, layout: Layout, ask: rings.Asking, dq_sum: Tensor
     ) -> Callable[[], Tensor]:
-        """Unweighted sums for dq; what gives those for dk waits for them to come home."""
+        """Unweighted sums for dq; and what gives those for dk, which wait until they are asked for."""
         k, keys, largest = self.k, self.k.shape[0], max(layout.keys)
-        parcels = [k.new_empty((largest, self.package.dim))]
-        parcels[0][:keys].copy_(k)
+        saved, own, parcels = self.saved, [k], None
         if self.package.loss.HAS_KEYS:
-            parcels.append(k.new_empty((2, largest), dtype=dq_sum.dtype))
-            parcels[1][:, :keys].copy_(self.saved.key_statistics)
+            own.append(saved.key_statistics[:, :keys])
+        if _keeps_visitors(self.package, layout):
+            parcels = [saved.stash[:largest]]
+            if self.package.loss.HAS_KEYS:  # of its own: rows of more columns are not contiguous
+                parcels.append(saved.key_statistics[:, keys : keys + largest].contiguous())
+        else:
+            shapes = ((largest, self.package.dim), (2, largest))
+            away = [part.new_empty(shape) for part, shape in zip(own, shapes, strict=False)]
+            away[0][:keys].copy_(k)
+            for part, statistics in zip(away[1:], own[1:], strict=True):
+                part[:, :keys].copy_(statistics)
+            own = away
         dk_sum = k.new_zeros((largest, self.package.dim), dtype=dq_sum.dtype)
-        rotation = rings.Rotation(ring, route, "backward", parcels, dk_sum, ask)
-        del parcels, dk_sum
+        rotation = rings.BackwardRotation(ring, route, parcels, own, dk_sum, ask)
+        del own, parcels, dk_sum
         self._sweep(rotation, layout, dq_sum, fresh_dk=False)
 
         def home() -> Tensor:
-            rotation.arrive()
             assert rotation.accumulator is not None
             return rotation.accumulator[:keys]
 
