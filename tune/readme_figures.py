@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # also where the project is not installed
 from infcl_gen.tuning.scaling import HEADER, cells  # noqa: E402
 
 MARKERS = {kind: (f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->") for kind in ("measured", "simulated")}
-GRID, LARGE, COMPARED = "h200-grid.json", 32768, (65536, 768)
+GRID, HOT, LARGE, COMPARED = "h200-grid.json", "h200-scale100.json", 32768, (65536, 768)
 COLUMNS = (
     "| loss | B | D | dtype | strategy | ms (median ± std; queued) | product floor, ms | budget, MiB "
     "| predicted peak, MiB | measured peak, MiB | error of dq |\n|---|---|---|---|---|---|---|---|---|---|---|"
@@ -59,12 +59,15 @@ def tables() -> str:
         parts.append(
             f"\n`{path.relative_to(ROOT)}`: {results['board']}; {versions}; `{results['command']}`\n"
         )
-        if path.name == GRID:
-            parts.append(highlights(results["rows"]))
+        if path.name in (GRID, HOT):
+            lines = highlights(results["rows"]) if path.name == GRID else []
+            parts += [f"\n* {line}" for line in [*lines, *beside_peers(results["rows"])]] + ["\n"]
         if results["rows"] and "kernel" in results["rows"][0]:
             parts.append(counters(results["rows"]))
         elif results["rows"] and "joules" in results["rows"][0]:
             parts.append(power(results["rows"]))
+        elif results["rows"] and "way" in results["rows"][0]:
+            parts.append(ways(results["rows"]))
         elif all(row.get("median_ms") is None and not row["error"] for row in results["rows"]):
             parts.append(accuracies(results["rows"]))
         elif any(row["impl"] != "infcl" for row in results["rows"]):
@@ -102,7 +105,7 @@ def _files() -> list[tuple[Path, dict[str, Any]]]:
     return found
 
 
-def highlights(rows: list[dict[str, Any]]) -> str:
+def highlights(rows: list[dict[str, Any]]) -> list[str]:
     """What the grid says in short: the fastest package at each point beside its peers, and beside its products."""
     points: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
@@ -128,16 +131,8 @@ def highlights(rows: list[dict[str, Any]]) -> str:
             and (row["strategy"] == "panel") == plain
         ]  # fmt: skip
 
-    one = points[COMPARED]
-    ours_ms = min(row["queued_ms"] for row in one if row["impl"] == "infcl")
-    peers = sorted((row for row in one if row["impl"] != "infcl"), key=lambda row: row["queued_ms"])
-    least_ms = min(row["queued_floor_ms"] for row in one if row["impl"] == "infcl")
-
-    def beside(base_ms: float) -> str:
-        return ", ".join(f"{row['impl']} {row['queued_ms'] / base_ms:.1f}" for row in peers)
-
     idle, queued = ("floor_ms", "median_ms"), ("queued_floor_ms", "queued_ms")
-    lines = [
+    return [
         "Time of the fastest peer to that of the fastest package: from an idle device "
         f"{_range(ratios('median_ms', lambda b, d: True))}; behind other work "
         f"{_range(ratios('queued_ms', lambda b, d: b > 1024))}, at B = 1 024 "
@@ -147,12 +142,25 @@ def highlights(rows: list[dict[str, Any]]) -> str:
         f"Time of the bare products to that of the whole, D >= 512 and B >= {LARGE}, from an idle device and behind "
         f"other work: {_range(floors(*idle, True))} and {_range(floors(*queued, True))} for panel (four products), "
         f"{_range(floors(*idle, False))} and {_range(floors(*queued, False))} for stash (three).",
-        f"At B = {COMPARED[0]}, D = {COMPARED[1]}, behind other work, relative to the fastest package ({ours_ms:.1f} "
-        f"ms): {beside(ours_ms)}.",
+    ]
+
+
+def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
+    """How much longer than the fastest package, and than bare products, the peers take at the point to compare at."""
+    one = [row for row in rows if (row["batch"], row["dim"]) == COMPARED and row["error"] is None]
+    ours = [row for row in one if row["impl"] == "infcl"]
+    peers = sorted((row for row in one if row["impl"] != "infcl"), key=lambda row: row["queued_ms"])
+    ours_ms, least_ms = (min(row[field] for row in ours) for field in ("queued_ms", "queued_floor_ms"))
+
+    def beside(base_ms: float) -> str:
+        return ", ".join(f"{row['impl']} {row['queued_ms'] / base_ms:.1f}" for row in peers)
+
+    return [
+        f"At B = {COMPARED[0]}, D = {COMPARED[1]}, scale {ours[0]['scale']:g}, behind other work, relative to the "
+        f"fastest package ({ours_ms:.1f} ms): {beside(ours_ms)}.",
         f"The same relative to the bare products of stash ({least_ms:.1f} ms), which no exact loss can do without: "
         f"{beside(least_ms)}.",
     ]
-    return "".join(f"\n* {line}" for line in lines) + "\n"
 
 
 def _range(values: list[float]) -> str:
@@ -160,12 +168,12 @@ def _range(values: list[float]) -> str:
 
 
 def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
-    """A table for each loss, dim and dtype: who by batch size, milliseconds and MiB; below, who was not there."""
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    """A table for each loss, dim, dtype and scale: who by batch, milliseconds and MiB; below, who was not there."""
+    groups: dict[tuple[str, int, str, float], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["loss"], row["dim"], row["dtype"]), []).append(row)
+        groups.setdefault((row["loss"], row["dim"], row["dtype"], row["scale"]), []).append(row)
     parts = []
-    for (loss, dim, dtype), group in groups.items():
+    for (loss, dim, dtype, scale), group in groups.items():
         batches = sorted({row["batch"] for row in group})
         lines: dict[str, dict[int, dict[str, Any]]] = {}
         for row in group:
@@ -174,9 +182,8 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
         for row in group:
             if row.get("floor_ms") is not None:
                 floors.setdefault(_who(row), {})[row["batch"]] = _times(row, "floor_ms", "queued_floor_ms")
-        parts.append(
-            f"\n| {loss}, D = {dim}, {dtype}: ms (queued), MiB | {' | '.join(map(str, batches))} | error of dq |\n"
-        )
+        what = f"{loss}, D = {dim}, {dtype}, scale {scale:g}: ms (queued), MiB"
+        parts.append(f"\n| {what} | {' | '.join(map(str, batches))} | error of dq |\n")
         parts.append("|---" * (len(batches) + 2) + "|\n")
         for who, points in lines.items():
             cells = [_cell(points.get(batch)) for batch in batches]
@@ -289,6 +296,16 @@ def power(rows: list[dict[str, Any]]) -> str:
         )
         lines.append(f"| {' | '.join((*sizes, *figures))} | {100 * row['held_down']:.0f} |\n")
     return f"\n{head}\n{'|---' * 10}|\n" + "".join(lines)
+
+
+def ways(rows: list[dict[str, Any]]) -> str:
+    """A line for each way through a part of a step."""
+    lines = [
+        f"| {row['batch']} | {row['dim']} | {row['strategy']} | {row['way']} "
+        f"| {row['error'] or '{:.2f} ± {:.2f}'.format(row['ms'], row['std_ms'])} |\n"
+        for row in rows
+    ]
+    return "\n| B | D | strategy | way through backward | ms |\n|---|---|---|---|---|\n" + "".join(lines)
 
 
 def accuracies(rows: list[dict[str, Any]]) -> str:

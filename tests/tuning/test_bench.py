@@ -439,6 +439,7 @@ def rows_of_several_points() -> list[dict[str, Any]]:
                 row = {"loss": "clip", "batch": batch, "keys": batch, "dim": dim, "dtype": "bf16"}
                 row |= {
                     "impl": name,
+                    "scale": 14.3,
                     "package": None if index else "generated",
                     "strategy": None,
                     "err": None,
@@ -569,7 +570,7 @@ def test_comparisons_as_tables_of_the_readme() -> None:
     text = script("readme_figures").comparisons(
         rows_of_several_points(), {"memeff": "memeff is not installed"}
     )
-    assert "| clip, D = 64, bf16: ms (queued), MiB | 1024 | 4096 | 6000 | error of dq |" in text
+    assert "| clip, D = 64, bf16, scale 14.3: ms (queued), MiB | 1024 | 4096 | 6000 | error of dq |" in text
     assert "| infcl | 1024.00 ± 0.50, 1024 | 4096.00 ± 0.50, 4096 |" in text and "| 2.0e-03 |" in text
     assert "| inf_cl | out of memory | 12288.00" in text
     assert "| products of infcl | 1.25 | 1.25 | 1.25 | |" in text
