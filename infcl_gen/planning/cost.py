@@ -142,9 +142,9 @@ REPLAY_START_S, REPLAY_STEP_S = 0.5e-3, 0.98e-3
 # More before a forward that keeps tiles, which has a descriptor more and their room to divide: recorded, steps of
 # B = 32 768 with a stash took 0.46, 0.68 and 0.70 ms less (D = 768, 1 024, 1 152); this makes it 0.4.
 STASH_START_S = 0.3e-3
-# More from an idle device where there are several ranks, whose hosts are up to 1 ms apart: 4 and 2 H200s with 16 384
-# rows each took 0.9 and 1.0 ms more by a gather, 1.8 and 1.1 ms by a ring, which waits at each hop.
-GATHER_HOST_S, RING_HOST_S = 0.9e-3, 1.4e-3
+# More from an idle device where there are several ranks, whose hosts are up to 1 ms apart: 4 H200s with 16 384 rows
+# each took 0.9 ms more by a gather, 2 of them 0.6 by a gather and 0.5 by a ring.
+RANKS_HOST_S = 0.9e-3
 HOST = "host"  # the phase of what the device waits for the host
 # Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Among four H200s 25 MB to the
 # next take 151 us: 78 us more than bytes at 345 GB/s (75 MB to three 65 us more).
@@ -599,8 +599,7 @@ class CostModel:
         if not self.variant.replay:
             step_s += HOST_LAUNCH_S * sum(launches)
         alone_s = max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in phases))
-        ranks_s = (GATHER_HOST_S if self.variant.gather else RING_HOST_S) * self.variant.ring
-        return _rounded(alone_s + ranks_s)
+        return _rounded(alone_s + RANKS_HOST_S * self.variant.ring)
 
     def _link(self, phase: str, work: Sequence[PhaseTime], sizes: Sizes) -> PhaseTime:
         """What of the communication of a direction is not hidden. A batch of messages takes its time to start; of a

@@ -357,8 +357,8 @@ def test_bad_inputs(flags: dict[str, Any], message: str) -> None:
 
 
 def test_how_keys_travel() -> None:
-    """A gather where it is faster and fits; rings across nodes, among many, for small budgets, and as set."""
-    flags: dict[str, Any] = {"batch_size": "64k", "devices": 4}
+    """A gather where it is faster and fits; rings for large shards, across nodes, for small budgets, and as set."""
+    flags: dict[str, Any] = {"batch_size": "16k", "devices": 4}
     found = plan_flags(**flags)
     assert found.schedule == gather_schedule(4, has_keys=True)
     ring = plan_flags(**flags, set={"transport": "ring"})
@@ -366,7 +366,8 @@ def test_how_keys_travel() -> None:
     assert found.predicted_time_s < ring.predicted_time_s
     assert found.predicted_peak_bytes > ring.predicted_peak_bytes
     assert plan_flags(**flags, nodes=2).schedule == ring_schedule(2, 2, has_keys=True)
-    assert plan_flags(batch_size="256k", devices=32).schedule.transport == "ring"
+    for rows, devices in ((65536, 2), (65536, 4), (16384, 4), (16384, 16), (4096, 32)):
+        assert plan_flags(batch_size=rows * devices, devices=devices).schedule.transport == "ring"
     assert plan_flags(batch_size="64k").schedule.transport == "none"
     narrow = plan_flags(**flags, memory_budget=ring.smallest_budget_bytes)
     assert narrow.schedule.transport == "ring"

@@ -214,6 +214,11 @@ class Failure(NamedTuple):
         """Two ranks need nothing more of each other in their last hop backward: there it happens in the first."""
         return self._replace(turn=0) if self.place == "backward" and world == 2 else self
 
+    @property
+    def past_comparing(self) -> bool:
+        """Whether all have compared their calls of backward, after their first work, when it happens."""
+        return self.place == "backward" and self.turn > 0
+
 
 SURVIVED = {
     "stalled in the exchange": Failure("stop", "exchange", 0),
@@ -273,7 +278,9 @@ def assert_told(
     send, receive = f"sending to rank {(rank + step) % world}", f"receiving from rank {(rank - step) % world}"
     peers = f"({send}|{receive}|{send} or {receive})"  # NCCL does not say which of a batch
     match = re.match(rf"{failure.place} ring, hop (\d) of {world}: rank {rank} failed {peers}: ", text)
-    if not failure.turn and failure.place == "backward":  # the victim's header may not have left it
+    if (
+        failure.place == "backward" and not failure.past_comparing
+    ):  # gloo: its header may have left it all the same
         told = f"control exchange before backward: rank {rank} of {world} failed .* rank {victim} "
         assert match or re.match(told, text), answer
         return
@@ -316,7 +323,7 @@ def fail(
         os.kill(pool.processes[victim].pid or 0, signal.SIGCONT)
     last = pool.receive(victim)
     for rank, answer, seconds in answers:
-        if backend == "nccl" and failure.place == "backward":
+        if backend == "nccl" and failure.past_comparing:
             assert_ended(pool, answer, rank, seconds)
         elif backend == "nccl" and failure.place == "forward":  # noticed where calls are compared next
             assert_told(answer, rank, world, victim, failure._replace(place="exchange", turn=1))
@@ -353,7 +360,7 @@ def where(failures: dict[str, Failure]) -> list[Any]:
 def test_a_stalled_or_failing_rank_is_an_error_in_time(
     pools: Pools, names: dict[str, str], kind: str, package: str, backend: str, world: int
 ) -> None:
-    victim, failure = VICTIM[world], SURVIVED[kind]
+    victim, failure = VICTIM[world], SURVIVED[kind].over(world)
     pool = pools.get(backend, world)
     ranks = WORLDS[world]
     renewed(pool, ranks, worked=before(backend, names))
@@ -365,7 +372,7 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
     finally:
         if backend == "nccl" and failure.place != "exchange":
             pools.drop(backend, world)
-    if failure.act != "raise" and backend == "nccl" and failure.place == "backward":
+    if failure.act != "raise" and backend == "nccl" and failure.past_comparing:
         assert last == ("dead", "")  # like the others: its transfers have no one to go to
         return
     if backend == "nccl" and failure == Failure("sleep", "exchange", 1) and last == ("dead", ""):
@@ -392,9 +399,9 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
 def test_an_exception_near_the_end_leaves_errors_or_right_results(
     pools: Pools, names: dict[str, str], backend: str, hop: int
 ) -> None:
-    """Ranks that need nothing more from the one that fails have their results: in the last hop, whose sums have come,
-    all. Before it the one that waits for these has not, and on gloo not the one that sends to it: NCCL takes a small
-    message whether it is asked for or not."""
+    """Ranks that need nothing more from the one that fails have their results. Before the last hop the one that waits
+    for its sums has not, and on gloo not the one that sends to it: NCCL takes a small message whether it is asked for
+    or not. In the last hop all has been sent, but gloo may drop what nobody waits for any more."""
     ranks, failure = WORLDS[4], Failure("raise", "backward", hop)
     arguments = {"package": names["clip"], "ranks": ranks}
     pool = pools.get(backend, 4)
@@ -406,8 +413,6 @@ def test_an_exception_near_the_end_leaves_errors_or_right_results(
         assert_told(answers[rank], rank, 4, 2, failure)
     for rank in {0, 1, 3} - set(told):
         error, text, _, found = answers[rank][1]
-        if hop == 3:
-            assert not error, answers
         assert error == "RuntimeError" and "backward ring, hop 3 of 4" in text if error else found, answers
         if found:
             assert_equal(found, healthy[rank][3])

@@ -73,7 +73,8 @@ BUGS = {
         ((RING, "        self._hop = self.ring.size\n        self._leave()\n", ""),)
     ),
     "a buffer is used before its message has arrived": Bug(
-        ((RING, "                    self._keys.wait()\n", "                    pass\n"),), (0, 1), (40, 40), breaks=True
+        ((RING, "                    self._keys.wait()\n", "                    pass\n"),),
+        (0, 1), (40, 40), breaks=True,
     ),
     "keys go the wrong way round": Bug(
         ((RING, "return self.route.send_to(self.ring.rank, hop), self.route.receive_from(self.ring.rank, hop)",
