@@ -39,6 +39,7 @@ SETTINGS: dict[str, tuple[str, ...] | None] = {
     "descriptors": ("on", "off"),
     "replay": ("on", "off"),
     "transport": ("ring", "gather"),
+    "keeps": ("on", "off"),  # of a ring: what visits last in forward stays for backward
     "records": ("off", "measured"),  # measured: the settings beside it are a tuning record's
     "panel_rows": None,
     "panel_keys": None,

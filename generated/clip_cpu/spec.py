@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6f2e778c8efa1b05d15195340117e25cbd04cceb890f2670331b062969a3d6fb",
+    "digest": "b4e66e5dd6a4ffe57d51d18a5335a069d18b7226bdee8eb04e88fbfe56a1cb95",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -136,6 +136,7 @@ SPEC: dict[str, Any] = {
             "moves": [],
             "forward": {"parcels": [], "sums": [], "shared": []},
             "backward": {"parcels": [], "sums": [], "shared": []},
+            "keeps": False,
         },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "17e6e9df24e6c261edf8872b51ccb707ff92ebe39d1a286adcd6fb6308102b79",
+    "digest": "4dd5f1575f5b333ac80b46e34fe4b3106d465fd77bb0c224dab4b43665722f21",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -173,6 +173,7 @@ SPEC: dict[str, Any] = {
             "moves": [],
             "forward": {"parcels": [], "sums": [], "shared": []},
             "backward": {"parcels": [], "sums": [], "shared": []},
+            "keeps": False,
         },
     },
 }

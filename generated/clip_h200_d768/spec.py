@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8fdc20a7fb48aaeffa66822624bf0c2d4247ed37a4725213410e41f4bd17febd",
+    "digest": "136350b1350d7ab833eb3fdc208587d9f98cdb06cba9c6fef146a1772050105e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -178,6 +178,7 @@ SPEC: dict[str, Any] = {
             "moves": [],
             "forward": {"parcels": [], "sums": [], "shared": []},
             "backward": {"parcels": [], "sums": [], "shared": []},
+            "keeps": False,
         },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "12f9ff7e1aecdfa775487d023987352413aa5b91979fd147807708f5a6f5b150",
+    "digest": "345eb464fcd8b7801c5405b783c0fcfaef7afc04297d75f36734b4020d41ed0a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -177,6 +177,7 @@ SPEC: dict[str, Any] = {
             "moves": [],
             "forward": {"parcels": [], "sums": [], "shared": []},
             "backward": {"parcels": [], "sums": [], "shared": []},
+            "keeps": False,
         },
     },
 }

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "5dcdc4591b4851925da954f26e2dd1e54f91fc7c0b99313bb03d09642068aeb0",
+    "digest": "1c0fe436baf73d459d548afa0deca4533928b6ebdab85a8e050468706f83e197",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -174,6 +174,7 @@ SPEC: dict[str, Any] = {
             "moves": [],
             "forward": {"parcels": [], "sums": [], "shared": []},
             "backward": {"parcels": [], "sums": [], "shared": []},
+            "keeps": False,
         },
     },
 }

@@ -21,6 +21,8 @@ from infcl_gen.problem import Links, Problem, make_problem
 
 _LOG = logging.getLogger("infcl_gen")
 
+BETWEEN_RANKS = ("gather", "ring", "route")  # of the runtime
+
 
 def build(problem: Problem) -> dict[str, str]:
     """The text of every file of the package for `problem`, without the manifest; a tuning record that fits is used."""
@@ -81,11 +83,13 @@ def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
 
 
 def sources_digest(target: str) -> str:
-    """Digest of the templates and the runtime that packages for a target are made of."""
+    """Digest of the templates and the runtime that packages for a target are made of, but for what only carries things
+    between ranks: tuning times the work of one."""
     digest = hashlib.sha256()
     folders = ("package", "torch") if target == "cpu" else ("package", "torch", "triton")
     files = [file for name in folders for file in sorted((template_folder() / name).glob("*.jinja"))]
-    for file in [*files, *sorted(RUNTIME_FOLDER.glob("*.py"))]:
+    files += [file for file in sorted(RUNTIME_FOLDER.glob("*.py")) if file.stem not in BETWEEN_RANKS]
+    for file in files:
         digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
 

@@ -68,7 +68,8 @@ class Variant:
     """What decides which terms exist. `separate`: accumulators are wider than the features, so the returned gradients
     are buffers of their own. `library`: products by the matrix library. `affine`: the logit is slope * z + shift.
     `ring`: several ranks; `gather`: keys come from all of them at once instead of going round. `replay`: steps are
-    recorded as CUDA graphs. `split`: fp32 operands as bf16 halves."""
+    recorded as CUDA graphs. `split`: fp32 operands as bf16 halves. `keeps`: of a ring, the keys that visit last stay
+    for backward."""
 
     strategy: str
     has_keys: bool = True
@@ -80,6 +81,7 @@ class Variant:
     replay: bool = False
     split: bool = False
     gather: bool = False
+    keeps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,28 +200,8 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
                 terms.append(
                     BufferTerm("merged_statistics", forward, shape, "statistics", "what adds them up")
                 )
-    elif (
-        ring
-    ):  # forward works in two buffers of keys, of which the last in use stays; backward needs up to two more
-        kept, use, flight = "that visit last, with which backward begins", "in use", "in flight"
-        terms.append(BufferTerm("last_keys", both, (n, D), "features", kept))
-        terms.append(
-            BufferTerm("visiting_keys", forward, (n, D), "features", f"{use} or {flight}, the other of two")
-        )
-        statistics = BufferTerm(
-            "visiting_statistics", forward, (2, n), "statistics", f"one {use}, one {flight}", pieces=2
-        )
-        terms.append(v.has_keys and statistics)
-        if v.has_keys:
-            terms.append(BufferTerm("last_statistics", backward, (2, n), "statistics", "of the last keys"))
-        for why, ranks in (
-            (use, 3),
-            (flight, 4),
-        ):  # with fewer ranks there are no keys that are not the last or own
-            there = Min(1, Max(0, W - ranks + 1))
-            terms.append(BufferTerm("visiting_keys", backward, (there, n, D), "features", why))
-            if v.has_keys:
-                terms.append(BufferTerm("visiting_statistics", backward, (there, 2, n), "statistics", why))
+    elif ring:
+        terms += _visitors(v)
     if v.strategy == "torch":
         why = "temporaries of the loss's terms"
         terms.append(BufferTerm("loss_terms", forward, (5, Max(m, n)), "statistics", why))
@@ -301,7 +283,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         total_dk = BufferTerm("dk_accumulator", backward, (n, D), "statistics", "dk of this rank, home again")
         why = "travels with its keys: one in use, one in flight"
         travels = dataclasses.replace(total_dk, why=why, pieces=2)
-        written = [total_dq, travels, dq, dk] if v.separate else [total_dq, travels]
+        written = [total_dq, total_dk, dq, dk] if v.separate else [total_dq, total_dk]
         terms += [total_dq, travels, *(dataclasses.replace(term, phase=finish) for term in written)]
     else:
         why = "dk over all query panels, and dq of the panel in work"
@@ -450,9 +432,33 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     return tuple(term for term in terms if term)
 
 
+def _visitors(v: Variant) -> list[BufferTerm]:
+    """What a ring's keys travel in: two buffers, one in use and one in flight. Where forward's last keys are kept they
+    are one of its two, and backward has two more, if there are enough ranks for keys that are neither the last nor the
+    own."""
+    use, flight, both = "in use", "in flight", "one in use, one in flight"
+    keys = BufferTerm("visiting_keys", "backward", (n, D), "features", both, pieces=2)
+    statistics = BufferTerm("visiting_statistics", "backward", (2, n), "statistics", both, pieces=2)
+    sums = [dataclasses.replace(statistics, phase="forward")] * v.has_keys
+    if not v.keeps:
+        return [dataclasses.replace(keys, phase="forward"), *sums, keys, *[statistics] * v.has_keys]
+    last = "visits last in forward, and first in backward"
+    found = [
+        BufferTerm("last_keys", "both", (n, D), "features", last),
+        BufferTerm("visiting_keys", "forward", (n, D), "features", "in use or in flight, beside the last"),
+        *sums,
+        *[BufferTerm("last_statistics", "backward", (2, n), "statistics", "of the last keys")] * v.has_keys,
+    ]
+    for why, ranks in ((use, 3), (flight, 4)):
+        there = Min(1, Max(0, W - ranks + 1))
+        for term in (keys, *[statistics] * v.has_keys):
+            found.append(dataclasses.replace(term, shape=(there, *term.shape), why=why, pieces=1))
+    return found
+
+
 def _kept_keys(variant: Variant) -> Any:
     """Keys whose statistics are kept: of all ranks, or of this one and of the keys that visit last."""
-    return W * n if variant.gather else 2 * n if variant.ring else n
+    return W * n if variant.gather else 2 * n if variant.keeps else n
 
 
 def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:
@@ -606,7 +612,8 @@ class CostModel:
         ring's, one for each move is counted (and one for keys that travel apart).
 
         Ring: keys (in backward with their statistics) travel beside the work of W - 1 hops: what takes longer counts,
-        and what slows the work down. Backward they do W - 2 times, as the own ones have not left.
+        and what slows the work down. Backward they do W - 2 times, as the own ones have not left; where the forward has
+        kept nothing, another transfer comes first, and is waited for.
         What the work changes (statistics of the keys; in backward dk) follows each hop, beside the next one's work up
         to where that adds to it first: the forward product of a panel, in backward its gradient and dq. The last
         transfer of forward, home, is waited for. Of its W moves N cross the network, by all devices at once: the last
@@ -631,8 +638,10 @@ class CostModel:
         before_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS)
         first_s = before_s / hops / self.panels(phase, sizes)
         back = phase == "backward"
-        waited = after and not back
-        exposed = start_s + self._transfer_s(after, network=self.nodes > 1) if waited else 0.0
+        network = self.nodes > 1
+        exposed = start_s + self._transfer_s(after, network) if after and not back else 0.0
+        if back and not self.variant.keeps:
+            exposed += start_s + self._transfer_s(beside, network)
         for network, moves in ((False, hops - self.nodes), (True, self.nodes - 1)):
             # Backward ends with the first move of forward, which leaves a node only if that is a single device.
             alone = back and network == (self.nodes == hops)
@@ -641,7 +650,7 @@ class CostModel:
                 beside_s, after_s = (self._transfer_s(part, network) for part in (size, after))
                 both_s = start_s + apart_s + beside_s + after_s
                 exposed += count * _added(both_s, max(0.0, start_s + after_s - first_s, both_s - hop_s))
-        total = (hops - 1 - back) * beside + (hops - back) * after
+        total = (hops - 1 - (back and self.variant.keeps)) * beside + (hops - back) * after
         return PhaseTime(f"{phase} communication", _rounded(exposed), "link", 0, total)
 
     def travels(self, phase: str) -> tuple[int, int]:

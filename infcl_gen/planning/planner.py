@@ -171,9 +171,9 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
 
 def cost_model(plan: Plan, derivation: Derivation, cluster: Cluster) -> CostModel:
     """The cost model that a plan was chosen by."""
-    transport = plan.schedule.transport
+    transport, keeps = plan.schedule.transport, plan.schedule.keeps
     option = _Option(
-        plan.specialisation, plan.products, plan.replay, transport, plan.blocks, derivation, cluster
+        plan.specialisation, plan.products, plan.replay, transport, keeps, plan.blocks, derivation, cluster
     )
     return option.model(plan.problem)
 
@@ -222,6 +222,7 @@ class _Option:
     products: str
     replay: bool
     transport: str
+    keeps: bool
     blocks: dict[str, Block]
     derivation: Derivation
     cluster: Cluster
@@ -231,7 +232,7 @@ class _Option:
         has_keys = bool(self.derivation.has_keys)
         if self.transport == "gather":
             return gather_schedule(self.cluster.devices, has_keys)
-        return ring_schedule(self.cluster.nodes, self.cluster.devices_per_node, has_keys)
+        return ring_schedule(self.cluster.nodes, self.cluster.devices_per_node, has_keys, self.keeps)
 
     def model(self, problem: Problem) -> CostModel:
         world = self.cluster.devices
@@ -246,6 +247,7 @@ class _Option:
             replay=self.replay,
             split=self.specialisation.split,
             gather=self.transport == "gather",
+            keeps=self.keeps,
         )
         return CostModel(
             variant, self.cluster, -(-problem.batch_size // world), -(-problem.total_keys // world),
@@ -376,7 +378,10 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
                 raise
             continue
         if replay != "on":
-            found += (dataclasses.replace(option, transport=transport) for transport in transports)
+            found += (
+                dataclasses.replace(option, transport=transport, keeps=keeps)
+                for transport, keeps in transports
+            )
         if _recordable(name, cluster) and (
             replay == "on" or (replay is None and _short(name, problem, cluster))
         ):
@@ -389,9 +394,15 @@ def _options(problem: Problem, derivation: Derivation, cluster: Cluster) -> list
     return found
 
 
-def _transports(problem: Problem, cluster: Cluster) -> tuple[str, ...]:
-    """How keys may travel: by a ring, or all at once among few devices of one node."""
+def _transports(problem: Problem, cluster: Cluster) -> tuple[tuple[str, bool], ...]:
+    """How keys may travel, by a ring or all at once among few devices of one node; and whether a ring keeps those that
+    visit last."""
     wanted, devices = problem.setting.get("transport"), cluster.devices
+    keeps = problem.setting.get("keeps")
+    if keeps is not None and (devices == 1 or wanted == "gather"):
+        raise InputError(
+            "--set keeps: is for a ring of several devices; give --devices, and no other transport"
+        )
     if wanted is not None and devices == 1:
         raise InputError("--set transport: keys travel between devices, and there is one; give --devices")
     impossible = None
@@ -401,9 +412,11 @@ def _transports(problem: Problem, cluster: Cluster) -> tuple[str, ...]:
         impossible = f"at most {GATHER_LIMIT} devices, not {devices}"
     if wanted == "gather" and impossible:
         raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
-    if wanted is not None:
-        return (wanted,)
-    return ("ring",) if devices == 1 or impossible else ("ring", "gather")
+    if devices == 1:
+        return (("ring", False),)
+    rings = tuple(("ring", keep) for keep in (True, False) if keeps is None or keep == (keeps == "on"))
+    gathers = () if impossible or keeps is not None else (("gather", False),)
+    return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
 
 
 def _short(name: str, problem: Problem, cluster: Cluster) -> bool:
@@ -444,7 +457,7 @@ def _option(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
             if found:
                 raise InputError(f"--set {key}: the {changed} block is illegal: {'; '.join(found)}")
     products = _products(name, problem, cluster)
-    return _Option(specialisation, products, False, "ring", blocks, derivation, cluster)
+    return _Option(specialisation, products, False, "ring", False, blocks, derivation, cluster)
 
 
 def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
@@ -472,7 +485,7 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
 
 def _settings_of(name: str) -> set[str]:
     """The keys of `--set` that mean something to a strategy."""
-    keys = {"strategy", "panel_rows", "records", "transport"}
+    keys = {"strategy", "panel_rows", "records", "transport", "keeps"}
     keys |= {f"{kernel}.{field}" for kernel in KERNELS_OF[name] for field in BLOCK_FIELDS}
     if name != "fused":
         keys |= {"panel_keys"}
@@ -753,7 +766,7 @@ def _transport_reasons(
         why = f"{choice}3 batches of messages a step at most, {hidden}"
     else:
         text = f"ring of {cluster.devices_per_node} devices, {world} hops in all"
-        why = f"{choice}keys travel beside the work, in two buffers of {model.keys}, and sums after it: {hidden}"
+        why = f"{choice}keys travel beside the work, {model.keys} at a time, and sums after it: {hidden}"
     return outer, Reason(1, text, why)
 
 

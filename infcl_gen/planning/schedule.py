@@ -11,7 +11,8 @@ every rank has met all keys, which are then home:
                          With the 1 for the device too, d moves are a whole turn inside a node, and N * d come home
 
 Backward is the way back, by the same moves the other way round. It begins with the keys that forward has ended with:
-they are there, and so are their statistics, to which everybody has added. The own keys come last, and never leave.
+they are there, and so are their statistics, to which everybody has added. (Where they take too much memory to be kept,
+they are sent there once more.) The own keys come last, and do not travel.
 
 Where a few ranks share a node, the keys need not go round: by the transport "gather" everybody sends to everybody.
 
@@ -50,7 +51,7 @@ class Schedule:
     """`world_size` hops, symbolic in the rank. `transport`: "ring", "gather", or "none" for one device. `moves`: one
     cycle, of which hop h is followed by the move h modulo its length; empty for one device. `forward`, `backward`: what
     moves. In a gather moves are the order of the work alone, and backward begins after the first: the own keys come
-    last."""
+    last. `keeps`: of a ring, what visits last stays for backward."""
 
     transport: str
     nodes: int
@@ -58,6 +59,7 @@ class Schedule:
     moves: tuple[Move, ...]
     forward: Payload
     backward: Payload
+    keeps: bool = False
 
     @property
     def world_size(self) -> int:
@@ -124,7 +126,7 @@ class Schedule:
         return tuple(steps)
 
 
-def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool) -> Schedule:
+def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool, keeps: bool = True) -> Schedule:
     """The ring over all devices, hierarchical where there are several nodes. `has_keys`: statistics are kept per key,
     and therefore travel with the keys (finished ones, in backward, are only read)."""
     statistics = ("key statistics",) if has_keys else ()
@@ -134,7 +136,7 @@ def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool) -> Schedule
         moves = ((0, 1),) * (devices_per_node - 1) + ((1, 1),)
     elif devices_per_node == 1:
         return Schedule("none", 1, 1, (), Payload((), ()), Payload((), ()))
-    return Schedule("ring", nodes, devices_per_node, moves, forward, backward)
+    return Schedule("ring", nodes, devices_per_node, moves, forward, backward, keeps)
 
 
 def gather_schedule(devices: int, has_keys: bool) -> Schedule:
@@ -179,6 +181,8 @@ def walk_schedule(
                 raise VerificationError(
                     f"forward: rank {rank} ends with {part} of rank {owner} that have {len(contributors)} contributions"
                 )
+    if not schedule.keeps:  # against the forward's last move
+        away = [dict(home[schedule.owner(rank, 0, "backward")]) for rank in range(len(shard_sizes))]
     for rank, parts in enumerate(away):
         parts["key gradients"] = (schedule.owner(rank, 0, "backward"), frozenset())
     needs = ("keys", *statistics, "key gradients")

@@ -236,7 +236,12 @@ class _Step:
 
     def _rotate(self, phase: str) -> None:
         """The keys go round, or back, as the runtime's `ForwardRotation` and `BackwardRotation` let them."""
-        told = self._tell(phase)
+        first = phase == "forward"  # backward begins to work before hosts tell each other
+        if not first and not self._schedule.keeps:
+            self._agree(phase, self._tell(phase))
+            away = [self._leg(self._schedule.move(-1, phase), self._works[phase].keys_bytes)]
+            self._keys = self._message(f"{phase}, message to the last", away, self._kernels)
+        told = self._tell(phase) if first else []
         for hop in range(self._schedule.world_size + 1):
             before = [list(tasks) for tasks in self._kernels]
             if hop:
@@ -244,7 +249,8 @@ class _Step:
             if hop < self._schedule.world_size:
                 self._work(phase, hop)
             if not hop:
-                self._agree(phase, told)
+                if first or self._schedule.keeps:
+                    self._agree(phase, told or self._tell(phase))
                 self._post(phase, hop, before)  # not after the work
 
     def _gather(self, phase: str) -> None:
@@ -322,9 +328,12 @@ class _Step:
             legs: dict[Move, _Leg] = {}
             for move, size in key:
                 size += legs[move].size if move in legs else 0
-                legs[move] = _Leg(size, self._schedule.level(move), functools.partial(self._next, move), 1)
+                legs[move] = self._leg(move, size)
             self._legs[key] = list(legs.values())
         return self._legs[key]
+
+    def _leg(self, move: Move, size: int) -> _Leg:
+        return _Leg(size, self._schedule.level(move), functools.partial(self._next, move), 1)
 
     def _next(self, move: Move, rank: int) -> tuple[int, ...]:
         return (self._schedule.moved(rank, move),)

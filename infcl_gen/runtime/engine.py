@@ -75,8 +75,8 @@ class Saved(NamedTuple):
     """What backward needs of forward, besides the inputs.
 
     query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
-    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; of a gather (2, planned keys): those of
-                      all ranks come first; of a ring (2, n + planned keys of a rank): those in `stash` follow
+    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; where gradients are wanted, of a gather
+                      (2, planned keys): those of all ranks come first; of a ring those of `stash` follow
     stash             what the sweep keeps of the tile matrix; of a gather the keys of all ranks, of a ring those that
                       visit last; (0,) if nothing, or if it stayed in a recording (replay.py)
     layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
@@ -222,26 +222,20 @@ def _forward_trip(
             statistics, add_up = key_statistics, package.schedule.merge_ranks
         return ForwardGather(ring, layout, k, stash, statistics, add_up, ask)
     keys, largest = k.shape[0], max(layout.keys)
-    kept = gradients and _keeps_visitors(package, layout)
-    buffers = [
-        k.new_empty((largest, package.dim)),
-        stash[:largest] if kept else k.new_empty((largest, package.dim)),
-    ]
-    parcel, spare = buffers[
-        :: -1 if ring.size % 2 else 1
-    ]  # after an odd number of hops the first is in use again
-    parcel[:keys].copy_(k)
-    sums = last = None
+    kept = gradients and route.keeps and largest <= _room(package, ring.size)
+    sums = finished = None
     if package.loss.HAS_KEYS:
         sums = k.new_empty((2, largest), dtype=dtype)
         clear(sums)
-        last = key_statistics[:, keys : keys + largest] if kept else None
-    return rings.ForwardRotation(ring, route, [parcel], [spare], sums, last, ask)
+        finished = key_statistics[:, keys : keys + largest] if kept else None
+    last = [stash[:largest]] if kept else None
+    return rings.ForwardRotation(ring, route, [k], largest, last, sums, finished, ask)
 
 
-def _keeps_visitors(package: Package, layout: Layout) -> bool:
-    """Whether the keys that visit a rank last in forward stay for backward; else they are sent there again."""
-    return max(layout.keys) <= package.keys_per_rank
+def _room(package: Package, ranks: int) -> int:
+    """For how many keys a ring keeps room from forward to backward: a rank's, if all have as many. A longer shard's are
+    sent once more instead."""
+    return -(-package.key_count // ranks)
 
 
 def kept_sizes(
@@ -255,10 +249,12 @@ def kept_sizes(
     shape: tuple[int, ...] | None = None
     if gradients and ranks == 1:
         shape = package.schedule.stash_shape(rows, keys)
-    elif gradients and package.route.over(ranks).transport == "gather":
-        shape, keys = (package.key_count, package.dim), package.key_count
     elif gradients:
-        shape, keys = (package.keys_per_rank, package.dim), keys + package.keys_per_rank
+        route, room = package.route.over(ranks), _room(package, ranks)
+        if route.transport == "gather":
+            shape, keys = (package.key_count, package.dim), package.key_count
+        elif route.keeps:
+            shape, keys = (room, package.dim), keys + room
     return shape or (0,), keys if package.loss.HAS_KEYS else 0
 
 
@@ -424,10 +420,14 @@ class _Backward:
     def over(
         self, weighting: _Weighting, ring: rings.Ring, layout: Layout, ask: rings.Asking
     ) -> tuple[Tensor, Tensor]:
-        """Several ranks. Sums for all rows, then the results: of the queries while the sums for dk come home."""
+        """Several ranks. Sums for all rows, then the results: of the queries while a gather's sums for dk come home."""
         q, k = self.q, self.k
         dq_sum = q.new_zeros(q.shape, dtype=self.package.schedule.STATISTICS_DTYPE)
         route = self.package.route.over(ring.size)
+        if (
+            route.transport == "gather" and not self.saved.stash.numel()
+        ):  # a graph that was traced without gradients
+            route = Route.flat(ring.size, keeps=False)
         if route.transport == "gather":
             home = self._gather(ring, layout, ask, dq_sum)
         else:
@@ -446,25 +446,24 @@ class _Backward:
     def _rotate(
         self, ring: rings.Ring, route: Route, layout: Layout, ask: rings.Asking, dq_sum: Tensor
     ) -> Callable[[], Tensor]:
-        """Unweighted sums for dq; and what gives those for dk, which wait until they are asked for."""
-        k, keys, largest = self.k, self.k.shape[0], max(layout.keys)
-        saved, own, parcels = self.saved, [k], None
-        if self.package.loss.HAS_KEYS:
+        """Unweighted sums for dq; what gives those for dk, which are home."""
+        k, keys, largest, saved = self.k, self.k.shape[0], max(layout.keys), self.saved
+        has_keys, own, last, away = self.package.loss.HAS_KEYS, [k], None, []
+        if has_keys:
             own.append(saved.key_statistics[:, :keys])
-        if _keeps_visitors(self.package, layout):
-            parcels = [saved.stash[:largest]]
-            if self.package.loss.HAS_KEYS:  # of its own: rows of more columns are not contiguous
-                parcels.append(saved.key_statistics[:, keys : keys + largest].contiguous())
+        if saved.stash.numel() and largest <= _room(self.package, ring.size):
+            last = [saved.stash[:largest]]
+            if has_keys:  # of its own: rows of more columns are not contiguous
+                last.append(saved.key_statistics[:, keys : keys + largest].contiguous())
         else:
-            shapes = ((largest, self.package.dim), (2, largest))
-            away = [part.new_empty(shape) for part, shape in zip(own, shapes, strict=False)]
+            away = [k.new_empty((largest, self.package.dim))]
             away[0][:keys].copy_(k)
-            for part, statistics in zip(away[1:], own[1:], strict=True):
-                part[:, :keys].copy_(statistics)
-            own = away
+            if has_keys:
+                away.append(k.new_empty((2, largest), dtype=dq_sum.dtype))
+                away[1][:, :keys].copy_(own[1])
         dk_sum = k.new_zeros((largest, self.package.dim), dtype=dq_sum.dtype)
-        rotation = rings.BackwardRotation(ring, route, parcels, own, dk_sum, ask)
-        del own, parcels, dk_sum
+        rotation = rings.BackwardRotation(ring, route, own, last, away, dk_sum, ask)
+        del own, last, away, dk_sum
         self._sweep(rotation, layout, dq_sum, fresh_dk=False)
 
         def home() -> Tensor:

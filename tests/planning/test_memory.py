@@ -18,7 +18,7 @@ from tests.runtime.in_process import Echo
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-WORLDS = (4, 5, 8, 64, 4096, 65536)
+WORLDS = (2, 3, 8, 64, 4096, 65536)
 
 
 def measured_peak_bytes(step: Any) -> int:
@@ -88,26 +88,31 @@ def test_unrounded_gradients_under_autocast_take_no_more_than_planned(keys: int)
     ],
     ids=["256MiB", "auto", "infonce", "cpu"],
 )  # fmt: skip
-def test_predicted_peak_is_that_of_four_ranks_in_every_larger_world(rows: int, flags: dict[str, Any]) -> None:
-    """With as many rows on each rank: the same buffers, to the byte. Three ranks have one buffer of visiting keys less,
-    two have two less, and one rank alone has no visitors."""
-    flags |= {"set": {"transport": "ring"}}
-    two, three, four, *others = (
-        infcl_gen.plan(batch_size=rows * world, devices=world, **flags) for world in (2, 3, *WORLDS)
-    )
-    for plan in others:
-        assert plan.predicted_peak_bytes == four.predicted_peak_bytes
-        assert plan.buffers == four.buffers
-        assert plan.smallest_budget_bytes == four.smallest_budget_bytes
-        assert (plan.rows_per_rank, plan.panel_rows, plan.panel_keys) == (
-            rows,
-            four.panel_rows,
-            four.panel_keys,
-        )
-    names = [Counter(buffer.name for buffer in plan.buffers) for plan in (two, three, four)]
+def test_predicted_peak_is_that_of_few_ranks_in_every_larger_world(rows: int, flags: dict[str, Any]) -> None:
+    """With as many rows on each rank: the same buffers, to the byte, from two ranks on; where the keys that visit last
+    are kept, from four on: three have one buffer less, two have two less. (One rank alone has no visitors.)"""
+    for keeps, worlds in (("off", WORLDS), ("on", (4, *WORLDS[2:]))):
+        few, *others = (plan_of_ring(rows, world, keeps, flags) for world in worlds)
+        for plan in others:
+            assert plan.predicted_peak_bytes == few.predicted_peak_bytes
+            assert plan.buffers == few.buffers
+            assert plan.smallest_budget_bytes == few.smallest_budget_bytes
+            assert (plan.rows_per_rank, plan.panel_rows, plan.panel_keys) == (
+                rows,
+                few.panel_rows,
+                few.panel_keys,
+            )
+    names = [
+        Counter(buffer.name for buffer in plan_of_ring(rows, world, "on", flags).buffers)
+        for world in (2, 3, 4)
+    ]
     visiting = {"visiting_keys": 1} | ({"visiting_statistics": 1} if flags.get("loss") != "infonce" else {})
     assert names[1] - names[0] == names[2] - names[1] == visiting
-    assert two.predicted_peak_bytes <= three.predicted_peak_bytes <= four.predicted_peak_bytes
+
+
+def plan_of_ring(rows: int, world: int, keeps: str, flags: dict[str, Any]) -> Plan:
+    way = {"transport": "ring", "keeps": keeps}
+    return infcl_gen.plan(batch_size=rows * world, devices=world, **flags, set=way)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +152,44 @@ def test_a_rank_allocates_the_same_in_every_world() -> None:
     peaks = []
     for world in WORLDS:
         every = max(1, world // 128)
-        ring = Echo([rows if rank % every == 0 or rank == 1 else 0 for rank in range(world)])  # 1 visits last
+        ring = Echo([rows if rank % every == 0 else 0 for rank in range(world)])
         with ring.attached(package):
             package.loss_and_grads(q, k, 3.0)  # the constants of the first call stay
             measured = measured_peak_bytes(lambda: package.loss_and_grads(q, k, 3.0))
         peaks.append(measured - 24 * world)
     assert len(set(peaks)) == 1, dict(zip(WORLDS, peaks, strict=True))
     assert peaks[0] <= package.SPEC["predicted"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("keeps", ["on", "off"])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"dtype": "bf16", "set": {}},
+        {"dtype": "bf16", "set": {"panel_rows": "64", "panel_keys": "64"}},
+        {"dtype": "fp64", "set": {}},
+        {"dtype": "fp32", "loss": "infonce", "set": {}},
+    ],
+    ids=["bf16", "small panels", "fp64", "infonce"],
+)
+def test_a_ring_allocates_what_is_planned(flags: dict[str, Any], world: int, keeps: str) -> None:
+    """One rank of the real runtime; what it sends comes back."""
+    rows, dim = 600, 128
+    flags = flags | {"set": {"transport": "ring", "keeps": keeps} | flags["set"]}
+    package = infcl_gen.load(target="cpu", batch_size=rows * world, devices=world, dim=dim, **flags)
+    assert package.SPEC["plan"]["schedule"]["keeps"] == (keeps == "on")
+    predicted = package.SPEC["predicted"]["peak_bytes"]
+    generator = torch.Generator().manual_seed(1)
+    q, k = (
+        torch.randn(rows, dim, generator=generator).to(DTYPES[flags["dtype"]]).requires_grad_()
+        for _ in range(2)
+    )
+    schedule = infcl_gen.plan(target="cpu", batch_size=rows * world, devices=world, dim=dim, **flags).schedule
+    with Echo([rows] * world, schedule).attached(package):
+        package.contrastive_loss(q, k, 3.0).backward()
+        measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, 3.0).backward())
+    assert measured <= predicted + 24 * world <= 1.1 * measured
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

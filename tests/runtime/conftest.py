@@ -42,10 +42,11 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         devices: int = 1,
         nodes: int = 1,
         transport: str | None = None,
+        keeps: str | None = None,
     ) -> ModuleType:
         name = f"{loss}_{dtype}_{dim}_{batch_size}_{panel[0]}x{panel[1]}"
-        name += f"_{transport}_{devices}_{nodes}" if devices > 1 else ""
-        chosen = {} if transport is None else {"transport": transport}
+        name += f"_{transport}_{keeps}_{devices}_{nodes}" if devices > 1 else ""
+        chosen = {key: word for key, word in (("transport", transport), ("keeps", keeps)) if word is not None}
         if not (folder / name).exists():
             infcl_gen.generate(
                 loss=f"{folder}/soft.py:SOFT" if loss == "soft" else loss,

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from infcl_gen.verification.properties import Case, autograd_results, tensors
 
@@ -199,6 +200,16 @@ def gradients(
         elif how == "compiled":
             whole = nn.Sequential(Unpacked(model), Unpacked(module.ContrastiveLoss(group=group, **options)))
             loss = torch.compile(whole, fullgraph=True, backend="aot_eager")((x_own, y_own))
+            found = gradients_or_zeros(loss, model)
+        elif how == "traced":  # without gradients, which the graph then keeps nothing for
+            with torch.no_grad():
+                features = model(x_own, y_own)
+
+            def called(*features: Tensor) -> Tensor:
+                value: Tensor = module.contrastive_loss(*features, labels=own_labels, group=group, **options)
+                return value
+
+            loss = make_fx(called)(*features)(*model(x_own, y_own))
             found = gradients_or_zeros(loss, model)
         elif how == "loss_and_grads":
             with torch.no_grad():

@@ -35,7 +35,7 @@ VICTIM = {2: 1, 4: 2}
 @pytest.fixture(scope="module")
 def names(packages: Packages) -> dict[str, str]:
     made = {
-        "clip": packages("clip"),
+        "clip": packages("clip", devices=4, keeps="on"),
         "infonce": packages("infonce"),
         "other": packages("clip", panel=(128, 64)),
         "bf16": packages("clip", dtype="bf16"),

@@ -55,12 +55,13 @@ class Batch:
     transposed: bool = False
     seed: int = 0
     nodes: int = 1  # 0: a gather
+    keeps: bool = True
 
     def schedule(self, has_keys: bool) -> Schedule:
         """As planned for as many ranks as there are members."""
         if not self.nodes:
             return gather_schedule(len(self.members), has_keys)
-        return ring_schedule(self.nodes, len(self.members) // self.nodes, has_keys)
+        return ring_schedule(self.nodes, len(self.members) // self.nodes, has_keys, self.keeps)
 
     def tensors(self, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """All queries and keys, and the labels if there are any."""
@@ -75,7 +76,7 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, loss: str, members: Sequence[int], nodes: int) -> Batch:
+def batches(draw: st.DrawFn, loss: str, members: Sequence[int], nodes: int, keeps: bool) -> Batch:
     world = len(members)
     rows = draw(st.lists(st.sampled_from(ROWS), min_size=world, max_size=world))
     if not any(rows) or draw(st.integers(0, 15)) == 15:
@@ -104,6 +105,7 @@ def batches(draw: st.DrawFn, loss: str, members: Sequence[int], nodes: int) -> B
         transposed=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
         nodes=nodes,
+        keeps=keeps,
     )
 
 
@@ -115,9 +117,6 @@ class Example:
     dim: int
     groups: tuple[Batch, ...]
     turns: int  # the seed of the order of events
-    room: int = (
-        1024  # for keys of one rank, as planned: with fewer than visit, they are not kept for backward
-    )
 
 
 def divisors(n: int) -> list[int]:
@@ -136,14 +135,9 @@ def runs(draw: st.DrawFn, loss: str, largest: int = 64) -> Example:
     nodes = {
         n: draw(st.sampled_from((0, 1, draw(st.sampled_from(divisors(n)))))) for n in set(map(len, members))
     }
-    groups = tuple(draw(batches(loss, m, nodes[len(m)])) for m in members)
-    return Example(
-        loss,
-        draw(st.integers(1, 9)),
-        groups,
-        draw(st.integers(0, 2**31)),
-        draw(st.sampled_from((1024, 1024, 2))),
-    )
+    keeps = draw(st.booleans())
+    groups = tuple(draw(batches(loss, m, nodes[len(m)], keeps)) for m in members)
+    return Example(loss, draw(st.integers(1, 9)), groups, draw(st.integers(0, 2**31)))
 
 
 # ---------------------------------------------------------------------------------------------- runs and their truth
@@ -261,7 +255,7 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
         if schedule.transport == "gather":
             expected_messages = gathered_messages(schedule, batch, rank, dim)
         else:
-            kept = max(batch.keys) <= package.SPEC["plan"]["keys_per_rank"]
+            kept = schedule.keeps and max(batch.keys) <= -(-package.SPEC["problem"]["batch_size"] // size)
             expected_messages = rotated_messages(schedule, batch, rank, dim, kept)
         assert group.posted[rank] == expected_messages, rank
 
@@ -313,7 +307,7 @@ def check(package: ModuleType, example: Example) -> list[Results]:
 
 
 def package_of(packages: Packages, example: Example) -> ModuleType:
-    return packages(example.loss, dim=example.dim, batch_size=1024, devices=1024 // example.room)
+    return packages(example.loss, dim=example.dim, batch_size=1024)
 
 
 # ---------------------------------------------------------------------------------------------- properties
@@ -397,29 +391,28 @@ def test_parcels_visit_everybody_and_accumulators_come_home(
 
     def job(rank: int) -> None:
         ring = place.ring(rank, "")
-        own, spare = parcel(rank), [torch.empty(2, 3) for _ in range(parcels)]
+        own, last = parcel(rank), [torch.empty(2, 3) for _ in range(parcels)]
         log, seen = (
             torch.full((world,), -1.0) if accumulates else None for _ in range(2)
         )  # who was here, in order
-        follow(ForwardRotation(ring, route, own, spare, log, seen), rank)
-        last = schedule.owner(rank, world - 1)
-        ended = own if world % 2 else spare
-        assert all(map(torch.equal, ended, parcel(last)))
+        follow(ForwardRotation(ring, route, own, 2, last, log, seen), rank)
+        assert all(map(torch.equal, last, parcel(schedule.owner(rank, world - 1))))
         if seen is not None:
             assert sorted(seen.tolist()) == list(range(world)) and seen[-1] == rank
-        for kept in (ended, None, ended):  # twice: what was kept is there again
+        for kept in (last, None, last):  # twice: what was kept is there again
             log = torch.full((world,), -1.0) if accumulates else None
-            follow(BackwardRotation(ring, route, kept, parcel(rank), log), rank)
+            away = parcel(rank) if kept is None else ()
+            follow(BackwardRotation(ring, route, own, kept, away, log), rank)
 
     place = World(package, world, seed=turns)
     place.run(job)
 
 
-@pytest.mark.parametrize("room", [1024, 2])
+@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_backward_again(packages: Packages, world: int, room: int) -> None:
+def test_backward_again(packages: Packages, world: int, keeps: bool) -> None:
     """Of a retained graph: the same gradients."""
-    package = packages("clip", batch_size=1024, devices=1024 // room)
+    package = packages("clip", batch_size=1024)
     dim = package.SPEC["problem"]["dim"]
 
     def job(rank: int) -> None:
@@ -432,7 +425,7 @@ def test_backward_again(packages: Packages, world: int, room: int) -> None:
         first, second = (torch.autograd.grad(loss, (q, k), retain_graph=True) for _ in range(2))
         assert all(map(torch.equal, first, second))
 
-    World(package, world).run(job)
+    World(package, world, schedules={world: ring_schedule(1, world, True, keeps)}).run(job)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 0])
@@ -584,7 +577,9 @@ MORE_BUGS = {
         nodes=2,
     ),
     "keys are not where backward begins": Bug(
-        ((RING, "        if self._away:\n            self._fetch()\n", ""),), rows=(5, 2, 9), devices=512
+        ((RING, "        self._send((self._away, self.parcels), self._ends(self.ring.size - 1), None)\n"
+          "        assert self._keys is not None\n        self._keys.wait()\n", ""),),
+        rows=(5, 2, 9), keeps=False
     ),
     "keys go on backwards as they came": Bug(
         ((RING, "return self.route.receive_from(self.ring.rank, hop), self.route.send_to(self.ring.rank, hop)",
@@ -631,9 +626,9 @@ def test_planted_bugs_are_noticed(
     bug = PLANTED[name]
     keys = tuple(n + 3 for n in reversed(bug.rows)) if bug.loss == "infonce" else bug.keys or bug.rows
     ranks = tuple(range(len(bug.rows)))
-    batch = Batch(ranks, bug.rows, keys, labelled=bug.loss == "infonce", nodes=bug.nodes)
+    batch = Batch(ranks, bug.rows, keys, labelled=bug.loss == "infonce", nodes=bug.nodes, keeps=bug.keeps)
     example = Example(bug.loss, 8, (batch,), turns=1)
-    original = packages(bug.loss, batch_size=1024, devices=bug.devices)
+    original = packages(bug.loss)
     check(original, example)
     wrong = folder_of(original).parent / f"in_process_{''.join(c for c in name if c.isalpha())}"
     shutil.copytree(folder_of(original), wrong, ignore=shutil.ignore_patterns("__pycache__"))

@@ -32,7 +32,7 @@ class Bug:
     loss: str = "clip"
     keys: tuple[int, ...] = ()  # in another way than the queries
     nodes: int = 1  # as planned; 0: a gather
-    devices: int = 1  # for so many was the package of 1 024 queries planned
+    keeps: bool = True  # as planned: what a ring's backward begins with
     breaks: bool = False  # one rank fails and the others wait for it: no further test may use these processes
 
 
@@ -66,8 +66,9 @@ BUGS = {
         (3, 8),
     ),
     "statistics of the visiting keys do not travel": Bug(
-        ((ENGINE, "parcels.append(saved.key_statistics[:, keys : keys + largest].contiguous())",
-          "parcels.append(k.new_zeros((2, largest), dtype=dq_sum.dtype))"),)
+        ((ENGINE, "last.append(saved.key_statistics[:, keys : keys + largest].contiguous())",
+          "last.append(k.new_zeros((2, largest), dtype=dq_sum.dtype))"),
+         (ENGINE, "away[1][:, :keys].copy_(own[1])", "away[1].zero_()"))
     ),
     "the accumulator does not come home": Bug(
         ((RING, "        self._hop = self.ring.size\n        self._leave()\n", ""),)

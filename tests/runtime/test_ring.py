@@ -34,8 +34,8 @@ def names(packages: Packages) -> dict[str, str]:
         "infonce": packages("infonce"),
         "other": packages("clip", panel=(128, 64)),
         "bf16": packages("clip", dtype="bf16"),
-        "clip on 2 x 2": packages("clip", devices=4, nodes=2),
-        "infonce on 2 x 2": packages("infonce", devices=4, nodes=2),
+        "clip on 2 x 2": packages("clip", devices=4, nodes=2, keeps="on"),
+        "infonce on 2 x 2": packages("infonce", devices=4, nodes=2, keeps="on"),
         "infonce gather of 3": packages("infonce", devices=3, transport="gather"),
     }
     for devices in (2, 3, 4):
@@ -182,12 +182,13 @@ def test_a_gather(
     assert_equal(average(results(ours)), truth)
 
 
-@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "no_grad"])
-def test_other_ways_into_a_gather(pool: Pool, packages: Packages, names: dict[str, str], how: str) -> None:
-    """A traced graph holds what a gather keeps between forward and backward."""
+@pytest.mark.parametrize("package", ["clip", "clip on 2 x 2", "clip gather of 4"])
+@pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "no_grad", "traced"])
+def test_other_ways(pool: Pool, packages: Packages, names: dict[str, str], how: str, package: str) -> None:
+    """A graph holds what is kept between forward and backward; nothing, if it was traced without gradients."""
     rows, ranks = [3, 0, 8, 2], (0, 1, 2, 3)
     truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
-    arguments = {"package": names["clip gather of 4"], "ranks": ranks, "rows": rows, "keys": rows}
+    arguments = {"package": names[package], "ranks": ranks, "rows": rows, "keys": rows}
     assert_equal(average(results(pool.run("gradients", ranks, how=how, **arguments))), truth)
 
 
@@ -199,7 +200,8 @@ def test_a_package_planned_for_a_gather_of_others_is_a_ring(
     arguments = {"package": names["clip gather of 4"], "ranks": ranks, "rows": rows}
     assert_equal(average(results(pool.run("gradients", ranks, keys=rows, **arguments))), truth)
     for peers in results(pool.run("peers", ranks, **arguments)):
-        assert len(peers) == 2 * (2 + 3 + 2 + 2)  # keys and statistics, keys with statistics and gradients
+        # Keys and statistics; backward keys with statistics to where they come first, then on, and gradients.
+        assert len(peers) == 2 * (2 + 3 + 2 + 2 + 2)
 
 
 def test_messages_of_a_gather(pool: Pool, names: dict[str, str]) -> None:
@@ -259,12 +261,13 @@ def test_a_group_of_one_does_not_communicate(pool: Pool, packages: Packages, nam
 
 
 def test_messages_have_a_constant_size(pool: Pool, names: dict[str, str]) -> None:
-    """Always the largest shard: keys W - 1 times, what accumulates W times; backward one time less each."""
+    """Always the largest shard: keys W - 1 times, what accumulates W times, backward one time less; where nothing is
+    kept, keys as often again."""
     ranks, rows, size = (0, 1, 2), [2, 9, 0], 9
     keys, pair = size * 8 * 8, 2 * size * 8
     forward = [[(0, keys)], [(1, pair), (0, keys)], [(1, pair)], [(1, pair)]]
     finished = [(0, keys), (1, pair)]
-    backward = [finished, [(2, keys)], [(2, keys)]]
+    backward = [finished, finished, [(2, keys)], [(2, keys)]]
     expected = [
         (what, *message) for batch in forward + backward for what in ("send", "receive") for message in batch
     ]
@@ -320,10 +323,10 @@ def test_the_ring_follows_the_planned_schedule() -> None:
         schedule = ring_schedule(nodes, devices, has_keys=True)
         walk_schedule(schedule, [(1, 1)] * size)
         route = planned_route(dataclasses.asdict(schedule))
-        assert route.over(size) == route and route.over(size + 1) == Route("ring", 1, size + 1, ((0, 1),))
+        assert route.over(size) == route and route.over(size + 1) == Route.flat(size + 1, keeps=True)
         for rank in range(size):
             place = Place(rank, size)
-            forward = ForwardRotation(place, route, [], [])  # type: ignore[arg-type]
+            forward = ForwardRotation(place, route, [], 0)  # type: ignore[arg-type]
             backward = BackwardRotation(place, route, [], [])  # type: ignore[arg-type]
             assert list(forward) == [schedule.owner(rank, hop) for hop in hops]
             assert list(backward) == [schedule.owner(rank, hop, "backward") for hop in hops]

@@ -72,6 +72,7 @@ _HEADER: dict[str, type] = {
     "last label": int,
 }
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
+_PACKAGE = ("package digest",)  # what ranks send to each other is the plan's
 _ORDER = ("phase", "trips finished", "call number")
 _DIFFERENTIATED = ("differentiated",)  # else backward would wait for ranks that never call it
 _PER_CALL = ("ranks compared", "labels given", "gradients wanted", "grad_sync", "reduction")
@@ -339,16 +340,17 @@ class Rotation(abc.ABC):
     parcels      tensors that travel unchanged. Contiguous, of the same shape on every rank: the largest shard's.
     accumulator  a tensor that the work at each hop adds to, or None.
     ask          called before the first work; what it gives, when that has been launched, and before anything is sent.
-                 In backward both then: the device has been waiting for its work since the end of forward.
+                 In backward both then, if that work waits for nobody: the device has been idle since forward.
 
     Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
     and, after `arrive()`, `.accumulator`: it leaves the previous rank when that has added to it, and travels beside
-    this hop's work until then. Afterwards, and after a last `arrive()`, it is this rank's own, with the contributions
-    of all. On CUDA no transfer is waited for on the host: they run on the backend's stream, ordered against the current
-    one at `post` and `wait`. Raises RuntimeError naming phase, hop and peers when a transfer fails.
+    this hop's work until then. Afterwards, and forward after a last `arrive()`, it is this rank's own, with the
+    contributions of all. On CUDA no transfer is waited for on the host: they run on the backend's stream, ordered
+    against the current one at `post` and `wait`. Raises RuntimeError naming phase, hop and peers when a transfer fails.
     """
 
     phase: str
+    asks_first: bool
 
     def __init__(
         self,
@@ -376,7 +378,8 @@ class Rotation(abc.ABC):
 
     def _visits(self, owners: Iterator[int]) -> Iterator[int]:
         """The hops, one for each owner; `_leave` says what is sent at the start of each."""
-        agree, begin = None if self._ask is None else self._ask(), Moment(self.parcels)
+        agree = self._ask() if self._ask is not None and self.asks_first else None
+        begin = Moment(self.parcels)
         for hop, owner in enumerate(owners):
             if hop:
                 if self._keys is not None:
@@ -386,6 +389,8 @@ class Rotation(abc.ABC):
                 self._leave()
             yield owner
             if not hop:
+                if agree is None and self._ask is not None:
+                    agree = self._ask()
                 if agree is not None:
                     agree()
                 with begin:  # not after the work
@@ -439,32 +444,42 @@ class Rotation(abc.ABC):
 
 
 class ForwardRotation(Rotation):
-    """The round trip. `parcels` are this rank's own, and come into `spares` and `parcels` by turns: after W hops those
-    that have visited last are in `parcels` if W is odd, else in `spares`.
+    """The round trip.
 
+    own          this rank's parcels, which are copied: the first of `rows` rows
+    last         (rows, ...) each: will hold the parcels that visit last. None: they are not kept
     finished     of the accumulator's shape: gets what all have added to it, for the parcels that visit last. Or None
     """
 
-    phase = "forward"
+    phase, asks_first = "forward", True
 
     def __init__(
         self,
         ring: Ring,
         route: Route,
-        parcels: Sequence[Tensor],
-        spares: Sequence[Tensor],
+        own: Sequence[Tensor],
+        rows: int,
+        last: Sequence[Tensor] | None = None,
         accumulator: Tensor | None = None,
         finished: Tensor | None = None,
         ask: Asking | None = None,
     ) -> None:
-        super().__init__(ring, route, parcels, accumulator, ask)
-        self._spares, self._finished = list(spares), finished
+        def buffers() -> list[Tensor]:
+            return [part.new_empty((rows, *part.shape[1:])) for part in own]
+
+        first, second = buffers(), list(last) if last is not None else buffers()
+        if ring.size % 2:  # used by turns: what is used first is used last
+            first, second = second, first
+        for buffer, part in zip(first, own, strict=True):
+            buffer[: len(part)].copy_(part)
+        super().__init__(ring, route, first, accumulator, ask)
+        self._spares, self._finished = second, finished
 
     def __iter__(self) -> Iterator[int]:
         yield from self._visits(self._owners())
         if self._finished is not None and self.accumulator is not None:
             self._finished.copy_(self.accumulator)
-        self.parcels, self._spares = [], []
+        self.parcels, self._spares = [], []  # their memory is for the results
         self._hop = self.ring.size
         self._leave()
         self.ring.finish_trip()
@@ -492,57 +507,58 @@ class ForwardRotation(Rotation):
 class BackwardRotation(Rotation):
     """The way back, by the moves of the forward from the last but one to the first.
 
-    parcels      those that the forward has ended with, which are not written to; None where they were not kept: then
-                 everybody's go there first, from home
-    own          this rank's, of any shape where `parcels` are given; they come last, and have never left
+    own          this rank's parcels, of any shape: they come last, and do not travel
+    last         what the forward has kept, which is not written to: it comes first
+    away         where nothing was kept: own parcels to send to where they come first. They are overwritten
     """
 
-    phase = "backward"
+    phase, asks_first = "backward", False
 
     def __init__(
         self,
         ring: Ring,
         route: Route,
-        parcels: Sequence[Tensor] | None,
         own: Sequence[Tensor],
+        last: Sequence[Tensor] | None,
+        away: Sequence[Tensor] = (),
         accumulator: Tensor | None = None,
         ask: Asking | None = None,
     ) -> None:
-        self._away = parcels is None
-        first = [torch.empty_like(parcel) for parcel in own] if parcels is None else parcels
-        super().__init__(ring, route, first, accumulator, None if ask is None else lambda: lambda: ask()())
-        self._own = own
-        buffers = range(min(2, ring.size - 2))  # one in use, one in flight; neither of two ranks needs any
-        self._spares = [[torch.empty_like(parcel) for parcel in first] for _ in buffers]
+        first = [torch.empty_like(parcel) for parcel in away] if last is None else last
+        super().__init__(ring, route, first, accumulator, ask)
+        self._own, self._away, self._kept = own, list(away), last is not None
+        # Beside what is in use one is in flight; what was kept cannot be either.
+        spares = range(min(2, ring.size - 2)) if self._kept else ()
+        self._spares = [[torch.empty_like(parcel) for parcel in first] for _ in spares]
         self._coming: Sequence[Tensor] = ()
 
     def __iter__(self) -> Iterator[int]:
-        if self._away:
+        if not self._kept:
             self._fetch()
         yield from self._visits(self._owners())
-        self.parcels, self._spares, self._own = [], [], ()  # their memory is for the results
+        # Their memory is for the results.
+        self.parcels, self._spares, self._own, self._spare_accumulator = [], [], (), None
         self.ring.finish_trip()
 
     def _fetch(self) -> None:
         if self._ask is not None:
             self._ask()()
             self._ask = None
-        pairs, ends = (self._own, self.parcels), self._ends(self.ring.size - 1)
-        self._send(pairs, ends, None)
+        self._send((self._away, self.parcels), self._ends(self.ring.size - 1), None)
         assert self._keys is not None
         self._keys.wait()
+        self._spares, self._away = [self._away], []
 
     def _owners(self) -> Iterator[int]:
-        moves, owner = range(self.ring.size - 1), self.ring.rank
-        for hop in moves:
-            owner = self.route.receive_from(owner, hop)
+        moves = range(self.ring.size - 1)
+        owner = self.route.send_to(self.ring.rank, len(moves))  # whose keys go home from here
         yield owner
         for hop in reversed(moves):
             owner = self.route.send_to(owner, hop)
             yield owner
 
     def _turn(self) -> None:
-        if self._hop > 1:
+        if self._hop > 1 or not self._kept:
             self._spares.append(self.parcels)
         self.parcels = list(self._coming if self._hop < self.ring.size - 1 else self._own)
 
@@ -582,7 +598,7 @@ class Moment:
 def disagreement(headers: Sequence[Mapping[str, Any]], only_order: bool = False) -> str | None:
     """What the ranks do not have in common, in words, or None: the first kind of difference, from which the others may
     follow. `only_order`: no more than that all are in the same call, accept it and send the same."""
-    for fields in (_ORDER, _DIFFERENTIATED) if only_order else (_FINGERPRINT, _ORDER, _PER_CALL):
+    for fields in (_PACKAGE, _ORDER, _DIFFERENTIATED) if only_order else (_FINGERPRINT, _ORDER, _PER_CALL):
         different = [field for field in fields if any(h[field] != headers[0][field] for h in headers)]
         if different:
             return "; ".join(
