@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b4e66e5dd6a4ffe57d51d18a5335a069d18b7226bdee8eb04e88fbfe56a1cb95",
+    "digest": "2d17a149313a60c41c409c78e2063e50ed1bd2e5a38905b9a647117f976163fb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

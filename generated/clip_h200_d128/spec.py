@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "4dd5f1575f5b333ac80b46e34fe4b3106d465fd77bb0c224dab4b43665722f21",
+    "digest": "e169bad6a35b08cbfe11408aa4393ee379b7524f35a2f335e50dd6fd2526fc88",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

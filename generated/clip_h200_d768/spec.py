@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "136350b1350d7ab833eb3fdc208587d9f98cdb06cba9c6fef146a1772050105e",
+    "digest": "64946f7c64f11237d5394888244df3b6cca9ec8824f34b714306eb472c0718cc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

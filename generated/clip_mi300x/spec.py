@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "345eb464fcd8b7801c5405b783c0fcfaef7afc04297d75f36734b4020d41ed0a",
+    "digest": "f5450c72fb439a0bd3f3a7e1f9f2455cc8d8caaa4f95059db4aa163249c06c0a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "1c0fe436baf73d459d548afa0deca4533928b6ebdab85a8e050468706f83e197",
+    "digest": "c8b024668da20f828e60d70b75e4fd5faf56e48aa51202fc10f6cac307a5dd56",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -151,8 +151,8 @@ HOST = "host"  # the phase of what the device waits for the host
 # Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Among four H200s 25 MB to the
 # next take 151 us: 78 us more than bytes at 345 GB/s (75 MB to three 65 us more).
 BATCH_S = 78e-6
-# Kernels take so much longer while a message of their device is on its way: it takes multiprocessors. Behind other work
-# rings of 2 and 4 H200s with 16 384 rows each take 5.3 and 11.4 ms, gathers 5.2 and 11.1, work alone 5.1 and 10.8.
+# Kernels take so much longer while a message of their device is on its way: it takes multiprocessors. Fitted to rings
+# of 2 and 4 H200s that sent one message of keys and one of gradients more; today's, of 2, are within 6 %.
 SLOWDOWN = 0.4
 TOGETHER_BYTES = 64 << 20  # keys of up to this size travel with a ring's sums (runtime/ring.py)
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer

@@ -9,10 +9,10 @@ A ring sends something on at every hop; here everybody sends to everybody, in on
                work on the own keys    | sums for the others' gradients -> home
                dq is finished; then what has come home is added to the own sums, in rank order
 
-Three batches a step, where a ring of W has 2 W + 1 (of two 4). The price is memory, for the keys of all ranks from forward to
-backward and for the gradients of all of them, sent and received. Keys and gradients travel with as many rows as their
-owner has keys, between ranks of which one has queries and the other keys; sums for statistics, which are of all keys,
-from each rank with queries to all that have queries or keys. Nothing is padded.
+Three batches a step, where a ring of W has 2 W + 1 (of two 4). The price is memory, for the keys of all ranks from
+forward to backward and for the gradients of all of them, sent and received. Keys and gradients travel with as many rows
+as their owner has keys, between ranks of which one has queries and the other keys; sums for statistics, which are of
+all keys, from each rank with queries to all that have queries or keys. Nothing is padded.
 """
 
 from __future__ import annotations
