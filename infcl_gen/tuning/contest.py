@@ -25,8 +25,8 @@ from infcl_gen.tuning.process import Process, last_line, timing_lock
 Rows = list[dict[str, Any]]
 Work = list[tuple[Sequence[Path], int | None]]  # packages, and the batch size (None: the planned one)
 # For the worker to import torch and to prepare a point, which is nobody's turn: 3 s on an idle machine, and
-# more than 30 were seen on one with two cores amid a whole test-suite. That is no reason to measure nothing.
-START_S = 120.0
+# more than 120 were seen on one with two cores amid a whole test-suite. That is no reason to measure nothing.
+START_S = 600.0
 _LOG = logging.getLogger("infcl_gen")
 
 

@@ -28,7 +28,8 @@ from tests.planning.test_memory import measured_peak_bytes
 def step(nodes, devices, rank, rows=2, dim=8):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=nodes * devices)
     package = infcl_gen.load(
-        target="cpu", batch_size=rows * nodes * devices, dim=dim, devices=nodes * devices, nodes=nodes, dtype="fp64"
+        target="cpu", batch_size=rows * nodes * devices, dim=dim, devices=nodes * devices, nodes=nodes, dtype="fp64",
+        set={"keeps": "on"},
     )
     q = torch.linspace(-1, 1, rows * dim, dtype=torch.float64).view(rows, dim)
     return package, package.SPEC["predicted"]["peak_bytes"], lambda: package.loss_and_grads(q, q, 3.0)
