@@ -638,10 +638,9 @@ class CostModel:
         before_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS)
         first_s = before_s / hops / self.panels(phase, sizes)
         back = phase == "backward"
-        network = self.nodes > 1
-        exposed = start_s + self._transfer_s(after, network) if after and not back else 0.0
-        if back and not self.variant.keeps:
-            exposed += start_s + self._transfer_s(beside, network)
+        # By the last move of forward, which leaves a node if there are several: sums come home, or keys go away again.
+        waited = after if not back else 0 if self.variant.keeps else beside
+        exposed = start_s + self._transfer_s(waited, network=self.nodes > 1) if waited else 0.0
         for network, moves in ((False, hops - self.nodes), (True, self.nodes - 1)):
             # Backward ends with the first move of forward, which leaves a node only if that is a single device.
             alone = back and network == (self.nodes == hops)

@@ -8,8 +8,10 @@ to the devices of its node; and with them its node's links to the network, which
     messages                           | keys for 1   | sums of 0, keys for 2  | sums of 1
                                                                ^ the rest of hop 1 adds to the sums of 0: it waits
 
-A message starts when the host has posted it, the one before it is done and, for sums, the work that added to them; a
-transfer starts when both of its ends have; a message is done when what it sends and what it receives has passed. While
+That is forward; backward hosts tell each other behind the first launch, or, where keys were not kept, before a message
+that brings them. A message starts when the host has posted it, the one before it is done and, for sums, the work that
+added to them; a transfer starts when both of its ends have; a message is done when what it sends and what it receives
+has passed. While
 a rank's message is on its way the rank's kernels are slower: it takes multiprocessors. Every rank does the same at each
 hop (`Schedule` is symbolic in the rank), so that one of them, whose neighbour is itself and which counts as often as a
 node has devices, has the times of all.

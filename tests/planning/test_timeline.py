@@ -270,3 +270,19 @@ def test_the_plan_of_a_simulated_problem_is_the_plan() -> None:
     plan, step = simulate_problem(problem)
     assert plan == infcl_gen.plan(problem)
     assert step == infcl_gen.simulate(problem)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_keys_that_were_not_kept_come_once_more(nodes: int) -> None:
+    """One message more, before the first work of backward, and the same on every rank."""
+    flags = {"batch_size": 4 * 16384, "devices": 4, "nodes": nodes}
+    kept, sent = (case(**flags, set={"transport": "ring", "keeps": keeps}) for keeps in ("on", "off"))
+    steps = [execute(*plan_and_model) for plan_and_model in (kept, sent)]
+    everybody = execute(*sent, everybody=True)
+    assert everybody.step_s == pytest.approx(steps[1].step_s, rel=1e-9)
+    assert steps[0].step_s < steps[1].step_s
+    resource = "network" if nodes > 1 else "device link"
+    assert not of(steps[0], resource, "to the last")
+    (message,) = of(steps[1], resource, "to the last")
+    work = of(steps[1], "compute", "backward, hop 0")
+    assert work[0].start_s >= message.end_s - 1e-12
