@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +309,12 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
-def test_an_interrupt_ends_with_130(tmp_path: Path, sent: signal.Signals) -> None:
+def test_an_interrupt_ends_with_130(
+    tmp_path: Path, sent: signal.Signals, request: pytest.FixtureRequest
+) -> None:
+    # A shell's background job is started to ignore SIGINT, and what it starts would, too.
+    before = signal.signal(sent, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(sent, before))
     loss = tmp_path / "slow.py"
     loss.write_text(
         "import pathlib, time\npathlib.Path(__file__).with_suffix('.started').touch()\ntime.sleep(60)\n"
@@ -316,7 +322,7 @@ def test_an_interrupt_ends_with_130(tmp_path: Path, sent: signal.Signals) -> Non
     process = subprocess_of("plan", *SMALL, "--loss", f"{loss}:loss")
     started = loss.with_suffix(".started")
     while not started.exists() and process.poll() is None:
-        pass
+        time.sleep(0.01)
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, "infcl-gen: error: interrupted\n")
