@@ -4,8 +4,9 @@
 
 Writes the rows, prints a table, and exits with 5 if a guarantee is broken. The smallest budget of each problem is the
 planner's smallest feasible one and a tenth more (the very smallest works in tiles, and takes minutes); the second is
-half way (geometrically) to what an unlimited plan takes; the third is what it takes. Also asks for one byte less than
-the smallest, which must be refused.
+half way (geometrically) to what an unlimited plan takes; the third is what it takes. Close is within a tenth, but where
+steps are recorded: their plans have room for a call that cannot be. Also asks for one byte less than the smallest,
+which must be refused.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import infcl_gen
+from infcl_gen.emission import read_package
 from infcl_gen.errors import InfeasibleError
 from infcl_gen.problem import make_problem
 from infcl_gen.tuning.bench import measure
@@ -54,6 +56,7 @@ def main() -> None:
                 package = infcl_gen.generate(
                     make_problem(**flags, memory_budget=budget), Path(folder) / "package"
                 )
+                recorded = read_package(package).spec["plan"]["replay"]
                 row = measure(package, "--repeats", "3")
             rows.append(row)
             if row["error"]:
@@ -61,7 +64,7 @@ def main() -> None:
                 continue
             ratio = row["predicted_peak_bytes"] / row["peak_bytes"]
             kept = row["peak_bytes"] <= row["predicted_peak_bytes"] <= budget
-            if not kept or ratio > 1.1:
+            if not kept or (ratio > 1.1 and not recorded):
                 broken.append(f"{problem} at {budget} bytes: predicted / measured = {ratio:.3f}")
             print(
                 f"{row['loss']:8} B {row['batch']:7} D {row['dim']:5} {row['strategy']:6} "

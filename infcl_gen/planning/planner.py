@@ -44,8 +44,9 @@ SPLIT_CAP = 4096  # tensor cores cut sums: gradients good to 6e-6, in 145 ms at 
 FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
 # Their products read shared memory; elsewhere a tile must pass through registers.
 DESCRIPTOR_PRODUCTS = ("sm_90", "sm_100")
-# Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one. A stash has taken far more
-# memory than they keep, and its steps begin later: of 12 ms they saved 0.6.
+# Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one; of 7.7 to 16 ms (B = 32 768,
+# D = 512 to 1 152) only 0.1, and nothing behind other work. A stash has taken far more memory than they keep, and its
+# steps begin later: of 12 ms they saved 0.6.
 REPLAY_LIMIT_S, STASH_REPLAY_LIMIT_S = 5e-3, 50e-3
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
