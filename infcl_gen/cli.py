@@ -7,7 +7,6 @@ as one object), messages to stderr. Whatever goes wrong gives one line and an ex
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import logging
@@ -25,14 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from infcl_gen import reports
 from infcl_gen.errors import InfclError, InfeasibleError, InputError, ToolchainError, VerificationError
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
-    from infcl_gen.planning.planner import Plan
     from infcl_gen.problem import Problem
     from infcl_gen.tuning.contest import Work
-    from infcl_gen.tuning.search import Outcome
 
 SCHEMA_VERSION = 1
 INTERRUPTED = 130
@@ -154,7 +152,11 @@ def plan(**flags: Any) -> None:
 
     problem = _problem(flags)
     result = infcl_gen.plan(problem)
-    _output(flags, {"plan": result.as_dict()}, lambda: f"{_plan_text(result)}\n\n{_record_text(problem)}")
+    _output(
+        flags,
+        {"plan": result.as_dict()},
+        lambda: f"{reports.plan_text(result)}\n\n{reports.record_text(problem)}",
+    )
 
 
 @main.command()
@@ -184,10 +186,10 @@ def inspect(directory: str, **flags: Any) -> None:
     from infcl_gen.emission.package import read_package
 
     package = read_package(_directory_name(directory))
-    kernels = _kernels(package.files.get("kernels.py", b"").decode())
+    kernels = reports.kernels_of(package.files.get("kernels.py", b"").decode())
     sizes = {path: len(content) for path, content in sorted(package.files.items())}
     result = {"spec": package.spec, "kernels": kernels, "files": sizes}
-    _output(flags, result, lambda: _package_text(package.spec, kernels, sizes))
+    _output(flags, result, lambda: reports.package_text(package.spec, kernels, sizes))
 
 
 @main.command()
@@ -204,7 +206,7 @@ def verify(directory: str, **flags: Any) -> None:
 
     report = verify_package(folder, ranks=ranks, aot=targets)
     rows = [("ok" if row["passed"] else "FAILED", row["check"], row["detail"]) for row in report.rows]
-    _output(flags, report.as_dict(), lambda: _table(("", "check", "detail"), rows))
+    _output(flags, report.as_dict(), lambda: reports.aligned(("", "check", "detail"), rows))
     if not report.passed:
         failed = [row["check"] for row in report.rows if not row["passed"]]
         error = VerificationError(f"{len(failed)} of {len(report.rows)} checks failed: {', '.join(failed)}")
@@ -233,7 +235,7 @@ def tune(directory: str, **flags: Any) -> None:
     records = None if given is None else Path(check_text("--records", given))
     with _progress(flags) as progress:
         outcome = tune(folder, records, Limits(minutes=minutes), progress=progress)
-    _output(flags, outcome.as_dict(), lambda: _tuning_text(outcome))
+    _output(flags, outcome.as_dict(), lambda: reports.tuning_text(outcome))
 
 
 @main.command()
@@ -288,7 +290,7 @@ def bench(**flags: Any) -> None:
     if picture is not None:
         plot(rows, picture, f"{board()}; {command}")
     result = measurement(rows, command, measured.absent, [peer.distribution for peer in peers])
-    _output(flags, result, lambda: _bench_text(rows, measured.absent, output, picture))
+    _output(flags, result, lambda: reports.bench_text(rows, measured.absent, output, picture))
 
 
 def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
@@ -326,7 +328,9 @@ def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
     libraries = [peer.distribution for peer in asked]
     if output is not None:
         write_results(output, rows, command, absent, libraries)
-    _output(flags, measurement(rows, command, absent, libraries), lambda: _bench_text(rows, absent, output))
+    _output(
+        flags, measurement(rows, command, absent, libraries), lambda: reports.bench_text(rows, absent, output)
+    )
 
 
 @main.command()
@@ -371,7 +375,7 @@ def scale(**flags: Any) -> None:
         write_file(output, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     if picture is not None:
         plot_scaling(rows, picture, f"simulated, not measured: {board}; {command}")
-    lines = [_table(scaling.HEADER, [scaling.cells(row) for row in rows])]
+    lines = [reports.aligned(scaling.HEADER, [scaling.cells(row) for row in rows])]
     lines += ["simulated for " + board + ", not measured"]
     lines += [f"wrote {file}" for file in (output, picture) if file is not None]
     _output(flags, result, lambda: "\n".join(lines))
@@ -388,13 +392,13 @@ def doctor(**flags: Any) -> None:
     rows = [(row.subject, row.state, row.detail, row.advice) for row in report.findings]
     keys = ("subject", "state", "detail", "advice")
     result: dict[str, Any] = {"findings": [dict(zip(keys, row, strict=True)) for row in rows], "links": None}
-    text = _table(keys, rows)
+    text = reports.aligned(keys, rows)
     if report.links is not None:
         lines, (header, *rates) = report.links.cluster_file(report.profile), report.links.table()
         pairs = [[rate or None for rate in row] for row in report.links.pairs]
         result["links"] = {"pairs_gbs": pairs, "ring_gbs": report.links.ring, "cluster_file": lines}
         shown = "\n".join("  " + line for line in lines)
-        text += f"\n\nLinks, one copy at a time\n{_table(header, rates)}\n\nFor a --cluster file\n{shown}"
+        text += f"\n\nLinks, one copy at a time\n{reports.aligned(header, rates)}\n\nFor a --cluster file\n{shown}"
     _output(flags, result, lambda: text)
     if any(row.state == "missing" and row.subject == "torch" for row in report.findings):
         raise _Reported(
@@ -691,168 +695,6 @@ def _infeasible_message(error: InfeasibleError) -> str:
     if batch is not None and str(batch) not in message:
         message += f"; largest feasible --batch-size: {batch}"
     return message
-
-
-def _record_text(problem: Problem) -> str:
-    """Whether measured settings are used, and why not."""
-    from infcl_gen.emission.pipeline import find_record
-    from infcl_gen.planning.records import Found
-
-    found = find_record(problem)
-    if isinstance(found, Found):
-        chosen = ", ".join(f"{key}={value}" for key, value in found.record.settings)
-        return f"measured settings of {found.file}: {chosen or 'the defaults'}"
-    return f"no measured settings: {found.reason}"
-
-
-def _bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files: Path | None) -> str:
-    from infcl_gen.tuning.contest import table
-
-    header, lines = table(list(rows))
-    return "\n".join(
-        [
-            _table(header, lines),
-            *(f"absent: {name}: {why}" for name, why in absent.items()),
-            *(f"wrote {file}" for file in files if file is not None),
-        ]
-    )
-
-
-def _tuning_text(outcome: Outcome) -> str:
-    import statistics
-
-    record = outcome.record
-    rows = []
-    for candidate in record.candidates:
-        if candidate.status not in ("illegal", "not timed"):
-            chosen = " ".join(f"{key}={value}" for key, value in candidate.settings) or "default"
-            times = candidate.times_ms
-            median = f"{statistics.median(times):.4g} ms" if times else "-"
-            rows.append((candidate.family, chosen, candidate.status, median, candidate.detail))
-    winner = " ".join(f"{key}={value}" for key, value in record.settings) or "the defaults"
-    more = "" if record.complete else "; the time was up: run it again to go on"
-    table = _table(("family", "settings", "status", "median", "detail"), rows)
-    return f"{table}\nfastest: {winner}{more}\nwrote {outcome.package} and {outcome.file}"
-
-
-def _plan_text(plan: Plan) -> str:
-    from infcl_gen.problem import bytes_text
-
-    problem = plan.problem
-    sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
-    devices = f"{plan.world_size} device" + ("s" if plan.world_size > 1 else "")
-    title = f"{problem.loss}: {sizes}, on {devices} ({plan.target}); strategy {plan.strategy}"
-    blocks = [(name, _block_text(block)) for name, block in plan.blocks.items()]
-    buffers = [
-        (b.name, b.phase, bytes_text(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why)
-        for b in plan.buffers
-    ]
-    phases = [
-        (p.name, _time(p.time_s), p.bound, _count(p.flops) + "FLOP", bytes_text(round(p.bytes)))
-        for p in plan.phases
-    ]
-    allowed = f"a budget of {bytes_text(plan.allowed_bytes)}"
-    if problem.memory_budget_bytes is None:
-        allowed += f" (auto: a part of {problem.device_profile}'s memory)"
-    queued = f", {_time(plan.predicted_queued_s)} behind other work" * bool(plan.blocks)
-    parts = [
-        title,
-        "Tiles\n"
-        + _table(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
-        "Blocks\n" + _table(("kernel", "block"), blocks) if blocks else "",
-        "Memory per device, beyond the inputs\n"
-        + _table(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
-        + f"\npeak {bytes_text(plan.predicted_peak_bytes)} of {allowed}"
-        + f"; smallest budget for this problem {bytes_text(plan.smallest_budget_bytes)}"
-        + f"; largest batch for this budget {plan.largest_batch}",
-        "Time\n"
-        + _table(("phase", "time", "bound by", "work", "traffic"), phases)
-        + f"\npredicted {_time(plan.predicted_time_s)} for forward and backward"
-        + queued,
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _block_text(block: Any) -> str:
-    tile = f"{block.rows} rows x {block.keys} keys x {block.depth} deep"
-    return f"{tile}, {block.warps} warps, {block.stages} stages"
-
-
-def _package_text(
-    spec: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]
-) -> str:
-    parts = []
-    for key, value in spec.items():
-        if isinstance(value, Mapping):
-            parts.append(f"{key}\n" + _table((), list(_flatten(value))))
-            parts += [
-                f"{key}: {name}\n"
-                + _table(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
-                for name, items in value.items()
-                if _is_table(items)
-            ]
-    scalars = [(key, _cell(value)) for key, value in spec.items() if not isinstance(value, Mapping)]
-    parts.insert(0, _table((), scalars))
-    if kernels:
-        rows = [(kernel["name"], str(kernel["line"]), kernel["summary"]) for kernel in kernels]
-        parts.append("kernels\n" + _table(("kernel", "line", "what it does"), rows))
-    parts.append("files\n" + _table((), [(path, str(size)) for path, size in sizes.items()]))
-    return "\n\n".join(parts)
-
-
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            rows += _flatten(value, f"{prefix}{key}.")
-        elif not _is_table(value):
-            rows.append((f"{prefix}{key}", _cell(value)))
-    return rows
-
-
-def _is_table(value: object) -> bool:
-    """A list of records with the same fields, as a plan's buffers, phases and reasons are."""
-    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
-        return False
-    return all(isinstance(item, Mapping) and item.keys() == value[0].keys() for item in value)
-
-
-def _cell(value: object) -> str:
-    return value if isinstance(value, str) else repr(value)
-
-
-def _kernels(source: str) -> list[dict[str, Any]]:
-    """Name, line and first docstring line of each `@triton.jit` function in `source`, which is only
-    parsed."""
-    found = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
-            summary = (ast.get_docstring(node) or "").partition("\n")[0]
-            arguments = [argument.arg for argument in node.args.args]
-            found.append({"name": node.name, "line": node.lineno, "summary": summary, "arguments": arguments})
-    return found
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, indented by two; the last column is not padded. Text in cells cannot break lines."""
-    from infcl_gen.problem import clean
-
-    lines = [[clean(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
-    if not lines:
-        return "  (none)"
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def _count(value: float) -> str:
-    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {unit}"
-    return f"{value:.3g} "
 
 
 if __name__ == "__main__":

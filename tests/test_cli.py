@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import infcl_gen
-from infcl_gen import cli
+from infcl_gen import cli, reports
 from infcl_gen.emission import read_package
 from infcl_gen.errors import InfeasibleError, InputError, LockTimeoutError, ToolchainError, VerificationError
 from infcl_gen.hardware import doctor
@@ -329,7 +329,7 @@ def test_an_interrupt_ends_with_130(
 
 
 def test_text_in_tables_cannot_break_lines() -> None:
-    table = cli._table(("a", "b"), [("x\ny", "\x1b[31mred"), ("1", "2")])
+    table = reports.aligned(("a", "b"), [("x\ny", "\x1b[31mred"), ("1", "2")])
     assert len(table.splitlines()) == 3 and "\x1b" not in table
 
 
@@ -341,18 +341,22 @@ def test_shown_sizes_suffice() -> None:
 
 
 def test_counts_and_times_are_short() -> None:
-    assert (cli._count(2.5e15), cli._count(3e12), cli._count(10)) == ("2.5 P", "3 T", "10 ")
-    assert (cli._time(0.0123), cli._time(4e-6)) == ("12.3 ms", "4 us")
+    assert (reports.count_text(2.5e15), reports.count_text(3e12), reports.count_text(10)) == (
+        "2.5 P",
+        "3 T",
+        "10 ",
+    )
+    assert (reports.time_text(0.0123), reports.time_text(4e-6)) == ("12.3 ms", "4 us")
 
 
 def test_kernels_are_found_by_parsing() -> None:
     source = (
         '@triton.jit\ndef forward(q, k):\n    """First line.\n\n    More."""\n\n\ndef host():\n    pass\n'
     )
-    assert cli._kernels(source) == [
+    assert reports.kernels_of(source) == [
         {"name": "forward", "line": 2, "summary": "First line.", "arguments": ["q", "k"]}
     ]
-    assert cli._kernels("") == []
+    assert reports.kernels_of("") == []
 
 
 def test_module_runs_as_script() -> None:

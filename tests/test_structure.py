@@ -23,6 +23,7 @@ ORDER = (
     "runtime",
     "verification",
     "tuning",
+    "reports",
     "cli",
     "__main__",
     "demo",

@@ -10,15 +10,11 @@ from pathlib import Path
 import pytest
 import sympy
 
-from infcl_gen.planning.cost import (
-    _SYMBOLS,
-    BATCH_S,
+from infcl_gen.planning.cost import BATCH_S, MIB, SLOWDOWN, TOGETHER_BYTES, allocated_bytes
+from infcl_gen.planning.terms import (
     LEGEND,
-    MIB,
-    SLOWDOWN,
-    TOGETHER_BYTES,
+    SYMBOLS,
     Variant,
-    allocated_bytes,
     buffer_terms,
     describe,
     markdown,
@@ -38,10 +34,10 @@ VARIANTS += [dataclasses.replace(variant, gather=True) for variant in VARIANTS i
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_terms_are_closed_expressions(variant: Variant) -> None:
     for term in buffer_terms(variant):
-        assert sympy.sympify(term.bytes).free_symbols <= set(_SYMBOLS.values())
+        assert sympy.sympify(term.bytes).free_symbols <= set(SYMBOLS.values())
     for time in time_terms(variant):
         for value in (time.flops, time.bytes, time.exponentials, time.efficiency, time.launches):
-            assert sympy.sympify(value).free_symbols <= set(_SYMBOLS.values())
+            assert sympy.sympify(value).free_symbols <= set(SYMBOLS.values())
 
 
 def test_a_buffer_is_its_shape() -> None:
