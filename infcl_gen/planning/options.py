@@ -176,7 +176,10 @@ class Option:
 
 
 def options_of(problem: Problem, derivation: Derivation, cluster: Cluster) -> list[Option]:
-    """The strategies that problem, device and settings allow, in order of preference at equal predicted time."""
+    """The strategies that problem, device and settings allow, in order of preference at equal predicted time.
+
+    Raises InputError for settings that apply to none of them.
+    """
     wanted = problem.setting.get("strategy")
     profile = cluster.profile
     if wanted is None:

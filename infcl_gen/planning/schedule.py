@@ -181,12 +181,16 @@ def walk_schedule(
                 raise VerificationError(
                     f"forward: rank {rank} ends with {part} of rank {owner} that have {len(contributors)} contributions"
                 )
-    if not schedule.keeps:  # against the forward's last move
-        away = [dict(home[schedule.owner(rank, 0, "backward")]) for rank in range(len(shard_sizes))]
+    fetched = schedule.transport == "ring" and not schedule.keeps
+    if fetched:
+        away = [dict(parts) for parts in home]
+        _transfer(schedule, "backward", -1, ("keys", *statistics), away)  # against the forward's last move
     for rank, parts in enumerate(away):
         parts["key gradients"] = (schedule.owner(rank, 0, "backward"), frozenset())
     needs = ("keys", *statistics, "key gradients")
     backward, _ = _sweep(schedule, shard_sizes, "backward", ("key gradients",), needs, away, home)
+    if fetched:
+        backward = dataclasses.replace(backward, transfers=backward.transfers + len(shard_sizes))
     return {"forward": forward, "backward": backward}
 
 
@@ -247,7 +251,7 @@ def _sweep(
 
 
 def _transfer(schedule: Schedule, phase: str, hop: int, carries: tuple[str, ...], held: list[_Held]) -> None:
-    """The move after a hop, of every rank at once."""
+    """The move after a hop (-1: before the first), of every rank at once."""
     where, moved = f"{phase} hop {hop}", []
     for rank, parts in enumerate(held):
         receiver = schedule.send_to(rank, hop, phase)

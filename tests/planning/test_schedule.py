@@ -25,14 +25,16 @@ def rings(draw: st.DrawFn, largest: int) -> tuple[int, int, list[tuple[int, int]
 
 def check(nodes: int, devices: int, shards: list[tuple[int, int]], has_keys: bool) -> None:
     world = nodes * devices
-    sweeps = walk_schedule(ring_schedule(nodes, devices, has_keys), shards, has_keys)
     everything = {(rank, owner) for rank in range(world) for owner in range(world)}
-    for phase in ("forward", "backward"):
-        assert set(sweeps[phase].visits) == everything
-        assert len(sweeps[phase].visits) == world * world
-        assert sweeps[phase].logits == sum(a for a, _ in shards) * sum(b for _, b in shards)
-    assert sweeps["backward"].transfers == world * (world - 1)
-    assert sweeps["forward"].transfers == (world * (world - 1 + has_keys) if world > 1 else 0)
+    for keeps in (True, False):
+        sweeps = walk_schedule(ring_schedule(nodes, devices, has_keys, keeps), shards, has_keys)
+        for phase in ("forward", "backward"):
+            assert set(sweeps[phase].visits) == everything
+            assert len(sweeps[phase].visits) == world * world
+            assert sweeps[phase].logits == sum(a for a, _ in shards) * sum(b for _, b in shards)
+        # What is not kept is sent once more.
+        assert sweeps["backward"].transfers == (world * (world - keeps) if world > 1 else 0)
+        assert sweeps["forward"].transfers == (world * (world - 1 + has_keys) if world > 1 else 0)
 
 
 @given(rings(16))
@@ -171,6 +173,7 @@ FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
     (lambda s: Confused(**fields(s)), "holds the keys of rank"),  # type: ignore[arg-type]
     (lambda s: Deaf(**fields(s)), "receives from another"),  # type: ignore[arg-type]
     (lambda s: Impatient(**fields(s)), "backward hop 1: rank 0 holds the keys of rank"),  # type: ignore[arg-type]
+    (lambda s: Impatient(**fields(s) | {"keeps": False}), "backward hop 0: rank 0 holds the keys"),  # type: ignore[arg-type]
     (changed(moves=((0, 1), (0, 1), (1, 0))), "belong to rank 2, 6 contributions"),  # ends beside its home
     (changed(moves=((0, 1),)), "contributes twice"),
     (changed(moves=((0, 1), (1, 1))), "contributes twice"),
