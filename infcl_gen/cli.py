@@ -183,10 +183,10 @@ def generate(**flags: Any) -> None:
 def inspect(directory: str, **flags: Any) -> None:
     """Show a package: SPEC, plan, derived formulas, kernels. Parses the files, never imports them."""
     flags = _settle(flags)
-    from infcl_gen.emission.package import read_package
+    from infcl_gen.emission.package import kernels_of, read_package
 
     package = read_package(_directory_name(directory))
-    kernels = reports.kernels_of(package.files.get("kernels.py", b"").decode())
+    kernels = kernels_of(package.files.get("kernels.py", b"").decode())
     sizes = {path: len(content) for path, content in sorted(package.files.items())}
     result = {"spec": package.spec, "kernels": kernels, "files": sizes}
     _output(flags, result, lambda: reports.package_text(package.spec, kernels, sizes))
@@ -206,7 +206,7 @@ def verify(directory: str, **flags: Any) -> None:
 
     report = verify_package(folder, ranks=ranks, aot=targets)
     rows = [("ok" if row["passed"] else "FAILED", row["check"], row["detail"]) for row in report.rows]
-    _output(flags, report.as_dict(), lambda: reports.aligned(("", "check", "detail"), rows))
+    _output(flags, report.as_dict(), lambda: reports.table_text(("", "check", "detail"), rows))
     if not report.passed:
         failed = [row["check"] for row in report.rows if not row["passed"]]
         error = VerificationError(f"{len(failed)} of {len(report.rows)} checks failed: {', '.join(failed)}")
@@ -375,7 +375,7 @@ def scale(**flags: Any) -> None:
         write_file(output, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     if picture is not None:
         plot_scaling(rows, picture, f"simulated, not measured: {board}; {command}")
-    lines = [reports.aligned(scaling.HEADER, [scaling.cells(row) for row in rows])]
+    lines = [reports.table_text(scaling.HEADER, [scaling.cells(row) for row in rows])]
     lines += ["simulated for " + board + ", not measured"]
     lines += [f"wrote {file}" for file in (output, picture) if file is not None]
     _output(flags, result, lambda: "\n".join(lines))
@@ -392,13 +392,13 @@ def doctor(**flags: Any) -> None:
     rows = [(row.subject, row.state, row.detail, row.advice) for row in report.findings]
     keys = ("subject", "state", "detail", "advice")
     result: dict[str, Any] = {"findings": [dict(zip(keys, row, strict=True)) for row in rows], "links": None}
-    text = reports.aligned(keys, rows)
+    text = reports.table_text(keys, rows)
     if report.links is not None:
         lines, (header, *rates) = report.links.cluster_file(report.profile), report.links.table()
         pairs = [[rate or None for rate in row] for row in report.links.pairs]
         result["links"] = {"pairs_gbs": pairs, "ring_gbs": report.links.ring, "cluster_file": lines}
         shown = "\n".join("  " + line for line in lines)
-        text += f"\n\nLinks, one copy at a time\n{reports.aligned(header, rates)}\n\nFor a --cluster file\n{shown}"
+        text += f"\n\nLinks, one copy at a time\n{reports.table_text(header, rates)}\n\nFor a --cluster file\n{shown}"
     _output(flags, result, lambda: text)
     if any(row.state == "missing" and row.subject == "torch" for row in report.findings):
         raise _Reported(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ def bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files
     header, lines = table(list(rows))
     return "\n".join(
         [
-            aligned(header, lines),
+            table_text(header, lines),
             *(f"absent: {name}: {why}" for name, why in absent.items()),
             *(f"wrote {file}" for file in files if file is not None),
         ]
@@ -51,8 +50,8 @@ def tuning_text(outcome: Outcome) -> str:
             rows.append((candidate.family, chosen, candidate.status, median, candidate.detail))
     winner = " ".join(f"{key}={value}" for key, value in record.settings) or "the defaults"
     more = "" if record.complete else "; the time was up: run it again to go on"
-    found = aligned(("family", "settings", "status", "median", "detail"), rows)
-    return f"{found}\nfastest: {winner}{more}\nwrote {outcome.package} and {outcome.file}"
+    table = table_text(("family", "settings", "status", "median", "detail"), rows)
+    return f"{table}\nfastest: {winner}{more}\nwrote {outcome.package} and {outcome.file}"
 
 
 def plan_text(plan: Plan) -> str:
@@ -78,15 +77,15 @@ def plan_text(plan: Plan) -> str:
     parts = [
         title,
         "Tiles\n"
-        + aligned(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
-        "Blocks\n" + aligned(("kernel", "block"), blocks) if blocks else "",
+        + table_text(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
+        "Blocks\n" + table_text(("kernel", "block"), blocks) if blocks else "",
         "Memory per device, beyond the inputs\n"
-        + aligned(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
+        + table_text(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
         + f"\npeak {bytes_text(plan.predicted_peak_bytes)} of {allowed}"
         + f"; smallest budget for this problem {bytes_text(plan.smallest_budget_bytes)}"
         + f"; largest batch for this budget {plan.largest_batch}",
         "Time\n"
-        + aligned(("phase", "time", "bound by", "work", "traffic"), phases)
+        + table_text(("phase", "time", "bound by", "work", "traffic"), phases)
         + f"\npredicted {time_text(plan.predicted_time_s)} for forward and backward"
         + queued,
     ]
@@ -104,19 +103,19 @@ def package_text(
     parts = []
     for key, value in spec.items():
         if isinstance(value, Mapping):
-            parts.append(f"{key}\n" + aligned((), list(_flatten(value))))
+            parts.append(f"{key}\n" + table_text((), list(_flatten(value))))
             parts += [
                 f"{key}: {name}\n"
-                + aligned(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
+                + table_text(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
                 for name, items in value.items()
                 if _is_table(items)
             ]
     scalars = [(key, _cell(value)) for key, value in spec.items() if not isinstance(value, Mapping)]
-    parts.insert(0, aligned((), scalars))
+    parts.insert(0, table_text((), scalars))
     if kernels:
         rows = [(kernel["name"], str(kernel["line"]), kernel["summary"]) for kernel in kernels]
-        parts.append("kernels\n" + aligned(("kernel", "line", "what it does"), rows))
-    parts.append("files\n" + aligned((), [(path, str(size)) for path, size in sizes.items()]))
+        parts.append("kernels\n" + table_text(("kernel", "line", "what it does"), rows))
+    parts.append("files\n" + table_text((), [(path, str(size)) for path, size in sizes.items()]))
     return "\n\n".join(parts)
 
 
@@ -141,19 +140,7 @@ def _cell(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def kernels_of(source: str) -> list[dict[str, Any]]:
-    """Name, line and first docstring line of each `@triton.jit` function in `source`, which is only
-    parsed."""
-    found = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
-            summary = (ast.get_docstring(node) or "").partition("\n")[0]
-            arguments = [argument.arg for argument in node.args.args]
-            found.append({"name": node.name, "line": node.lineno, "summary": summary, "arguments": arguments})
-    return found
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, indented by two; the last column is not padded. Text in cells cannot break lines."""
     from infcl_gen.problem import clean
 

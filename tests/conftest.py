@@ -5,6 +5,7 @@ Default: everything that needs no GPU, with the same examples on every run. `-m 
 """
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -22,7 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The GPU suite, asked for by name, fails where there is no GPU: skipping all of it is no success."""
+    """The GPU suite, asked for by name, fails where there is no GPU: skipping all of it is no success.
+
+    Interrupts arrive: what a shell without job control runs in the background ignores SIGINT, and so would all that it
+    starts.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == "gpu" and not config.option.collectonly:
         import torch
 

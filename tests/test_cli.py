@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 import infcl_gen
 from infcl_gen import cli, reports
 from infcl_gen.emission import read_package
+from infcl_gen.emission.package import kernels_of
 from infcl_gen.errors import InfeasibleError, InputError, LockTimeoutError, ToolchainError, VerificationError
 from infcl_gen.hardware import doctor
 from infcl_gen.problem import make_problem
@@ -309,12 +310,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
-def test_an_interrupt_ends_with_130(
-    tmp_path: Path, sent: signal.Signals, request: pytest.FixtureRequest
-) -> None:
-    # A shell's background job is started to ignore SIGINT, and what it starts would, too.
-    before = signal.signal(sent, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(sent, before))
+def test_an_interrupt_ends_with_130(tmp_path: Path, sent: signal.Signals) -> None:
     loss = tmp_path / "slow.py"
     loss.write_text(
         "import pathlib, time\npathlib.Path(__file__).with_suffix('.started').touch()\ntime.sleep(60)\n"
@@ -329,7 +325,7 @@ def test_an_interrupt_ends_with_130(
 
 
 def test_text_in_tables_cannot_break_lines() -> None:
-    table = reports.aligned(("a", "b"), [("x\ny", "\x1b[31mred"), ("1", "2")])
+    table = reports.table_text(("a", "b"), [("x\ny", "\x1b[31mred"), ("1", "2")])
     assert len(table.splitlines()) == 3 and "\x1b" not in table
 
 
@@ -353,10 +349,10 @@ def test_kernels_are_found_by_parsing() -> None:
     source = (
         '@triton.jit\ndef forward(q, k):\n    """First line.\n\n    More."""\n\n\ndef host():\n    pass\n'
     )
-    assert reports.kernels_of(source) == [
+    assert kernels_of(source) == [
         {"name": "forward", "line": 2, "summary": "First line.", "arguments": ["q", "k"]}
     ]
-    assert reports.kernels_of("") == []
+    assert kernels_of("") == []
 
 
 def test_module_runs_as_script() -> None:

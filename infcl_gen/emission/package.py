@@ -104,6 +104,17 @@ def read_package(folder: str | Path) -> Package:
     return Package(root.resolve(), spec, files)
 
 
+def kernels_of(source: str) -> list[dict[str, Any]]:
+    """Name, line, arguments and first docstring line of each `@triton.jit` function, from the text."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            arguments = [argument.arg for argument in node.args.args]
+            found.append({"name": node.name, "line": node.lineno, "summary": summary, "arguments": arguments})
+    return found
+
+
 def manifest_text(files: Mapping[str, str]) -> str:
     """manifest.json: what wrote the package, its digest, and the sha256 of each file."""
     manifest = {

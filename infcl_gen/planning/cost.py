@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 
 from infcl_gen.planning.levels import inner_dim, most_strips
-from infcl_gen.planning.terms import SYMBOLS, Variant, buffer_terms, time_terms
+from infcl_gen.planning.terms import QUANTITIES, SYMBOLS, Variant, buffer_terms, time_terms
 from infcl_gen.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ HOST = "host"  # the phase of what the device waits for the host
 # next take 151 us: 78 us more than bytes at 345 GB/s (75 MB to three 65 us more).
 BATCH_S = 78e-6
 # Kernels take so much longer while a message of their device is on its way: it takes multiprocessors. Fitted to rings
-# of 2 and 4 H200s that sent one message of keys and one of gradients more; today's, of 2, are within 6 %.
+# of 2 and 4 H200s that sent one message of keys and one of gradients more; of 2 in h200-ring2.json within 6 %.
 SLOWDOWN = 0.4
 TOGETHER_BYTES = 64 << 20  # keys of up to this size travel with a ring's sums (runtime/ring.py)
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
@@ -157,11 +157,10 @@ class CostModel:
         """Time by phase, of a ring the last two are what of the communication is not hidden. Kernels wait for the host
         at the start; where they are short they do so all the time."""
         terms = time_terms(self.variant)
-        numbers = _time(self.variant)(*self._values(sizes))
+        work = self._work(sizes)
         bandwidth = self.profile.bandwidth_gbs.value * 1e9
         found = []
-        for index, term in enumerate(terms):
-            flops, moved, exponentials, efficiency, launches = numbers[5 * index : 5 * index + 5]
+        for term, (flops, moved, exponentials, efficiency, launches) in zip(terms, work, strict=True):
             times = {
                 "product": flops / (self._rate(term.rate) * efficiency),
                 "memory": moved / bandwidth,
@@ -175,16 +174,23 @@ class CostModel:
             busy_s = math.fsum(phase.time_s for phase in found)
             faster = 1 + COOL * math.exp(-busy_s / COOL_S)
             found = [dataclasses.replace(phase, time_s=_rounded(phase.time_s / faster)) for phase in found]
-            found.append(PhaseTime(HOST, self._host_s(found, numbers[4::5]), "launches", 0, 0))
+            found.append(
+                PhaseTime(HOST, self._host_s(found, [launches for *_, launches in work]), "launches", 0, 0)
+            )
         if self.variant.ring:
-            work = {"forward": found[:2], "backward": found[2 : len(terms)]}
-            found += [self._link(phase, parts, sizes) for phase, parts in work.items()]
+            done = {"forward": found[:2], "backward": found[2 : len(terms)]}
+            found += [self._link(phase, parts, sizes) for phase, parts in done.items()]
         return tuple(found)
 
     def launches(self, sizes: Sizes) -> dict[str, float]:
         """How many kernels the host launches in each phase, over all hops."""
-        counts = _time(self.variant)(*self._values(sizes))[4::5]
-        return {term.name: count for term, count in zip(time_terms(self.variant), counts, strict=True)}
+        terms, work = time_terms(self.variant), self._work(sizes)
+        return {term.name: launches for term, (*_, launches) in zip(terms, work, strict=True)}
+
+    def _work(self, sizes: Sizes) -> list[list[float]]:
+        """The QUANTITIES of each term."""
+        numbers, width = _time(self.variant)(*self._values(sizes)), len(QUANTITIES)
+        return [numbers[start : start + width] for start in range(0, len(numbers), width)]
 
     def _host_s(self, phases: Sequence[PhaseTime], launches: Sequence[float]) -> float:
         """What the device waits for the host: at the start, and where kernels are shorter than their launches."""
@@ -356,7 +362,7 @@ def _shapes(variant: Variant) -> Callable[..., list[int]]:
 
 @functools.cache
 def _time(variant: Variant) -> Callable[..., list[float]]:
-    return _compile([value for term in time_terms(variant) for value in term.quantities.values()])
+    return _compile([value for term in time_terms(variant) for value in term.quantities])
 
 
 def _rounded(time_s: float) -> float:

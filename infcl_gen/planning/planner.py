@@ -22,8 +22,8 @@ from infcl_gen.planning.levels import (
     default_blocks,
     shared_bytes,
 )
-from infcl_gen.planning.options import GATHER_LIMIT, Option, options_of
 from infcl_gen.planning.schedule import Schedule
+from infcl_gen.planning.strategies import GATHER_LIMIT, Option, options_of
 from infcl_gen.problem import BLOCK_FIELDS, MAX_BATCH, SETTINGS, bytes_text
 
 if TYPE_CHECKING:
@@ -260,9 +260,6 @@ def _largest_batch(problem: Problem, derivation: Derivation, cluster: Cluster, c
         low, high = (probe, high) if fits(probe) else (low, probe)
         probe = (low + high) // 2 if high <= MAX_BATCH else min(2 * low, MAX_BATCH)
     return low
-
-
-# ---------------------------------------------------------------------------------------------- explanation
 
 
 def _infeasible_message(

@@ -183,8 +183,9 @@ def walk_schedule(
                 )
     fetched = schedule.transport == "ring" and not schedule.keeps
     if fetched:
+        # Against the forward's last move, by which the sums have come home: finished, or `_sweep` would have raised.
         away = [dict(parts) for parts in home]
-        _transfer(schedule, "backward", -1, ("keys", *statistics), away)  # against the forward's last move
+        _transfer(schedule, "backward", -1, schedule.payload("backward").parcels, away)
     for rank, parts in enumerate(away):
         parts["key gradients"] = (schedule.owner(rank, 0, "backward"), frozenset())
     needs = ("keys", *statistics, "key gradients")
@@ -252,7 +253,7 @@ def _sweep(
 
 def _transfer(schedule: Schedule, phase: str, hop: int, carries: tuple[str, ...], held: list[_Held]) -> None:
     """The move after a hop (-1: before the first), of every rank at once."""
-    where, moved = f"{phase} hop {hop}", []
+    where, moved = f"{phase} hop {hop}" if hop >= 0 else f"before {phase}", []
     for rank, parts in enumerate(held):
         receiver = schedule.send_to(rank, hop, phase)
         if schedule.receive_from(receiver, hop, phase) != rank:

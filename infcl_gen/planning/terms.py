@@ -1,7 +1,6 @@
 """What the cost model is made of: each buffer's bytes and each phase's work, as SymPy expressions of a plan's sizes.
 
-One source: `cost` computes with these terms, a plan's buffers and phases are explained by them, and `markdown` writes
-them down.
+One source: `cost` computes with these terms, a plan's buffers are explained by them, and `markdown` writes them down.
 """
 
 from __future__ import annotations
@@ -90,6 +89,9 @@ class BufferTerm:
         return sympy.prod(self.shape) * sizes[self.dtype] * self.pieces
 
 
+QUANTITIES = ("flops", "bytes", "exponentials", "efficiency", "launches")
+
+
 @dataclasses.dataclass(frozen=True)
 class TimeTerm:
     """Work of one phase of one rank over all hops. `rate`: which peak the flops run at ("triton" or "product")."""
@@ -103,15 +105,14 @@ class TimeTerm:
     launches: Any = 0
 
     @property
-    def quantities(self) -> dict[str, Any]:
-        """What `cost` computes, in this order."""
-        names = ("flops", "bytes", "exponentials", "efficiency", "launches")
-        return {name: getattr(self, name) for name in names}
+    def quantities(self) -> tuple[Any, ...]:
+        """The values of QUANTITIES."""
+        return tuple(getattr(self, name) for name in QUANTITIES)
 
 
 # Fraction of the peak that a kernel reaches as a function of the embedding: fitted to the 76 rows of an earlier
-# h200-grid.json, behind other work, B from 1 024 to 131 072, D from 128 to 1 152, the worst 9 % off; of today's 84 the
-# worst is 12.5 % off, of 0.05 ms, the next 9.
+# h200-grid.json, behind other work, B from 1 024 to 131 072, D from 128 to 1 152, the worst 9 % off; of the 84 measured
+# since the worst is 12.5 % off, of 0.05 ms, the next 9.
 EFFICIENCY = {
     "forward": Rational(94, 100) * P / (P + 125),
     "gradient": Rational(101, 100) * P / (P + 205),
@@ -389,20 +390,6 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
     return tuple(term for term in terms if term)
 
 
-def describe(variant: Variant) -> str:
-    """The formulas of one variant as plain text."""
-    lines = [f"{term.phase:9} {term.name:20} {term.bytes}" for term in buffer_terms(variant)]
-    lines += ["peak      both + max(forward, backward, finish)"]
-    for term in time_terms(variant):
-        parts = [
-            f"{name} = {value}"
-            for name, value in term.quantities.items()
-            if value != int(name == "efficiency")
-        ]
-        lines.append(f"time      {term.name:20} {'; '.join(parts)}")
-    return "\n".join(lines)
-
-
 def markdown(variants: Sequence[Variant] | None = None) -> str:
     """The whole model as a page: legend, memory by buffer and time by phase for each variant."""
     if variants is None:
@@ -411,7 +398,15 @@ def markdown(variants: Sequence[Variant] | None = None) -> str:
             Variant("panel", ring=True),
             Variant("panel", ring=True, gather=True),
         ]
-    lines = ["# Cost model", "", "| symbol | meaning |", "|---|---|"]
+    lines = [
+        "# Cost model",
+        "",
+        'The peak is "both" and the largest of "forward", "backward" and "finish". A phase takes the longest of FLOPs',
+        "at the efficiency, bytes at the bandwidth and exponentials at their rate, and its launches.",
+        "",
+        "| symbol | meaning |",
+        "|---|---|",
+    ]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in LEGEND.items()]
     for variant in variants:
         transport = ", gather" if variant.gather else ", ring" if variant.ring else ""
@@ -424,9 +419,7 @@ def markdown(variants: Sequence[Variant] | None = None) -> str:
             "|---|---|---|---|---|---|",
         ]
         for term in time_terms(variant):
-            lines.append(
-                "| " + " | ".join([term.name, *(f"`{value}`" for value in term.quantities.values())]) + " |"
-            )
+            lines.append("| " + " | ".join([term.name, *(f"`{value}`" for value in term.quantities)]) + " |")
     return "\n".join(lines) + "\n"
 
 

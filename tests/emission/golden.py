@@ -1,4 +1,5 @@
-"""The golden packages in generated/: examples, documentation and test in one. `make golden` writes them anew."""
+"""The golden packages in generated/, and the formulas of the cost model: examples, documentation and test in one.
+`make golden` writes them anew."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import infcl_gen
+from infcl_gen.planning.terms import markdown
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "generated"
+COST_MODEL = FOLDER / "cost_model.md"
 
 GOLDEN: dict[str, dict[str, Any]] = {
     "clip_cpu": {"loss": "clip", "batch_size": 4096, "dim": 512, "dtype": "fp32", "device_profile": "cpu"},
@@ -31,6 +34,8 @@ GOLDEN: dict[str, dict[str, Any]] = {
 def main() -> None:
     for name in sys.argv[1:] or GOLDEN:
         print(infcl_gen.generate(output=FOLDER / name, force=True, **GOLDEN[name]))
+    COST_MODEL.write_text(markdown())
+    print(COST_MODEL)
 
 
 if __name__ == "__main__":

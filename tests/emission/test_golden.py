@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from infcl_gen.emission import build, read_package, rerender
+from infcl_gen.planning.terms import markdown
 from infcl_gen.problem import make_problem
-from tests.emission.golden import FOLDER, GOLDEN
+from tests.emission.golden import COST_MODEL, FOLDER, GOLDEN
 
 ROOT = FOLDER.parent
 
@@ -59,6 +60,10 @@ def test_golden_package_is_current(name: str) -> None:
     assert text == build(make_problem(**GOLDEN[name])), (
         "the golden problem has changed; if intended: make golden"
     )
+
+
+def test_the_formulas_are_current() -> None:
+    assert COST_MODEL.read_text() == markdown(), "generated/cost_model.md differs; if intended: make golden"
 
 
 def test_no_golden_package_is_forgotten() -> None:

@@ -16,7 +16,6 @@ from infcl_gen.planning.terms import (
     SYMBOLS,
     Variant,
     buffer_terms,
-    describe,
     markdown,
     time_terms,
 )
@@ -201,4 +200,3 @@ def test_documentation_comes_from_the_terms() -> None:
     page = markdown()
     assert all(f"| `{name}` |" in page for name in LEGEND)
     assert "gradient_panel" in page and "| dq product |" in page
-    assert "peak" in describe(Variant("fused"))

@@ -81,6 +81,13 @@ class Deaf(Schedule):
         return self.send_to(rank, hop, phase)
 
 
+class DeafBefore(Schedule):
+    """Everybody listens to the wrong side for what was not kept."""
+
+    def receive_from(self, rank: int, hop: int, phase: str = "forward") -> int:
+        return self.send_to(rank, hop, phase) if hop < 0 else super().receive_from(rank, hop, phase)
+
+
 class Confused(Schedule):
     """At hop 1 everybody takes the visitors for the own keys."""
 
@@ -123,7 +130,7 @@ GATHER_FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
     ),
     (
         changed(forward=Payload(("keys",), ("key statistics",))),
-        "backward hop 0: rank 0 has no key statistics",
+        "backward hop 0: rank 0 holds the key statistics of rank 0",
     ),
     (changed(forward=Payload(("keys",), ())), r"statistics of rank 0 at rank 0 have .* of \[0\]"),
     (changed(backward=Payload((), ())), r"key gradients of rank 0 at rank 0 have contributions of \[0\]"),
@@ -173,6 +180,11 @@ FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
     (lambda s: Confused(**fields(s)), "holds the keys of rank"),  # type: ignore[arg-type]
     (lambda s: Deaf(**fields(s)), "receives from another"),  # type: ignore[arg-type]
     (lambda s: Impatient(**fields(s)), "backward hop 1: rank 0 holds the keys of rank"),  # type: ignore[arg-type]
+    (lambda s: DeafBefore(**fields(s) | {"keeps": False}), "before backward: .* receives from another"),  # type: ignore[arg-type]
+    (
+        changed(keeps=False, backward=Payload(("keys",), ("key gradients",))),
+        "backward hop 0: rank 0 holds the key statistics of rank 0",
+    ),
     (lambda s: Impatient(**fields(s) | {"keeps": False}), "backward hop 0: rank 0 holds the keys"),  # type: ignore[arg-type]
     (changed(moves=((0, 1), (0, 1), (1, 0))), "belong to rank 2, 6 contributions"),  # ends beside its home
     (changed(moves=((0, 1),)), "contributes twice"),
@@ -226,6 +238,14 @@ def proven(schedule: Schedule, has_keys: bool) -> bool:
         read = set() if last else {"keys"}
         if not read | statistics <= set(schedule.carries("forward", hop)):
             return False
+    if not schedule.keeps:  # what is sent once more, before the first hop
+        receiver = schedule.send_to(0, -1, "backward")
+        if schedule.receive_from(receiver, -1, "backward") != 0:
+            return False
+        if schedule.owner(receiver, 0, "backward") != 0:
+            return False
+        if not {"keys"} | statistics <= set(schedule.payload("backward").parcels):
+            return False
     for hop in range(world - 1):
         receiver = schedule.send_to(0, hop, "backward")
         if receiver == 0 or schedule.receive_from(receiver, hop, "backward") != 0:
@@ -243,7 +263,8 @@ def test_the_largest_rings(has_keys: bool) -> None:
     for nodes, devices in (
         (1, 1), (1, 2), (1, 8), (1, 4096), (1, 65536), (2, 2), (9, 7), (512, 8), (8192, 8), (911, 72), (2, 32768)
     ):  # fmt: skip
-        assert proven(ring_schedule(nodes, devices, has_keys), has_keys)
+        for keeps in (True, False):
+            assert proven(ring_schedule(nodes, devices, has_keys, keeps), has_keys)
 
 
 @pytest.mark.parametrize("fault", [fault for fault, message in FAULTS if message != "shards for a ring"])

@@ -94,8 +94,8 @@ def renew(groups: list[tuple[int, ...]], timeout_s: float) -> None:
     """Makes groups of these ranks, in this order, anew: a failure leaves one broken. Every process must take part."""
     timeout = datetime.timedelta(seconds=timeout_s)
     for ranks in groups:
-        # A thread of each group of gloo wakes up 100 times a second: with the groups of 80 tests a process took a core.
-        # NCCL would wait for ranks that are gone.
+        # A thread of each group of gloo wakes up 100 times a second: those of 80 tests took a core. What is pending
+        # in a group is waited for, up to its timeout; NCCL would wait for ranks that are gone.
         if ranks in _groups and _device.type == "cpu":
             dist.destroy_process_group(_groups.pop(ranks))
         if "sort_ranks" in inspect.signature(dist.new_group).parameters:

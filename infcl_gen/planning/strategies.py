@@ -178,7 +178,7 @@ class Option:
 def options_of(problem: Problem, derivation: Derivation, cluster: Cluster) -> list[Option]:
     """The strategies that problem, device and settings allow, in order of preference at equal predicted time.
 
-    Raises InputError for settings that apply to none of them.
+    Raises InputError for a setting that is impossible here, or that applies to none of them.
     """
     wanted = problem.setting.get("strategy")
     profile = cluster.profile
@@ -365,9 +365,6 @@ def _descriptors(problem: Problem, cluster: Cluster, split: bool) -> bool:
     return (
         (by_default if wanted is None else wanted == "on") and cluster.profile.tensor_descriptors and aligned
     )
-
-
-# ---------------------------------------------------------------------------------------------- sizes
 
 
 def _padded(count: int, unit: int) -> int:
