@@ -31,6 +31,7 @@ What the language can say is more than what kernels exist for; `derive` tells, i
 from __future__ import annotations
 
 import keyword
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -194,6 +195,8 @@ class _Opaque(Function):
     the pair's own argument. The chain rule of SymPy then gives dL/dx_ij of a whole formula.
     """
 
+    _slope: Callable[[], Expr]
+
     @classmethod
     def eval(cls, *arguments: Expr) -> None:
         return None
@@ -202,10 +205,6 @@ class _Opaque(Function):
         if argindex != 1:  # masks select pairs; they do not depend on the features
             raise ArgumentIndexError(self, argindex)
         return self._slope()
-
-    def _slope(self) -> Expr:
-        """The derivative by the first argument. Abstract in each function's stead: SymPy's metaclass allows no ABC."""
-        raise NotImplementedError(type(self).__name__)
 
     @property
     def where(self) -> Expr:

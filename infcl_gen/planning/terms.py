@@ -359,21 +359,17 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
             ),
             # Written by the forward, which hides little of it; read and overwritten by g in the backward.
             v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),
-            TimeTerm(
-                "dq product",
-                flops=2 * products * pairs * D,
-                bytes=e * pairs + W * D * (2 * s * m * ceil_div(n, C) + e * n * ceil_div(m, R)),
-                efficiency=EFFICIENCY["dq"] * PANEL_EFFICIENCY,
-                rate="product",
-                launches=panels,
-            ),
-            TimeTerm(
-                "dk product",
-                flops=2 * products * pairs * D,
-                bytes=e * pairs + W * D * (2 * s * n * ceil_div(m, R) + e * m * ceil_div(n, C)),
-                efficiency=EFFICIENCY["dk"] * PANEL_EFFICIENCY,
-                rate="product",
-                launches=panels,
+            *(
+                TimeTerm(
+                    f"{name} product",
+                    flops=2 * products * pairs * D,
+                    bytes=e * pairs
+                    + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride)),
+                    efficiency=EFFICIENCY[name] * PANEL_EFFICIENCY,
+                    rate="product",
+                    launches=panels,
+                )
+                for name, own, stride, other, step in (("dq", m, R, n, C), ("dk", n, C, m, R))
             ),
         ]
     terms.append(

@@ -390,7 +390,7 @@ def _described(error: Exception, device: str) -> str:
     if device == "cuda":
         try:
             torch.cuda.synchronize()
-        except Exception:
+        except RuntimeError:
             raise error from None
     if out_of_memory(error):
         return "out of memory"
