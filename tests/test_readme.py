@@ -1,5 +1,6 @@
 """README.md shows commands, files and code that exist."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -64,6 +65,25 @@ def test_every_command_is_described() -> None:
 @pytest.mark.parametrize("code", PYTHON, ids=lambda code: code.partition("\n")[0])
 def test_code_compiles(code: str) -> None:
     compile(code, "README.md", "exec")
+
+
+def test_training_prints_the_losses_it_names(tmp_path: Path) -> None:
+    (code,) = (code for code in PYTHON if code.startswith("# train.py"))
+    (tmp_path / "train.py").write_text(code)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    named = re.findall(r"# ([\d., ]+)\n", code)[0].split(", ")
+    assert re.findall(r"step \d: loss (\S+)", done.stdout) == named and len(named) == 3
 
 
 def test_a_loss_of_ones_own(tmp_path: Path) -> None:
