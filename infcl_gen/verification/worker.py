@@ -2,8 +2,9 @@
 
     python -m infcl_gen.verification.worker JOB.json RANK
 
-A job is a `Job` as JSON. Running packages in processes of their own keeps a crash, a hang, a leak or an environment
-variable (TRITON_INTERPRET) out of the process that verifies.
+A job is a `Job` as JSON; what a process finds it writes to `found{RANK}.json` in the job's folder. Running packages in
+processes of their own keeps a crash, a hang, a leak or an environment variable (TRITON_INTERPRET) out of the process
+that verifies.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ LARGE_ROWS = (*ROWS, 1000, 2049, 4096)  # on a GPU
 
 @dataclass(frozen=True)
 class Job:
-    """What to do: "numerics" (the gate on one device), "memory" (the peak at the planned size), or "ring"."""
+    """What to do: "numerics" (the gate on one device, each process for its share of the examples), "memory" (the peak
+    at the planned size), or "ring"."""
 
     kind: str
     package: str
@@ -50,9 +52,8 @@ def main() -> None:
     job, rank = Job(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
     torch.set_num_threads(max(1, torch.get_num_threads() // job.world_size))
     module = import_package(Path(job.package))
-    rows = {"numerics": numerics, "memory": memory, "ring": ring}[job.kind](job, module, rank)
-    if rank == 0:
-        Path(job.folder, "rows.json").write_text(json.dumps(rows))
+    found = {"numerics": numerics, "memory": memory, "ring": ring}[job.kind](job, module, rank)
+    Path(job.folder, f"found{rank}.json").write_text(json.dumps(found))
     if (
         job.world_size > 1
     ):  # gloo's threads may abort a process that tears its group down while a peer is gone already
@@ -62,21 +63,20 @@ def main() -> None:
 
 
 def numerics(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
+    """Of each example and quantity: its error over what is allowed, and the failure, if it is one."""
     sizes = {"cuda": LARGE_ROWS, "interpreter": SMALL_ROWS}.get(job.device, ROWS)
     device = "cpu" if job.device == "interpreter" else job.device
-    verdicts = check_package(module, device, job.examples, rows=sizes)
-    rows = []
-    for quantity in LossAndGrads._fields:
-        judged = [
-            (verdict.case, row) for verdict in verdicts for row in verdict.rows if row.quantity == quantity
-        ]
-        bad = [(case, row) for case, row in judged if not row.passed]
-        ratio = max((row.error / row.tolerance if row.tolerance else 0.0) for _, row in judged)
-        detail = f"{len(judged)} inputs on {job.device}, largest error {ratio:.2f} of what is allowed"
-        if bad:
-            detail = f"{len(bad)} of {len(judged)} inputs fail, first {bad[0][0]}: {bad[0][1].detail}"
-        rows.append({"check": f"numerics {quantity}", "passed": not bad, "detail": detail})
-    return rows
+    share = slice(rank, None, job.world_size)
+    verdicts = check_package(module, device, job.examples, rows=sizes, share=share)
+    return [
+        {
+            "quantity": row.quantity,
+            "ratio": row.error / row.tolerance if row.tolerance else 0.0,
+            "failure": None if row.passed else f"{verdict.case}: {row.detail}",
+        }
+        for verdict in verdicts
+        for row in verdict.rows
+    ]
 
 
 def memory(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     )
     if bad:
         detail = f"{len(bad)} of {count} inputs fail on {job.world_size} {backend} ranks, first {bad[0]}"
-    return [{"check": f"ring of {job.world_size}", "passed": not bad, "detail": detail}]
+    return [{"check": f"ring of {job.world_size}", "passed": not bad, "detail": detail}] if rank == 0 else []
 
 
 def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:

@@ -55,6 +55,14 @@ def test_a_good_package_passes_on_one_device_and_on_a_ring(good: Path) -> None:
     assert json.loads(json.dumps(report.as_dict()))["passed"] is True
 
 
+def test_examples_are_shared_out_and_none_is_lost(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes judge what one does."""
+    alone = verify._numerics(good, "cpu", examples=7, timeout_s=200.0)
+    monkeypatch.setattr(verify, "_processes", lambda place: 3)
+    assert verify._numerics(good, "cpu", examples=7, timeout_s=200.0) == alone
+    assert all(row["passed"] and row["detail"].startswith("7 inputs on cpu, ") for row in alone)
+
+
 def test_labels_of_more_queries_than_keys(tmp_path: Path) -> None:
     problem = make_problem(loss="infonce", batch_size=130, keys=20, dim=16, dtype="fp32", target="cpu")
     report = verify_package(infcl_gen.generate(problem, tmp_path / "infonce"), examples=2)
@@ -123,14 +131,18 @@ PLANTED = {  # edits of a good package's text, each a bug that a peer has had, a
 }
 
 
+@pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("bug", sorted(PLANTED))
-def test_planted_bugs_are_found(copy: Path, bug: str) -> None:
+def test_planted_bugs_are_found(
+    copy: Path, bug: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_processes", lambda place: processes)
     path, old, new, check = PLANTED[bug]
     text = (copy / path).read_text()
     assert old in text
     (copy / path).write_text(text.replace(old, new, 1))
     resealed(copy)
-    rows = verify._run("numerics", copy, "cpu", examples=7, world_size=1, timeout_s=200.0)
+    rows = verify._numerics(copy, "cpu", examples=7, timeout_s=200.0)
     assert check in [row["check"] for row in rows if not row["passed"]]
     assert all("\n" not in row["detail"] for row in rows)
 
