@@ -245,6 +245,9 @@ def tune(directory: str, **flags: Any) -> None:
 @click.option("--package", multiple=True, metavar="DIR", help="Measure this package; may be given again.")
 @click.option("--against", metavar="NAME,...", help="Whom to compare with: names, all or none [all].")
 @click.option("--scale", metavar="S", help="Logit scale [14.3].")
+@click.option(
+    "--features", metavar="DTYPE", help="Of features: the package's [default], or fp32 under autocast to it."
+)
 @click.option("--repeats", metavar="N", help="Timed runs of each [10].")
 @click.option(
     "--ranks", metavar="N", help="Measure a ring of N processes, with and without communication [1]."
@@ -274,7 +277,7 @@ def bench(**flags: Any) -> None:
         rounds=_count_flag(flags["repeats"], "--repeats", 10, 1, 10000),
         errors_up_to=_count_flag(flags["errors"], "--errors", 32768, 0, 2**40),
     )
-    measured = contest.Contest(peers, _scale(flags["scale"]), limits)
+    measured = contest.Contest(peers, _scale(flags["scale"]), limits, flags["features"])
     output, picture = _json_file(flags["output"]), _result_file("--plot", flags["plot"])
     if picture is not None:
         check_plot(picture)
@@ -304,11 +307,14 @@ def _bench_ring(flags: dict[str, Any], ranks: int) -> None:
     from infcl_gen.tuning.ring_bench import PEERS as RING_PEERS
     from infcl_gen.tuning.ring_bench import check_peers, measure_ring
 
-    for name in ("plot", "errors"):
+    reasons = {
+        "plot": "where nothing is drawn",
+        "errors": "where no errors are computed",
+        "features": "where features come in the package's dtype",
+    }
+    for name, reason in reasons.items():
         if flags[name] is not None:
-            raise InputError(
-                f"{flag_name(name)}: not with --ranks, where no errors are computed; leave it out"
-            )
+            raise InputError(f"{flag_name(name)}: not with --ranks, {reason}; leave it out")
     _check_bench_flags(flags, ("dims", "batches"))
     devices = flags["devices"]
     if devices is not None and parse_count(devices, "--devices") != ranks:
@@ -579,7 +585,7 @@ def _bench_problems(flags: Mapping[str, Any]) -> list[Problem]:
 
 
 def _bench_command(flags: Mapping[str, Any]) -> str:
-    own = ("batches", "dims", "package", "against", "scale", "repeats", "ranks", "errors")
+    own = ("batches", "dims", "package", "against", "scale", "features", "repeats", "ranks", "errors")
     return _command("bench", flags, (*_PROBLEM_FLAGS, *own))
 
 

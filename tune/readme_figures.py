@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))  # also where the project is not installed
 from infcl_gen.tuning.scaling import HEADER, cells  # noqa: E402
 
 MARKERS = {kind: (f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->") for kind in ("measured", "simulated")}
-GRID, HOT, LARGE, COMPARED = "h200-grid.json", "h200-scale100.json", 32768, (65536, 768)
+GRID, LARGE, COMPARED = "h200-grid.json", 32768, (65536, 768)
+BESIDE_PEERS = (GRID, "h200-scale100.json", "h200-autocast-speed.json")
 COLUMNS = (
     "| loss | B | D | dtype | strategy | ms (median ± std; queued) | product floor, ms | budget, MiB "
     "| predicted peak, MiB | measured peak, MiB | error of dq |\n|---|---|---|---|---|---|---|---|---|---|---|"
@@ -59,7 +60,7 @@ def tables() -> str:
         parts.append(
             f"\n`{path.relative_to(ROOT)}`: {results['board']}; {versions}; `{results['command']}`\n"
         )
-        if path.name in (GRID, HOT):
+        if path.name in BESIDE_PEERS:
             lines = highlights(results["rows"]) if path.name == GRID else []
             parts += [f"\n* {line}" for line in [*lines, *beside_peers(results["rows"])]] + ["\n"]
         if results["rows"] and "kernel" in results["rows"][0]:
@@ -171,7 +172,8 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
     """A table for each loss, dim, dtype and scale: who by batch, milliseconds and MiB; below, who was not there."""
     groups: dict[tuple[str, int, str, float], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["loss"], row["dim"], row["dtype"], row["scale"]), []).append(row)
+        dtype = ", ".join((row["dtype"], *([] if row["precision"] == "default" else [row["precision"]])))
+        groups.setdefault((row["loss"], row["dim"], dtype, row["scale"]), []).append(row)
     parts = []
     for (loss, dim, dtype, scale), group in groups.items():
         batches = sorted({row["batch"] for row in group})

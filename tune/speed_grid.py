@@ -49,6 +49,9 @@ def main() -> int:
         "--errors", type=parse_count, default="32k", help="largest batch with errors against fp64"
     )
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument(
+        "--features", default=None, help="dtype of the features: fp32 for everybody under autocast"
+    )
     parser.add_argument("--scale", type=float, default=14.3)
     parser.add_argument(
         "--memory-budgets",
@@ -72,7 +75,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * given.minutes
     limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
     left = 0
-    with Contest(everybody, given.scale, limits) as contest:
+    with Contest(everybody, given.scale, limits, given.features) as contest:
         for dim in given.dims:
             for batch in given.batches:
                 wanted = [

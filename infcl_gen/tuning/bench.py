@@ -14,6 +14,7 @@ workspaces.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import importlib.util
@@ -31,6 +32,7 @@ from typing import Any
 from infcl_gen.emission.package import Package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.planning.levels import SPLIT_TERMS
+from infcl_gen.problem import show
 from infcl_gen.tuning.peers import PEERS, Inputs
 from infcl_gen.tuning.process import one_line, out_of_memory, timing_lock
 from infcl_gen.tuning.results import blank_row
@@ -52,6 +54,7 @@ class Point:
 
     `rounds` are at most that many runs of each; who has taken its share of `seconds` stops after LEAST_ROUNDS. `exact`
     is a package whose loss gives the fp64 results that errors are relative to; None: no errors are computed.
+    `features` is their dtype: `dtype`, or fp32 for everybody under autocast to it.
     """
 
     packages: tuple[str, ...]
@@ -62,6 +65,7 @@ class Point:
     keys: int
     dim: int
     dtype: str
+    features: str
     precision: str
     scale: float
     rounds: int
@@ -72,6 +76,10 @@ class Point:
     def contestants(self) -> tuple[str, ...]:
         return (*self.packages, *self.peers)
 
+    @property
+    def autocast(self) -> bool:
+        return self.features != self.dtype
+
 
 def point_of(
     packages: Sequence[Package],
@@ -81,13 +89,19 @@ def point_of(
     rounds: int = 10,
     seconds: float = math.inf,
     errors: bool = False,
+    features: str | None = None,
 ) -> Point:
     """The point at `batch` queries (default: the planned ones) of packages for one loss, dim, dtype and device.
 
-    Raises InputError if they differ in that, are planned for a ring, or for fewer queries.
+    Raises InputError if they differ in that, are planned for a ring, or for fewer queries; and for `features` that are
+    neither of the packages' dtype nor fp32 under autocast to it.
     """
     first = packages[0].spec
     problem = first["problem"]
+    narrow = problem["dtype"] in ("bf16", "fp16")
+    if features not in (None, problem["dtype"]) and not (narrow and features == "fp32"):
+        valid = f"{problem['dtype']}, or fp32 under autocast to it" if narrow else problem["dtype"]
+        raise InputError(f"--features: {show(features)} is not what {packages[0].path} takes; valid: {valid}")
     queries = batch or problem["batch_size"]
     for package in packages:
         other = package.spec
@@ -120,6 +134,7 @@ def point_of(
         keys=queries if problem["keys"] in (None, problem["batch_size"]) else problem["keys"],
         dim=problem["dim"],
         dtype=problem["dtype"],
+        features=features or problem["dtype"],
         precision=problem["precision"],
         scale=scale,
         rounds=rounds,
@@ -197,11 +212,8 @@ def measure_point(
     peaks = sum(row["peak_bytes"] for _, row in ready.values())
     crowded = point.device == "cuda" and peaks > CROWDED * torch.cuda.mem_get_info()[1]
     steps = {name: step for name, (step, _) in ready.items()}
-    steps |= {
-        f"{name} products": bare_products(plans[name], inputs.q.detach(), inputs.k.detach())
-        for name in ready
-        if name in plans
-    }
+    factors = [x.detach().to(inputs.dtype) for x in (inputs.q, inputs.k)]
+    steps |= {f"{name} products": bare_products(plans[name], *factors) for name in ready if name in plans}
     timed = _in_turns(point, steps, inputs, timer, announce, crowded)
     for name in ready:
         times, defect = timed[name]
@@ -233,19 +245,26 @@ def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -
     return found.requires_grad_()
 
 
-def training_step(module: ModuleType, q: Any, k: Any, temperature: Any) -> Step:
-    """One forward and backward of a package, as training runs it: (loss, dq, dk, dscale)."""
+def training_step(module: ModuleType, q: Any, k: Any, temperature: Any, autocast: Any = None) -> Step:
+    """One forward and backward of a package, as training runs it: (loss, dq, dk, dscale). `autocast`: to this dtype."""
     import torch
 
     needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
     labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
-    return _training(lambda: module.contrastive_loss(q, k, temperature, labels=labels), q, k, temperature)
+    return _training(
+        lambda: module.contrastive_loss(q, k, temperature, labels=labels), q, k, temperature, autocast
+    )
 
 
-def _training(loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any) -> Step:
+def _training(
+    loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any, autocast: Any = None
+) -> Step:
+    import torch
+
     def step() -> tuple[Any, ...]:
         q.grad = k.grad = temperature.grad = None
-        loss = loss_function()
+        with torch.autocast(q.device.type, autocast) if autocast else contextlib.nullcontext():
+            loss = loss_function()
         loss.backward()
         return loss.detach(), q.grad, k.grad, temperature.grad
 
@@ -255,20 +274,24 @@ def _training(loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any
 def _inputs(point: Point) -> Inputs:
     import torch
 
+    from infcl_gen.verification.properties import DTYPES
+
     q, k = (
-        features(rows, point.dim, point.dtype, seed, point.device)
+        features(rows, point.dim, point.features, seed, point.device)
         for seed, rows in enumerate((point.batch, point.keys))
     )
     wide = torch.float64 if point.dtype == "fp64" else torch.float32
     scale = torch.tensor(point.scale, dtype=wide, device=point.device, requires_grad=True)
     labels = torch.arange(point.batch, device=point.device) % point.keys
-    return Inputs(q, k, scale, labels, 1 if point.loss == "infonce" else 2)
+    return Inputs(q, k, scale, labels, 1 if point.loss == "infonce" else 2, DTYPES[point.dtype])
 
 
 def empty_row(point: Point, name: str) -> dict[str, Any]:
     """A contestant's row before anything is known of it: all figures are None."""
     is_package = name in point.packages
     sizes = {field: getattr(point, field) for field in ("loss", "batch", "keys", "dim", "dtype", "precision")}
+    if point.autocast:
+        sizes["precision"] = f"autocast from {point.features}"
     package = Path(name).name if is_package else None
     return blank_row(sizes, 1, "infcl" if is_package else name, package, point.scale)
 
@@ -282,19 +305,21 @@ def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, A
     from infcl_gen.emission import import_package
 
     q, k, scale = inputs.q, inputs.k, inputs.scale
+    autocast = inputs.dtype if point.autocast else None
     if name not in point.packages:
-        return _training(PEERS[name].prepare(inputs), q, k, scale), {}, None
+        return _training(PEERS[name].prepare(inputs), q, k, scale, autocast), {}, None
     module = import_package(Path(name))
     plan, predicted = module.SPEC["plan"], module.SPEC["predicted"]
-    planned = module.SPEC["problem"]["batch_size"] == point.batch
+    planned = module.SPEC["problem"]["batch_size"] == point.batch and not point.autocast
     facts = {
         "strategy": plan["strategy"],
         "budget_bytes": plan["budget_bytes"],
-        "predicted_peak_bytes": predicted["peak_bytes"],
+        # A plan is for features of its dtype: autocast's copies, and gradients in fp32, come on top.
+        "predicted_peak_bytes": None if point.autocast else predicted["peak_bytes"],
         "predicted_ms": 1e3 * predicted["time_s"] if planned else None,
         "predicted_queued_ms": 1e3 * predicted["queued_s"] if planned and q.is_cuda else None,
     }
-    return training_step(module, q, k, scale), facts, plan
+    return training_step(module, q, k, scale, autocast), facts, plan
 
 
 def _first_runs(

@@ -46,8 +46,15 @@ class Contest:
     `absent` names the peers that cannot take part, with the reason.
     """
 
-    def __init__(self, peers: Sequence[Peer], scale: float = 14.3, limits: Limits | None = None) -> None:
-        self.scale, self.limits = scale, limits or Limits()
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        scale: float = 14.3,
+        limits: Limits | None = None,
+        features: str | None = None,
+    ) -> None:
+        """`features`: their dtype, as for `bench.point_of`."""
+        self.scale, self.limits, self.features = scale, limits or Limits(), features
         self.absent: dict[str, str] = {}
         self._peers = tuple(peers)
         self._asked = False
@@ -83,7 +90,7 @@ class Contest:
                 self.absent[peer.name] = f"does not compute {loss['name']}"
         names = [peer.name for peer in self._peers if only is None or peer.name in only]
         errors = size <= limits.errors_up_to
-        return point_of(read, size, names, self.scale, limits.rounds, limits.seconds, errors)
+        return point_of(read, size, names, self.scale, limits.rounds, limits.seconds, errors, self.features)
 
     def rows(self, point: Point) -> Rows:
         """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start,

@@ -3,7 +3,8 @@
 A peer's `prepare` takes the inputs of one point and returns a function of no arguments that computes the loss; backward
 from it is autograd's. Libraries with one direction only are called twice for `clip`, with queries and keys exchanged,
 as a user of them would. Features come in the package's dtype; "autocast" means that dtype for products and fp32 for
-cross-entropy, as in mixed-precision training, and no autocast at all for fp32 and fp64 features.
+cross-entropy, as in mixed-precision training, and no autocast at all for fp32 and fp64 features. Where everybody runs
+under autocast on fp32 features (`bench.Point.features`), those that take 16-bit features only are given them cast.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ OTHER_LOSSES = {"siglip-kernel": "computes the sigmoid loss, which is not a loss
 class Inputs:
     """What everybody computes with: q (M, D), k (N, D), a 0-dim scale, all asking for gradients; labels (M,) int64.
 
-    `directions` is 2 for clip, where M = N and labels are 0, 1, ..., M - 1; and 1 for infonce.
+    `directions` is 2 for clip, where M = N and labels are 0, 1, ..., M - 1; and 1 for infonce. `dtype` is what products
+    are computed in: that of q and k, unless everybody runs under autocast.
     """
 
     q: Any
@@ -36,6 +38,7 @@ class Inputs:
     scale: Any
     labels: Any
     directions: int
+    dtype: Any
 
 
 LossFunction = Callable[[], Any]
@@ -167,7 +170,11 @@ def _cut_cross_entropy(inputs: Inputs, **options: Any) -> LossFunction:
     """`linear_cross_entropy(scale * q, k, labels)`: by default it leaves small probabilities out of gradients."""
     from cut_cross_entropy import linear_cross_entropy
 
-    return _each_way(inputs, lambda a, b: linear_cross_entropy(inputs.scale * a, b, inputs.labels, **options))
+    def one_way(a: Any, b: Any) -> Any:
+        a, b = a.to(inputs.dtype), b.to(inputs.dtype)
+        return linear_cross_entropy(inputs.scale * a, b, inputs.labels, **options)
+
+    return _each_way(inputs, one_way)
 
 
 def _cut_cross_entropy_exact(inputs: Inputs) -> LossFunction:
@@ -201,7 +208,7 @@ def _memeff(inputs: Inputs) -> LossFunction:
     criterion = MemoryEfficientCLIPLoss(
         temperature=1 / inputs.scale.item(), normalized_inputs=True, stable=False
     )
-    return lambda: criterion(inputs.q, inputs.k)
+    return lambda: criterion(inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype))
 
 
 def _linear_cross_entropy(inputs: Inputs) -> LossFunction:

@@ -439,6 +439,7 @@ def rows_of_several_points() -> list[dict[str, Any]]:
                 row = {"loss": "clip", "batch": batch, "keys": batch, "dim": dim, "dtype": "bf16"}
                 row |= {
                     "impl": name,
+                    "precision": "default",
                     "scale": 14.3,
                     "package": None if index else "generated",
                     "strategy": None,
@@ -575,6 +576,9 @@ def test_comparisons_as_tables_of_the_readme() -> None:
     assert "| inf_cl | out of memory | 12288.00" in text
     assert "| products of infcl | 1.25 | 1.25 | 1.25 | |" in text
     assert text.endswith("Absent: memeff (memeff is not installed).\n")
+    autocast = [{**rows_of_several_points()[0], "precision": "autocast from fp32"}]
+    text = script("readme_figures").comparisons(autocast, {})
+    assert "| clip, D = 64, bf16, autocast from fp32, scale 14.3: ms (queued), MiB | 1024 |" in text
     ring = {**rows_of_several_points()[0], "ranks": 4, "transport": "ring", "predicted_peak_bytes": 5 * 10**8}
     text = script("readme_figures").comparisons([{**ring, "budget_bytes": 69 * 10**7}], {})
     assert "| infcl, by ring, 690 MB, 4 GPUs |" in text
@@ -677,11 +681,38 @@ def test_the_floor_is_the_products_of_the_plan(
         assert torch.allclose(dk, (q @ k.T).T @ q, rtol=1e-4, atol=1e-3)
 
 
+def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody gets them, products are in bf16, and gradients come back unrounded."""
+    package = infcl_gen.generate(output=tmp_path / "bf16", batch_size=96, dim=16, dtype="bf16", target="cpu")
+    seen: list[tuple[torch.dtype, ...]] = []
+
+    def watch(inputs: Inputs, loss: torch.Tensor) -> torch.Tensor:
+        product = inputs.q @ inputs.k.T
+        seen.append((inputs.q.dtype, inputs.dtype, product.dtype))
+        return loss
+
+    enter(monkeypatch, "watching", watch)
+    rows, _ = measured(package, "watching", rounds=1, errors=True, features="fp32")
+    assert set(seen) == {(torch.float32, torch.bfloat16, torch.bfloat16)}
+    for row in rows.values():
+        assert_is_row(row)
+        assert (row["dtype"], row["precision"], row["error"]) == ("bf16", "autocast from fp32", None)
+        assert row["err"]["dq"] > 1e-4, "products of fp32 numbers"
+    # Copies in bf16 and gradients in fp32 are not in the plan.
+    assert rows["infcl"]["predicted_peak_bytes"] is None and rows["infcl"]["predicted_ms"] is None
+    small = infcl_gen.generate(output=tmp_path / "fp64", **SMALL)
+    for folder, given in ((package, "fp16"), (small, "fp32")):
+        with pytest.raises(InputError, match=rf"^--features: '{given}' is not what .*; valid: (bf16|fp64)"):
+            point_of([read_package(folder)], features=given)
+
+
 def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that is there but cannot be imported is an error of its own, not absent."""
     monkeypatch.setitem(PEERS, "half", Peer("half", peers._inf_cl, module="json", distribution="half"))
     monkeypatch.setitem(sys.modules, "inf_cl", None)
     assert PEERS["half"].absent() is None
-    inputs = Inputs(torch.ones(2, 16), torch.ones(2, 16), torch.tensor(1.0), torch.arange(2), 2)
+    inputs = Inputs(
+        torch.ones(2, 16), torch.ones(2, 16), torch.tensor(1.0), torch.arange(2), 2, torch.float32
+    )
     with pytest.raises(ImportError):
         PEERS["half"].prepare(inputs)
