@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "274ca87128ae5682ecee54ac95709525eb5531017b50e2f635a69e28fcfbd1b9",
+    "digest": "2d17a149313a60c41c409c78e2063e50ed1bd2e5a38905b9a647117f976163fb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

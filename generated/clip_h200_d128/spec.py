@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "d0a4c589f375bc97f2d3c66fbd162c7d7ff5a55bb4f6e7a34da6c84e0aa48cd0",
+    "digest": "e169bad6a35b08cbfe11408aa4393ee379b7524f35a2f335e50dd6fd2526fc88",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

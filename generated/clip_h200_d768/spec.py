@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c01909b97895a3c9ff39db1c82d8c076579a74f3608d7cccfc43e4756fb57ad5",
+    "digest": "64946f7c64f11237d5394888244df3b6cca9ec8824f34b714306eb472c0718cc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "1186ec9c9c3deaa344a772ba485190a53af2d1128580832a8acdfc77c8f9992a",
+    "digest": "f5450c72fb439a0bd3f3a7e1f9f2455cc8d8caaa4f95059db4aa163249c06c0a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

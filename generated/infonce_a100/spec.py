@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "f8c0a6c44244070ef6ca429a2015058128531eb1112b16cd75d19d4e5fff6a9e",
+    "digest": "c8b024668da20f828e60d70b75e4fd5faf56e48aa51202fc10f6cac307a5dd56",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,33 +38,11 @@ def descriptor_legal(x: Tensor) -> bool:
     )
 
 
-class Descriptor(NamedTuple):
-    """What a launcher reads of Triton's TensorDescriptor, which checks itself at length whenever it is made."""
-
-    base: Tensor
-    shape: torch.Size
-    strides: tuple[int, ...]
-    block_shape: list[int]
-    padding: str = "zero"
-
-
-def descriptor(x: Tensor, block: list[int]) -> Descriptor:
+def descriptor(x: Tensor, block: list[int]) -> Any:
     """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns)."""
-    return Descriptor(x, x.shape, x.stride(), block)
-
-
-def _checked(x: Any) -> Any:
-    """A kernel's argument as Triton takes it where it compiles and interprets."""
-    if type(x) is not Descriptor:
-        return x
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(*x)
-
-
-def panel(x: Tensor, start: int, rows: int) -> Tensor:
-    """Up to `rows` rows of x from `start` on; itself if these are all, for a view takes the host some microseconds."""
-    return x if start == 0 and rows >= x.shape[0] else x[start : start + rows]
+    return TensorDescriptor.from_tensor(x, block)
 
 
 def operands(
@@ -89,59 +66,38 @@ def library_legal(x: Tensor) -> bool:
     )
 
 
-_starters: dict[tuple[Any, ...], Callable[[tuple[int, int, int], int, list[Any]], None]] = {}
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)`, faster from the second time on: small batches wait for the host.
 
     Triton binds, specialises and looks up anew at every launch; here the compiled kernel is kept for all arguments that
-    it would specialise alike: integers that are 1, divisible by 16 or wider than 32 bits, and type and alignment of
-    pointers (on ROCm also whether 32-bit offsets reach all of it).
+    it would specialise alike (`_trait`).
     """
     if INTERPRETED:
-        kernel[grid](*map(_checked, arguments), **options)
+        kernel[grid](*arguments, **options)
         return
-    device = torch._C._cuda_getDevice()
-    traits = [id(kernel), device, *options.values()]
-    passed = []  # addresses for tensors: a launcher would ask each for it again, and the driver whether it is one
-    for x in arguments:
-        kind = type(x)
-        if kind is int:
-            traits.append((x == 1) + 2 * (x & 15 == 0) + 4 * (-0x80000000 <= x < 0x80000000))
-        elif kind is Tensor or isinstance(x, Tensor):
-            address = x.data_ptr()
-            traits += (x.dtype, address & 15 == 0)
-            if torch.version.hip:
-                traits.append(x.untyped_storage().size() < 0x80000000)
-            x = address
-        else:
-            traits.append(kind)
-        passed.append(x)
-    key = tuple(traits)
-    start = _starters.get(key)
-    if start is None:
-        compiled = kernel[grid](*map(_checked, arguments), **options)
-        _starters[key] = _starter(compiled, [options[name] for name in kernel.arg_names[len(arguments) :]])
+    key = (id(kernel), torch.cuda.current_device(), *options.values(), *map(_trait, arguments))
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*arguments, **options)
+        constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
+        _compiled[key] = compiled, constants
         return
-    size = grid[0], grid[1] if len(grid) > 1 else 1, 1
-    start(size, torch._C._cuda_getCurrentRawStream(device), passed)
+    compiled, constants = found
+    compiled[(grid[0], grid[1] if len(grid) > 1 else 1, 1)](*arguments, *constants)
 
 
-def _starter(compiled: Any, constants: list[Any]) -> Callable[[tuple[int, int, int], int, list[Any]], None]:
-    """Starts a compiled kernel: on a grid, a stream and arguments."""
-    from triton import knobs
-
-    hooks, run, function, metadata = knobs.runtime, compiled.run, compiled.function, compiled.packed_metadata
-
-    def start(grid: tuple[int, int, int], stream: int, arguments: list[Any]) -> None:
-        watched = (getattr(hook, "calls", hook) for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook))
-        if any(watched):  # by a profiler, to which Triton tells more
-            compiled[grid](*arguments, *constants)
-        else:  # nobody is called, where Triton calls empty chains
-            run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
-
-    return start
+def _trait(x: Any) -> Any:
+    """What Triton specialises an argument on: integers that are 1, divisible by 16 or wider than 32 bits, and type and
+    alignment of pointers (on ROCm also whether 32-bit offsets reach all of it)."""
+    if type(x) is int:
+        return (x == 1) + 2 * (x & 15 == 0) + 4 * (-0x80000000 <= x < 0x80000000)
+    if isinstance(x, Tensor):
+        reach = x.untyped_storage().size() < 0x80000000 if torch.version.hip else True
+        return x.dtype, x.data_ptr() & 15 == 0, reach
+    return type(x)
 
 
 LONGEST_STRIP = 32  # row blocks; longer ones are not faster, and visit more keys at a time than L2 holds
