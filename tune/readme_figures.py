@@ -169,13 +169,14 @@ def _range(values: list[float]) -> str:
 
 
 def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
-    """A table for each loss, dim, dtype and scale: who by batch, milliseconds and MiB; below, who was not there."""
+    """A table for each loss, dim, dtype with precision, and scale: who by batch, milliseconds and MiB; below, who was
+    not there."""
     groups: dict[tuple[str, int, str, float], list[dict[str, Any]]] = {}
     for row in rows:
-        dtype = ", ".join((row["dtype"], *([] if row["precision"] == "default" else [row["precision"]])))
-        groups.setdefault((row["loss"], row["dim"], dtype, row["scale"]), []).append(row)
+        numbers = row["dtype"] if row["precision"] == "default" else f"{row['dtype']}, {row['precision']}"
+        groups.setdefault((row["loss"], row["dim"], numbers, row["scale"]), []).append(row)
     parts = []
-    for (loss, dim, dtype, scale), group in groups.items():
+    for (loss, dim, numbers, scale), group in groups.items():
         batches = sorted({row["batch"] for row in group})
         lines: dict[str, dict[int, dict[str, Any]]] = {}
         for row in group:
@@ -184,7 +185,7 @@ def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
         for row in group:
             if row.get("floor_ms") is not None:
                 floors.setdefault(_who(row), {})[row["batch"]] = _times(row, "floor_ms", "queued_floor_ms")
-        what = f"{loss}, D = {dim}, {dtype}, scale {scale:g}: ms (queued), MiB"
+        what = f"{loss}, D = {dim}, {numbers}, scale {scale:g}: ms (queued), MiB"
         parts.append(f"\n| {what} | {' | '.join(map(str, batches))} | error of dq |\n")
         parts.append("|---" * (len(batches) + 2) + "|\n")
         for who, points in lines.items():

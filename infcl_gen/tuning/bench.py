@@ -54,7 +54,7 @@ class Point:
 
     `rounds` are at most that many runs of each; who has taken its share of `seconds` stops after LEAST_ROUNDS. `exact`
     is a package whose loss gives the fp64 results that errors are relative to; None: no errors are computed.
-    `features` is their dtype: `dtype`, or fp32 for everybody under autocast to it.
+    `feature_dtype` is `dtype`, or fp32 for everybody under autocast to it; the rows' precision then says so.
     """
 
     packages: tuple[str, ...]
@@ -65,7 +65,7 @@ class Point:
     keys: int
     dim: int
     dtype: str
-    features: str
+    feature_dtype: str
     precision: str
     scale: float
     rounds: int
@@ -78,7 +78,7 @@ class Point:
 
     @property
     def autocast(self) -> bool:
-        return self.features != self.dtype
+        return self.feature_dtype != self.dtype
 
 
 def point_of(
@@ -89,19 +89,21 @@ def point_of(
     rounds: int = 10,
     seconds: float = math.inf,
     errors: bool = False,
-    features: str | None = None,
+    feature_dtype: str | None = None,
 ) -> Point:
     """The point at `batch` queries (default: the planned ones) of packages for one loss, dim, dtype and device.
 
-    Raises InputError if they differ in that, are planned for a ring, or for fewer queries; and for `features` that are
-    neither of the packages' dtype nor fp32 under autocast to it.
+    Raises InputError if they differ in that, are planned for a ring, or for fewer queries; and for a `feature_dtype`
+    that is neither the packages' nor fp32 under autocast to it.
     """
     first = packages[0].spec
     problem = first["problem"]
     narrow = problem["dtype"] in ("bf16", "fp16")
-    if features not in (None, problem["dtype"]) and not (narrow and features == "fp32"):
+    if feature_dtype not in (None, problem["dtype"]) and not (narrow and feature_dtype == "fp32"):
         valid = f"{problem['dtype']}, or fp32 under autocast to it" if narrow else problem["dtype"]
-        raise InputError(f"--features: {show(features)} is not what {packages[0].path} takes; valid: {valid}")
+        raise InputError(
+            f"--features: {show(feature_dtype)} is not what {packages[0].path} takes; valid: {valid}"
+        )
     queries = batch or problem["batch_size"]
     for package in packages:
         other = package.spec
@@ -134,7 +136,7 @@ def point_of(
         keys=queries if problem["keys"] in (None, problem["batch_size"]) else problem["keys"],
         dim=problem["dim"],
         dtype=problem["dtype"],
-        features=features or problem["dtype"],
+        feature_dtype=feature_dtype or problem["dtype"],
         precision=problem["precision"],
         scale=scale,
         rounds=rounds,
@@ -277,7 +279,7 @@ def _inputs(point: Point) -> Inputs:
     from infcl_gen.verification.properties import DTYPES
 
     q, k = (
-        features(rows, point.dim, point.features, seed, point.device)
+        features(rows, point.dim, point.feature_dtype, seed, point.device)
         for seed, rows in enumerate((point.batch, point.keys))
     )
     wide = torch.float64 if point.dtype == "fp64" else torch.float32
@@ -291,7 +293,7 @@ def empty_row(point: Point, name: str) -> dict[str, Any]:
     is_package = name in point.packages
     sizes = {field: getattr(point, field) for field in ("loss", "batch", "keys", "dim", "dtype", "precision")}
     if point.autocast:
-        sizes["precision"] = f"autocast from {point.features}"
+        sizes["precision"] = f"autocast from {point.feature_dtype}"
     package = Path(name).name if is_package else None
     return blank_row(sizes, 1, "infcl" if is_package else name, package, point.scale)
 

@@ -51,10 +51,10 @@ class Contest:
         peers: Sequence[Peer],
         scale: float = 14.3,
         limits: Limits | None = None,
-        features: str | None = None,
+        feature_dtype: str | None = None,
     ) -> None:
-        """`features`: their dtype, as for `bench.point_of`."""
-        self.scale, self.limits, self.features = scale, limits or Limits(), features
+        """`feature_dtype` as for `bench.point_of`."""
+        self.scale, self.limits, self.feature_dtype = scale, limits or Limits(), feature_dtype
         self.absent: dict[str, str] = {}
         self._peers = tuple(peers)
         self._asked = False
@@ -90,7 +90,9 @@ class Contest:
                 self.absent[peer.name] = f"does not compute {loss['name']}"
         names = [peer.name for peer in self._peers if only is None or peer.name in only]
         errors = size <= limits.errors_up_to
-        return point_of(read, size, names, self.scale, limits.rounds, limits.seconds, errors, self.features)
+        return point_of(
+            read, size, names, self.scale, limits.rounds, limits.seconds, errors, self.feature_dtype
+        )
 
     def rows(self, point: Point) -> Rows:
         """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start,

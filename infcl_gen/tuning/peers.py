@@ -90,7 +90,8 @@ def chosen_peers(names: str | list[str] | None) -> tuple[Peer, ...]:
 
 
 def _plain(inputs: Inputs) -> LossFunction:
-    """`cross_entropy(scale * q @ k.T)` along rows and columns of one matrix, all in the features' dtype."""
+    """`cross_entropy(scale * q @ k.T)` along rows and columns of one matrix, all in the features' dtype, unless
+    everybody runs under autocast."""
     from torch.nn.functional import cross_entropy
 
     def loss() -> Any:

@@ -20,8 +20,8 @@ from infcl_gen.version import __version__
 SCHEMA_VERSION = 1
 EXAMPLES = {"cpu": 28, "interpreter": 7, "cuda": 56}
 RING_EXAMPLES = {"cpu": 14, "interpreter": 3, "cuda": 28}
-# Each input is of other sizes and strides, for which Triton compiles other kernels: 265 of them for 56 inputs of a
-# fused package on an H200, a second or two each, which one process does not get through in five minutes.
+# Each input is of other sizes and strides, for which Triton compiles other kernels, a second or two each: 163 of them
+# for 56 inputs of a panel package, 265 of a fused one.
 MOST_PROCESSES = 8
 LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
@@ -155,7 +155,7 @@ def _numerics(folder: Path, place: str, examples: int, timeout_s: float) -> list
         ratio = max(found["ratio"] for found in of_it)
         detail = f"{len(of_it)} inputs on {place}, largest error {ratio:.2f} of what is allowed"
         if bad:
-            detail = f"{len(bad)} of {len(of_it)} inputs fail, first {bad[0]}"
+            detail = f"{len(bad)} of {len(of_it)} inputs fail, such as {bad[0]}"
         rows.append(_row(f"numerics {quantity}", not bad, detail))
     return rows
 
@@ -167,10 +167,10 @@ def _processes(place: str) -> int:
 
 
 def _run(
-    kind: str, folder: Path, place: str, examples: int, world_size: int, timeout_s: float
+    kind: str, folder: Path, place: str, examples: int, processes: int, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Run a job in `world_size` processes and return what they found, or one failed row that says how it ended."""
-    name = {"numerics": "numerics", "memory": "memory", "ring": f"ring of {world_size}"}[kind]
+    """Run a job in that many processes and return what they found, or one failed row that says how it ended."""
+    name = {"numerics": "numerics", "memory": "memory", "ring": f"ring of {processes}"}[kind]
     environment = {**os.environ, "TRITON_INTERPRET": "1" if place == "interpreter" else "0"}
     source = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
@@ -181,17 +181,17 @@ def _run(
             "device": place,
             "examples": examples,
             "folder": scratch,
-            "world_size": world_size,
+            "processes": processes,
             "timeout_s": timeout_s,
         }
         Path(scratch, "job.json").write_text(json.dumps(job))
         command = [sys.executable, "-P", "-m", "infcl_gen.verification.worker", f"{scratch}/job.json"]
-        logs = [Path(scratch, f"log{rank}") for rank in range(world_size)]
-        processes: list[subprocess.Popen[bytes]] = []
+        logs = [Path(scratch, f"log{rank}") for rank in range(processes)]
+        running: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
                 with log.open("wb") as output:
-                    processes.append(
+                    running.append(
                         subprocess.Popen(
                             [*command, str(rank)],
                             stdin=subprocess.DEVNULL,
@@ -200,17 +200,17 @@ def _run(
                             env=environment,
                         )
                     )
-            failed = _wait(processes, timeout_s)
+            failed = _wait(running, timeout_s)
         finally:
-            for process in processes:
+            for process in running:
                 process.kill()
                 process.wait()
         if failed is not None:
-            return [_row(name, False, f"{failed}: {_last_line(logs, processes)}")]
+            return [_row(name, False, f"{failed}: {_last_line(logs, running)}")]
         try:
-            found = [json.loads(Path(scratch, f"found{rank}.json").read_text()) for rank in range(world_size)]
+            found = [json.loads(Path(scratch, f"found{rank}.json").read_text()) for rank in range(processes)]
         except (OSError, ValueError):
-            return [_row(name, False, f"no result: {_last_line(logs, processes)}")]
+            return [_row(name, False, f"no result: {_last_line(logs, running)}")]
         return [row for part in found for row in part]
 
 

@@ -44,19 +44,18 @@ class Job:
     device: str  # "cpu", "interpreter" (CPU, with TRITON_INTERPRET=1 in the environment), or "cuda"
     examples: int
     folder: str  # a scratch folder that the processes of the job share
-    world_size: int = 1
+    processes: int = 1
     timeout_s: float = 120.0
 
 
 def main() -> None:
     job, rank = Job(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
-    torch.set_num_threads(max(1, torch.get_num_threads() // job.world_size))
+    torch.set_num_threads(max(1, torch.get_num_threads() // job.processes))
     module = import_package(Path(job.package))
     found = {"numerics": numerics, "memory": memory, "ring": ring}[job.kind](job, module, rank)
     Path(job.folder, f"found{rank}.json").write_text(json.dumps(found))
-    if (
-        job.world_size > 1
-    ):  # gloo's threads may abort a process that tears its group down while a peer is gone already
+    if job.kind == "ring":
+        # gloo's threads may abort a process that tears its group down while a peer is gone already
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -66,7 +65,7 @@ def numerics(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     """Of each example and quantity: its error over what is allowed, and the failure, if it is one."""
     sizes = {"cuda": LARGE_ROWS, "interpreter": SMALL_ROWS}.get(job.device, ROWS)
     device = "cpu" if job.device == "interpreter" else job.device
-    share = slice(rank, None, job.world_size)
+    share = slice(rank, None, job.processes)
     verdicts = check_package(module, device, job.examples, rows=sizes, share=share)
     return [
         {
@@ -104,7 +103,7 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
         "nccl" if device.type == "cuda" else "gloo",
         init_method=Path(job.folder, "store").absolute().as_uri(),
         rank=rank,
-        world_size=job.world_size,
+        world_size=job.processes,
         timeout=datetime.timedelta(seconds=job.timeout_s),
     )
     problem = module.SPEC["problem"]
@@ -120,7 +119,7 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     bad, ratio, count = [], 0.0, 0
     for case in cases:
         inputs = tensors(case, module.SPEC["positives"], device)
-        q_cuts, k_cuts = shards(case, module.SPEC["positives"], job.world_size)
+        q_cuts, k_cuts = shards(case, module.SPEC["positives"], job.processes)
         result = module.loss_and_grads(
             inputs.q[q_cuts[rank]],
             inputs.k[k_cuts[rank]],
@@ -128,7 +127,7 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
             inputs.bias,
             labels=None if inputs.labels is None else inputs.labels[q_cuts[rank]],
         )
-        parts: list[Any] = [None] * job.world_size
+        parts: list[Any] = [None] * job.processes
         dist.all_gather_object(parts, [tensor.cpu() for tensor in result])
         if rank == 0:
             judged = gate(averaged(parts), _truth(module, inputs))
@@ -141,11 +140,11 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     dist.barrier()
     backend = "nccl" if device.type == "cuda" else "gloo"
     detail = (
-        f"{count} inputs on {job.world_size} {backend} ranks, largest error {ratio:.2f} of what is allowed"
+        f"{count} inputs on {job.processes} {backend} ranks, largest error {ratio:.2f} of what is allowed"
     )
     if bad:
-        detail = f"{len(bad)} of {count} inputs fail on {job.world_size} {backend} ranks, first {bad[0]}"
-    return [{"check": f"ring of {job.world_size}", "passed": not bad, "detail": detail}] if rank == 0 else []
+        detail = f"{len(bad)} of {count} inputs fail on {job.processes} {backend} ranks, first {bad[0]}"
+    return [{"check": f"ring of {job.processes}", "passed": not bad, "detail": detail}] if rank == 0 else []
 
 
 def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:

@@ -692,7 +692,7 @@ def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.Monkey
         return loss
 
     enter(monkeypatch, "watching", watch)
-    rows, _ = measured(package, "watching", rounds=1, errors=True, features="fp32")
+    rows, _ = measured(package, "watching", rounds=1, errors=True, feature_dtype="fp32")
     assert set(seen) == {(torch.float32, torch.bfloat16, torch.bfloat16)}
     for row in rows.values():
         assert_is_row(row)
@@ -703,7 +703,7 @@ def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.Monkey
     small = infcl_gen.generate(output=tmp_path / "fp64", **SMALL)
     for folder, given in ((package, "fp16"), (small, "fp32")):
         with pytest.raises(InputError, match=rf"^--features: '{given}' is not what .*; valid: (bf16|fp64)"):
-            point_of([read_package(folder)], features=given)
+            point_of([read_package(folder)], feature_dtype=given)
 
 
 def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     resealed(copy)
     started = time.monotonic()
     limit_s = 12.0 if how == "hang" else 200.0
-    (row,) = verify._run("ring", copy, "cpu", examples=1, world_size=2, timeout_s=limit_s)
+    (row,) = verify._run("ring", copy, "cpu", examples=1, processes=2, timeout_s=limit_s)
     assert time.monotonic() - started < limit_s + 10
     assert not row["passed"]
     assert ("not finished after 12 s" if how == "hang" else "process 1 exited with 3") in row["detail"]
