@@ -67,6 +67,11 @@ def test_code_compiles(code: str) -> None:
     compile(code, "README.md", "exec")
 
 
+# What torch says where Python ends before gloo's threads have let go of a reduction: of 36 runs on a busy machine 1
+# ended so with the example's barrier, of 65 without it 6.
+TORCH_ABORTS = "terminate called without an active exception"
+
+
 def test_training_prints_the_losses_it_names(tmp_path: Path) -> None:
     (code,) = (code for code in PYTHON if code.startswith("# train.py"))
     (tmp_path / "train.py").write_text(code)
@@ -80,7 +85,12 @@ def test_training_prints_the_losses_it_names(tmp_path: Path) -> None:
         "train.py",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    for _ in range(3):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        if TORCH_ABORTS not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     named = re.findall(r"# ([\d., ]+)\n", code)[0].split(", ")
     assert re.findall(r"step \d: loss (\S+)", done.stdout) == named and len(named) == 3
