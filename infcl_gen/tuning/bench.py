@@ -101,9 +101,7 @@ def point_of(
     narrow = problem["dtype"] in ("bf16", "fp16")
     if feature_dtype not in (None, problem["dtype"]) and not (narrow and feature_dtype == "fp32"):
         valid = f"{problem['dtype']}, or fp32 under autocast to it" if narrow else problem["dtype"]
-        raise InputError(
-            f"--features: {show(feature_dtype)} is not what {packages[0].path} takes; valid: {valid}"
-        )
+        raise InputError(f"--features: {show(feature_dtype)} is not what the packages take; valid: {valid}")
     queries = batch or problem["batch_size"]
     for package in packages:
         other = package.spec
