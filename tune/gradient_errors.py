@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import infcl_gen
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.problem import make_problem, parse_count
-from infcl_gen.tuning.bench import RESULTS, features, point_of
+from infcl_gen.tuning.bench import RESULTS, features, point_of, step_of, training_step
 from infcl_gen.tuning.peers import open_clip_loss
 from infcl_gen.tuning.results import blank_row, command_line, write_results
 
@@ -60,20 +59,15 @@ def _rows(package: Path, scale: float) -> list[dict[str, Any]]:
     temperature = torch.tensor(scale, device=q.device, requires_grad=True)
     exact = _exact(module, q, k, temperature)
     sizes = {name: getattr(point, name) for name in ("loss", "batch", "keys", "dim", "dtype", "precision")}
-    losses: dict[str, Callable[[], Any]] = {
-        "infcl": lambda: module.contrastive_loss(q, k, temperature),
-        "open_clip": lambda: criterion(q, k, temperature),
+    steps = {
+        "infcl": training_step(module, q, k, temperature, torch.bfloat16),
+        "open_clip": step_of(lambda: criterion(q, k, temperature), q, k, temperature, torch.bfloat16),
     }
     found = []
-    for name, loss in losses.items():
-        q.grad = k.grad = temperature.grad = None
-        with torch.autocast(q.device.type, torch.bfloat16):
-            value = loss()
-        value.backward()
-        results = (value.detach(), q.grad, k.grad, temperature.grad)
+    for name, step in steps.items():
         errors = {
             which: float((got.double() - true).norm() / true.norm())
-            for which, got, true in zip(RESULTS, results, exact, strict=True)
+            for which, got, true in zip(RESULTS, step(), exact, strict=True)
             if got is not None
         }
         row = blank_row(sizes, 1, name, "fp32 features under autocast", scale)

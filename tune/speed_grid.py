@@ -2,7 +2,7 @@
 
 python tune/speed_grid.py [--minutes 8] [--batches 1k,...] [--dims 128,...] [--against torch-compiled] [--others all]
                           [--others-at 32k:768,...] [--memory-budgets auto,40GiB,577MB@64k:768]
-                          [--again 32k:768,...] [--plot FILE.svg] [-o tune/bench/h200-speed.json]
+                          [--again 32k:768,...] [--features fp32] [--plot FILE.svg] [-o tune/bench/h200-speed.json]
 
 The peers of --against are measured at every point, those of --others only where --others-at says. Every point is
 written as soon as it is measured, and points that the file holds with all peers that are wanted are not measured
@@ -21,6 +21,7 @@ from typing import Any
 import infcl_gen
 from infcl_gen.errors import InputError
 from infcl_gen.problem import Problem, make_problem, parse_count
+from infcl_gen.tuning.bench import precision_under_autocast
 from infcl_gen.tuning.contest import Contest, Limits, table
 from infcl_gen.tuning.peers import chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
@@ -74,6 +75,8 @@ def main() -> int:
     rows, absent, command = measured_before(given.output, now, libraries)
     deadline = time.monotonic() + 60 * given.minutes
     limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
+    as_planned = given.features in (None, given.dtype)
+    precision = "default" if as_planned else precision_under_autocast(given.features)
     left = 0
     with Contest(everybody, given.scale, limits, given.features) as contest:
         for dim in given.dims:
@@ -84,8 +87,8 @@ def main() -> int:
                 here = [
                     row
                     for row in rows
-                    if [row[name] for name in ("batch", "dim", "dtype", "scale")]
-                    == [batch, dim, given.dtype, given.scale]
+                    if [row[name] for name in ("batch", "dim", "dtype", "precision", "scale")]
+                    == [batch, dim, given.dtype, precision, given.scale]
                 ]
                 complete = here and {row["impl"] for row in here} | set(absent) >= set(wanted)
                 if complete and (batch, dim) not in given.again:

@@ -251,14 +251,13 @@ def training_step(module: ModuleType, q: Any, k: Any, temperature: Any, autocast
 
     needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
     labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
-    return _training(
+    return step_of(
         lambda: module.contrastive_loss(q, k, temperature, labels=labels), q, k, temperature, autocast
     )
 
 
-def _training(
-    loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any, autocast: Any = None
-) -> Step:
+def step_of(loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any, autocast: Any = None) -> Step:
+    """The same of any loss of these leaves."""
     import torch
 
     def step() -> tuple[Any, ...]:
@@ -291,9 +290,14 @@ def empty_row(point: Point, name: str) -> dict[str, Any]:
     is_package = name in point.packages
     sizes = {field: getattr(point, field) for field in ("loss", "batch", "keys", "dim", "dtype", "precision")}
     if point.autocast:
-        sizes["precision"] = f"autocast from {point.feature_dtype}"
+        sizes["precision"] = precision_under_autocast(point.feature_dtype)
     package = Path(name).name if is_package else None
     return blank_row(sizes, 1, "infcl" if is_package else name, package, point.scale)
+
+
+def precision_under_autocast(feature_dtype: str) -> str:
+    """What rows say of their precision where everybody casts such features."""
+    return f"autocast from {feature_dtype}"
 
 
 def _without_figures(row: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +311,7 @@ def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, dict[str, A
     q, k, scale = inputs.q, inputs.k, inputs.scale
     autocast = inputs.dtype if point.autocast else None
     if name not in point.packages:
-        return _training(PEERS[name].prepare(inputs), q, k, scale, autocast), {}, None
+        return step_of(PEERS[name].prepare(inputs), q, k, scale, autocast), {}, None
     module = import_package(Path(name))
     plan, predicted = module.SPEC["plan"], module.SPEC["predicted"]
     planned = module.SPEC["problem"]["batch_size"] == point.batch and not point.autocast

@@ -4,7 +4,7 @@ A peer's `prepare` takes the inputs of one point and returns a function of no ar
 from it is autograd's. Libraries with one direction only are called twice for `clip`, with queries and keys exchanged,
 as a user of them would. Features come in the package's dtype; "autocast" means that dtype for products and fp32 for
 cross-entropy, as in mixed-precision training, and no autocast at all for fp32 and fp64 features. Where everybody runs
-under autocast on fp32 features (`bench.Point.features`), those that take 16-bit features only are given them cast.
+under autocast on fp32 features (`bench.Point.feature_dtype`), those that take 16-bit features only are given them cast.
 """
 
 from __future__ import annotations

@@ -639,6 +639,12 @@ def test_the_grid_goes_on_where_it_stopped(
     ]
     for row in rows:
         assert_is_row(row)
+    # Of features under autocast a point is another one: neither taken for measured, nor in the other's place.
+    narrow = ("--batches", "64", "--others-at", "", "--dtype", "bf16")
+    grid(*narrow)
+    grid(*narrow, "--features", "fp32")
+    of_64 = [row for row in json.loads(output.read_text())["rows"] if row["dtype"] == "bf16"]
+    assert [row["precision"] for row in of_64] == ["default"] * 2 + ["autocast from fp32"] * 2
     monkeypatch.setattr("infcl_gen.tuning.results.board", lambda: "another board")
     with pytest.raises(InputError, match="another board"):
         grid("--batches", "96")
