@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2d17a149313a60c41c409c78e2063e50ed1bd2e5a38905b9a647117f976163fb",
+    "digest": "ca0ec6da18b7e0bb13825d4ec6c81d90e559c93b6ec82c3de2faeba637ae1729",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e169bad6a35b08cbfe11408aa4393ee379b7524f35a2f335e50dd6fd2526fc88",
+    "digest": "2931a0e0269d162b863f87a8c1c344f17bd3e2bd8e9822de7c729621355c7f25",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

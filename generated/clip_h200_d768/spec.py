@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "64946f7c64f11237d5394888244df3b6cca9ec8824f34b714306eb472c0718cc",
+    "digest": "9a914ce3df3b67f02d983ca58bd637d779d4d102f1d6d8118335863e5f290509",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, strip_blocks
+from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, panel, strip_blocks
 from ._runtime.statistics import Statistics
 
 STATISTICS_DTYPE = torch.float32
@@ -46,20 +46,21 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     m, n = q.shape[0], k.shape[0]
     rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
-    row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device)
+    row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device).unbind()
     strips = min(cdiv(rows_max, kernels.FORWARD_ROWS.value), FORWARD_STRIPS)
-    key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device)
+    key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device).unbind()
     flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
     reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
     for row0 in range(0, m, FORWARD_ROWS):
-        q_panel = q[row0 : row0 + FORWARD_ROWS]
-        rows = slice(row0, row0 + q_panel.shape[0])
-        own = Statistics(queries.exponent[rows], queries.mantissa[rows])
+        q_panel = panel(q, row0, FORWARD_ROWS)
         for key0 in range(0, n, FORWARD_KEYS):
-            k_panel = k[key0 : key0 + FORWARD_KEYS]
+            k_panel = panel(k, key0, FORWARD_KEYS)
+            strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, reference, flags)
+            # What the device is not waiting for comes after its longest kernel has started.
+            rows = slice(row0, row0 + q_panel.shape[0])
+            own = Statistics(queries.exponent[rows], queries.mantissa[rows])
             columns = slice(key0, key0 + k_panel.shape[0])
             visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
-            strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, reference, flags)
             if arrive:
                 arrive()
             _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh and key0 == 0, key_parts, visiting, fresh and row0 == 0)
@@ -134,7 +135,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
     strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), FORWARD_STRIPS, FORWARD_PROGRAMS)
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    strides = (row_parts.stride(1), key_parts.stride(1))
+    strides = (row_parts[0].stride(0), key_parts[0].stride(0))
     launch(
         kernels.references, (cdiv(n, columns),),
         q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), WIDEN=INTERPRETED,
@@ -157,8 +158,8 @@ def _merge(m, n, strip, row_parts, queries, fresh_queries, key_parts, keys, fres
     programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
     launch(
         kernels.merge, (programs,),
-        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts.stride(1), 0 if fresh_queries else m,
-        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts.stride(1), 0 if fresh_keys else n,
+        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts[0].stride(0), 0 if fresh_queries else m,
+        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts[0].stride(0), 0 if fresh_keys else n,
         num_warps=4)
 
 
@@ -166,7 +167,7 @@ def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive
     m, n = q.shape[0], k.shape[0]
     launch(
         kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
-        q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts.stride(1), key_parts.stride(1),
+        q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts[0].stride(0), key_parts[0].stride(0),
         *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "f5450c72fb439a0bd3f3a7e1f9f2455cc8d8caaa4f95059db4aa163249c06c0a",
+    "digest": "668f2d9f36596083fa188f65600e3a1fa4a1fb07d444792586ea7df90a5588c0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

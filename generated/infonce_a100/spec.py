@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "c8b024668da20f828e60d70b75e4fd5faf56e48aa51202fc10f6cac307a5dd56",
+    "digest": "20da8605f92c619e7b0b60e87eee0672697828a0214d0d1fa127c8a609b95856",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

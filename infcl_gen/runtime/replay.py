@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .engine import Options, Package, Saved
+from .package import Options, Package, Saved
 from .ring import find_ring
 
 # Equal calls before another recording; it doubles with each, from 1, so that alternating sizes record rarely.

@@ -520,7 +520,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a batch without rows is accepted": Bug(
         Made("torch", dtype="fp32"),
-        (("_runtime/engine.py", "if not queries or not keys:", "if False:"),),
+        (("_runtime/agreement.py", "if not queries or not keys:", "if False:"),),
         checks.refuses_no_rows,
         (),
     ),

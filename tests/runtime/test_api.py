@@ -235,12 +235,12 @@ def test_labels(packages: Packages) -> None:
 def test_an_unchecked_wrong_label_gives_nan_everywhere(packages: Packages) -> None:
     """Labels on a device are looked at once only: afterwards a wrong one must not give finite numbers."""
     package = packages("infonce")
-    engine = sys.modules[f"{package.__name__}._runtime.engine"]
+    agreement = sys.modules[f"{package.__name__}._runtime.agreement"]
     q, k = features(20, grad=False)
     labels = torch.arange(20)
     labels[7] = 20
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_label_range", lambda *_: (0, -1))
+        patch.setattr(agreement, "_label_range", lambda *_: (0, -1))
         loss, dq, dk, dscale, _ = package.loss_and_grads(q, k, 2.0, labels=labels)
     assert loss.isnan() and dscale.isnan() and dk.isnan().all()
     assert dq[7].isnan().all()
@@ -344,12 +344,12 @@ def test_more_rows_per_rank_than_planned_are_announced(
     packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = packages("clip")
-    engine = sys.modules[f"{package.__name__}._runtime.engine"]
-    monkeypatch.setattr(engine, "_warned", set())
-    layout = engine.Layout(0, (200,), (200,))
-    planned = engine.Package(**{**vars(_bound(package)), "rows_per_rank": 100})
+    agreement = sys.modules[f"{package.__name__}._runtime.agreement"]
+    monkeypatch.setattr(agreement, "_warned", set())
+    layout = agreement.Layout(0, (200,), (200,))
+    planned = agreement.Package(**{**vars(_bound(package)), "rows_per_rank": 100})
     with pytest.warns(UserWarning, match="may take more memory than predicted"):
-        engine._check_sizes(planned, layout, False)
+        agreement._check_sizes(planned, layout, False)
 
 
 def _bound(package: ModuleType) -> Any:

@@ -130,7 +130,7 @@ MISMATCHES = {
     ),
     "scale": Mismatch({"scale": "large"}, "arguments of rank {v} are invalid|scale must be a number"),
     "no tensor": Mismatch({"listed": True}, "arguments of rank {v} are invalid|q must be"),
-    "device": Mismatch({"device": "meta"}, "arguments of rank {v} are invalid|device.type"),
+    "device": Mismatch({"device": "meta"}, "arguments of rank {v} are invalid|cannot carry meta tensors"),
     "a label that is no key": Mismatch(
         {"labels": [0, 1, 2, 99]}, "labels on rank {v} range from 0 to 99", LABELS, "infonce", "ValueError"
     ),

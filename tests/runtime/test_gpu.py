@@ -48,14 +48,43 @@ def test_selftest_passes(name: str) -> None:
 
 def test_a_wrong_label_on_the_device_is_an_error_until_labels_were_right_once_and_then_nan() -> None:
     module = importlib.import_module("infonce_a100")
-    engine = importlib.import_module("infonce_a100._runtime.engine")
+    agreement = importlib.import_module("infonce_a100._runtime.agreement")
     dim = module.SPEC["problem"]["dim"]
     q = torch.randn(100, dim, device="cuda").bfloat16()
     labels = torch.full((100,), 100, device="cuda")
-    engine._labels_checked_alone.clear()
+    agreement._labels_checked_alone.clear()
     for _ in range(2):
         with pytest.raises(ValueError, match="labels range from 100 to 100"):
             module.loss_and_grads(q, q, labels=labels)
     module.loss_and_grads(q, q, labels=torch.arange(100, device="cuda"))
     loss, dq, dk, dscale, _ = module.loss_and_grads(q, q, labels=labels)
     assert all(x.isnan().all() for x in (loss, dq, dk, dscale))
+
+
+def test_a_profilers_hooks_see_every_launch() -> None:
+    """Launches leave Triton's hooks out while nobody listens."""
+    from triton import knobs
+
+    module = importlib.import_module("clip_h200_d768")
+    q = torch.randn(100, 768, device="cuda").bfloat16()
+    module.loss_and_grads(q, q, 1.0)
+    entered: list[str] = []
+    left: list[str] = []
+    hooks = [
+        (knobs.runtime.launch_enter_hook, lambda metadata: entered.append(metadata.get()["name"])),
+        (knobs.runtime.launch_exit_hook, lambda metadata: left.append(metadata.get()["name"])),
+    ]
+    for chain, hook in hooks:
+        chain.add(hook)
+    try:
+        watched = module.loss_and_grads(q, q, 1.0)
+    finally:
+        for chain, hook in hooks:
+            chain.remove(hook)
+    assert entered == left and {"references", "forward", "merge", "gradient", "finish", "scalars"} <= set(
+        entered
+    )
+    seen = len(entered)
+    unwatched = module.loss_and_grads(q, q, 1.0)
+    assert len(entered) == len(left) == seen > 0
+    assert all(torch.equal(a, b) for a, b in zip(watched, unwatched, strict=True))

@@ -17,8 +17,8 @@ from . import pool as pools
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
 
-ENGINE, RING, ROUTE, GATHER, API = (
-    f"_runtime/{name}.py" for name in ("engine", "ring", "route", "gather", "api")
+AGREEMENT, ENGINE, RING, ROUTE, GATHER, API = (
+    f"_runtime/{name}.py" for name in ("agreement", "engine", "ring", "route", "gather", "api")
 )
 
 
@@ -92,7 +92,7 @@ BUGS = {
 }  # fmt: skip
 
 OTHER_BUGS: dict[str, tuple[Edit, ...]] = {
-    "mismatched ranks are not noticed": ((ENGINE, "if difference is not None:", "if False:"),),
+    "mismatched ranks are not noticed": ((AGREEMENT, "if difference is not None:", "if False:"),),
     "a group of one sends to itself": ((RING, "if dist.get_world_size(group) == 1:", "if False:"),),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infcl_gen.runtime import replay
-from infcl_gen.runtime.engine import Options
+from infcl_gen.runtime.package import Options
 
 
 @dataclasses.dataclass

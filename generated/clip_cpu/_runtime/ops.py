@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import engine, replay
-from .engine import Options, Package, Saved
+from .package import Options, Package, Saved
 from .ring import group_size
 
 _FORWARD = (

@@ -14,79 +14,21 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import agreement
 from . import ring as rings
+from .agreement import Agreement, OtherSizes
 from .gather import BackwardGather, ForwardGather
+from .package import Options, Package, Saved
 from .ring import Layout
 from .route import Route
 from .statistics import Statistics, clear, view
-
-_labels_checked_alone: set[str] = set()  # packages whose labels were looked at once, in a group of one
-_warned: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Package:
-    """One generated package: what it was made for, its derived mathematics and its device sweep."""
-
-    name: str
-    digest: str
-    loss_name: str
-    dtype: torch.dtype
-    dim: int
-    batch_size: int
-    key_count: int
-    world_size: int  # planned
-    route: Route  # for that many ranks
-    rows_per_rank: int
-    keys_per_rank: int
-    any_device: bool  # False: Triton kernels, for CUDA and ROCm
-    replay: bool  # recorded CUDA graphs
-    product_precision: str  # of fp32 library products: "ieee" or "tf32"
-    regenerate: str  # the command for another problem
-    loss: Any
-    schedule: Any
-
-    @property
-    def labelled(self) -> bool:
-        return bool(self.loss.POSITIVES == "label")
-
-
-class Options(NamedTuple):
-    """How a call wants its result: `grad_sync` "mean" or "sum" (module docstring); `reduction` "mean" or "sum" (times
-    M); `check_ranks` "first", "always" or "never" (`contrastive_loss`); `unrounded`: dq and dk in the statistics dtype,
-    as they are accumulated, for features that were wider before autocast."""
-
-    group_name: str = ""
-    grad_sync: str = "mean"
-    reduction: str = "mean"
-    check_ranks: str = "first"
-    unrounded: bool = False
-
-
-class Saved(NamedTuple):
-    """What backward needs of forward, besides the inputs.
-
-    query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
-    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; where gradients are wanted, of a gather
-                      (2, planned keys): those of all ranks come first; of a ring those of `stash` follow
-    stash             what the sweep keeps of the tile matrix; of a gather the keys of all ranks, of a ring those that
-                      visit last; (0,) if nothing, or if it stayed in a recording (replay.py)
-    layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
-                      is compared; for a group of one (0, 3), on the device
-    """
-
-    query_statistics: Tensor
-    key_statistics: Tensor
-    stash: Tensor
-    layout: Tensor
 
 
 def forward(
@@ -109,19 +51,15 @@ def forward(
     ring = rings.find_ring(options.group_name)
     arguments = (q, k, scale, bias, labels, options, gradients)
     if ring is None:
-        layout = Layout(0, (q.shape[0],), (k.shape[0],))
-        _check_sizes(package, layout, labels is not None)
-        _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
-        _remember_labels(package, labels, _labels_checked_alone)
-        return _forward(package, None, layout, *arguments)
-    agreement = _Agreement(package, ring, q, k, labels, options, gradients)
+        return _forward(package, None, agreement.layout_alone(package, q, k, labels, options), *arguments)
+    agreed = Agreement(package, ring, q, k, labels, options, gradients)
     guess = ring.layouts.get(package.digest)
     own = (q.shape[0], k.shape[0])
     if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == own:
         # As in the last call: what is done before anything is sent need not wait for the others' answers.
-        with contextlib.suppress(_OtherSizes):
-            return _forward(package, ring, guess, *arguments, ask=lambda: lambda: agreement.expect(guess))
-    return _forward(package, ring, agreement.layout(), *arguments)
+        with contextlib.suppress(OtherSizes):
+            return _forward(package, ring, guess, *arguments, ask=lambda: lambda: agreed.expect(guess))
+    return _forward(package, ring, agreed.layout(), *arguments)
 
 
 def _forward(
@@ -280,11 +218,11 @@ def backward(
         sizes = saved.layout.tolist()
         layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
         # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
-        header = _header(package, q, k, labels, options, 0, (0, -1))
+        header = agreement.header(package, q, k, labels, options, 0, (0, -1))
 
         def ask() -> Callable[[], None]:
             answers = ring.ask(header, "backward", call=sizes[0][2])
-            return lambda: _compare(answers())
+            return lambda: agreement.compare(answers())
 
     with _device_state(package, q.device):
         weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
@@ -519,173 +457,6 @@ class _Backward:
         )  # fmt: skip
 
 
-def announce_rejection(package: Package, q: object, k: object, labels: object, options: Options) -> None:
-    """Tells the other ranks that this one is about to raise for its own arguments, so that they raise too.
-
-    Raises RuntimeError if the reason is one that the ranks can name together (such as differing dtypes).
-    """
-    ring = rings.find_ring(options.group_name)
-    if ring is not None:
-        header = _header(package, q, k, labels, options, 0, (0, -1), accepted=False)
-        difference = rings.disagreement(ring.exchange(header))
-        if difference is not None and "differs" in difference:
-            raise RuntimeError(f"ranks disagree: {difference}")
-
-
-class _OtherSizes(Exception):
-    """The ranks' rows and keys are not those of the last call."""
-
-
-class _Agreement:
-    """What ranks tell each other at the start of a forward: asked at once, looked at when something depends on it."""
-
-    def __init__(
-        self,
-        package: Package,
-        ring: rings.Ring,
-        q: Tensor,
-        k: Tensor,
-        labels: Tensor | None,
-        options: Options,
-        gradients: int,
-    ) -> None:
-        try:
-            ring.check_device(q.device)
-        except ValueError:
-            announce_rejection(package, q, k, labels, options)
-            raise
-        label_range = _label_range(package, labels, ring.labels_checked, options)
-        self._package, self._ring, self._labels = package, ring, labels
-        self._answers = ring.ask(_header(package, q, k, labels, options, gradients, label_range))
-        self._layout: Layout | None = None
-
-    def layout(self) -> Layout:
-        """Everybody's sizes, after comparing what must be equal and checking what must fit."""
-        if self._layout is None:
-            headers, ring = self._answers(), self._ring
-            _compare(headers)
-            rows, keys = (tuple(header[name] for header in headers) for name in ("rows", "keys"))
-            layout = Layout(ring.rank, rows, keys)
-            _check_sizes(self._package, layout, self._labels is not None)
-            _check_labels([(header["first label"], header["last label"]) for header in headers], layout)
-            _remember_labels(self._package, self._labels, ring.labels_checked)
-            ring.layouts[self._package.digest] = self._layout = layout
-        return self._layout
-
-    def expect(self, guess: Layout) -> None:
-        """Raises _OtherSizes if the sizes are others, and whatever `layout` raises."""
-        if self.layout() != guess:
-            raise _OtherSizes
-
-
-def _compare(headers: list[dict[str, Any]]) -> None:
-    """Raises RuntimeError where the ranks must not go on together; on all of them, since all have the same headers.
-
-    The fingerprint is in every header: two packages that both were agreed on may meet in one call.
-    """
-    difference = rings.disagreement(
-        headers, only_order=not any(header["ranks compared"] for header in headers)
-    )
-    if difference is not None:
-        raise RuntimeError(f"ranks disagree: {difference}")
-
-
-def _header(
-    package: Package,
-    q: object,
-    k: object,
-    labels: object,
-    options: Options,
-    gradients: int,
-    label_range: tuple[int, int],
-    accepted: bool = True,
-) -> Mapping[str, Any]:
-    # Of what is no tensor nothing differs: that the arguments were not accepted is what the others are to hear.
-    nothing = torch.empty(0, package.dim, dtype=package.dtype)
-    features, keys = (x if isinstance(x, Tensor) else nothing for x in (q, k))
-    return {
-        "accepted": accepted,
-        "package digest": package.digest[:14],
-        "torch version": str(torch.__version__)[:14],
-        "loss": package.loss_name[:14],
-        "dtype": str(features.dtype if features.dtype != package.dtype else keys.dtype).removeprefix(
-            "torch."
-        ),
-        "embedding dimension": features.shape[-1] if features.dim() else 0,
-        "ranks compared": options.check_ranks != "never",
-        "labels given": labels is not None,
-        "gradients wanted": gradients,
-        "differentiated": gradients != 0,
-        "grad_sync": str(options.grad_sync),
-        "reduction": str(options.reduction),
-        "rows": features.shape[0] if features.dim() else 0,
-        "keys": keys.shape[0] if keys.dim() else 0,
-        "first label": label_range[0],
-        "last label": label_range[1],
-    }
-
-
-def _check_sizes(package: Package, layout: Layout, labels_given: bool) -> None:
-    """From global figures only, so that every rank comes to the same conclusion."""
-    queries, keys = sum(layout.rows), sum(layout.keys)
-    if not queries or not keys:
-        raise ValueError(f"the batch needs at least one query and one key; it has {queries} and {keys}")
-    if queries > package.batch_size or keys > package.key_count:
-        sizes = {"queries": max(queries, package.batch_size), "keys": max(keys, package.key_count)}
-        raise ValueError(
-            f"{package.name} was generated for at most {package.batch_size} queries and {package.key_count} keys, but "
-            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(**sizes)}"
-        )
-    if not package.labelled and queries != keys:
-        raise ValueError(
-            f"{package.loss_name} pairs query i with key i, but there are {queries} queries and {keys} keys"
-        )
-    if package.labelled and not labels_given and queries > keys:
-        raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
-    ranks = len(layout.rows)
-    over = max(layout.rows) > package.rows_per_rank or max(layout.keys) > package.keys_per_rank
-    if (over or ranks > package.world_size == 1) and package.digest not in _warned:
-        _warned.add(package.digest)
-        warnings.warn(
-            f"{package.name} was planned for {package.world_size} rank(s) of at most {package.rows_per_rank} queries "
-            f"and {package.keys_per_rank} keys; {ranks} of up to {max(layout.rows)} and {max(layout.keys)} may take "
-            "more memory than predicted (--devices plans a ring)",
-            stacklevel=2,
-        )
-
-
-def _label_range(
-    package: Package, labels: Tensor | None, checked: set[str], options: Options
-) -> tuple[int, int]:
-    """Smallest and largest label of this rank; (0, -1) if there is none, or where looking would stall the device.
-
-    Labels on a device are looked at on first use only, unless `check_ranks` is "always"; later an out-of-range label
-    gives NaN.
-    """
-    if labels is None or not labels.numel():
-        return 0, -1
-    if labels.device.type != "cpu" and package.digest in checked and options.check_ranks != "always":
-        return 0, -1
-    first, last = torch.aminmax(labels)
-    return int(first), int(last)
-
-
-def _remember_labels(package: Package, labels: Tensor | None, checked: set[str]) -> None:
-    """Labels on a device have been looked at, and were right."""
-    if labels is not None and labels.numel() and labels.device.type != "cpu":
-        checked.add(package.digest)
-
-
-def _check_labels(ranges: list[tuple[int, int]], layout: Layout) -> None:
-    keys = sum(layout.keys)
-    for rank, (first, last) in enumerate(ranges):
-        if last >= keys or first < 0:
-            where = f" on rank {rank}" if len(ranges) > 1 else ""
-            raise ValueError(
-                f"labels{where} range from {first} to {last}; there are {keys} keys (0..{keys - 1})"
-            )
-
-
 def _positives(package: Package, layout: Layout, labels: Tensor | None, device: torch.device) -> Tensor | int:
     """The global index of each query's positive: an int64 tensor, or for "diagonal" losses that of local row 0."""
     offset = layout.row_offset()
@@ -702,12 +473,13 @@ def _weight(layout: Layout, options: Options) -> float:
     return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
 
 
-def _device_state(package: Package, device: torch.device) -> contextlib.ExitStack:
+@contextlib.contextmanager
+def _device_state(package: Package, device: torch.device) -> Iterator[None]:
     """No graph, no autocast (it would round inside the sweep), and the tensors' device current.
 
     Each costs microseconds on the host, which the device waits for: only what is not so already is changed.
     """
-    with contextlib.ExitStack() as state:  # what has been entered is left again if the next fails
+    with contextlib.ExitStack() as state:
         if torch.is_grad_enabled():
             state.enter_context(torch.no_grad())
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -717,8 +489,7 @@ def _device_state(package: Package, device: torch.device) -> contextlib.ExitStac
         if package.dtype == torch.float32 or device.type == "cpu":  # where the switch has a say
             products = _precisions[device.type == "cuda"].of_products(package.product_precision)
             state.enter_context(products)
-        entered = state.pop_all()
-    return entered
+        yield
 
 
 class _Precision:

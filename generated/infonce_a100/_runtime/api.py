@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import engine, replay
-from .engine import Options, Package
+from . import replay
+from .agreement import announce_rejection
 from .launch import INTERPRETED
 from .ops import Operators, cast, differentiable, register, traced, wanted
+from .package import Options, Package
 from .ring import ALONE, resolve
 from .route import planned_route
 
@@ -243,7 +244,7 @@ def _prepare(
         return _converted(package, q, k, scale, bias, labels)
     except Exception:  # also torch's own, such as RuntimeError for a device or for want of memory
         if not torch.compiler.is_compiling():
-            engine.announce_rejection(package, q, k, labels, options)
+            announce_rejection(package, q, k, labels, options)
         raise
 
 
@@ -274,9 +275,8 @@ def _converted(
         raise ValueError(
             f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu"
         )
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == package.dtype
     for name, x in (("q", q), ("k", k)):
-        if x.dtype != package.dtype and not (autocast and x.is_floating_point()):
+        if x.dtype != package.dtype and not (x.is_floating_point() and _autocast_to(package, device)):
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "regenerate the package with another --dtype"
@@ -288,6 +288,11 @@ def _converted(
         _scalar("bias", 0.0 if bias is None else bias, package, q),
     )
     return q, k, scale, bias
+
+
+def _autocast_to(package: Package, device: str) -> bool:
+    """Whether features of other dtypes are cast to the package's."""
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == package.dtype
 
 
 def _check_labels(package: Package, q: Tensor, labels: Tensor) -> None:

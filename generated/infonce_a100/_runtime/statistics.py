@@ -34,7 +34,10 @@ def clear(pair: Tensor) -> Statistics:
 
 def view(pair: Tensor, start: int = 0, stop: int | None = None) -> Statistics:
     """Columns `start` to `stop` of a (2 or more, rows) tensor as statistics, without a copy."""
-    return Statistics(pair[0, start:stop], pair[1, start:stop])
+    exponent, mantissa, *_ = pair.unbind()
+    if start == 0 and stop is None:
+        return Statistics(exponent, mantissa)
+    return Statistics(exponent[start:stop], mantissa[start:stop])
 
 
 def merge(into: Statistics, exponent: Tensor, total: Tensor) -> None:

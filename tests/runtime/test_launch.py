@@ -1,0 +1,150 @@
+"""How kernels start, under the installed Triton and without a GPU: what its launchers are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from infcl_gen.runtime import launch
+from infcl_gen.runtime.launch import Descriptor, descriptor, operands
+
+pytest.importorskip("triton")
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What Triton gives for a kernel that it has compiled, and keeps what it is launched with."""
+
+    function: str = "function"
+    packed_metadata: str = "metadata"
+    runs: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    through_triton: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+
+    def run(self, *given: Any) -> None:
+        self.runs.append(given)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *given: self.through_triton.append((grid, *given))
+
+
+class Kernel:
+    arg_names = ("x", "k", "n", "MASKED", "WIDEN")
+
+    def __init__(self) -> None:
+        self.compiled: list[Compiled] = []
+        self.given: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_and_start(*arguments: Any, **options: Any) -> Compiled:
+            self.given.append(arguments)
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
+
+        return compile_and_start
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(launch, "_launchers", {})
+    yield
+
+
+OPTIONS = {"WIDEN": False, "MASKED": True, "num_warps": 4}
+
+
+def test_the_second_launch_takes_addresses_and_calls_nobody() -> None:
+    kernel, x, k = Kernel(), torch.zeros(64), torch.zeros(64)
+    for _ in range(3):
+        launch.launch(kernel, (5,), x, k, 48, **OPTIONS)
+    (compiled,) = kernel.compiled
+    assert kernel.given == [(x, k, 48)] and not compiled.through_triton
+    constants = (True, False)  # in the order of the kernel's arguments
+    start = ((5, 1, 1), 7, "function", "metadata", None, None, None)
+    wanted = (*start[0], *start[1:], x.data_ptr(), k.data_ptr(), 48, *constants)
+    assert compiled.runs == [wanted] * 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.zeros(64, dtype=torch.float64), 48),
+        (torch.zeros(65)[1:], 48),
+        (torch.zeros(64), 1),
+        (torch.zeros(64), 47),
+        (torch.zeros(64), 1 << 36),
+        (torch.zeros(64), 48.0),
+    ],
+    ids=["dtype", "alignment", "one", "divisibility", "wide", "float"],
+)
+def test_what_triton_specialises_on_is_compiled_anew(other: tuple[Any, Any]) -> None:
+    kernel, k = Kernel(), torch.zeros(64)
+    launch.launch(kernel, (5,), torch.zeros(64), k, 48, **OPTIONS)
+    launch.launch(kernel, (5,), torch.zeros(32), k, 32, **OPTIONS)
+    assert len(kernel.compiled) == 1, "alike"
+    launch.launch(kernel, (5,), other[0], k, other[1], **OPTIONS)
+    assert len(kernel.compiled) == 2
+
+
+def test_options_and_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    launch.launch(kernel, (5,), x, x, 48, **OPTIONS)
+    launch.launch(kernel, (5,), x, x, 48, **{**OPTIONS, "MASKED": False})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    launch.launch(kernel, (5,), x, x, 48, **OPTIONS)
+    launch.launch(Kernel(), (5,), x, x, 48, **OPTIONS)
+    assert len(kernel.compiled) == 3
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_profilers_hook_goes_through_triton(
+    name: str, plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+
+    kernel, x = Kernel(), torch.zeros(64)
+    for _ in range(2):
+        launch.launch(kernel, (5, 2), x, x, 48, **OPTIONS)
+    (compiled,) = kernel.compiled
+    if plain:  # as older profilers set it
+        monkeypatch.setattr(knobs.runtime, name, print)
+    else:
+        monkeypatch.setattr(getattr(knobs.runtime, name), "calls", [print])
+    launch.launch(kernel, (5, 2), x, x, 48, **OPTIONS)
+    assert len(compiled.runs) == 1
+    assert compiled.through_triton == [((5, 2, 1), x.data_ptr(), x.data_ptr(), 48, True, False)]
+
+
+def test_a_descriptor_is_compiled_for_as_tritons_own() -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kernel, x = Kernel(), torch.zeros(64, 32, dtype=torch.bfloat16)
+    q_side, k_side, legal = operands(x, [16, 32], x, [32, 32], True)
+    assert legal
+    for _ in range(2):
+        launch.launch(kernel, (5,), q_side.source, k_side.source, 48, **OPTIONS)
+    assert kernel.given == [
+        (TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(x, [32, 32]), 48)
+    ]
+    assert kernel.compiled[0].runs[0][-5:-2] == (q_side.source, k_side.source, 48)
+
+
+def test_a_descriptor_has_what_this_tritons_launchers_read() -> None:
+    from triton.backends.nvidia import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    x = torch.zeros(64, 32, dtype=torch.bfloat16)
+    ours, theirs = descriptor(x, [16, 32]), TensorDescriptor.from_tensor(x, [16, 32])
+    names = {field.name for field in dataclasses.fields(TensorDescriptor)}
+    assert names <= set(Descriptor._fields), "a launcher of this Triton may read more than it is given"
+    for name in names - {"base"}:
+        assert getattr(ours, name) == getattr(theirs, name)
+    plain, given = (driver.make_tensordesc_arg(one, None) for one in (theirs, ours))
+    assert plain[0] is given[0] and plain[1:] == given[1:]
