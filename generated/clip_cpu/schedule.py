@@ -36,6 +36,11 @@ POSITIVE_PARTS = 1  # what is kept of each query's positive: z
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
 
 
+def start_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, stash: Tensor | None = None) -> Scratch:
+    """The scratch of a `forward_block` with these arguments. Its work does not begin before it is called."""
+    return Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
+
+
 def forward_block(
     q: Tensor,
     k: Tensor,
@@ -49,6 +54,7 @@ def forward_block(
     fresh: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
+    started: Scratch | None = None,
 ) -> None:
     """Adds the logits of q x k to the statistics of the rows and keys, and notes z of the positives.
 
@@ -56,11 +62,12 @@ def forward_block(
     positives: the global index of the positive of row 0; row i has the i-th after it.
     queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
     fresh: neither was ever written. `stash` is for other strategies. arrive(): called before `keys` is touched, which may be on its way until then.
+    started: what `start_forward` gave, if it was called.
     """
     if fresh:
         queries.mantissa.zero_()
         keys.mantissa.zero_()
-    scratch = Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
+    scratch = started or start_forward(q, k, scale, bias)
     for i in range(0, len(q), FORWARD_ROWS):
         rows = slice(i, i + FORWARD_ROWS)
         q_panel = scratch.queries(q[rows])

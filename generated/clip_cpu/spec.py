@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ca0ec6da18b7e0bb13825d4ec6c81d90e559c93b6ec82c3de2faeba637ae1729",
+    "digest": "ae16bbec79ffcbc4ca59702776605348e151b7a4faa1ac7492c72fcace779962",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

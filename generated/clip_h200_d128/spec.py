@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "2931a0e0269d162b863f87a8c1c344f17bd3e2bd8e9822de7c729621355c7f25",
+    "digest": "fe85fce8ea5945ea2fd9973e05fd6c6ef5630d2d79c12608aa156aa1d5b20bf5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

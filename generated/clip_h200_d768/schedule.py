@@ -36,28 +36,37 @@ def stash_shape(m, n):
     return None
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh=False, stash=None, arrive=None):
-    """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
-
-    scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
-    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
-    fresh: neither was ever written.  arrive(): called before `keys` is touched, which may be on its way until then.
-    """
-    m, n = q.shape[0], k.shape[0]
-    rows_max, keys_max = min(m, FORWARD_ROWS), min(n, FORWARD_KEYS)
+def start_forward(q, k, scale, bias, stash=None):
+    """The scratch of a `forward_block` with these arguments, and its first panel, which is at work there."""
+    rows_max, keys_max = min(q.shape[0], FORWARD_ROWS), min(k.shape[0], FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
     row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device).unbind()
     strips = min(cdiv(rows_max, kernels.FORWARD_ROWS.value), FORWARD_STRIPS)
     key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device).unbind()
     flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
     reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
+    scratch = (row_parts, key_parts, reference, flags)
+    return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
+
+
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh=False, stash=None, arrive=None, started=None):
+    """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
+
+    scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
+    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
+    fresh: neither was ever written.  arrive(): called before `keys` is touched, which may be on its way until then.
+    started: what `start_forward` gave, if it was called.
+    """
+    m, n = q.shape[0], k.shape[0]
+    scratch, first_panel = started or start_forward(q, k, scale, bias, stash)
+    row_parts, key_parts, *_ = scratch
     for row0 in range(0, m, FORWARD_ROWS):
-        q_panel = panel(q, row0, FORWARD_ROWS)
+        rows = slice(row0, min(row0 + FORWARD_ROWS, m))
         for key0 in range(0, n, FORWARD_KEYS):
-            k_panel = panel(k, key0, FORWARD_KEYS)
-            strip = _forward_panel(q_panel, k_panel, scale, bias, row_parts, key_parts, reference, flags)
-            # What the device is not waiting for comes after its longest kernel has started.
-            rows = slice(row0, row0 + q_panel.shape[0])
+            if row0 or key0:
+                q_panel, k_panel, strip = _forward_panel(q, k, row0, key0, scale, bias, scratch)
+            else:
+                q_panel, k_panel, strip = first_panel
             own = Statistics(queries.exponent[rows], queries.mantissa[rows])
             columns = slice(key0, key0 + k_panel.shape[0])
             visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
@@ -127,8 +136,10 @@ def scalar_gradients(dots, scale, bias, upstream, weight, rows):
     return dscale, dbias
 
 
-def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
-    """The partial sums of one panel. Returns the row blocks of a strip."""
+def _forward_panel(q, k, row0, key0, scale, bias, scratch):
+    """Starts the partial sums of one panel. Returns its queries and keys, and the row blocks of a strip."""
+    row_parts, key_parts, reference, flags = scratch
+    q, k = panel(q, row0, FORWARD_ROWS), panel(k, key0, FORWARD_KEYS)
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
     depth = kernels.FORWARD_DEPTH.value
@@ -150,7 +161,7 @@ def _forward_panel(q, k, scale, bias, row_parts, key_parts, reference, flags):
         q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
         *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
-    return strip
+    return q, k, strip
 
 
 def _merge(m, n, strip, row_parts, queries, fresh_queries, key_parts, keys, fresh_keys):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "9a914ce3df3b67f02d983ca58bd637d779d4d102f1d6d8118335863e5f290509",
+    "digest": "47d7bc991babcc4dac04b45a37a1443c49213d7e00e4805f16eb504f7cc6b32c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

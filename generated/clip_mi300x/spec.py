@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "668f2d9f36596083fa188f65600e3a1fa4a1fb07d444792586ea7df90a5588c0",
+    "digest": "c0b37c9e91a68bc182211f2726b69264776c9515f8ea1f5a6c7039bb79dca398",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "20da8605f92c619e7b0b60e87eee0672697828a0214d0d1fa127c8a609b95856",
+    "digest": "b059962ba4bbb2a04ec91286ec46142aed6494a49eb2e387563dce747114e73c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

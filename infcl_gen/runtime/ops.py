@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import engine, replay
+from .engine import Begun
 from .package import Options, Package, Saved
 from .ring import group_size
 
@@ -56,9 +57,11 @@ class _Loss(torch.autograd.Function):
         package: Package,
         options: Options,
         gradients: int,
+        begun: Begun | None,
     ) -> Tensor:
         # With `ctx` here, and no setup_context, torch does not look up this signature at each call: 65 us of the host.
-        loss, saved = replay.forward(package, *cast(package, q, k), scale, bias, labels, options, gradients)
+        features = package.cast(q, k) if begun is None else (begun.q, begun.k)
+        loss, saved = replay.forward(package, *features, scale, bias, labels, options, gradients, begun)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, scale, bias, labels, *saved)
         ctx.package, ctx.options = package, options
@@ -68,14 +71,15 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *unused: object) -> Any:
         q, k, scale, bias, labels, *saved = ctx.saved_tensors
         if upstream is None:
-            return (None,) * 8
-        tensors = (upstream, *cast(ctx.package, q, k), scale, bias)
+            return (None,) * len(ctx.needs_input_grad)
+        package: Package = ctx.package
+        tensors = (upstream, *package.cast(q, k), scale, bias)
         if torch.is_grad_enabled():  # create_graph
-            gradients: Any = _Gradients.apply(*tensors, labels, ctx.package, Saved(*saved), ctx.options)
+            gradients: Any = _Gradients.apply(*tensors, labels, package, Saved(*saved), ctx.options)
         else:
-            gradients = replay.backward(ctx.package, *tensors, labels, Saved(*saved), ctx.options)
+            gradients = replay.backward(package, *tensors, labels, Saved(*saved), ctx.options)
         wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*wanted, *(None,) * 4)
+        return (*wanted, *(None,) * (len(ctx.needs_input_grad) - 4))
 
 
 class _TransformedLoss(_Loss):
@@ -83,7 +87,7 @@ class _TransformedLoss(_Loss):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        q, k = cast(inputs[5], *inputs[:2])
+        q, k = inputs[5].cast(*inputs[:2])
         loss, saved = replay.forward(inputs[5], q, k, *inputs[2:5], *inputs[6:])
         return (loss, *saved)
 
@@ -151,9 +155,11 @@ def differentiable(
         if torch._C._are_functorch_transforms_active():
             loss = _TransformedLoss.apply(*inputs)[0]
         else:
-            loss = _Loss.apply(*inputs)
+            # Before autograd is asked, which takes the host as long as it does to start the first kernels.
+            begun = replay.begin(package, q, k, scale, bias, labels, options, gradients)
+            loss = _Loss.apply(*inputs, begun)
     else:
-        loss = replay.forward(package, *cast(package, q, k), scale, bias, labels, options, gradients)[0]
+        loss = replay.forward(package, *package.cast(q, k), scale, bias, labels, options, gradients)[0]
     return loss
 
 
@@ -161,11 +167,6 @@ def wanted(package: Package, q: Tensor, k: Tensor, options: Options) -> Options:
     """The options for features as they are before they are cast."""
     unrounded = not q.dtype == k.dtype == package.dtype
     return options if unrounded == options.unrounded else options._replace(unrounded=unrounded)
-
-
-def cast(package: Package, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The features in the package's dtype."""
-    return q.to(package.dtype), k.to(package.dtype)
 
 
 def _in_schema(options: Options) -> tuple[str, ...]:
@@ -206,7 +207,7 @@ def _define(package: Package, namespace: str) -> None:
         gradients: int,
     ) -> tuple[Tensor, ...]:
         options = Options(group_name, grad_sync, reduction, check_ranks)
-        features = cast(package, q, k)
+        features = package.cast(q, k)
         loss, saved = replay.unrecorded_forward(package, *features, scale, bias, labels, options, gradients)
         return (loss, *saved)
 
@@ -228,7 +229,7 @@ def _define(package: Package, namespace: str) -> None:
     ) -> tuple[Tensor, ...]:
         saved = Saved(query_statistics, key_statistics, stash, layout)
         options = wanted(package, q, k, Options(group_name, grad_sync, reduction, check_ranks))
-        inputs = (upstream, *cast(package, q, k), scale, bias, labels, saved, options)
+        inputs = (upstream, *package.cast(q, k), scale, bias, labels, saved, options)
         dq, dk, *scalars = engine.backward(package, *inputs)
         return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
 

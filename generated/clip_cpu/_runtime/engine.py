@@ -31,6 +31,42 @@ from .route import Route
 from .statistics import Statistics, clear, view
 
 
+class Begun:
+    """A forward of a group of one that is under way: its first kernels run while the host prepares the rest."""
+
+    def __init__(self, layout: Layout, q: Tensor, k: Tensor, stash: Tensor, started: Any) -> None:
+        self.layout, self.q, self.k, self.stash = layout, q, k, stash
+        self._started = started
+
+    def take(self) -> Any:
+        """What `schedule.start_forward` gave; who takes it is the only one to hold its memory."""
+        started, self._started = self._started, None
+        return started
+
+
+def begin(
+    package: Package,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    gradients: int,
+) -> Begun:
+    """Begins a `forward` of a group of one: all that its first kernels need, and nothing that they do not wait for.
+
+    Arguments and errors as there, but for q and k, which are cast to the package's dtype.
+    """
+    layout = agreement.layout_alone(package, q, k, labels, options)
+    with _device_state(package, q.device):
+        q, k = package.cast(q, k)
+        kept, _ = kept_sizes(package, 1, q.shape[0], k.shape[0], bool(gradients))
+        stash = q.new_empty(kept)
+        tiles = stash if stash.numel() else None
+        return Begun(layout, q, k, stash, package.schedule.start_forward(q, k, scale, bias, tiles))
+
+
 def forward(
     package: Package,
     q: Tensor,
@@ -40,18 +76,20 @@ def forward(
     labels: Tensor | None,
     options: Options,
     gradients: int,
+    begun: Begun | None = None,
 ) -> tuple[Tensor, Saved]:
     """This rank's loss (0-dim, statistics dtype) and what backward needs.
 
     q (m, D), k (n, D) of the package's dtype on one device, any strides, m and n possibly 0 in a ring; scale, bias
     0-dim, statistics dtype, on that device; labels int64 (m,), global, or None; `gradients`: bits of the inputs that
-    want one, 0 if none does. Raises, on every rank, ValueError for sizes that the package cannot take and RuntimeError
-    where ranks disagree.
+    want one, 0 if none does; `begun`: what `begin` gave for the same, if it was called. Raises, on every rank,
+    ValueError for sizes that the package cannot take and RuntimeError where ranks disagree.
     """
-    ring = rings.find_ring(options.group_name)
     arguments = (q, k, scale, bias, labels, options, gradients)
+    ring = None if begun else rings.find_ring(options.group_name)
     if ring is None:
-        return _forward(package, None, agreement.layout_alone(package, q, k, labels, options), *arguments)
+        begun = begun or begin(package, *arguments)
+        return _forward(package, None, begun.layout, *arguments, begun=begun)
     agreed = Agreement(package, ring, q, k, labels, options, gradients)
     guess = ring.layouts.get(package.digest)
     own = (q.shape[0], k.shape[0])
@@ -74,8 +112,9 @@ def _forward(
     options: Options,
     gradients: int,
     ask: rings.Asking | None = None,
+    begun: Begun | None = None,
 ) -> tuple[Tensor, Saved]:
-    """`ask`: what the others still have to say (`ring.Asking`)."""
+    """`ask`: what the others still have to say (`ring.Asking`). `begun`: of a group of one."""
     call = 0 if ring is None else ring.trips
     rows, keys = q.shape[0], k.shape[0]
     schedule = package.schedule
@@ -87,11 +126,12 @@ def _forward(
             positive.fill_(math.nan)
         kept, columns = kept_sizes(package, 1 if ring is None else ring.size, rows, keys, bool(gradients))
         key_statistics = q.new_empty((2, columns), dtype=schedule.STATISTICS_DTYPE)
-        stash = q.new_empty(kept)
+        stash = q.new_empty(kept) if begun is None else begun.stash
         own = view(key_statistics) if package.loss.HAS_KEYS else None
         if ring is None:
             arguments = (q, k, scale, bias, positives, 0, queries, own, positive)
-            schedule.forward_block(*arguments, fresh=True, stash=stash if stash.numel() else None)
+            tiles = stash if stash.numel() else None
+            schedule.forward_block(*arguments, fresh=True, stash=tiles, started=begun and begun.take())
         else:
             clear(query_statistics[:2])
             trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), ask)
@@ -473,23 +513,26 @@ def _weight(layout: Layout, options: Options) -> float:
     return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
 
 
-@contextlib.contextmanager
-def _device_state(package: Package, device: torch.device) -> Iterator[None]:
+def _device_state(package: Package, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """No graph, no autocast (it would round inside the sweep), and the tensors' device current.
 
     Each costs microseconds on the host, which the device waits for: only what is not so already is changed.
     """
+    changes: list[contextlib.AbstractContextManager[Any]] = []
+    if torch.is_grad_enabled():
+        changes.append(torch.no_grad())
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        changes.append(torch.cuda.device(device))
+    if torch.is_autocast_enabled(device.type):
+        changes.append(torch.autocast(device.type, enabled=False))
+    if package.dtype == torch.float32 or device.type == "cpu":  # where the switch has a say
+        changes.append(_precisions[device.type == "cuda"].of_products(package.product_precision))
+    if len(changes) == 1:
+        return changes[0]
     with contextlib.ExitStack() as state:
-        if torch.is_grad_enabled():
-            state.enter_context(torch.no_grad())
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            state.enter_context(torch.cuda.device(device))
-        if torch.is_autocast_enabled(device.type):
-            state.enter_context(torch.autocast(device.type, enabled=False))
-        if package.dtype == torch.float32 or device.type == "cpu":  # where the switch has a say
-            products = _precisions[device.type == "cuda"].of_products(package.product_precision)
-            state.enter_context(products)
-        yield
+        for change in changes:
+            state.enter_context(change)
+        return state.pop_all()
 
 
 class _Precision:

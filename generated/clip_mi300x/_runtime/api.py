@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import replay
 from .agreement import announce_rejection
 from .launch import INTERPRETED
-from .ops import Operators, cast, differentiable, register, traced, wanted
+from .ops import Operators, differentiable, register, traced, wanted
 from .package import Options, Package
 from .ring import ALONE, resolve
 from .route import planned_route
@@ -222,7 +222,7 @@ def _loss_and_grads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, k, scale, bias = _prepare(package, q, k, scale, bias, labels, options)
     options = wanted(package, q, k, options)
-    tensors = (*cast(package, q, k), scale, bias)
+    tensors = (*package.cast(q, k), scale, bias)
     loss, saved = replay.forward(package, *tensors, labels, options, gradients=0b1111)
     dq, dk, dscale, dbias = replay.backward(package, torch.ones_like(loss), *tensors, labels, saved, options)
     return loss, dq.to(q.dtype), dk.to(k.dtype), dscale, dbias

@@ -37,6 +37,10 @@ class Package:
     def labelled(self) -> bool:
         return bool(self.loss.POSITIVES == "label")
 
+    def cast(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The features in the package's dtype."""
+        return q.to(self.dtype), k.to(self.dtype)
+
 
 class Options(NamedTuple):
     """How a call wants its result: `grad_sync` "mean" or "sum" (docstring of engine.py); `reduction` "mean" or "sum"
