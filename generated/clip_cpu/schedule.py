@@ -37,7 +37,7 @@ GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling agains
 
 
 def start_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, stash: Tensor | None = None) -> Scratch:
-    """The scratch of a `forward_block` with these arguments. Its work does not begin before it is called."""
+    """The scratch of a `forward_block` with these arguments; nothing is at work yet."""
     return Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
 
 
@@ -67,7 +67,7 @@ def forward_block(
     if fresh:
         queries.mantissa.zero_()
         keys.mantissa.zero_()
-    scratch = started or start_forward(q, k, scale, bias)
+    scratch = start_forward(q, k, scale, bias) if started is None else started
     for i in range(0, len(q), FORWARD_ROWS):
         rows = slice(i, i + FORWARD_ROWS)
         q_panel = scratch.queries(q[rows])

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ae16bbec79ffcbc4ca59702776605348e151b7a4faa1ac7492c72fcace779962",
+    "digest": "05ec2549c8cc26d04e273cf0e377b5c05133d046a5dc6e4f64ad72ae9ecdb308",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

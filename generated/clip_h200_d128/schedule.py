@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from . import kernels
 from ._runtime.launch import INTERPRETED, cdiv, launch, operands, panel, strip_blocks
@@ -28,6 +31,15 @@ FORWARD_PROGRAMS = 264  # that run at once
 DESCRIPTORS = True  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
 
 
+class ForwardScratch(NamedTuple):
+    """What a forward panel is computed in."""
+
+    row_parts: tuple[Tensor, Tensor]  # exponents and sums (key blocks, rows)
+    key_parts: tuple[Tensor, Tensor]  # and (strips, keys)
+    reference: Tensor  # of each block of keys
+    flags: Tensor  # of each strip, whether its range is wide
+
+
 def stash_shape(m, n):
     """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
     return None
@@ -42,7 +54,7 @@ def start_forward(q, k, scale, bias, stash=None):
     key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device).unbind()
     flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
     reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
-    scratch = (row_parts, key_parts, reference, flags)
+    scratch = ForwardScratch(row_parts, key_parts, reference, flags)
     return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
 
 
@@ -55,8 +67,8 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     started: what `start_forward` gave, if it was called.
     """
     m, n = q.shape[0], k.shape[0]
-    scratch, first_panel = started or start_forward(q, k, scale, bias, stash)
-    row_parts, key_parts, *_ = scratch
+    scratch, first_panel = start_forward(q, k, scale, bias, stash) if started is None else started
+    row_parts, key_parts = scratch.row_parts, scratch.key_parts
     for row0 in range(0, m, FORWARD_ROWS):
         rows = slice(row0, min(row0 + FORWARD_ROWS, m))
         for key0 in range(0, n, FORWARD_KEYS):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "fe85fce8ea5945ea2fd9973e05fd6c6ef5630d2d79c12608aa156aa1d5b20bf5",
+    "digest": "df4d8bd7a119e65ff5bb5ecaabf72dfd8bfc9122ab91f5af084248846bd32f47",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -4,7 +4,7 @@
     L = 1/M * (sum_i ((r_i - p_i) / 2) + sum_j ((c_j - p_j) / 2))
 
 Planned for batches of up to 65536 queries and 65536 keys of D = 768 (bf16) on 1 device
-of the kind h200, strategy `panel`, at most 983.9 MiB on each beyond the inputs.
+of the kind h200, strategy `panel`, at most 984.1 MiB on each beyond the inputs.
 Any smaller batch runs as well, with no more memory. So does a ring of any number of ranks, but it needs room for
 visiting keys, which `--devices` plans.
 

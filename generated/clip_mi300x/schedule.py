@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from . import kernels
 from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, panel, strip_blocks
@@ -31,6 +34,15 @@ DESCRIPTORS = False  # tensor descriptors where an input's address and strides a
 LIBRARY_PRODUCTS = False
 
 
+class ForwardScratch(NamedTuple):
+    """What a forward panel is computed in."""
+
+    row_parts: tuple[Tensor, Tensor]  # exponents and sums (key blocks, rows)
+    key_parts: tuple[Tensor, Tensor]  # and (strips, keys)
+    reference: Tensor  # of each block of keys
+    flags: Tensor  # of each strip, whether its range is wide
+
+
 def stash_shape(m, n):
     """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
     return None
@@ -45,7 +57,7 @@ def start_forward(q, k, scale, bias, stash=None):
     key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device).unbind()
     flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
     reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
-    scratch = (row_parts, key_parts, reference, flags)
+    scratch = ForwardScratch(row_parts, key_parts, reference, flags)
     return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
 
 
@@ -58,8 +70,8 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     started: what `start_forward` gave, if it was called.
     """
     m, n = q.shape[0], k.shape[0]
-    scratch, first_panel = started or start_forward(q, k, scale, bias, stash)
-    row_parts, key_parts, *_ = scratch
+    scratch, first_panel = start_forward(q, k, scale, bias, stash) if started is None else started
+    row_parts, key_parts = scratch.row_parts, scratch.key_parts
     for row0 in range(0, m, FORWARD_ROWS):
         rows = slice(row0, min(row0 + FORWARD_ROWS, m))
         for key0 in range(0, n, FORWARD_KEYS):
@@ -103,16 +115,18 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
     shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
     scratch = torch.empty(shape, dtype=OPERAND_DTYPE, device=q.device)  # whole tiles: no store needs a mask
     flags = torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=q.device)
-    ratios = _ratios_scratch(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value, q.device)
+    block = kernels.GRADIENT_KEYS.value
+    ratios = _ratios(keys, kernels.KEY_SHARE.value, block, _ratios_scratch(n, block, q.device))
     for row0 in range(0, m, PANEL_ROWS):
         rows = slice(row0, min(row0 + PANEL_ROWS, m))
         own = Statistics(queries.exponent[rows], queries.mantissa[rows])
         for key0 in range(0, n, PANEL_KEYS):
             columns = slice(key0, min(key0 + PANEL_KEYS, n))
             visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
+            visiting_ratios = [part[key0 // size :] for part, size in zip(ratios, (1, block, block))]  # as `_ratios` has them
             g = _gradient_panel(
                 q[rows], k[columns], scale, bias, positives + row0, first_key + key0, own, visiting,
-                positive[:, rows], scratch, flags, ratios)
+                positive[:, rows], scratch, flags, visiting_ratios)
             _add_product(dq[rows], g, k[columns], fresh_dq and key0 == 0)
             if arrive:
                 arrive()
@@ -207,7 +221,7 @@ def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, posi
     statistics = (*queries, *keys)
     launch(
         kernels.gradient, grid,
-        q_side.source, k_side.source, scale, bias, *queries, *_ratios(keys, kernels.KEY_SHARE.value, columns, ratios), scratch, flags, m, n, strip, scratch.stride(0),
+        q_side.source, k_side.source, scale, bias, *queries, *ratios, scratch, flags, m, n, strip, scratch.stride(0),
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
     launch(
@@ -215,9 +229,11 @@ def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, posi
         q, k, scale, bias, *statistics, scratch, flags, m, n, strip, scratch.stride(0),
         *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
-    launch(
-        kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
-        positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
+    first = positives - first_key  # the positive of the first row, as a row of these keys
+    if first < n and first + m > 0:
+        launch(
+            kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
+            positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
     return scratch[:m, :n]
 
 

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from . import kernels
 from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, panel, strip_blocks
@@ -31,6 +34,14 @@ DESCRIPTORS = False  # tensor descriptors where an input's address and strides a
 LIBRARY_PRODUCTS = True
 
 
+class ForwardScratch(NamedTuple):
+    """What a forward panel is computed in."""
+
+    row_parts: tuple[Tensor, Tensor]  # exponents and sums (key blocks, rows)
+    reference: Tensor  # of each block of keys
+    flags: Tensor  # of each strip, whether its range is wide
+
+
 def stash_shape(m, n):
     """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
     return None
@@ -44,7 +55,7 @@ def start_forward(q, k, scale, bias, stash=None):
     strips = min(cdiv(rows_max, kernels.FORWARD_ROWS.value), FORWARD_STRIPS)
     flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
     reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
-    scratch = (row_parts, reference, flags)
+    scratch = ForwardScratch(row_parts, reference, flags)
     return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
 
 
@@ -57,8 +68,8 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     started: what `start_forward` gave, if it was called.
     """
     m, n = q.shape[0], k.shape[0]
-    scratch, first_panel = started or start_forward(q, k, scale, bias, stash)
-    row_parts, *_ = scratch
+    scratch, first_panel = start_forward(q, k, scale, bias, stash) if started is None else started
+    row_parts = scratch.row_parts
     for row0 in range(0, m, FORWARD_ROWS):
         rows = slice(row0, min(row0 + FORWARD_ROWS, m))
         for key0 in range(0, n, FORWARD_KEYS):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "b059962ba4bbb2a04ec91286ec46142aed6494a49eb2e387563dce747114e73c",
+    "digest": "1c1bad2cfaf5d609613ade57f34546a40ebe26c2c4dd0084e0309012848d822d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -217,7 +217,7 @@ def buffer_terms(variant: Variant) -> tuple[BufferTerm, ...]:
         terms += [
             halves if v.split else BufferTerm("gradient_panel", backward, shape, "features", why),
             BufferTerm("gradient_flags", backward, strips, "int32", "strips of wide range"),
-            v.has_keys and BufferTerm("ratios", backward, (tiles[1], Kg + 2), "statistics", ratios),
+            v.has_keys and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), "statistics", ratios),
         ]
     if v.strategy == "fused":
         own = m if ring else rows  # a ring's hop takes all queries at once

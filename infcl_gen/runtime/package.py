@@ -38,7 +38,8 @@ class Package:
         return bool(self.loss.POSITIVES == "label")
 
     def cast(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The features in the package's dtype."""
+        """The features in the package's dtype. By `to` also where they have it: it undoes what torch.func may have left
+        wrapped."""
         return q.to(self.dtype), k.to(self.dtype)
 
 

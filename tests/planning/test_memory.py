@@ -122,8 +122,8 @@ def plan_of_ring(rows: int, world: int, keeps: str, flags: dict[str, Any]) -> Pl
         ({"target": "cpu", "dim": 8, "dtype": "bf16"}, 0),
         (
             {"device_profile": "h200", "dim": 768},
-            512,
-        ),  # the CUDA allocator's unit; all buffers are above 1 MiB
+            2 * 512,
+        ),  # the CUDA allocator's unit, for each of two buffers that are no multiple of it
     ],
     ids=["cpu-fp64", "cpu-bf16", "h200"],
 )

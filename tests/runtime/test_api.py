@@ -97,6 +97,26 @@ def test_nothing_is_kept_and_no_gradient_computed_without_need(
         assert not package.ContrastiveLoss().eval()(q.detach(), k.detach(), 2.0).requires_grad
 
 
+def test_the_device_starts_before_autograd_is_asked(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = packages("clip")
+    schedule, ops = package._schedule, sys.modules[f"{package.__name__}._runtime.ops"]
+    order: list[str] = []
+
+    def noting(where: Any, name: str) -> None:
+        inner = getattr(where, name)
+        noted = lambda *args, **options: (order.append(name), inner(*args, **options))[1]  # noqa: E731
+        monkeypatch.setattr(where, name, noted)
+
+    noting(schedule, "start_forward")
+    noting(ops._Loss, "apply")
+    noting(schedule, "forward_block")
+    for wanted in (True, False):
+        package.contrastive_loss(*features(grad=wanted), 2.0)
+    assert order == ["start_forward", "apply", "forward_block", "start_forward", "forward_block"]
+
+
 @pytest.mark.parametrize("shape", ["expanded", "scaled", "double"])
 def test_incoming_gradients_of_any_stride(packages: Packages, shape: str) -> None:
     package = packages("clip", dtype="fp32")

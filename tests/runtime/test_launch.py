@@ -51,7 +51,7 @@ class Kernel:
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7 + device, raising=False)
     monkeypatch.setattr(launch, "_launchers", {})
     yield
 
@@ -74,21 +74,23 @@ def test_the_second_launch_takes_addresses_and_calls_nobody() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        (torch.zeros(64, dtype=torch.float64), 48),
-        (torch.zeros(65)[1:], 48),
-        (torch.zeros(64), 1),
-        (torch.zeros(64), 47),
-        (torch.zeros(64), 1 << 36),
-        (torch.zeros(64), 48.0),
+        (torch.zeros(64, dtype=torch.float64), 48, 32),
+        (torch.zeros(65)[1:], 48, 32),
+        (torch.zeros(64), 1, 47),
+        (torch.zeros(64), 47, 48),
+        (torch.zeros(64), 1 << 36, 48),
+        (torch.zeros(64), -(1 << 36), 48),
+        (torch.zeros(64), 48.0, 48),
     ],
-    ids=["dtype", "alignment", "one", "divisibility", "wide", "float"],
+    ids=["dtype", "alignment", "one", "divisibility", "wide", "wide and negative", "float"],
 )
-def test_what_triton_specialises_on_is_compiled_anew(other: tuple[Any, Any]) -> None:
+def test_what_triton_specialises_on_is_compiled_anew(other: tuple[Any, Any, int]) -> None:
     kernel, k = Kernel(), torch.zeros(64)
-    launch.launch(kernel, (5,), torch.zeros(64), k, 48, **OPTIONS)
-    launch.launch(kernel, (5,), torch.zeros(32), k, 32, **OPTIONS)
+    x, n, before = other
+    launch.launch(kernel, (5,), torch.zeros(64), k, before, **OPTIONS)
+    launch.launch(kernel, (5,), torch.zeros(32), k, before + 32, **OPTIONS)
     assert len(kernel.compiled) == 1, "alike"
-    launch.launch(kernel, (5,), other[0], k, other[1], **OPTIONS)
+    launch.launch(kernel, (5,), x, k, n, **OPTIONS)
     assert len(kernel.compiled) == 2
 
 
@@ -96,10 +98,13 @@ def test_options_and_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     kernel, x = Kernel(), torch.zeros(64)
     launch.launch(kernel, (5,), x, x, 48, **OPTIONS)
     launch.launch(kernel, (5,), x, x, 48, **{**OPTIONS, "MASKED": False})
+    other = Kernel()
+    launch.launch(other, (5,), x, x, 48, **OPTIONS)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    launch.launch(kernel, (5,), x, x, 48, **OPTIONS)
-    launch.launch(Kernel(), (5,), x, x, 48, **OPTIONS)
-    assert len(kernel.compiled) == 3
+    for _ in range(2):
+        launch.launch(kernel, (5,), x, x, 48, **OPTIONS)
+    assert len(kernel.compiled) == 3 and len(other.compiled) == 1
+    assert kernel.compiled[-1].runs[0][3] == 8, "that of the device"
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

@@ -56,7 +56,9 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "ring is None:\n            arguments", "ring is None or not rows:\n            arguments"),),
+        ((ENGINE, "in trip:\n            valid = layout.keys[owner]\n            if not (rows and valid):\n"
+          "                continue\n            block", "in trip if rows else ():\n"
+          "            valid = layout.keys[owner]\n            block"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(

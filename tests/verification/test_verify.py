@@ -153,7 +153,7 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     engine = copy / "_runtime" / "engine.py"
     text = engine.read_text()
     head = "    ring = rings.find_ring(options.group_name)\n"
-    assert head in text
+    assert 0 < text.find(head) < text.find("def backward("), "the forward of a ring"
     engine.write_text(
         text.replace(
             head,

@@ -295,6 +295,11 @@ class Layout(NamedTuple):
     rows: tuple[int, ...]
     keys: tuple[int, ...]
 
+    @classmethod
+    def alone(cls, rows: int, keys: int) -> Layout:
+        """That of a group of one."""
+        return cls(0, (rows,), (keys,))
+
     def row_offset(self) -> int:
         return sum(self.rows[: self.rank])
 

@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import engine, replay
-from .engine import Begun
 from .package import Options, Package, Saved
 from .ring import group_size
 
@@ -57,11 +56,14 @@ class _Loss(torch.autograd.Function):
         package: Package,
         options: Options,
         gradients: int,
-        begun: Begun | None,
+        started: engine.Started | None,
     ) -> Tensor:
         # With `ctx` here, and no setup_context, torch does not look up this signature at each call: 65 us of the host.
-        features = package.cast(q, k) if begun is None else (begun.q, begun.k)
-        loss, saved = replay.forward(package, *features, scale, bias, labels, options, gradients, begun)
+        if started is None:
+            features = package.cast(q, k)
+            loss, saved = replay.forward(package, *features, scale, bias, labels, options, gradients)
+        else:
+            loss, saved = started.finish()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, scale, bias, labels, *saved)
         ctx.package, ctx.options = package, options
@@ -156,8 +158,8 @@ def differentiable(
             loss = _TransformedLoss.apply(*inputs)[0]
         else:
             # Before autograd is asked, which takes the host as long as it does to start the first kernels.
-            begun = replay.begin(package, q, k, scale, bias, labels, options, gradients)
-            loss = _Loss.apply(*inputs, begun)
+            started = replay.start(package, q, k, scale, bias, labels, options, gradients)
+            loss = _Loss.apply(*inputs, started)
     else:
         loss = replay.forward(package, *package.cast(q, k), scale, bias, labels, options, gradients)[0]
     return loss

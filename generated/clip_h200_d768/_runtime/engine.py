@@ -23,7 +23,6 @@ from torch import Tensor
 
 from . import agreement
 from . import ring as rings
-from .agreement import Agreement, OtherSizes
 from .gather import BackwardGather, ForwardGather
 from .package import Options, Package, Saved
 from .ring import Layout
@@ -31,40 +30,51 @@ from .route import Route
 from .statistics import Statistics, clear, view
 
 
-class Begun:
-    """A forward of a group of one that is under way: its first kernels run while the host prepares the rest."""
+class Started:
+    """The forward of a group of one: the first kernels are at work (none of a package in plain torch), `finish` does
+    the rest."""
 
-    def __init__(self, layout: Layout, q: Tensor, k: Tensor, stash: Tensor, started: Any) -> None:
-        self.layout, self.q, self.k, self.stash = layout, q, k, stash
-        self._started = started
+    def __init__(
+        self,
+        package: Package,
+        q: Tensor,
+        k: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        labels: Tensor | None,
+        options: Options,
+        gradients: int,
+    ) -> None:
+        """Only what the first kernels wait for. Arguments and errors as for `forward`, but q and k may be of any dtype:
+        they are cast to the package's."""
+        self._layout = agreement.layout_alone(package, q, k, labels, options)
+        self._package, self._labels, self._options = package, labels, options
+        with _device_state(package, q.device):
+            q, k = package.cast(q, k)
+            kept, self._columns = kept_sizes(package, 1, q.shape[0], k.shape[0], bool(gradients))
+            self._stash = None if 0 in kept else q.new_empty(kept)
+            self._inputs = (q, k, scale, bias)
+            self._sweep = package.schedule.start_forward(*self._inputs, self._stash)
 
-    def take(self) -> Any:
-        """What `schedule.start_forward` gave; who takes it is the only one to hold its memory."""
-        started, self._started = self._started, None
-        return started
+    def finish(self) -> tuple[Tensor, Saved]:
+        """The result of `forward`. Once."""
+        q, _, scale, bias = self._inputs
+        package, layout, schedule = self._package, self._layout, self._package.schedule
+        with _device_state(package, q.device):
+            positives = _positives(package, layout, self._labels, q.device)
+            query_statistics, key_statistics = _statistics(package, q, self._columns)
+            queries, positive = view(query_statistics), query_statistics[2:]
+            keys = view(key_statistics) if package.loss.HAS_KEYS else None
+            arguments = (*self._inputs, positives, 0, queries, keys, positive)
+            schedule.forward_block(*arguments, fresh=True, stash=self._stash, started=self._take_sweep())
+            loss = _loss(package, layout, query_statistics, keys, scale, bias, self._options)
+        stash = q.new_empty(0) if self._stash is None else self._stash
+        return loss, Saved(query_statistics, key_statistics, stash, q.new_empty((0, 3), dtype=torch.int64))
 
-
-def begin(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-) -> Begun:
-    """Begins a `forward` of a group of one: all that its first kernels need, and nothing that they do not wait for.
-
-    Arguments and errors as there, but for q and k, which are cast to the package's dtype.
-    """
-    layout = agreement.layout_alone(package, q, k, labels, options)
-    with _device_state(package, q.device):
-        q, k = package.cast(q, k)
-        kept, _ = kept_sizes(package, 1, q.shape[0], k.shape[0], bool(gradients))
-        stash = q.new_empty(kept)
-        tiles = stash if stash.numel() else None
-        return Begun(layout, q, k, stash, package.schedule.start_forward(q, k, scale, bias, tiles))
+    def _take_sweep(self) -> Any:
+        """What `start_forward` gave, of which nothing is held here any longer: it goes when the block is done."""
+        sweep, self._sweep = self._sweep, None
+        return sweep
 
 
 def forward(
@@ -76,33 +86,31 @@ def forward(
     labels: Tensor | None,
     options: Options,
     gradients: int,
-    begun: Begun | None = None,
 ) -> tuple[Tensor, Saved]:
     """This rank's loss (0-dim, statistics dtype) and what backward needs.
 
     q (m, D), k (n, D) of the package's dtype on one device, any strides, m and n possibly 0 in a ring; scale, bias
     0-dim, statistics dtype, on that device; labels int64 (m,), global, or None; `gradients`: bits of the inputs that
-    want one, 0 if none does; `begun`: what `begin` gave for the same, if it was called. Raises, on every rank,
-    ValueError for sizes that the package cannot take and RuntimeError where ranks disagree.
+    want one, 0 if none does. Raises, on every rank, ValueError for sizes that the package cannot take and RuntimeError
+    where ranks disagree.
     """
+    ring = rings.find_ring(options.group_name)
     arguments = (q, k, scale, bias, labels, options, gradients)
-    ring = None if begun else rings.find_ring(options.group_name)
     if ring is None:
-        begun = begun or begin(package, *arguments)
-        return _forward(package, None, begun.layout, *arguments, begun=begun)
-    agreed = Agreement(package, ring, q, k, labels, options, gradients)
+        return Started(package, *arguments).finish()
+    agreed = agreement.Agreement(package, ring, q, k, labels, options, gradients)
     guess = ring.layouts.get(package.digest)
     own = (q.shape[0], k.shape[0])
     if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == own:
         # As in the last call: what is done before anything is sent need not wait for the others' answers.
-        with contextlib.suppress(OtherSizes):
-            return _forward(package, ring, guess, *arguments, ask=lambda: lambda: agreed.expect(guess))
-    return _forward(package, ring, agreed.layout(), *arguments)
+        with contextlib.suppress(agreement.OtherSizes):
+            return _forward_over(package, ring, guess, *arguments, ask=lambda: lambda: agreed.expect(guess))
+    return _forward_over(package, ring, agreed.layout(), *arguments, ask=None)
 
 
-def _forward(
+def _forward_over(
     package: Package,
-    ring: rings.Ring | None,
+    ring: rings.Ring,
     layout: Layout,
     q: Tensor,
     k: Tensor,
@@ -111,72 +119,63 @@ def _forward(
     labels: Tensor | None,
     options: Options,
     gradients: int,
-    ask: rings.Asking | None = None,
-    begun: Begun | None = None,
+    ask: rings.Asking | None,
 ) -> tuple[Tensor, Saved]:
-    """`ask`: what the others still have to say (`ring.Asking`). `begun`: of a group of one."""
-    call = 0 if ring is None else ring.trips
-    rows, keys = q.shape[0], k.shape[0]
-    schedule = package.schedule
+    """`ask`: what the others still have to say (`ring.Asking`)."""
+    call, rows, keys = ring.trips, q.shape[0], k.shape[0]
     with _device_state(package, q.device):
         positives = _positives(package, layout, labels, q.device)
-        query_statistics = q.new_empty((2 + schedule.POSITIVE_PARTS, rows), dtype=schedule.STATISTICS_DTYPE)
-        queries, positive = view(query_statistics), query_statistics[2:]
-        if package.labelled:
-            positive.fill_(math.nan)
-        kept, columns = kept_sizes(package, 1 if ring is None else ring.size, rows, keys, bool(gradients))
-        key_statistics = q.new_empty((2, columns), dtype=schedule.STATISTICS_DTYPE)
-        stash = q.new_empty(kept) if begun is None else begun.stash
-        own = view(key_statistics) if package.loss.HAS_KEYS else None
-        if ring is None:
-            arguments = (q, k, scale, bias, positives, 0, queries, own, positive)
-            tiles = stash if stash.numel() else None
-            schedule.forward_block(*arguments, fresh=True, stash=tiles, started=begun and begun.take())
-        else:
-            clear(query_statistics[:2])
-            trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), ask)
-            for owner in trip:
-                valid = layout.keys[owner]
-                if not (rows and valid):
-                    continue
-                block = None if trip.accumulator is None else view(trip.accumulator, 0, valid)
-                visiting, offset = trip.parcels[0][:valid], layout.key_offset(owner)
-                schedule.forward_block(
-                    q,
-                    visiting,
-                    scale,
-                    bias,
-                    positives,
-                    offset,
-                    queries,
-                    block,
-                    positive,
-                    arrive=trip.arrive,
-                )
-            trip.arrive()
-            if trip.accumulator is not None:
-                own = view(trip.accumulator, 0, keys)
-                if isinstance(trip, rings.Rotation) or not gradients:
-                    key_statistics[:, :keys].copy_(trip.accumulator[:, :keys])
-        if package.labelled:
-            # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
-            queries.mantissa.add_(positive[0] * 0.0)
-        weight = _weight(layout, options)
-        loss = schedule.loss_terms(
-            queries,
-            own,
-            positive,
-            scale,
-            bias,
-            weight,
-            weight,
-        )
-    if ring is None:
-        sizes = q.new_empty((0, 3), dtype=torch.int64)
-    else:
-        calls = [call] * ring.size
-        sizes = torch.tensor(list(zip(layout.rows, layout.keys, calls, strict=True)), dtype=torch.int64)
-    return loss, Saved(query_statistics, key_statistics, stash, sizes)
+        kept, columns = kept_sizes(package, ring.size, rows, keys, bool(gradients))
+        query_statistics, key_statistics = _statistics(package, q, columns)
+        queries, positive = clear(query_statistics[:2]), query_statistics[2:]
+        stash = q.new_empty(kept)
+        trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), ask)
+        for owner in trip:
+            valid = layout.keys[owner]
+            if not (rows and valid):
+                continue
+            block = None if trip.accumulator is None else view(trip.accumulator, 0, valid)
+            visiting, offset = trip.parcels[0][:valid], layout.key_offset(owner)
+            package.schedule.forward_block(
+                q, visiting, scale, bias, positives, offset, queries, block, positive, arrive=trip.arrive
+            )
+        trip.arrive()
+        own = None
+        if trip.accumulator is not None:
+            own = view(trip.accumulator, 0, keys)
+            if isinstance(trip, rings.Rotation) or not gradients:
+                key_statistics[:, :keys].copy_(trip.accumulator[:, :keys])
+        loss = _loss(package, layout, query_statistics, own, scale, bias, options)
+    sizes = list(zip(layout.rows, layout.keys, [call] * ring.size, strict=True))
+    return loss, Saved(query_statistics, key_statistics, stash, torch.tensor(sizes, dtype=torch.int64))
+
+
+def _statistics(package: Package, q: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Room for a forward's statistics of the queries, with what is kept of their positives, and of `columns` keys."""
+    schedule = package.schedule
+    queries = q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
+    if package.labelled:
+        queries[2:].fill_(math.nan)
+    return queries, q.new_empty((2, columns), dtype=schedule.STATISTICS_DTYPE)
+
+
+def _loss(
+    package: Package,
+    layout: Layout,
+    query_statistics: Tensor,
+    keys: Statistics | None,
+    scale: Tensor,
+    bias: Tensor,
+    options: Options,
+) -> Tensor:
+    """This rank's part of the loss, from the statistics of its rows and keys."""
+    queries, positive = view(query_statistics), query_statistics[2:]
+    if package.labelled:
+        # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
+        queries.mantissa.add_(positive[0] * 0.0)
+    weight = _weight(layout, options)
+    loss: Tensor = package.schedule.loss_terms(queries, keys, positive, scale, bias, weight, weight)
+    return loss
 
 
 def _forward_trip(
@@ -253,7 +252,7 @@ def backward(
     ring = rings.find_ring(options.group_name)
     rows, keys = q.shape[0], k.shape[0]
     if ring is None:
-        layout = Layout(0, (rows,), (keys,))
+        layout = Layout.alone(rows, keys)
     else:
         sizes = saved.layout.tolist()
         layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
@@ -287,7 +286,7 @@ def gradient_sums(
     """The part of `backward` before `weighted`, of a group of one and for all rows at once: the sums for dq (m, D) and
     dk (n, D), in the statistics dtype."""
     with _device_state(package, q.device):
-        positives = _positives(package, Layout(0, (q.shape[0],), (k.shape[0],)), labels, q.device)
+        positives = _positives(package, Layout.alone(q.shape[0], k.shape[0]), labels, q.device)
         return _Backward(package, q, k, scale, bias, positives, saved).sums()
 
 
@@ -302,7 +301,7 @@ def weighted(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rest of `backward`: its results, in fresh tensors, from what `gradient_sums` gave for the same inputs."""
-    layout = Layout(0, (q.shape[0],), (k.shape[0],))
+    layout = Layout.alone(q.shape[0], k.shape[0])
     with _device_state(package, q.device):
         weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
         dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k))
@@ -527,9 +526,9 @@ def _device_state(package: Package, device: torch.device) -> contextlib.Abstract
         changes.append(torch.autocast(device.type, enabled=False))
     if package.dtype == torch.float32 or device.type == "cpu":  # where the switch has a say
         changes.append(_precisions[device.type == "cuda"].of_products(package.product_precision))
-    if len(changes) == 1:
-        return changes[0]
-    with contextlib.ExitStack() as state:
+    if len(changes) < 2:
+        return changes[0] if changes else contextlib.nullcontext()
+    with contextlib.ExitStack() as state:  # which leaves again what it has entered, if the next cannot be
         for change in changes:
             state.enter_context(change)
         return state.pop_all()

@@ -41,7 +41,7 @@ class Kind(NamedTuple):
     stream: int
 
 
-def begin(
+def start(
     package: Package,
     q: Tensor,
     k: Tensor,
@@ -50,11 +50,11 @@ def begin(
     labels: Tensor | None,
     options: Options,
     gradients: int,
-) -> engine.Begun | None:
-    """`engine.begin` of a call that is neither recorded nor over a ring; else None."""
+) -> engine.Started | None:
+    """The forward of a package that records nothing, started, in a group of one; else None."""
     if package.replay or find_ring(options.group_name) is not None:
         return None
-    return engine.begin(package, q, k, scale, bias, labels, options, gradients)
+    return engine.Started(package, q, k, scale, bias, labels, options, gradients)
 
 
 def forward(
@@ -66,11 +66,8 @@ def forward(
     labels: Tensor | None,
     options: Options,
     gradients: int,
-    begun: engine.Begun | None = None,
 ) -> tuple[Tensor, Saved]:
     """`engine.forward`, recorded where that is planned and possible."""
-    if begun is not None:
-        return engine.forward(package, q, k, scale, bias, labels, options, gradients, begun)
     recorder = _recorder(package, q, labels, options)
     if recorder is None or (_hooked() and _keeps_tiles(package, q, k, options)):
         return unrecorded_forward(package, q, k, scale, bias, labels, options, gradients)

@@ -22,7 +22,7 @@ _warned: set[str] = set()
 
 def layout_alone(package: Package, q: Tensor, k: Tensor, labels: Tensor | None, options: Options) -> Layout:
     """The layout of a group of one. Raises ValueError for sizes or labels that are wrong."""
-    layout = Layout(0, (q.shape[0],), (k.shape[0],))
+    layout = Layout.alone(q.shape[0], k.shape[0])
     _check_sizes(package, layout, labels is not None)
     if labels is not None:
         _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
@@ -109,6 +109,10 @@ def header(
     label_range: tuple[int, int],
     accepted: bool = True,
 ) -> Mapping[str, Any]:
+    """What a rank tells the others of its call, by name: whatever must be equal, and the sizes that may differ.
+
+    q, k and labels may be anything where they were not `accepted`.
+    """
     # Of what is no tensor nothing differs: that the arguments were not accepted is what the others are to hear.
     nothing = torch.empty(0, package.dim, dtype=package.dtype)
     features, keys = (x if isinstance(x, Tensor) else nothing for x in (q, k))
