@@ -62,7 +62,7 @@ def forward_block(
     positives: the global index of the positive of row 0; row i has the i-th after it.
     queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
     fresh: neither was ever written. `stash` is for other strategies. arrive(): called before `keys` is touched, which may be on its way until then.
-    started: what `start_forward` gave, if it was called.
+    started: what `start_forward` gave for the same arguments, if it was called.
     """
     if fresh:
         queries.mantissa.zero_()

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "05ec2549c8cc26d04e273cf0e377b5c05133d046a5dc6e4f64ad72ae9ecdb308",
+    "digest": "9c5e269940c1dc0c1eb14d090596cc435c8702710e237f50a8f91a24a8dd7973",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

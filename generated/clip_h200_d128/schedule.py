@@ -35,7 +35,7 @@ class ForwardScratch(NamedTuple):
     """What a forward panel is computed in."""
 
     row_parts: tuple[Tensor, Tensor]  # exponents and sums (key blocks, rows)
-    key_parts: tuple[Tensor, Tensor]  # and (strips, keys)
+    key_parts: tuple[Tensor, Tensor]  # the same (strips, keys)
     reference: Tensor  # of each block of keys
     flags: Tensor  # of each strip, whether its range is wide
 
@@ -64,7 +64,7 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
     fresh: neither was ever written.  arrive(): called before `keys` is touched, which may be on its way until then.
-    started: what `start_forward` gave, if it was called.
+    started: what `start_forward` gave for the same q, k, scale, bias and stash, if it was called.
     """
     m, n = q.shape[0], k.shape[0]
     scratch, first_panel = start_forward(q, k, scale, bias, stash) if started is None else started

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "7fa04294e8bd32c9d7f86f19632cf51ad3631c675549f99dc787cb9736e00c91",
+    "digest": "562e08ed03c6ccbebe7e068365a599386c00f7e01c10342fd4977fc970f872c9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -87,7 +87,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 1031868416, "time_s": 0.042428624000000005, "queued_s": 0.041828624},
+    "predicted": {"peak_bytes": 1031868416, "time_s": 0.042401424, "queued_s": 0.041801424000000004},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -140,18 +140,18 @@ SPEC: dict[str, Any] = {
         "phases": [
             {"name": "forward product", "time_s": 0.0106934, "bound": "product", "flops": 6597069766656, "bytes": 687865856},
             {"name": "statistics", "time_s": 0.00016106, "bound": "memory", "flops": 0, "bytes": 486539264},
-            {"name": "gradient", "time_s": 0.0110854, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
+            {"name": "gradient", "time_s": 0.0110582, "bound": "product", "flops": 6597069766656, "bytes": 9395240960},
             {"name": "dq product", "time_s": 0.00979864, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "dk product", "time_s": 0.00979864, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "finish", "time_s": 0.000291484, "bound": "memory", "flops": 0, "bytes": 1107296256},
             {"name": "host", "time_s": 0.0006, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.042428624000000005,
-        "predicted_queued_s": 0.041828624,
+        "predicted_time_s": 0.042401424,
+        "predicted_queued_s": 0.041801424000000004,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 42.4 ms against stash 48.3 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 42.4 ms against stash 47.9 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 984.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 32768 x 32768", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

@@ -291,7 +291,7 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(total).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["key_reference", "key_lowest"])  # a panel's begin anywhere among those of all keys
 def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_ratio, key_reference, key_lowest, g, flags,
              queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
              DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):

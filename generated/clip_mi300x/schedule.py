@@ -38,7 +38,7 @@ class ForwardScratch(NamedTuple):
     """What a forward panel is computed in."""
 
     row_parts: tuple[Tensor, Tensor]  # exponents and sums (key blocks, rows)
-    key_parts: tuple[Tensor, Tensor]  # and (strips, keys)
+    key_parts: tuple[Tensor, Tensor]  # the same (strips, keys)
     reference: Tensor  # of each block of keys
     flags: Tensor  # of each strip, whether its range is wide
 
@@ -67,7 +67,7 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
     fresh: neither was ever written.  arrive(): called before `keys` is touched, which may be on its way until then.
-    started: what `start_forward` gave, if it was called.
+    started: what `start_forward` gave for the same q, k, scale, bias and stash, if it was called.
     """
     m, n = q.shape[0], k.shape[0]
     scratch, first_panel = start_forward(q, k, scale, bias, stash) if started is None else started
@@ -120,17 +120,20 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
     for row0 in range(0, m, PANEL_ROWS):
         rows = slice(row0, min(row0 + PANEL_ROWS, m))
         own = Statistics(queries.exponent[rows], queries.mantissa[rows])
+        q_panel = panel(q, row0, PANEL_ROWS)
         for key0 in range(0, n, PANEL_KEYS):
             columns = slice(key0, min(key0 + PANEL_KEYS, n))
+            k_panel = panel(k, key0, PANEL_KEYS)
             visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
-            visiting_ratios = [part[key0 // size :] for part, size in zip(ratios, (1, block, block))]  # as `_ratios` has them
+            # One number a key, and two a block of keys.
+            visiting_ratios = [part[key0 // size :] for part, size in zip(ratios, (1, block, block))] if key0 else ratios
             g = _gradient_panel(
-                q[rows], k[columns], scale, bias, positives + row0, first_key + key0, own, visiting,
+                q_panel, k_panel, scale, bias, positives + row0, first_key + key0, own, visiting,
                 positive[:, rows], scratch, flags, visiting_ratios)
-            _add_product(dq[rows], g, k[columns], fresh_dq and key0 == 0)
+            _add_product(dq[rows], g, k_panel, fresh_dq and key0 == 0)
             if arrive:
                 arrive()
-            _add_product(dk[columns], g.T, q[rows], fresh_dk and row0 == 0)
+            _add_product(dk[columns], g.T, q_panel, fresh_dk and row0 == 0)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):

@@ -65,7 +65,7 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
     scale, bias: 0-dim fp32 on the device.  positives: (m,) int64 global key indices.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
     fresh: neither was ever written.  arrive(): called before `keys` is touched, which may be on its way until then.
-    started: what `start_forward` gave, if it was called.
+    started: what `start_forward` gave for the same q, k, scale, bias and stash, if it was called.
     """
     m, n = q.shape[0], k.shape[0]
     scratch, first_panel = start_forward(q, k, scale, bias, stash) if started is None else started
@@ -111,16 +111,18 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
     for row0 in range(0, m, PANEL_ROWS):
         rows = slice(row0, min(row0 + PANEL_ROWS, m))
         own = Statistics(queries.exponent[rows], queries.mantissa[rows])
+        q_panel = panel(q, row0, PANEL_ROWS)
         for key0 in range(0, n, PANEL_KEYS):
             columns = slice(key0, min(key0 + PANEL_KEYS, n))
+            k_panel = panel(k, key0, PANEL_KEYS)
             visiting = None
             g = _gradient_panel(
-                q[rows], k[columns], scale, bias, positives[rows], first_key + key0, own, visiting,
+                q_panel, k_panel, scale, bias, positives[rows], first_key + key0, own, visiting,
                 positive[:, rows], scratch)
-            _add_product(dq[rows], g, k[columns], fresh_dq and key0 == 0)
+            _add_product(dq[rows], g, k_panel, fresh_dq and key0 == 0)
             if arrive:
                 arrive()
-            _add_product(dk[columns], g.T, q[rows], fresh_dk and row0 == 0)
+            _add_product(dk[columns], g.T, q_panel, fresh_dk and row0 == 0)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):

@@ -355,7 +355,8 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs * fraction,
                 efficiency=EFFICIENCY["gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg),
-                launches=3 * panels,
+                # Two for each panel, the ratios of the keys for each row of panels, the positives along the diagonal.
+                launches=2 * panels + W * ceil_div(m, R) + Max(ceil_div(m, R), ceil_div(n, C)),
             ),
             # Written by the forward, which hides little of it; read and overwritten by g in the backward.
             v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),

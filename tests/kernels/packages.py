@@ -84,7 +84,8 @@ def module(made: Made) -> ModuleType:
     loaded = import_package(generated(made), made.name)
     if made.small:
         schedule: Any = loaded._schedule
-        schedule.PANEL_ROWS, schedule.PANEL_KEYS = 64, 64
+        # Of panels that are not square some have positives of a part of their rows.
+        schedule.PANEL_ROWS, schedule.PANEL_KEYS = (96 if made.strategy == "panel" else 64), 64
         if (
             made.strategy == "stash"
         ):  # its forward panels are those of the backward; one is kept, the others are not

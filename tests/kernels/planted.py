@@ -105,6 +105,13 @@ BUGS: dict[str, Bug] = {
         checks.guarded,
         (RAGGED,),
     ),
+    "a panel that begins left of the diagonal is taken to have no positives": Bug(
+        PANEL,
+        (("schedule.py", "if first < n and first + m > 0:", "if 0 <= first < n:"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
     "zero times what lies beyond the last key": Bug(
         PANEL,
         (

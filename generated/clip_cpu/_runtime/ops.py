@@ -157,7 +157,7 @@ def differentiable(
         if torch._C._are_functorch_transforms_active():
             loss = _TransformedLoss.apply(*inputs)[0]
         else:
-            # Before autograd is asked, which takes the host as long as it does to start the first kernels.
+            # First: autograd takes the host as long as it takes to start the first kernels.
             started = replay.start(package, q, k, scale, bias, labels, options, gradients)
             loss = _Loss.apply(*inputs, started)
     else:

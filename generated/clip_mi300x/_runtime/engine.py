@@ -45,8 +45,8 @@ class Started:
         options: Options,
         gradients: int,
     ) -> None:
-        """Only what the first kernels wait for. Arguments and errors as for `forward`, but q and k may be of any dtype:
-        they are cast to the package's."""
+        """Checks sizes and labels, then does only what the first kernels wait for. Arguments and errors as for
+        `forward`, but q and k may be of any dtype: they are cast to the package's."""
         self._layout = agreement.layout_alone(package, q, k, labels, options)
         self._package, self._labels, self._options = package, labels, options
         with _device_state(package, q.device):
@@ -57,7 +57,7 @@ class Started:
             self._sweep = package.schedule.start_forward(*self._inputs, self._stash)
 
     def finish(self) -> tuple[Tensor, Saved]:
-        """The result of `forward`. Once."""
+        """The result of `forward`."""
         q, _, scale, bias = self._inputs
         package, layout, schedule = self._package, self._layout, self._package.schedule
         with _device_state(package, q.device):

@@ -145,9 +145,8 @@ def _launcher(compiled: Any, constants: list[Any]) -> Launcher:
 
     def launcher(grid: tuple[int, int, int], stream: int, arguments: list[Any]) -> None:
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if getattr(enter, "calls", enter) or getattr(
-            leave, "calls", leave
-        ):  # a profiler's, which Triton tells of the launch
+        watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        if watched:  # by a profiler: Triton tells it of the launch
             compiled[grid](*arguments, *constants)
         else:
             run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
