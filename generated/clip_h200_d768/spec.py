@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "562e08ed03c6ccbebe7e068365a599386c00f7e01c10342fd4977fc970f872c9",
+    "digest": "49e331617c260325b089ea987139f94343b817bb2997b2e5f24044ad66a83841",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -87,7 +87,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 1031868416, "time_s": 0.042401424, "queued_s": 0.041801424000000004},
+    "predicted": {"peak_bytes": 1031868416, "time_s": 0.042151424, "queued_s": 0.041801424000000004},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -144,14 +144,14 @@ SPEC: dict[str, Any] = {
             {"name": "dq product", "time_s": 0.00979864, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "dk product", "time_s": 0.00979864, "bound": "product", "flops": 6597069766656, "bytes": 10603200512},
             {"name": "finish", "time_s": 0.000291484, "bound": "memory", "flops": 0, "bytes": 1107296256},
-            {"name": "host", "time_s": 0.0006, "bound": "launches", "flops": 0, "bytes": 0},
+            {"name": "host", "time_s": 0.00035, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.042401424,
+        "predicted_time_s": 0.042151424,
         "predicted_queued_s": 0.041801424000000004,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 42.4 ms against stash 47.9 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 42.2 ms against stash 47.6 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "16 panel(s) a hop, peak 984.1 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 32768 x 32768", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "13d3ac74c8dc5cd6a6ab9b36fed8cbcf5b189d26560b0bc90a15f8db8c5392a5",
+    "digest": "af6415df1738ae9128d8d2677293ca90b4bb58da09122a452a28d59a971c30e4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -84,7 +84,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 954130432, "time_s": 0.066733337, "queued_s": 0.066133337},
+    "predicted": {"peak_bytes": 954130432, "time_s": 0.066483337, "queued_s": 0.066133337},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -140,14 +140,14 @@ SPEC: dict[str, Any] = {
             {"name": "dq product", "time_s": 0.0155478, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "dk product", "time_s": 0.0155478, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "finish", "time_s": 0.000418951, "bound": "memory", "flops": 0, "bytes": 805306368},
-            {"name": "host", "time_s": 0.0006, "bound": "launches", "flops": 0, "bytes": 0},
+            {"name": "host", "time_s": 0.00035, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.066733337,
+        "predicted_time_s": 0.066483337,
         "predicted_queued_s": 0.066133337,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
-            {"level": 2, "decision": "strategy panel", "why": "predicted 66.7 ms against stash 68.8 ms, stash replayed 113 ms; fused needs --dim at most 256"},
+            {"level": 2, "decision": "strategy panel", "why": "predicted 66.5 ms against stash 68.5 ms, stash replayed 113 ms; fused needs --dim at most 256"},
             {"level": 2, "decision": "panel 16384 x 16384", "why": "8 panel(s) a hop, peak 910 MiB of 1 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 32768 x 32768", "why": "its partial sums fit where backward needs more"},
             {"level": 3, "decision": "products by library", "why": "the library's product with fp32 output is the fastest here"},
