@@ -124,15 +124,24 @@ def highlights(rows: list[dict[str, Any]]) -> list[str]:
                 found.append(min(theirs) / min(ours))
         return found
 
-    def floors(floor: str, whole: str, plain: bool) -> list[float]:
+    def floors(floor: str, whole: str, package: str) -> list[float]:
         return [
             row[floor] / row[whole]
             for row in rows
             if row["impl"] == "infcl" and row["batch"] >= LARGE and row["dim"] >= 512
-            and (row["strategy"] == "panel") == plain
+            and row["package"] == package
         ]  # fmt: skip
 
-    idle, queued = ("floor_ms", "median_ms"), ("queued_floor_ms", "queued_ms")
+    packages = {
+        "panel": "panel without a budget (four products)",
+        "panel_577MB": "panel within 577 MB",
+        "stash_40GiB": "stash (three products)",
+    }
+    products = [
+        f"{_range(floors('floor_ms', 'median_ms', package))} and "
+        f"{_range(floors('queued_floor_ms', 'queued_ms', package))} for {name}"
+        for package, name in packages.items()
+    ]
     return [
         "Time of the fastest peer to that of the fastest package: from an idle device "
         f"{_range(ratios('median_ms', lambda b, d: True))}; behind other work "
@@ -141,8 +150,7 @@ def highlights(rows: list[dict[str, Any]]) -> list[str]:
         f"{_range(ratios('median_ms', lambda b, d: b >= LARGE))} and "
         f"{_range(ratios('queued_ms', lambda b, d: b >= LARGE))}.",
         f"Time of the bare products to that of the whole, D >= 512 and B >= {LARGE}, from an idle device and behind "
-        f"other work: {_range(floors(*idle, True))} and {_range(floors(*queued, True))} for panel (four products), "
-        f"{_range(floors(*idle, False))} and {_range(floors(*queued, False))} for stash (three).",
+        f"other work: {'; '.join(products)}.",
     ]
 
 
@@ -165,7 +173,8 @@ def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _range(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+    ends = dict.fromkeys((f"{min(values):.2f}", f"{max(values):.2f}"))
+    return " to ".join(ends)
 
 
 def comparisons(rows: list[dict[str, Any]], absent: dict[str, str]) -> str:
