@@ -3,14 +3,12 @@
 import importlib.util
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,21 +23,12 @@ from infcl_gen.tuning import bench, peers, timing
 from infcl_gen.tuning.bench import measure_package, measure_point, point_of
 from infcl_gen.tuning.contest import Contest, Limits, generated, run, table
 from infcl_gen.tuning.peers import PEERS, Inputs, LossFunction, Peer, chosen_peers
-from infcl_gen.tuning.plot import check_plot, plot
-from infcl_gen.tuning.results import checksum, command_line, write_results
 from infcl_gen.verification.memory import PeakMeter
 from tests.tuning.libraries import write_libraries
+from tests.tuning.rows import assert_is_row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL: dict[str, Any] = {"batch_size": 96, "dim": 16, "dtype": "fp64", "target": "cpu"}
-# The measurement format, version 1, and what this project adds to a row.
-FIELDS = {
-    *("loss", "batch", "keys", "dim", "dtype", "precision", "ranks", "impl", "scale"),
-    *("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes", "budget_bytes", "predicted_peak_bytes"),
-    *("predicted_ms", "floor_ms", "err", "error"),
-}
-ADDED = {"strategy", "package", "predicted_queued_ms", "queued_ms", "queued_std_ms", "queued_floor_ms"}
-FIGURES = ("median_ms", "mean_ms", "std_ms", "repeats", "peak_bytes")
 Rows = dict[str, dict[str, Any]]
 
 
@@ -67,17 +56,6 @@ def enter(
         return lambda: change(inputs, right())
 
     monkeypatch.setitem(PEERS, name, Peer(name, prepare))
-
-
-def assert_is_row(row: dict[str, Any]) -> None:
-    assert set(row) == FIELDS | ADDED
-    if row["error"] is None:
-        assert all(isinstance(row[name], int | float) and row[name] >= 0 for name in FIGURES)
-        assert row["median_ms"] > 0 and row["peak_bytes"] > 0
-    else:
-        assert isinstance(row["error"], str) and row["error"].isprintable()
-        assert all(row[name] is None for name in FIGURES)
-    json.dumps(row, allow_nan=False)
 
 
 PLAIN = ("torch", "torch-autocast", "torch-checkpoint", "torch-linear-cross-entropy")
@@ -403,89 +381,6 @@ def test_names_of_peers() -> None:
             chosen_peers(text)
 
 
-def test_results_are_valid_json_and_written_at_once(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [measure_package(package, repeats=1)]
-    file = tmp_path / "deep" / "rows.json"
-    write_results(
-        file, rows, "a command", {"memeff": "memeff is not installed"}, ["torch", "click", "no-such-thing"]
-    )
-    written = json.loads(file.read_text())
-    assert written["rows"] == rows and written["schema_version"] == 1 and written["command"] == "a command"
-    assert written["checksum"] == checksum(rows) and written["absent"] == {
-        "memeff": "memeff is not installed"
-    }
-    assert written["board"] and {"torch", "triton", "click"} <= set(written["versions"])
-    assert file.stat().st_mode & 0o777 == 0o644
-    with pytest.raises(ValueError):
-        write_results(file, [{**rows[0], "median_ms": math.nan}], "another")
-
-    def fails(*_: Any) -> None:
-        raise OSError("no")
-
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError):
-        write_results(file, [], "another")
-    assert json.loads(file.read_text()) == written
-    assert [path.name for path in file.parent.iterdir()] == ["rows.json"]
-
-
-def rows_of_several_points() -> list[dict[str, Any]]:
-    rows = []
-    for dim in (64, 128):
-        for batch in (1024, 4096, 6000):
-            for index, name in enumerate(("infcl", "torch", "inf_cl")):
-                row = {"loss": "clip", "batch": batch, "keys": batch, "dim": dim, "dtype": "bf16"}
-                row |= {
-                    "impl": name,
-                    "precision": "default",
-                    "scale": 14.3,
-                    "package": None if index else "generated",
-                    "strategy": None,
-                    "err": None,
-                }
-                row |= {"median_ms": batch * (1.0 + index), "std_ms": 0.5, "peak_bytes": batch << 20}
-                row |= {"floor_ms": None if index else 1.25, "error": None}
-                rows.append(row)
-    rows[2] |= {"error": "out of memory", "median_ms": None, "std_ms": None, "peak_bytes": None}
-    rows[0]["err"] = {"loss": 1e-4, "dq": 2e-3, "dk": None, "dscale": None}
-    return rows
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_plots(tmp_path: Path) -> None:
-    svg, png = tmp_path / "new" / "p.svg", tmp_path / "p.png"
-    for path in (svg, png):
-        check_plot(path)
-        plot(rows_of_several_points(), path, "a <title>")
-    text = svg.read_text()
-    assert text.startswith("<?xml") and text.rstrip().endswith("</svg>") and "<dc:date>" not in text
-    for part in (
-        "a &lt;title&gt;",
-        "clip, D = 64, bf16",
-        "clip, D = 128, bf16",
-        ">4k<",
-        ">6000<",
-        ">infcl<",
-        ">inf_cl<",
-    ):
-        assert part in text.replace("<!-- ", ">").replace(" -->", "<"), part
-    assert png.read_bytes().startswith(b"\x89PNG")
-    plot(rows_of_several_points(), tmp_path / "again.svg", "a <title>")
-    assert (tmp_path / "again.svg").read_bytes() == svg.read_bytes()
-    plot([], tmp_path / "empty.svg", "nothing")  # every contestant failed
-    assert not [path for path in tmp_path.rglob(".*")]
-
-
-def test_plots_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"^--plot: .*\.svg"):
-        check_plot(Path("plot.gif"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    with pytest.raises(ToolchainError, match="matplotlib"):
-        check_plot(Path("plot.svg"))
-
-
 def test_the_command_end_to_end(tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     words = [
@@ -552,102 +447,6 @@ def test_generated_packages_are_gone_afterwards() -> None:
         assert [read_package(folder).spec["problem"]["batch_size"] for folder in folders] == [32, 64]
         assert [batch for _, batch in work] == [32, 64]
     assert not any(folder.exists() for folder in folders)
-
-
-def script(name: str) -> Any:
-    specification = importlib.util.spec_from_file_location(name, ROOT / "tune" / f"{name}.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-def test_the_command_of_a_file_is_what_was_asked_for() -> None:
-    given = ["--ranks", "2", "-o", "out.json", "--output=x", "--dims", "1 2"]
-    assert command_line("tune/x.py", given) == "python tune/x.py --ranks 2 --dims '1 2'"
-
-
-def test_comparisons_as_tables_of_the_readme() -> None:
-    text = script("readme_figures").comparisons(
-        rows_of_several_points(), {"memeff": "memeff is not installed"}
-    )
-    assert "| clip, D = 64, bf16, scale 14.3: ms (queued), MiB | 1024 | 4096 | 6000 | error of dq |" in text
-    assert "| infcl | 1024.00 ± 0.50, 1024 | 4096.00 ± 0.50, 4096 |" in text and "| 2.0e-03 |" in text
-    assert "| inf_cl | out of memory | 12288.00" in text
-    assert "| products of infcl | 1.25 | 1.25 | 1.25 | |" in text
-    assert text.endswith("Absent: memeff (memeff is not installed).\n")
-    autocast = [{**rows_of_several_points()[0], "precision": "autocast from fp32"}]
-    text = script("readme_figures").comparisons(autocast, {})
-    assert "| clip, D = 64, bf16, autocast from fp32, scale 14.3: ms (queued), MiB | 1024 |" in text
-    ring = {**rows_of_several_points()[0], "ranks": 4, "transport": "ring", "predicted_peak_bytes": 5 * 10**8}
-    text = script("readme_figures").comparisons([{**ring, "budget_bytes": 69 * 10**7}], {})
-    assert "| infcl, by ring, 690 MB, 4 GPUs |" in text
-    text = script("readme_figures").comparisons([{**ring, "budget_bytes": 5 * 10**8}], {})
-    assert "| infcl, by ring, 4 GPUs |" in text
-    behind = [{**rows_of_several_points()[0], "queued_ms": 1000.25, "queued_floor_ms": 1.125}]
-    text = script("readme_figures").comparisons(behind, {})
-    assert "| infcl | 1024.00 ± 0.50 (1000.25), 1024 |" in text and "| 1.25 (1.12) |" in text
-
-
-def test_errors_under_autocast(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A package's gradients are those of fp32 accumulators; whatever goes through bf16 products is rounded to bf16."""
-
-    def clip_loss(q: torch.Tensor, k: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        logits, labels = scale * q @ k.T, torch.arange(len(q))
-        cross_entropy = torch.nn.functional.cross_entropy
-        return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
-
-    module = script("gradient_errors")
-    monkeypatch.setattr(module, "open_clip_loss", lambda: SimpleNamespace(ClipLoss=lambda: clip_loss))
-    output = tmp_path / "autocast.json"
-    words = ["--batches", "128", "--dim", "64", "--target", "cpu", "-o", str(output)]
-    monkeypatch.setattr(sys, "argv", ["gradient_errors", *words])
-    assert module.main() == 0 and "open_clip" in capsys.readouterr().out
-    rows = json.loads(output.read_text())["rows"]
-    assert [(row["impl"], row["scale"]) for row in rows] == [
-        (name, scale) for scale in (14.3, 100.0) for name in ("infcl", "open_clip")
-    ]
-    for ours, theirs in (rows[:2], rows[2:]):
-        assert ours["err"]["dq"] < 1e-5 and 1e-3 < theirs["err"]["dq"] < 0.1
-    assert "| clip | 128 | 64 | 100.0 | open_clip" in script("readme_figures").accuracies(rows)
-
-
-def test_the_grid_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "grid.json"
-
-    def grid(*flags: str) -> str:
-        words = ["--dims", "16", "--dtype", "fp32", "--target", "cpu", "--against", "torch", "--repeats", "3"]
-        words += ["--others", "torch-checkpoint", "-o", str(output), *flags]
-        monkeypatch.setattr(sys, "argv", ["speed_grid.py", *words])
-        assert script("speed_grid").main() == 0
-        return capsys.readouterr().out
-
-    assert "1 points left: run it again" in grid("--batches", "64", "--minutes", "0", "--others-at", "64:16")
-    assert not output.exists()
-    assert "3 rows" in grid("--batches", "64", "--others-at", "64:16")
-    first = json.loads(output.read_text())["rows"]
-    assert [row["impl"] for row in first] == ["infcl", "torch", "torch-checkpoint"]
-    grid("--batches", "64,80", "--others-at", "80:32")
-    rows = json.loads(output.read_text())["rows"]
-    assert rows[:3] == first and [(row["impl"], row["batch"]) for row in rows[3:]] == [
-        ("infcl", 80),
-        ("torch", 80),
-    ]
-    for row in rows:
-        assert_is_row(row)
-    # Of features under autocast a point is another one: neither taken for measured, nor in the other's place.
-    narrow = ("--batches", "64", "--others-at", "", "--dtype", "bf16")
-    grid(*narrow)
-    grid(*narrow, "--features", "fp32")
-    of_64 = [row for row in json.loads(output.read_text())["rows"] if row["dtype"] == "bf16"]
-    assert [row["precision"] for row in of_64] == ["default"] * 2 + ["autocast from fp32"] * 2
-    monkeypatch.setattr("infcl_gen.tuning.results.board", lambda: "another board")
-    with pytest.raises(InputError, match="another board"):
-        grid("--batches", "96")
 
 
 @pytest.mark.parametrize(
