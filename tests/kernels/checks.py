@@ -247,6 +247,21 @@ def second_derivative(made: Made, device: str = "cpu") -> None:
         raise AssertionError("a second derivative was returned")
 
 
+def left_of_a_transform(made: Made, device: str = "cpu") -> None:
+    """Features that were kept when torch.func had ended: wrapped still, and without an address of their own."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(7, 7, 0)), package.SPEC["positives"], device)
+    kept: list[Tensor] = []
+
+    def total(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x.float().sum()
+
+    torch.func.grad(total)(inputs.q)
+    loss = package.contrastive_loss(kept[0], inputs.k.requires_grad_())
+    assert torch.equal(loss, package.contrastive_loss(inputs.q, inputs.k)), loss
+
+
 def refuses_no_rows(made: Made, device: str = "cpu") -> None:
     """A group of one without a query or key has no loss: one clear error, and no kernel launch."""
     package = module(made)

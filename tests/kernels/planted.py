@@ -519,6 +519,14 @@ BUGS: dict[str, Bug] = {
         checks.second_derivative,
         (),
     ),
+    "features that torch.func has left wrapped are taken as they are": Bug(
+        Made(
+            "panel", settings=(("replay", "off"),)
+        ),  # its kernels start before autograd unwraps what it is given
+        (("_runtime/package.py", "return q.to(self.dtype), k.to(self.dtype)", "return q, k"),),
+        checks.left_of_a_transform,
+        (),
+    ),
     "a process group is needed where scale is a tensor": Bug(
         Made("torch", dtype="fp32"),
         (("_runtime/ring.py", "if not (dist.is_available() and dist.is_initialized()):", "if False:"),),

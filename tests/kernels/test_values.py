@@ -54,6 +54,10 @@ def test_interface_of_the_kernels(interpreted: Interpreter, made: Made) -> None:
         interpreted(checks.autocast_of_wider_features, made)
 
 
+def test_features_that_a_transform_has_left(interpreted: Interpreter) -> None:
+    interpreted(checks.left_of_a_transform, Made("panel", settings=(("replay", "off"),)))
+
+
 def test_split_products_in_parts(interpreted: Interpreter) -> None:
     interpreted(checks.split_products_in_parts, Made("panel", dtype="fp32"))
 
