@@ -113,13 +113,12 @@ def highlights(rows: list[dict[str, Any]]) -> list[str]:
         if row["error"] is None:
             points.setdefault((row["batch"], row["dim"]), []).append(row)
 
-    def ratios(field: str, chosen: Callable[[int, int], bool]) -> list[float]:
-        """Time of the fastest other to that of the fastest package."""
+    def ratios(field: str, chosen: Callable[[int, int], bool], linear: bool = False) -> list[float]:
+        """Time of the fastest other to that of the fastest package, or of the one whose memory is linear in B."""
         found = []
         for point, group in points.items():
-            ours, theirs = (
-                [row[field] for row in group if (row["impl"] == "infcl") == mine] for mine in (True, False)
-            )
+            ours = [row[field] for row in group if row["impl"] == "infcl" and _linear(row) >= linear]
+            theirs = [row[field] for row in group if row["impl"] != "infcl"]
             if chosen(*point):
                 found.append(min(theirs) / min(ours))
         return found
@@ -148,18 +147,30 @@ def highlights(rows: list[dict[str, Any]]) -> list[str]:
         f"{_range(ratios('queued_ms', lambda b, d: b > 1024))}, at B = 1 024 "
         f"{_range(ratios('queued_ms', lambda b, d: b == 1024))}; from B = {LARGE} on "
         f"{_range(ratios('median_ms', lambda b, d: b >= LARGE))} and "
-        f"{_range(ratios('queued_ms', lambda b, d: b >= LARGE))}.",
+        f"{_range(ratios('queued_ms', lambda b, d: b >= LARGE))}; there to that of the plan without a budget, which "
+        f"keeps no stash, {_range(ratios('median_ms', lambda b, d: b >= LARGE, linear=True))} and "
+        f"{_range(ratios('queued_ms', lambda b, d: b >= LARGE, linear=True))}.",
         f"Time of the bare products to that of the whole, D >= 512 and B >= {LARGE}, from an idle device and behind "
         f"other work: {'; '.join(products)}.",
     ]
 
 
+def _linear(row: dict[str, Any]) -> bool:
+    """Whether a row of the grid is of the plan without a budget, which keeps no stash."""
+    return bool(row["package"] == row["strategy"] != "stash")
+
+
 def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
-    """How much longer than the fastest package, and than bare products, the peers take at the point to compare at."""
+    """How much longer than packages, and than bare products, the peers take at the point to compare at."""
     one = [row for row in rows if (row["batch"], row["dim"]) == COMPARED and row["error"] is None]
     ours = [row for row in one if row["impl"] == "infcl"]
     peers = sorted((row for row in one if row["impl"] != "infcl"), key=lambda row: row["queued_ms"])
     ours_ms, least_ms = (min(row[field] for row in ours) for field in ("queued_ms", "queued_floor_ms"))
+    (linear_ms,) = (row["queued_ms"] for row in ours if _linear(row))
+    bases = {
+        "to the bare products of stash, which no exact loss can do without": least_ms,
+        "to the plan without a budget": linear_ms,
+    }
 
     def beside(base_ms: float) -> str:
         return ", ".join(f"{row['impl']} {row['queued_ms'] / base_ms:.1f}" for row in peers)
@@ -167,8 +178,10 @@ def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"At B = {COMPARED[0]}, D = {COMPARED[1]}, scale {ours[0]['scale']:g}, behind other work, relative to the "
         f"fastest package ({ours_ms:.1f} ms): {beside(ours_ms)}.",
-        f"The same relative to the bare products of stash ({least_ms:.1f} ms), which no exact loss can do without: "
-        f"{beside(least_ms)}.",
+        *(
+            f"The same relative {what} ({base_ms:.1f} ms): {beside(base_ms)}."
+            for what, base_ms in bases.items()
+        ),
     ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import infcl_gen
 from infcl_gen.errors import InputError
 from infcl_gen.problem import Problem, make_problem, parse_count
-from infcl_gen.tuning.bench import precision_under_autocast
+from infcl_gen.tuning.bench import row_precision
 from infcl_gen.tuning.contest import Contest, Limits, table
 from infcl_gen.tuning.peers import chosen_peers
 from infcl_gen.tuning.plot import check_plot, plot
@@ -75,8 +75,7 @@ def main() -> int:
     rows, absent, command = measured_before(given.output, now, libraries)
     deadline = time.monotonic() + 60 * given.minutes
     limits = Limits(given.repeats, given.seconds, given.silent, given.errors)
-    as_planned = given.features in (None, given.dtype)
-    precision = "default" if as_planned else precision_under_autocast(given.features)
+    precision = row_precision("default", given.dtype, given.features)
     left = 0
     with Contest(everybody, given.scale, limits, given.features) as contest:
         for dim in given.dims:

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "af6415df1738ae9128d8d2677293ca90b4bb58da09122a452a28d59a971c30e4",
+    "digest": "909802cc1424694c157bbc56dae0c69d991c088770cf54b4927479efd8689ab7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -84,7 +84,7 @@ SPEC: dict[str, Any] = {
         "finish": {"warps": 4, "stages": 1},
         "scalars": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 954130432, "time_s": 0.066483337, "queued_s": 0.066133337},
+    "predicted": {"peak_bytes": 954130432, "time_s": 0.066459337, "queued_s": 0.066109337},
     "plan": {
         "strategy": "panel",
         "target": "cuda",
@@ -136,14 +136,14 @@ SPEC: dict[str, Any] = {
         "phases": [
             {"name": "forward product", "time_s": 0.0169999, "bound": "product", "flops": 3298534883328, "bytes": 335544320},
             {"name": "statistics", "time_s": 0.000139386, "bound": "memory", "flops": 0, "bytes": 234881024},
-            {"name": "gradient", "time_s": 0.0174795, "bound": "product", "flops": 3298534883328, "bytes": 4697620480},
+            {"name": "gradient", "time_s": 0.0174555, "bound": "product", "flops": 3298534883328, "bytes": 4697620480},
             {"name": "dq product", "time_s": 0.0155478, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "dk product", "time_s": 0.0155478, "bound": "product", "flops": 3298534883328, "bytes": 5301600256},
             {"name": "finish", "time_s": 0.000418951, "bound": "memory", "flops": 0, "bytes": 805306368},
             {"name": "host", "time_s": 0.00035, "bound": "launches", "flops": 0, "bytes": 0},
         ],
-        "predicted_time_s": 0.066483337,
-        "predicted_queued_s": 0.066133337,
+        "predicted_time_s": 0.066459337,
+        "predicted_queued_s": 0.066109337,
         "reasons": [
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},

@@ -36,8 +36,8 @@ VENDOR_FRACTION = 0.77
 FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.02)}
 LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
 # On the host of an H200: before the first kernel runs, where nothing hides the host; and a whole step that the device
-# waits for all the time. Launches as they are, or two recorded graphs. Fitted to h200-grid.json, all but one of whose
-# rows are then within 15 %, though one step took 0.7 to 1.2 ms in processes of one run.
+# waits for all the time. Launches as they are, or two recorded graphs. Fitted to h200-grid.json: all but one of its
+# rows are then within 14 %, of hosts that take 0.7 to 1.2 ms for about the same work.
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.35e-3, 1.6e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.3e-3, 1.05e-3
 # More before a forward that keeps tiles, which has a descriptor more and their room to divide: recorded, steps of

@@ -348,6 +348,9 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
         rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
         fraction = (m - kept) / m
         products = SPLIT_TERMS if v.split else 1
+        # g of each panel, and its positives; where keys have statistics a second look at each, and besides their ratios
+        # at each hop (alone: for each row of panels), and the positives of the panels along the diagonal.
+        once = (W if v.ring else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
         terms += [
             TimeTerm(
                 "gradient",
@@ -355,8 +358,7 @@ def time_terms(variant: Variant) -> tuple[TimeTerm, ...]:
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs * fraction,
                 efficiency=EFFICIENCY["gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg),
-                # Two for each panel, the ratios of the keys for each row of panels, the positives along the diagonal.
-                launches=2 * panels + W * ceil_div(m, R) + Max(ceil_div(m, R), ceil_div(n, C)),
+                launches=2 * panels + (once if v.has_keys else 0),
             ),
             # Written by the forward, which hides little of it; read and overwritten by g in the backward.
             v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),

@@ -257,7 +257,7 @@ def training_step(module: ModuleType, q: Any, k: Any, temperature: Any, autocast
 
 
 def step_of(loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any, autocast: Any = None) -> Step:
-    """The same of any loss of these leaves."""
+    """One forward and backward of any loss of q, k and the temperature: (loss, dq, dk, its own), as `training_step`."""
     import torch
 
     def step() -> tuple[Any, ...]:
@@ -289,15 +289,14 @@ def empty_row(point: Point, name: str) -> dict[str, Any]:
     """A contestant's row before anything is known of it: all figures are None."""
     is_package = name in point.packages
     sizes = {field: getattr(point, field) for field in ("loss", "batch", "keys", "dim", "dtype", "precision")}
-    if point.autocast:
-        sizes["precision"] = precision_under_autocast(point.feature_dtype)
+    sizes["precision"] = row_precision(point.precision, point.dtype, point.feature_dtype)
     package = Path(name).name if is_package else None
     return blank_row(sizes, 1, "infcl" if is_package else name, package, point.scale)
 
 
-def precision_under_autocast(feature_dtype: str) -> str:
-    """What rows say of their precision where everybody casts such features."""
-    return f"autocast from {feature_dtype}"
+def row_precision(precision: str, dtype: str, feature_dtype: str | None) -> str:
+    """What rows say of their precision: that of the packages, unless everybody casts features of another dtype."""
+    return precision if feature_dtype in (None, dtype) else f"autocast from {feature_dtype}"
 
 
 def _without_figures(row: dict[str, Any]) -> dict[str, Any]:

@@ -90,8 +90,8 @@ def chosen_peers(names: str | list[str] | None) -> tuple[Peer, ...]:
 
 
 def _plain(inputs: Inputs) -> LossFunction:
-    """`cross_entropy(scale * q @ k.T)` along rows and columns of one matrix, all in the features' dtype, unless
-    everybody runs under autocast."""
+    """`cross_entropy(scale * q @ k.T)` along rows and columns of one matrix, all in the features' dtype, or as autocast
+    has it where everybody runs under it."""
     from torch.nn.functional import cross_entropy
 
     def loss() -> Any:
@@ -172,10 +172,9 @@ def _cut_cross_entropy(inputs: Inputs, **options: Any) -> LossFunction:
     from cut_cross_entropy import linear_cross_entropy
 
     def one_way(a: Any, b: Any) -> Any:
-        a, b = a.to(inputs.dtype), b.to(inputs.dtype)
         return linear_cross_entropy(inputs.scale * a, b, inputs.labels, **options)
 
-    return _each_way(inputs, one_way)
+    return _each_way(inputs, one_way, cast=True)
 
 
 def _cut_cross_entropy_exact(inputs: Inputs) -> LossFunction:
@@ -230,17 +229,20 @@ def _dense(q: Any, k: Any, scale: Any, labels: Any, directions: int) -> Any:
     return rows if directions == 1 else (rows + cross_entropy(scale * k @ q.T, labels)) / 2
 
 
-def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any]) -> LossFunction:
-    """A loss of one direction, for one or for the mean of both."""
-    if inputs.directions == 1:
-        return lambda: one_way(inputs.q, inputs.k)
-    return lambda: (one_way(inputs.q, inputs.k) + one_way(inputs.k, inputs.q)) / 2
+def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any], cast: bool = False) -> LossFunction:
+    """A loss of one direction, for one or for the mean of both; of features in the packages' dtype with `cast`."""
+
+    def loss() -> Any:
+        q, k = (x.to(inputs.dtype) if cast else x for x in (inputs.q, inputs.k))
+        return one_way(q, k) if inputs.directions == 1 else (one_way(q, k) + one_way(k, q)) / 2
+
+    return loss
 
 
 def _under_autocast(inputs: Inputs, loss: LossFunction) -> LossFunction:
     import torch
 
-    dtype = inputs.q.dtype
+    dtype = inputs.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return loss
 

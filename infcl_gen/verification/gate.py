@@ -58,6 +58,11 @@ class GateRow:
     plain_error: float
     detail: str
 
+    @property
+    def ratio(self) -> float:
+        """The error as a part of what is allowed; 0 where nothing is compared."""
+        return self.error / self.tolerance if self.tolerance else 0.0
+
     def as_dict(self) -> dict[str, object]:
         return dict(vars(self))
 

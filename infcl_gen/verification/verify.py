@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 EXAMPLES = {"cpu": 28, "interpreter": 7, "cuda": 56}
 RING_EXAMPLES = {"cpu": 14, "interpreter": 3, "cuda": 28}
 # Each input is of other sizes and strides, for which Triton compiles other kernels, a second or two each: 163 of them
-# for 56 inputs of a panel package, 265 of a fused one.
+# for 56 inputs of a panel package, 265 of a fused one. More processes would crowd one GPU's memory.
 MOST_PROCESSES = 8
 LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
@@ -161,7 +161,7 @@ def _numerics(folder: Path, place: str, examples: int, timeout_s: float) -> list
 
 
 def _processes(place: str) -> int:
-    """As many as compile at once."""
+    """How many share the inputs: one, unless kernels are compiled for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_PROCESSES, cores // 2)) if place == "cuda" else 1
 

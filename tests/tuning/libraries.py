@@ -1,7 +1,7 @@
 """Stand-ins for the libraries that `infcl-gen bench` compares with: their signatures, computed densely by torch.
 
 Written to a folder for PYTHONPATH, so that the adapters call them as they would the real ones. `does` is code that one
-of them runs at each call, before it computes.
+of them runs at each call, before it computes. Kernels of some know nothing of autocast: they want what they multiply.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ def cal_flash_loss(q, k, labels=None, scale=None, head_dim=256):
 """,
     "cut_cross_entropy/__init__.py": """
 def linear_cross_entropy(e, c, targets, reduction="mean", filter_eps="high"):
-    assert filter_eps in ("high", None) and c.is_leaf and c.requires_grad
+    assert filter_eps in ("high", None) and c.requires_grad
+    not_under_autocast(e, c)
     does(filter_eps)
     return torch.nn.functional.cross_entropy(e @ c.T, targets, reduction=reduction)
 """,
@@ -40,6 +41,7 @@ class MemoryEfficientCLIPLoss(torch.nn.Module):
 
     def forward(self, image_features, text_features):
         does()
+        not_under_autocast(image_features, text_features)
         x, own = image_features @ text_features.T / self.temperature, torch.arange(len(image_features))
         cross_entropy = torch.nn.functional.cross_entropy
         return (cross_entropy(x, own) + cross_entropy(x.T, own)) / 2
@@ -56,6 +58,11 @@ class ClipLoss(torch.nn.Module):
 """,
 }
 NOTHING = "pass"
+AUTOCAST = """
+def not_under_autocast(*features):
+    wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else features[0].dtype
+    assert all(x.dtype == wanted for x in features), "neither library nor autocast casts them"
+"""
 
 
 def write_libraries(folder: Path, does: Mapping[str, str] | None = None) -> Path:
@@ -69,5 +76,7 @@ def write_libraries(folder: Path, does: Mapping[str, str] | None = None) -> Path
             if not (inner / "__init__.py").exists():
                 (inner / "__init__.py").write_text("")
         code = (does or {}).get(path.partition("/")[0], NOTHING)
-        file.write_text(f"import os, signal, time\nimport torch\n\ndef does(*given):\n    {code}\n{source}")
+        file.write_text(
+            f"import os, signal, time\nimport torch\n\ndef does(*given):\n    {code}\n{AUTOCAST}{source}"
+        )
     return folder

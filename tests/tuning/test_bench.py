@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import infcl_gen
 from infcl_gen import cli
-from infcl_gen.emission import read_package
+from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.tuning import bench, peers, timing
 from infcl_gen.tuning.bench import measure_package, measure_point, point_of
@@ -487,7 +487,7 @@ def test_the_floor_is_the_products_of_the_plan(
 
 
 def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody gets them, products are in bf16, and gradients come back unrounded."""
+    """Everybody gets them, products are in bf16, and a package's gradients come back unrounded."""
     package = infcl_gen.generate(output=tmp_path / "bf16", batch_size=96, dim=16, dtype="bf16", target="cpu")
     seen: list[tuple[torch.dtype, ...]] = []
 
@@ -503,6 +503,11 @@ def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.Monkey
         assert_is_row(row)
         assert (row["dtype"], row["precision"], row["error"]) == ("bf16", "autocast from fp32", None)
         assert row["err"]["dq"] > 1e-4, "products of fp32 numbers"
+    q, k = (torch.nn.functional.normalize(torch.randn(96, 16)).requires_grad_() for _ in range(2))
+    scale = torch.tensor(14.3, requires_grad=True)
+    step = bench.training_step(import_package(package), q, k, scale, torch.bfloat16)
+    for gradient in step()[1:3]:
+        assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
     # Copies in bf16 and gradients in fp32 are not in the plan.
     assert rows["infcl"]["predicted_peak_bytes"] is None and rows["infcl"]["predicted_ms"] is None
     small = infcl_gen.generate(output=tmp_path / "fp64", **SMALL)
@@ -511,6 +516,24 @@ def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.Monkey
             InputError, match=rf"^--features: '{given}' is not what the packages take; valid: (bf16|fp64)"
         ):
             point_of([read_package(folder)], feature_dtype=given)
+
+
+def test_libraries_that_know_nothing_of_autocast_are_given_features_cast(
+    libraries: Path, tmp_path: Path
+) -> None:
+    package = infcl_gen.generate(output=tmp_path / "bf16", batch_size=96, dim=16, dtype="bf16", target="cpu")
+    rows, _ = measured(package, "cut-cross-entropy", "memeff", rounds=1, feature_dtype="fp32")
+    assert [row["error"] for row in rows.values()] == [None] * 3
+
+
+def test_features_of_another_dtype_from_the_command_line(tmp_path: Path) -> None:
+    output = tmp_path / "rows.json"
+    words = "bench --batch-size 64 --dim 16 --dtype bf16 --features fp32 --target cpu --against none --repeats 1 -o"
+    done = CliRunner().invoke(cli.main, [*words.split(), str(output)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(output.read_text())
+    assert [row["precision"] for row in result["rows"]] == ["autocast from fp32"]
+    assert "--features fp32" in result["command"]
 
 
 def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

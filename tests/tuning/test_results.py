@@ -103,3 +103,27 @@ def test_comparisons_as_tables_of_the_readme() -> None:
     behind = [{**rows_of_several_points()[0], "queued_ms": 1000.25, "queued_floor_ms": 1.125}]
     text = script("readme_figures").comparisons(behind, {})
     assert "| infcl | 1024.00 ± 0.50 (1000.25), 1024 |" in text and "| 1.25 (1.12) |" in text
+
+
+def test_what_the_readme_says_of_a_grid_in_short() -> None:
+    """Ratios by hand: of the fastest package, and of the plan without a budget, which keeps no stash."""
+    point: dict[str, Any] = {"batch": 65536, "dim": 768, "error": None, "scale": 14.3}
+    rows = [
+        {**point, "impl": "infcl", "package": package, "strategy": package.partition("_")[0], "median_ms": 10.0 * slow,
+         "queued_ms": 8.0 * slow, "floor_ms": 7.5, "queued_floor_ms": 6.0}
+        for package, slow in (("panel", 1.25), ("stash_40GiB", 1.0), ("panel_577MB", 1.5))
+    ]  # fmt: skip
+    peer = {**point, "impl": "slow", "package": None, "strategy": None, "median_ms": 25.0, "queued_ms": 24.0}
+    small = [{**row, "batch": 1024} for row in (*rows, peer)]
+    module = script("readme_figures")
+    peers, products = module.highlights([*rows, peer, *small, *({**row, "batch": 2048} for row in small)])
+    assert "from B = 32768 on 2.50 and 3.00; there to that of the plan without a budget" in peers
+    assert peers.endswith("2.00 and 2.40.")
+    assert (
+        "0.60 and 0.60 for panel without a budget" in products
+        and "0.50 and 0.50 for panel within" in products
+    )
+    assert products.endswith("0.75 and 0.75 for stash (three products).")
+    fastest, least, linear = module.beside_peers([*rows, peer])
+    assert fastest.endswith("fastest package (8.0 ms): slow 3.0.") and least.endswith("(6.0 ms): slow 4.0.")
+    assert linear.endswith("without a budget (10.0 ms): slow 2.4.")

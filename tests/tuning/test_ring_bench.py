@@ -61,6 +61,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     for extra, message in (
         (["--plot", "x.svg"], "--plot: not with --ranks"),
         (["--against", "memeff"], "one device"),
+        (["--features", "fp32"], "--features: not with --ranks"),
     ):
         refused = subprocess.run([*command, *extra], capture_output=True, text=True, check=False)
         assert refused.returncode == 2 and message in refused.stderr
