@@ -67,15 +67,18 @@ def test_code_compiles(code: str) -> None:
     compile(code, "README.md", "exec")
 
 
-# What a process says that is aborted after its last line, on a busy machine. With the example's barrier so ended 1 of
-# 36 runs and 2 of 7; without it 6 of 65; with no reduction in the loop either 2 of 12. With torch's own loss, or with
-# ours but no DistributedDataParallel: none of 12.
-TORCH_ABORTS = "terminate called without an active exception"
+# After the example's last line. A gloo thread that is left when Python ends may abort the process as it lets go of what
+# it has reduced (https://github.com/pytorch/pytorch/issues/190489).
+GROUP_IS_GONE = """
+from pathlib import Path
+names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+assert not [name for name in names if "gloo" in name], names
+"""
 
 
 def test_training_prints_the_losses_it_names(tmp_path: Path) -> None:
     (code,) = (code for code in PYTHON if code.startswith("# train.py"))
-    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "train.py").write_text(code + GROUP_IS_GONE)
     command = [
         sys.executable,
         "-m",
@@ -86,12 +89,9 @@ def test_training_prints_the_losses_it_names(tmp_path: Path) -> None:
         "train.py",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for _ in range(3):
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        if TORCH_ABORTS not in done.stderr:
-            break
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     named = re.findall(r"# ([\d., ]+)\n", code)[0].split(", ")
     assert re.findall(r"step \d: loss (\S+)", done.stdout) == named and len(named) == 3
