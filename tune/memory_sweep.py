@@ -2,11 +2,11 @@
 
     python tune/memory_sweep.py [-o tune/bench/h200-memory.json]
 
-Writes the rows, prints a table, and exits with 5 if a guarantee is broken. The smallest budget of each problem is the
-planner's smallest feasible one and a tenth more (the very smallest works in tiles, and takes minutes); the second is
-half way (geometrically) to what an unlimited plan takes; the third is what it takes. Close is within a tenth, but where
-steps are recorded: their plans have room for a call that cannot be. Also asks for one byte less than the smallest,
-which must be refused.
+Writes the rows as they come, prints a table, and exits with 5 if a guarantee is broken. The smallest budget of each
+problem is the planner's smallest feasible one and a tenth more (the very smallest works in tiles, and takes minutes);
+the second is half way (geometrically) to what an unlimited plan takes; the third is what it takes. Close is within a
+tenth, but where steps are recorded: their plans have room for a call that cannot be. Also asks for one byte less than
+the smallest, which must be refused.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main() -> None:
                 recorded = read_package(package).spec["plan"]["replay"]
                 row = measure(package, "--repeats", "3")
             rows.append(row)
+            write_results(arguments.output, rows, command_line("tune/memory_sweep.py", sys.argv[1:]))
             if row["error"]:
                 broken.append(f"{problem} at {budget} bytes: {row['error']}")
                 continue
@@ -73,7 +74,6 @@ def main() -> None:
                 f"(predicted {row['predicted_ms']:.2f}, floor {row['floor_ms']:.2f})",
                 flush=True,
             )
-    write_results(arguments.output, rows, command_line("tune/memory_sweep.py", sys.argv[1:]))
     for line in broken:
         print("BROKEN", line)
     sys.exit(5 if broken else 0)
