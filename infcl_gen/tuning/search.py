@@ -4,7 +4,7 @@ One kernel family after the other, the others at their best so far:
 
     propose   settings that might be better           illegal ones dropped: no plan, or not within the budget
     compile   ahead of time, in parallel              those that do not compile, or spill, dropped
-    rank      by the cost model, then by nearness to the default
+    rank      by what a record has timed before, the cost model, and nearness to the default
     gate      each in a process of its own            wrong, crashed, hung or out of memory: dropped
     time      in turns, on a cold cache               clearly slower ones dropped after two rounds
     record    the best so far, in a partial file      so that an interrupted run goes on from there
@@ -25,7 +25,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from infcl_gen.planning.records import (
     measured_settings,
     own_settings,
     read_records,
+    record_folders,
     record_key,
     store,
     user_folder,
@@ -157,7 +158,7 @@ def tune(
     records = user_folder() if records is None else records
     partial = records / f".{key.board}-{key.digest}.partial.json"
     record = _resumed(partial, key, case)
-    names = families(case.default)
+    names, earlier = families(case.default), _timed_before(records, key)
     deadline = time.monotonic() + 60 * limits.minutes
     for index, family in enumerate(names):
         if family in record.families:
@@ -166,7 +167,7 @@ def tune(
             break
         left = max(0.0, deadline - time.monotonic()) / (len(names) - index)
         with tempfile.TemporaryDirectory(prefix="infcl-gen-tune-") as scratch:
-            run = _Family(case, family, record.settings, limits, Path(scratch), plant, progress)
+            run = _Family(case, family, record.settings, limits, Path(scratch), plant, progress, earlier)
             settings, digest, candidates = run.run(propose or proposals, time.monotonic() + left)
         done = (*record.families, family)
         record = dataclasses.replace(
@@ -258,6 +259,19 @@ def _resumed(partial: Path, key: Key, case: Case) -> Record:
                 _LOG.info("going on after %s", ", ".join(record.families))
                 return record
     return Record(key, (), "", sources, False, (), versions, ())
+
+
+def _timed_before(records: Path, key: Key) -> dict[Settings, float]:
+    """Medians of the candidates in records of this problem, of whatever sources and versions: after most changes the
+    same are fast."""
+    found: dict[Settings, float] = {}
+    for folder in (records, *record_folders()):
+        with contextlib.suppress(InputError):
+            for record in read_records(folder / f"{key.board}.json"):
+                for candidate in record.candidates if record.key == key else ():
+                    if candidate.times_ms:
+                        found.setdefault(candidate.settings, statistics.median(candidate.times_ms))
+    return found
 
 
 def _versions() -> dict[str, str]:
@@ -367,7 +381,9 @@ class _Family:
         scratch: Path,
         plant: Callable[[Settings, Path], None] | None,
         progress: Progress | None,
+        earlier: Mapping[Settings, float] | None = None,
     ) -> None:
+        self.earlier = earlier or {}
         self.case, self.family, self.best, self.limits = case, family, best, limits
         self.scratch, self.plant = scratch, plant
         self.progress = progress or (lambda *_: None)
@@ -436,10 +452,17 @@ class _Family:
             self.entries.append(entry)
 
     def _rank(self, count: int) -> None:
-        """Keep the best so far and the `count` - 1 most promising."""
-        others = self._racing()[1:] if not self.entries[0].status else self._racing()
-        others.sort(key=lambda entry: (entry.predicted_ms, entry.distance))
-        for entry in others[count - 1 :]:
+        """Keep the best so far, which stays the first, and the `count` - 1 most promising, in that order: if the time
+        is up before all are compiled, the others are left out. Half of what is timed may be what was fast before."""
+        first, *others = self.entries
+        racing = [entry for entry in others if not entry.status]
+        racing.sort(key=lambda entry: (entry.predicted_ms, entry.distance))
+        known = [entry for entry in racing if entry.settings in self.earlier]
+        known.sort(key=lambda entry: self.earlier[entry.settings])
+        del known[self.limits.timed // 2 :]
+        racing = [*known, *(entry for entry in racing if entry not in known)]
+        self.entries = [first, *racing, *(entry for entry in others if entry.status)]
+        for entry in racing[count - 1 :]:
             entry.drop("not timed", "others are predicted to be faster, or nearer to the default")
 
     def _write(self, entry: _Entry) -> None:

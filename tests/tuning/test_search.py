@@ -1,10 +1,12 @@
 """Tuning runs on the CPU: end to end, with candidates that misbehave, interrupted, and two at once."""
 
+import dataclasses
 import json
 import math
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -357,6 +359,46 @@ def test_every_family_of_every_strategy_has_legal_candidates(
             assert case.plan(entry.settings).strategy == case.default.strategy
         if family == "product" and flags.get("dtype") != "fp32":
             assert any(("products", "triton") in entry.settings for entry in run._racing())
+
+
+def test_the_most_promising_are_compiled_first(tmp_path: Path) -> None:
+    """By the model; before those up to half of what is timed may be what a record, of older sources too, found fast."""
+    package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
+    case = search._case(read_package(package).spec)
+    judged = search._Family(case, "forward", (), Limits(), tmp_path, None, None)
+    wanted = dict.fromkeys([(), *search.proposals(case, "forward", ())])
+    judged.entries = [search._Entry(settings, tmp_path / str(index)) for index, settings in enumerate(wanted)]
+    judged._judge_legality()
+
+    def ranked(earlier: dict[Settings, float], count: int) -> list[search._Entry]:
+        run = search._Family(case, "forward", (), Limits(timed=4), tmp_path, None, None, earlier)
+        run.entries = [dataclasses.replace(entry) for entry in judged.entries]
+        run._rank(count)
+        assert len(run._racing()) == count and run.entries[:count] == run._racing()
+        return run._racing()
+
+    def promise(entry: search._Entry) -> tuple[float, float]:
+        assert entry.predicted_ms is not None
+        return entry.predicted_ms, entry.distance
+
+    plain = ranked({}, 20)
+    assert [promise(entry) for entry in plain[1:]] == sorted(promise(entry) for entry in plain[1:])
+    last, before = plain[19].settings, plain[18].settings
+    known = ranked({last: 2.0, before: 1.0, plain[5].settings: 3.0, (): 9.0}, 20)
+    expected = [(), before, last, *(e.settings for e in plain[1:] if e.settings not in (before, last))]
+    assert [entry.settings for entry in known] == expected
+
+
+def test_a_stale_record_says_what_was_fast(package: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "records"
+    record = short_run(package, folder).record
+    stale = dataclasses.replace(record, sources="of older ones")
+    records.write_records(folder / "cpu.json", [stale])
+    times = search._timed_before(folder, record.key)
+    assert times == {c.settings: statistics.median(c.times_ms) for c in record.candidates}
+    assert search._timed_before(folder, dataclasses.replace(record.key, dim=17)) == {}
+    (folder / "cpu.json").write_text("{")
+    assert search._timed_before(folder, record.key) == {}
 
 
 def test_what_cannot_be_tuned_says_so(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
