@@ -4,7 +4,7 @@ One kernel family after the other, the others at their best so far:
 
     propose   settings that might be better           illegal ones dropped: no plan, or not within the budget
     compile   ahead of time, in parallel              those that do not compile, or spill, dropped
-    rank      by what a record has timed before, the cost model, and nearness to the default
+    rank      by what a record found fast, the cost model, and nearness to the default
     gate      each in a process of its own            wrong, crashed, hung or out of memory: dropped
     time      in turns, on a cold cache               clearly slower ones dropped after two rounds
     record    the best so far, in a partial file      so that an interrupted run goes on from there
@@ -132,6 +132,7 @@ class Outcome:
 
 
 Propose = Callable[[Case, str, Settings], list[Settings]]
+Proposed = tuple[str, Settings]
 Progress = Callable[[str, int, int], None]
 
 
@@ -261,17 +262,23 @@ def _resumed(partial: Path, key: Key, case: Case) -> Record:
     return Record(key, (), "", sources, False, (), versions, ())
 
 
-def _timed_before(records: Path, key: Key) -> dict[Settings, float]:
-    """Medians of the candidates in records of this problem, of whatever sources and versions: after most changes the
-    same are fast."""
-    found: dict[Settings, float] = {}
+def _timed_before(records: Path, key: Key) -> dict[Proposed, float]:
+    """Medians of the candidates that stayed in the race in records of this problem, of whatever sources and versions:
+    after most changes the same are fast."""
+    found: dict[Proposed, float] = {}
     for folder in (records, *record_folders()):
         with contextlib.suppress(InputError):
             for record in read_records(folder / f"{key.board}.json"):
                 for candidate in record.candidates if record.key == key else ():
-                    if candidate.times_ms:
-                        found.setdefault(candidate.settings, statistics.median(candidate.times_ms))
+                    if candidate.status == "timed":
+                        proposed = _proposed(candidate.family, candidate.settings)
+                        found.setdefault(proposed, statistics.median(candidate.times_ms))
     return found
+
+
+def _proposed(family: str, settings: Settings) -> Proposed:
+    """What a candidate changes in its own family, whatever the other families' best was."""
+    return family, tuple(pair for pair in settings if _belongs(pair[0], family))
 
 
 def _versions() -> dict[str, str]:
@@ -381,7 +388,7 @@ class _Family:
         scratch: Path,
         plant: Callable[[Settings, Path], None] | None,
         progress: Progress | None,
-        earlier: Mapping[Settings, float] | None = None,
+        earlier: Mapping[Proposed, float] | None = None,
     ) -> None:
         self.earlier = earlier or {}
         self.case, self.family, self.best, self.limits = case, family, best, limits
@@ -454,16 +461,22 @@ class _Family:
     def _rank(self, count: int) -> None:
         """Keep the best so far, which stays the first, and the `count` - 1 most promising, in that order: if the time
         is up before all are compiled, the others are left out. Half of what is timed may be what was fast before."""
+
+        def before_ms(entry: _Entry) -> float:
+            return self.earlier.get(_proposed(self.family, entry.settings), math.inf)
+
         first, *others = self.entries
         racing = [entry for entry in others if not entry.status]
         racing.sort(key=lambda entry: (entry.predicted_ms, entry.distance))
-        known = [entry for entry in racing if entry.settings in self.earlier]
-        known.sort(key=lambda entry: self.earlier[entry.settings])
+        known = sorted((entry for entry in racing if before_ms(entry) < math.inf), key=before_ms)
         del known[self.limits.timed // 2 :]
         racing = [*known, *(entry for entry in racing if entry not in known)]
         self.entries = [first, *racing, *(entry for entry in others if entry.status)]
         for entry in racing[count - 1 :]:
-            entry.drop("not timed", "others are predicted to be faster, or nearer to the default")
+            entry.drop(
+                "not timed",
+                "others are predicted to be faster, are nearer to the default, or were fast before",
+            )
 
     def _write(self, entry: _Entry) -> None:
         if not entry.digest:

@@ -362,42 +362,69 @@ def test_every_family_of_every_strategy_has_legal_candidates(
 
 
 def test_the_most_promising_are_compiled_first(tmp_path: Path) -> None:
-    """By the model; before those up to half of what is timed may be what a record, of older sources too, found fast."""
+    """By the model; before those up to half of what is timed may be what a record, of older sources too, found fast,
+    whatever the best of the other families was."""
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
     case = search._case(read_package(package).spec)
-    judged = search._Family(case, "forward", (), Limits(), tmp_path, None, None)
-    wanted = dict.fromkeys([(), *search.proposals(case, "forward", ())])
+    best: Settings = (("forward.stages", "2"),)
+    judged = search._Family(case, "gradient", best, Limits(), tmp_path, None, None)
+    wanted = dict.fromkeys([best, *search.proposals(case, "gradient", best)])
     judged.entries = [search._Entry(settings, tmp_path / str(index)) for index, settings in enumerate(wanted)]
     judged._judge_legality()
 
-    def ranked(earlier: dict[Settings, float], count: int) -> list[search._Entry]:
-        run = search._Family(case, "forward", (), Limits(timed=4), tmp_path, None, None, earlier)
+    def ranked(earlier: dict[search.Proposed, float], count: int) -> list[Settings]:
+        run = search._Family(case, "gradient", best, Limits(timed=4), tmp_path, None, None, earlier)
         run.entries = [dataclasses.replace(entry) for entry in judged.entries]
         run._rank(count)
-        assert len(run._racing()) == count and run.entries[:count] == run._racing()
-        return run._racing()
+        racing = run._racing()
+        assert len(racing) == count and run.entries[:count] == racing
+        return [entry.settings for entry in racing]
 
-    def promise(entry: search._Entry) -> tuple[float, float]:
-        assert entry.predicted_ms is not None
-        return entry.predicted_ms, entry.distance
+    legal = [entry for entry in judged.entries[1:] if not entry.status]
+    legal.sort(key=lambda entry: (entry.predicted_ms, entry.distance))
+    model = [entry.settings for entry in legal]
+    assert len(model) > 30 and ranked({}, 20) == [best, *model[:19]]
+    times = {model[5]: 3.0, model[30]: 1.0, model[25]: 2.0, best: 0.5}
+    elsewhere = {search._proposed("gradient", settings): ms for settings, ms in times.items()}
+    assert all("forward" not in name for _, pairs in elsewhere for name, _ in pairs)
+    rest = [settings for settings in model if settings not in (model[30], model[25])]
+    assert ranked(elsewhere, 20) == [best, model[30], model[25], *rest[:17]]
+    assert ranked({("forward", pairs): ms for (_, pairs), ms in elsewhere.items()}, 20) == [best, *model[:19]]
 
-    plain = ranked({}, 20)
-    assert [promise(entry) for entry in plain[1:]] == sorted(promise(entry) for entry in plain[1:])
-    last, before = plain[19].settings, plain[18].settings
-    known = ranked({last: 2.0, before: 1.0, plain[5].settings: 3.0, (): 9.0}, 20)
-    expected = [(), before, last, *(e.settings for e in plain[1:] if e.settings not in (before, last))]
-    assert [entry.settings for entry in known] == expected
 
-
-def test_a_stale_record_says_what_was_fast(package: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "records"
+def test_a_run_knows_what_an_older_one_found_fast(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a stale record, here and where records are looked for; of what stayed in the race."""
+    folder, installed = tmp_path / "records", tmp_path / "installed"
     record = short_run(package, folder).record
-    stale = dataclasses.replace(record, sources="of older ones")
-    records.write_records(folder / "cpu.json", [stale])
-    times = search._timed_before(folder, record.key)
-    assert times == {c.settings: statistics.median(c.times_ms) for c in record.candidates}
+    fates = {(): "timed", OTHER: "slower"}
+    stale = dataclasses.replace(
+        record,
+        sources="of older ones",
+        candidates=tuple(dataclasses.replace(c, status=fates[c.settings]) for c in record.candidates),
+    )
+    default = next(c for c in record.candidates if not c.settings)
+    expected = {("panel", ()): statistics.median(default.times_ms)}
+    for where in (folder, installed):
+        (folder / "cpu.json").unlink(missing_ok=True)
+        where.mkdir(exist_ok=True)
+        records.write_records(where / "cpu.json", [stale])
+        monkeypatch.setattr(search, "record_folders", lambda: (installed,))
+        assert search._timed_before(folder, record.key) == expected
     assert search._timed_before(folder, dataclasses.replace(record.key, dim=17)) == {}
-    (folder / "cpu.json").write_text("{")
+    given: list[Any] = []
+    family = search._Family
+
+    def noting(*arguments: Any) -> Any:
+        given.append(arguments[-1])
+        return family(*arguments)
+
+    monkeypatch.setattr(search, "_Family", noting)
+    short_run(package, folder)
+    assert given == [expected]
+    (installed / "cpu.json").write_text("{")
+    (folder / "cpu.json").unlink()
     assert search._timed_before(folder, record.key) == {}
 
 
