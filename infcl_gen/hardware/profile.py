@@ -118,7 +118,7 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     name = size[1] if size else re.sub(r"[ _-]", "", text.lower())
     if name not in profile_names():
         near = suggestion(name, profile_names())
-        raise InputError(f"--device-profile: {show(text)} is unknown{near}; or give a FILE.toml")
+        raise InputError(f"--device-profile: {show(text)} is neither a profile nor a FILE.toml{near}")
     file = resources.files("infcl_gen.hardware").joinpath("profiles", f"{name}.toml")
     profile = _decode(file.read_text(encoding="utf-8"), file.name)
     return _resized(profile, text, int(size[2]), int(size[3]) * 2**30) if size else profile
