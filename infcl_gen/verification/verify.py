@@ -85,7 +85,7 @@ def verify_package(
     if ranks is not None:
         if place == "cuda" and _gpus() < ranks:  # a ring on GPUs needs one for each rank
             place = "cpu" if spec["plan"]["strategy"] == "torch" else "interpreter"
-        rows += _run("ring", folder, place, examples or RING_EXAMPLES[place], ranks, timeout_s)
+        rows += _ring(folder, place, examples or RING_EXAMPLES[place], ranks, timeout_s)
     if aot:
         from infcl_gen.verification.aot import aot_checks
 
@@ -146,17 +146,27 @@ def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
 def _numerics(folder: Path, place: str, examples: int, timeout_s: float) -> list[dict[str, Any]]:
     """A row for each result: of all examples, which are shared out among processes where kernels are compiled."""
     judged = _run("numerics", folder, place, examples, min(_processes(place), examples), timeout_s)
-    if any("check" in found for found in judged):
+    return _summaries(judged, place)
+
+
+def _ring(folder: Path, place: str, examples: int, ranks: int, timeout_s: float) -> list[dict[str, Any]]:
+    backend = "nccl" if place == "cuda" else "gloo"
+    return _summaries(_run("ring", folder, place, examples, ranks, timeout_s), f"{ranks} {backend} ranks")
+
+
+def _summaries(judged: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """A row for all inputs of each check; or the row that says why there are none."""
+    if any("passed" in found for found in judged):
         return judged
     rows = []
-    for quantity in dict.fromkeys(found["quantity"] for found in judged):
-        of_it = [found for found in judged if found["quantity"] == quantity]
+    for check in dict.fromkeys(found["check"] for found in judged):
+        of_it = [found for found in judged if found["check"] == check]
         bad = [found["failure"] for found in of_it if found["failure"] is not None]
         ratio = max(found["ratio"] for found in of_it)
-        detail = f"{len(of_it)} inputs on {place}, largest error {ratio:.2f} of what is allowed"
+        detail = f"{len(of_it)} inputs on {where}, largest error {ratio:.2f} of what is allowed"
         if bad:
-            detail = f"{len(bad)} of {len(of_it)} inputs fail, such as {bad[0]}"
-        rows.append(_row(f"numerics {quantity}", not bad, detail))
+            detail = f"{len(bad)} of {len(of_it)} inputs on {where} fail, such as {bad[0]}"
+        rows.append(_row(check, not bad, detail))
     return rows
 
 
