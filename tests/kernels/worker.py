@@ -79,9 +79,8 @@ def main(pipe: Connection, folder: Path) -> None:
             check(*arguments)
         except AssertionError as error:
             failure = str(error) or traceback.format_exc()
-        except (
-            Exception
-        ):  # whatever it is, the parent fails the test with it; this process goes on with the next
+        except Exception:
+            # Whatever it is: the parent fails the test with it, and this process goes on with the next.
             failure = f"not an assertion:\n{traceback.format_exc()}"
         pipe.send(failure)
     pipe.close()
