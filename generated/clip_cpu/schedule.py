@@ -36,9 +36,8 @@ POSITIVE_PARTS = 1  # what is kept of each query's positive: z
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
 
 
-def start_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, stash: Tensor | None = None) -> Scratch:
-    """The scratch of a `forward_block` with these arguments; nothing is at work yet."""
-    return Scratch(q, k, FORWARD_ROWS, FORWARD_KEYS)
+def start_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, most_keys: int, stash: Tensor | None = None) -> None:
+    """Nothing: plain torch has no part of a block to start, and a block's panels are gone when it is done."""
 
 
 def forward_block(
@@ -54,26 +53,26 @@ def forward_block(
     fresh: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
-    started: Scratch | None = None,
+    started: None = None,
 ) -> None:
     """Adds the logits of q x k to the statistics of the rows and keys, and notes z of the positives.
 
     q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
     positives: the global index of the positive of row 0; row i has the i-th after it.
     queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
-    fresh: neither was ever written. `stash` is for other strategies. arrive(): called before `keys` is touched, which may be on its way until then.
-    started: what `start_forward` gave for the same arguments, if it was called.
+    fresh: neither was ever written. arrive(): called before `keys` is touched; it sends what leaves, and waits for what
+    comes. `stash` and `started` are for other strategies.
     """
     if fresh:
         queries.mantissa.zero_()
         keys.mantissa.zero_()
-    scratch = start_forward(q, k, scale, bias) if started is None else started
+    panels = Panels(q, k, FORWARD_ROWS, FORWARD_KEYS)
     for i in range(0, len(q), FORWARD_ROWS):
         rows = slice(i, i + FORWARD_ROWS)
-        q_panel = scratch.queries(q[rows])
+        q_panel = panels.queries(q[rows])
         for j in range(0, len(k), FORWARD_KEYS):
             columns = slice(j, j + FORWARD_KEYS)
-            z, e = scratch.products(q_panel, scratch.keys(k[columns]))
+            z, e = panels.products(q_panel, panels.keys(k[columns]))
             diagonal, first = positive_diagonal(z, positives + i - key_offset - j)
             positive[0, i + first : i + first + len(diagonal)] = diagonal
             x2 = logits_(z, scale, bias)
@@ -127,15 +126,15 @@ def backward_block(
     g here is M * dL/dx, recomputed panel by panel from complete statistics; `finish` does the rest.
     Other arguments as for `forward_block`.
     """
-    scratch = Scratch(q, k, PANEL_ROWS, PANEL_KEYS)
+    panels = Panels(q, k, PANEL_ROWS, PANEL_KEYS)
     for i in range(0, len(q), PANEL_ROWS):
         rows = slice(i, i + PANEL_ROWS)
-        q_panel = scratch.queries(q[rows])
+        q_panel = panels.queries(q[rows])
         query_weight = formulas.QUERY_SHARE / queries.mantissa[rows, None]
         for j in range(0, len(k), PANEL_KEYS):
             columns = slice(j, j + PANEL_KEYS)
-            k_panel = scratch.keys(k[columns])
-            z, g = scratch.products(q_panel, k_panel)
+            k_panel = panels.keys(k[columns])
+            z, g = panels.products(q_panel, k_panel)
             key_weight = formulas.KEY_SHARE / keys.mantissa[columns]
             x2 = logits_(z, scale, bias)
             torch.sub(x2, queries.exponent[rows, None], out=g).exp2_().mul_(query_weight)
@@ -199,7 +198,7 @@ def merge_ranks(parts: Tensor, keys: Statistics) -> None:
         merge_parts(total, parts[:, 0, columns], parts[:, 1, columns])
 
 
-class Scratch:
+class Panels:
     """Panels of the largest size that a block needs, allocated once and used again."""
 
     def __init__(self, q: Tensor, k: Tensor, panel_rows: int, panel_keys: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9c5e269940c1dc0c1eb14d090596cc435c8702710e237f50a8f91a24a8dd7973",
+    "digest": "7e37f9b2ae82fca4b55b4d6b994036e45016983515080ab9457522c644cac23b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "599d506b1d8e42ad38121738d909114569e0673667cee737aa97ae09378b4885",
+    "digest": "e7282a97d1226a2015c71227c2c7b8e867a0909ca053fd2a986d493bd378da20",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "49e331617c260325b089ea987139f94343b817bb2997b2e5f24044ad66a83841",
+    "digest": "a4c1088e0c5deb349f7d1faef0fa0ac1a000f99fbc83bc6345903ac3f2af1325",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, panel, strip_blocks
-from ._runtime.statistics import Statistics
+from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, panel, panel_columns, strip_blocks
 
 STATISTICS_DTYPE = torch.float32
 OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
@@ -48,16 +47,10 @@ def stash_shape(m, n):
     return None
 
 
-def start_forward(q, k, scale, bias, stash=None):
-    """The scratch of a `forward_block` with these arguments, and its first panel, which is at work there."""
-    rows_max, keys_max = min(q.shape[0], FORWARD_ROWS), min(k.shape[0], FORWARD_KEYS)
-    key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
-    row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device).unbind()
-    strips = min(cdiv(rows_max, kernels.FORWARD_ROWS.value), FORWARD_STRIPS)
-    key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device).unbind()
-    flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
-    reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
-    scratch = ForwardScratch(row_parts, key_parts, reference, flags)
+def start_forward(q, k, scale, bias, most_keys, stash=None):
+    """What a `forward_block` with these arguments takes as `started`: its scratch, which later blocks of up to `most_keys`
+    keys may use, and its first panel, which is at work there."""
+    scratch = _forward_scratch(q, most_keys)
     return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
 
 
@@ -66,28 +59,24 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
-    fresh: neither was ever written.  arrive(): called before `keys` is touched, which may be on its way until then.
-    started: what `start_forward` gave for the same q, k, scale, bias and stash, if it was called.
+    fresh: neither was ever written.  arrive(): called behind the first launches and before `keys` is touched; it sends
+    what leaves, and waits for what comes.  started: what `start_forward` gave; (its scratch, None) for a later block.
     """
     m, n = q.shape[0], k.shape[0]
-    scratch, first_panel = start_forward(q, k, scale, bias, stash) if started is None else started
+    scratch, first_panel = started or (_forward_scratch(q, n), None)
     row_parts, key_parts = scratch.row_parts, scratch.key_parts
     for row0 in range(0, m, FORWARD_ROWS):
-        rows = slice(row0, min(row0 + FORWARD_ROWS, m))
+        own, own_positive = queries.panel(row0, FORWARD_ROWS), panel_columns(positive, row0, FORWARD_ROWS)
         for key0 in range(0, n, FORWARD_KEYS):
-            if row0 or key0:
-                q_panel, k_panel, strip = _forward_panel(q, k, row0, key0, scale, bias, scratch)
-            else:
-                q_panel, k_panel, strip = first_panel
-            own = Statistics(queries.exponent[rows], queries.mantissa[rows])
-            columns = slice(key0, key0 + k_panel.shape[0])
-            visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
+            q_panel, k_panel, strip = first_panel or _forward_panel(q, k, row0, key0, scale, bias, scratch)
+            first_panel = None
+            visiting = keys.panel(key0, FORWARD_KEYS)
             if arrive:
                 arrive()
             _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh and key0 == 0, key_parts, visiting, fresh and row0 == 0)
             first = positives + row0 - first_key - key0  # the positive of the panel's first row, as a row of its keys
             if first < k_panel.shape[0] and first + q_panel.shape[0] > 0:
-                _positives(q_panel, k_panel, positives + row0, first_key + key0, strip, row_parts, key_parts, positive[:, rows])
+                _positives(q_panel, k_panel, positives + row0, first_key + key0, strip, row_parts, key_parts, own_positive)
 
 
 def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
@@ -118,22 +107,21 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
     block = kernels.GRADIENT_KEYS.value
     ratios = _ratios(keys, kernels.KEY_SHARE.value, block, _ratios_scratch(n, block, q.device))
     for row0 in range(0, m, PANEL_ROWS):
-        rows = slice(row0, min(row0 + PANEL_ROWS, m))
-        own = Statistics(queries.exponent[rows], queries.mantissa[rows])
+        own, own_positive = queries.panel(row0, PANEL_ROWS), panel_columns(positive, row0, PANEL_ROWS)
+        own_dq = panel(dq, row0, PANEL_ROWS)
         q_panel = panel(q, row0, PANEL_ROWS)
         for key0 in range(0, n, PANEL_KEYS):
-            columns = slice(key0, min(key0 + PANEL_KEYS, n))
             k_panel = panel(k, key0, PANEL_KEYS)
-            visiting = Statistics(keys.exponent[columns], keys.mantissa[columns])
+            visiting = keys.panel(key0, PANEL_KEYS)
             # One number a key, and two a block of keys.
             visiting_ratios = [part[key0 // size :] for part, size in zip(ratios, (1, block, block))] if key0 else ratios
             g = _gradient_panel(
                 q_panel, k_panel, scale, bias, positives + row0, first_key + key0, own, visiting,
-                positive[:, rows], scratch, flags, visiting_ratios)
-            _add_product(dq[rows], g, k_panel, fresh_dq and key0 == 0)
+                own_positive, scratch, flags, visiting_ratios)
+            _add_product(own_dq, g, k_panel, fresh_dq and key0 == 0)
             if arrive:
                 arrive()
-            _add_product(dk[columns], g.T, q_panel, fresh_dk and row0 == 0)
+            _add_product(panel(dk, key0, PANEL_KEYS), g.T, q_panel, fresh_dk and row0 == 0)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
@@ -151,6 +139,18 @@ def scalar_gradients(dots, scale, bias, upstream, weight, rows):
         kernels.scalars, (1,),
         dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
     return dscale, dbias
+
+
+def _forward_scratch(q, most_keys):
+    """What forward panels of q and up to so many keys are computed in."""
+    rows_max, keys_max = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS)
+    key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
+    row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device).unbind()
+    strips = min(cdiv(rows_max, kernels.FORWARD_ROWS.value), FORWARD_STRIPS)
+    key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device).unbind()
+    flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
+    reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
+    return ForwardScratch(row_parts, key_parts, reference, flags)
 
 
 def _forward_panel(q, k, row0, key0, scale, bias, scratch):
@@ -208,7 +208,7 @@ def _ratios(statistics, share, block, scratch):
     """(ratio (rows, to whole blocks), reference (blocks,), lowest (blocks,)) of these rows, in the scratch."""
     rows = statistics.exponent.shape[0]
     blocks = cdiv(rows, block)
-    parts = scratch[: blocks * (block + 2)].split((blocks * block, blocks, blocks))
+    parts = panel(scratch, 0, blocks * (block + 2)).split((blocks * block, blocks, blocks))
     launch(kernels.ratios, (blocks,), *statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
     return parts
 
@@ -237,7 +237,7 @@ def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, posi
         launch(
             kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
             positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
-    return scratch[:m, :n]
+    return scratch if scratch.shape == (m, n) else scratch[:m, :n]
 
 
 def _add_product(total, g, x, fresh):

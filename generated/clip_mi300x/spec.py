@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "a2d045853c24aec1846c581a0571cd09d73f00341736c593bc22fd857ca45d2e",
+    "digest": "2b212443f27d4bb6c5402d02c104f84cdb03054a54f15ec36d345c87f270c237",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "909802cc1424694c157bbc56dae0c69d991c088770cf54b4927479efd8689ab7",
+    "digest": "8fad217813efc527e18efa809c6ee7597376c3ba9e982085ecabe6b30b6c8a28",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

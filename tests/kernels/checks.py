@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import math
 import mmap
@@ -18,11 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infcl_gen.planning.schedule import gather_schedule, ring_schedule
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
 from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, tensors
+from infcl_gen.verification.worker import averaged
 from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
+from tests.runtime.in_process import World
 
 
 def numerics(made: Made, case: Case, device: str = "cpu") -> None:
@@ -322,6 +326,42 @@ class _Graph:
             raise ZeroDivisionError
         for old, new in zip(_flat(self.results), _flat(self.work()), strict=True):
             old.copy_(new)
+
+
+def over_ranks(
+    made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu"
+) -> None:
+    """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
+    order: the gate holds, and nothing outside a buffer is overwritten in forward."""
+    package = module(made)
+    inner = package.ContrastiveLoss._package
+    gathers = dict(made.settings).get("transport") == "gather"
+    schedule = (gather_schedule if gathers else functools.partial(ring_schedule, 1, keeps=keeps))(
+        world, inner.loss.HAS_KEYS
+    )
+    batches = []
+    for number, shards in enumerate(rows):
+        case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
+        batches.append(tensors(case, package.SPEC["positives"], device))
+
+    def job(rank: int) -> list[list[Tensor]]:
+        found = []
+        for shards, inputs in zip(rows, batches, strict=True):
+            of_rank = [x.split(sizes)[rank] for x, sizes in ((inputs.q, shards), (inputs.k, shards[::-1]))]
+            labels = None if inputs.labels is None else inputs.labels.split(shards)[rank]
+            scalars = (torch.tensor(x or 0.0, device=device) for x in (inputs.scale, inputs.bias))
+            leaves = [x.clone().requires_grad_() for x in (*of_rank, *scalars)]
+            with GuardBands(generated(made), NAN) as bands:
+                loss = package.contrastive_loss(*leaves, labels=labels)
+            loss.backward()
+            assert not bands.damages(), f"rows {shards}, rank {rank}: {bands.damages()}"
+            found.append([loss.detach(), *(x.grad for x in leaves)])
+        return found
+
+    results = World(package, world, schedules={world: schedule}).run(job)
+    for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
+        judged = gate(averaged(parts), truth(package, inputs))
+        assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"
 
 
 def _flat(results: Any) -> list[Tensor]:

@@ -50,6 +50,7 @@ PANEL, FUSED, STASH = Made("panel"), Made("fused"), Made("stash")
 LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
+IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
 RAGGED = [(33, 70), (65, 65), (100, 97)]
 
@@ -57,7 +58,23 @@ READS = "tl.load(source + offsets, mask=(r < rows)[:, None] & (d < DIM)[None, :]
 NEVER_FLAGGED = ("kernels.py", "(least < SMALLEST_SUM) | (most > LARGEST_SUM)", "least < -1.0")
 MASKED = "MASKED=m % rows != 0 or n % columns != 0"
 
+RANKS = (3, [[70, 10, 60]])
+
 BUGS: dict[str, Bug] = {
+    "a ring gives its first panel to the next hop again": Bug(
+        IN_A_RING,
+        (("_runtime/engine.py", "started and (started[0], None), False", "started, False"),),
+        checks.over_ranks,
+        RANKS,
+        "rows ",
+    ),
+    "a ring has room for a panel of its own keys only": Bug(
+        IN_A_RING,
+        (("_runtime/engine.py", "0, keys), max(layout.keys))", "0, keys), keys)"),),
+        checks.over_ranks,
+        RANKS,
+        "overwritten",
+    ),
     # ---- edges: what lies beyond the last row or key
     "statistics are read past the end, selected, then multiplied": Bug(
         FUSED,
@@ -500,7 +517,7 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "_runtime/engine.py",
-                "self.dtype = statistics if unrounded else q.dtype",
+                "self.dtype = self._statistics_dtype if unrounded else q.dtype",
                 "self.dtype = q.dtype",
             ),
         ),

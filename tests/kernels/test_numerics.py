@@ -64,6 +64,22 @@ def test_scales_that_are_not_positive(
     interpreted(checks.numerics, Made(strategy), Case(129, 129, 0, scale=scale, features=features))
 
 
+RANKS = [
+    ("panel", "clip", "bf16", "ring"), ("panel", "clip", "fp32", "gather"), ("panel", "infonce", "fp16", "gather"),
+    ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "loss", "dtype", "transport"), RANKS)
+def test_over_ranks(interpreted: Interpreter, strategy: str, loss: str, dtype: str, transport: str) -> None:
+    """Ranks with queries and no keys, and the reverse; sizes as before and others; several panels."""
+    made = Made(strategy, loss, dtype, devices=4, settings=(("transport", transport),))
+    rows = [[130, 0, 10], [130, 0, 10], [100, 10, 30], [40, 0, 0]]
+    interpreted(checks.over_ranks, made, 3, rows)
+    if transport == "ring":
+        interpreted(checks.over_ranks, made, 2, [[30, 70], [0, 100]], False)
+
+
 @pytest.mark.parametrize("precision", ["default", "exact", "tf32"])
 def test_precisions_of_fp32_features(interpreted: Interpreter, precision: str) -> None:
     for scale in (1.0, 100.0):

@@ -26,7 +26,7 @@ from infcl_gen.runtime.route import planned_route
 from tests.kernels.planted import plant
 from tests.kernels.tiers import examples
 
-from .in_process import Stopped, TransportError, World, current_rank
+from .in_process import Ring, Stopped, TransportError, World, current_rank
 from .test_planted_bugs import BUGS, ENGINE, GATHER, RING, ROUTE, Bug
 
 Packages = Callable[..., ModuleType]
@@ -180,22 +180,31 @@ def run(package: ModuleType, groups: Sequence[Batch], turns: int = 0) -> tuple[l
 
     def job(member: int) -> list[Tensor]:
         group, rank = places[member]
-        batch, (q, k, labels) = groups[group], tensors[group]
-        own = slice(sum(batch.rows[:rank]), sum(batch.rows[: rank + 1]))
-        visiting = slice(sum(batch.keys[:rank]), sum(batch.keys[: rank + 1]))
-        leaves = [q[own].detach().requires_grad_(), k[visiting].detach().requires_grad_()]
-        leaves += [
-            torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (batch.scale, batch.bias)
-        ]
-        module = package.ContrastiveLoss(grad_sync=batch.grad_sync)
-        module.options = module.options._replace(group_name=str(group), reduction=batch.reduction)
-        loss = module(*leaves, labels=None if labels is None else labels[own])
-        (loss * batch.upstream).backward()
-        return [loss.detach(), *(leaf.grad for leaf in leaves)]
+        return step(package, groups[group], tensors[group], rank, str(group))
 
     with spied(package) as visits:
         results = world.run(job)
     return [[results[member] for member in batch.members] for batch in groups], world, visits
+
+
+def step(
+    package: ModuleType,
+    batch: Batch,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    rank: int,
+    group_name: str,
+) -> list[Tensor]:
+    """The loss and gradients of one rank."""
+    q, k, labels = tensors
+    own = slice(sum(batch.rows[:rank]), sum(batch.rows[: rank + 1]))
+    visiting = slice(sum(batch.keys[:rank]), sum(batch.keys[: rank + 1]))
+    leaves = [q[own].detach().requires_grad_(), k[visiting].detach().requires_grad_()]
+    leaves += [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (batch.scale, batch.bias)]
+    module = package.ContrastiveLoss(grad_sync=batch.grad_sync)
+    module.options = module.options._replace(group_name=group_name, reduction=batch.reduction)
+    loss = module(*leaves, labels=None if labels is None else labels[own])
+    (loss * batch.upstream).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def joined(batch: Batch, results: Results) -> list[Tensor]:
@@ -313,7 +322,7 @@ def package_of(packages: Packages, example: Example) -> ModuleType:
 # ---------------------------------------------------------------------------------------------- properties
 
 
-# 3 x 300 + 3 x 20 + 40 = 1 000 examples in the normal tier, in 55 s of one core; 10 000 in the long one.
+# 3 x 300 + 3 x 20 + 3 x 30 + 40 = 1 090 examples in the normal tier, in 55 s of one core; 10 000 in the long one.
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -325,6 +334,75 @@ def test_loss_and_gradients_are_those_of_one_process(
     """Any world, uneven and empty ranks, disjoint sub-groups of permuted ranks: the dense reference, to 1e-12."""
     example = data.draw(runs(loss))
     check(package_of(packages, example), example)
+
+
+@st.composite
+def calls(draw: st.DrawFn, loss: str) -> list[Batch]:
+    """Of one group, one after the other: sizes as before, others on one rank, on two, or on all."""
+    members = range(draw(st.integers(2, 5)))
+    nodes, keeps = draw(st.sampled_from((0, 1))), draw(st.booleans())
+    found = [draw(batches(loss, members, nodes, keeps))]
+    for change in draw(st.lists(st.sampled_from(("none", "one", "two", "all")), min_size=1, max_size=4)):
+        rows, keys = list(found[-1].rows), list(found[-1].keys)
+        rank, other = (draw(st.integers(0, len(members) - 1)) for _ in range(2))
+        if change == "one":
+            more = draw(st.sampled_from((1, MORE_THAN_A_PANEL)))
+            rows[rank], keys[rank] = rows[rank] + more, keys[rank] + more
+        elif change == "two":  # sums of all ranks are as before
+            rows[rank], rows[other] = rows[other], rows[rank]
+            keys[rank], keys[other] = keys[other], keys[rank]
+        again = dataclasses.replace(
+            found[-1], rows=tuple(rows), keys=tuple(keys), seed=draw(st.integers(0, 99))
+        )
+        found.append(draw(batches(loss, members, nodes, keeps)) if change == "all" else again)
+    return found
+
+
+def check_calls(package: ModuleType, batches: Sequence[Batch], turns: int) -> None:
+    """From the second call on a rank begins before it knows of the others' sizes."""
+    size = len(batches[0].members)
+    has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
+    tensors = [batch.tensors(package.SPEC["problem"]["dim"]) for batch in batches]
+
+    def job(rank: int) -> Results:
+        return [step(package, batch, given, rank, "") for batch, given in zip(batches, tensors, strict=True)]
+
+    world = World(package, size, seed=turns, schedules={size: batches[0].schedule(has_keys)})
+    for batch, *results in zip(batches, *world.run(job), strict=True):
+        check_against_reference(package, batch, results)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@examples(ci=30, long=300)
+@given(data=st.data(), turns=st.integers(0, 2**31))
+def test_calls_of_other_sizes(packages: Packages, loss: str, data: st.DataObject, turns: int) -> None:
+    check_calls(packages(loss, batch_size=1024), data.draw(calls(loss)), turns)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("self._begin(self._agreed.layout(), agree=None)", "self._begin(self._layout, agree=None)"),
+        ("guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == (len(q), len(k))",
+         "guess is not None"),
+        ("(guess.rows[ring.rank], guess.keys[ring.rank]) == (len(q), len(k))", "guess.rows[ring.rank] == len(q)"),
+    ],
+    ids=["the second attempt is of the old sizes", "own sizes are guessed", "own keys are guessed"],
+)  # fmt: skip
+def test_a_wrong_guess_of_sizes_is_noticed(
+    packages: Packages, folder_of: Callable[[ModuleType], Path], right: str, wrong: str
+) -> None:
+    first = Batch((0, 1, 2), (5, 2, 3), (5, 2, 3))
+    others = dataclasses.replace(first, rows=(9, 2, 3), keys=(9, 2, 3))
+    elsewhere = dataclasses.replace(first, rows=(9, 2, 3), keys=(1, 2, 11))
+    original = packages("clip")
+    check_calls(original, [first, others, elsewhere], turns=1)
+    planted = folder_of(original).parent / f"in_process_{''.join(c for c in wrong if c.isalpha())}"
+    shutil.copytree(folder_of(original), planted, ignore=shutil.ignore_patterns("__pycache__"))
+    plant(f"in process: {wrong}", ((ENGINE, right, wrong),), planted)
+    importlib.invalidate_caches()
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_calls(importlib.import_module(planted.name), [first, others, elsewhere], turns=1)
 
 
 @pytest.mark.parametrize(("loss", "nodes"), [("clip", 8), ("infonce", 16), ("soft", 1), ("clip", 0)])
@@ -440,6 +518,49 @@ def test_nan_in_nan_out(packages: Packages, nodes: int) -> None:
         loss, *gradients = joined(batch, of_group)
         assert loss.isnan() and gradients[2].isnan()
         assert gradients[1 - which].isnan().all() and gradients[which][3].isnan().all()
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_a_rank_begins_before_autograd_is_asked_and_the_others_are_heard(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """From the second call of the same sizes on; in the first it must hear theirs before. Nothing is sent earlier."""
+    package = packages("clip")
+    ops = importlib.import_module(f"{package.__name__}._runtime.ops")
+    orders: dict[int, list[str]] = {0: [], 1: []}
+
+    def noting(where: Any, name: str) -> None:
+        inner = getattr(where, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            orders[current_rank()].append(name)
+            given = inner(*args, **options)
+            return heard(given) if name == "ask" else given
+
+        monkeypatch.setattr(where, name, noted)
+
+    def heard(answers: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (answers(), orders[current_rank()].append("heard"))[0]
+
+    def job(rank: int) -> list[list[str]]:
+        found = []
+        for _ in range(2):
+            orders[rank].clear()
+            q, k = (torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+            module(q, k, 2.0)
+            found.append(orders[rank][: orders[rank].index("post") + 1])
+        return found
+
+    module = package.ContrastiveLoss()
+    noting(package.ContrastiveLoss._package.schedule, "start_forward")
+    noting(ops._Loss, "apply")
+    noting(Ring, "ask")
+    noting(Ring, "post")
+    schedule = gather_schedule(2, True) if transport == "gather" else ring_schedule(2, 1, True, True)
+    world = World(package, 2, schedules={2: schedule})
+    for first, second in world.run(job):
+        assert first == ["ask", "heard", "start_forward", "apply", "post"]
+        assert second == ["ask", "start_forward", "apply", "heard", "post"]
 
 
 # ---------------------------------------------------------------------------------------------- what must be noticed
@@ -569,7 +690,10 @@ MORE_BUGS = {
           "        route = self.package.route.over(ring.size)\n"),)
     ),
     "sums are added to before they have arrived": Bug(
-        ((ENGINE, "arrive=trip.arrive", "arrive=lambda: None"),)
+        ((ENGINE, '"arrive": trip.arrive', '"arrive": lambda: None'),)
+    ),
+    "a buffer is used before its message has arrived": Bug(
+        ((RING, "                    self._keys.wait()\n", "                    pass\n"),), rows=(40, 40)
     ),
     "keys stay on their side when they change the node": Bug(
         ((ROUTE, "sign * device_step)", "sign * device_step * (not node_step))"),),
@@ -587,7 +711,7 @@ MORE_BUGS = {
         rows=(5, 2, 9, 1),
     ),
     "the gradient of the keys is taken before it has come home": Bug(
-        ((RING, "            self.arrive()  # where there was no work\n", ""),)
+        ((RING, "# where no work has\n            self.arrive()\n", "\n"),)
     ),
     "what comes home is added twice": Bug(
         ((GATHER, "            self._own.add_(part)\n", "            self._own.add_(part).add_(part)\n"),), nodes=0
@@ -606,7 +730,7 @@ MORE_BUGS = {
     "sums of statistics are added before they have come": Bug(
         ((GATHER, 'receives).wait()', 'receives)'),), nodes=0
     ),
-    "keys are worked on before they have come": Bug(((GATHER, "        keys.wait()\n", ""),), nodes=0),
+    "keys are worked on before they have come": Bug(((GATHER, "self._keys.wait()", "pass"),), nodes=0),
     "a rank without queries keeps what its memory held": Bug(
         ((GATHER, "if layout.rows[ring.rank] else gathered.new_zeros", "if True else gathered.new_zeros"),),
         rows=(5, 0, 9), keys=(5, 5, 4), nodes=0,

@@ -62,22 +62,19 @@ BUGS = {
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
-        ((ENGINE, "trip.parcels[0][:valid], layout", "trip.parcels[0], layout"),
-         (ENGINE, "view(trip.accumulator, 0, valid)", "view(trip.accumulator)")),
+        ((ENGINE, "panel(trip.parcels[0], 0, valid), layout", "trip.parcels[0], layout"),
+         (ENGINE, "view(trip.accumulator).panel(0, valid)", "view(trip.accumulator)")),
         (0, 1),
         (3, 8),
     ),
     "statistics of the visiting keys do not travel": Bug(
-        ((ENGINE, "last.append(saved.key_statistics[:, keys : keys + largest].contiguous())",
-          "last.append(k.new_zeros((2, largest), dtype=dq_sum.dtype))"),
+        ((ENGINE, "kept = saved.key_statistics[:, keys : keys + largest]",
+          "kept = k.new_zeros((2, largest), dtype=dq_sum.dtype)"),
          (ENGINE, "away[1][:, :keys].copy_(own[1])", "away[1].zero_()"))
     ),
     "the accumulator does not come home": Bug(
-        ((RING, "        self._hop = self.ring.size\n        self._leave()\n", ""),)
-    ),
-    "a buffer is used before its message has arrived": Bug(
-        ((RING, "                    self._keys.wait()\n", "                    pass\n"),),
-        (0, 1), (40, 40), breaks=True,
+        ((RING, "        self._swap_accumulators()\n        self._send_hop()\n        self.ring.finish_trip()\n",
+          "        self.ring.finish_trip()\n"),)
     ),
     "keys go the wrong way round": Bug(
         ((RING, "return self.route.send_to(self.ring.rank, hop), self.route.receive_from(self.ring.rank, hop)",
@@ -94,7 +91,7 @@ BUGS = {
 }  # fmt: skip
 
 OTHER_BUGS: dict[str, tuple[Edit, ...]] = {
-    "mismatched ranks are not noticed": ((AGREEMENT, "if difference is not None:", "if False:"),),
+    "mismatched ranks are not noticed": ((AGREEMENT, "if problem is not None:", "if False:"),),
     "a group of one sends to itself": ((RING, "if dist.get_world_size(group) == 1:", "if False:"),),
 }
 

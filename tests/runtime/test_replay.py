@@ -76,7 +76,7 @@ def test_nothing_is_recorded_off_the_gpu_or_where_it_is_not_planned(monkeypatch:
     planned, not_planned = (cast(Any, Package(wanted)) for wanted in (True, False))
     assert replay._recorder(planned, gpu, None, Options()) is not None
     assert replay._recorder(not_planned, gpu, None, Options()) is None
-    monkeypatch.setattr(replay.engine, "Started", lambda *arguments: "started")
+    monkeypatch.setattr(replay.engine, "start", lambda *arguments: "started")
     assert replay.start(not_planned, gpu, gpu, gpu, gpu, None, Options(), 1) == "started"
     assert replay.start(planned, gpu, gpu, gpu, gpu, None, Options(), 1) is None, "it may be recorded"
     assert replay._recorder(planned, torch.zeros(4, 2), None, Options()) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import infcl_gen
+from infcl_gen.emission import import_package
 from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.tuning import ring_bench
 from infcl_gen.tuning.ring_bench import HOW, measure_ring
 
 
@@ -31,6 +35,19 @@ def test_a_package_is_measured_with_and_without_its_communication(tmp_path: Path
         assert row["error"] is None and row["ranks"] == 2 and row["batch"] == 129 and row["repeats"] == 3
         assert row["median_ms"] > 0 and 0 < row["peak_bytes"] <= row["predicted_peak_bytes"]
         assert row["transport"] == ways[row["dtype"]]
+
+
+@pytest.mark.parametrize("how", [how for how in HOW.values() if how])
+def test_nothing_is_waited_for_or_copied_beside_the_work(tmp_path: Path, how: str) -> None:
+    """On a GPU messages are started on a stream of their own, for which the work would not wait."""
+    module = import_package(package(tmp_path / "a"))
+    ring = importlib.import_module(f"{module.__name__}._runtime.ring")
+    enter = ring.Moment.__enter__
+    with ring_bench._transport(module, how, [1, 1]):
+        assert ring.Moment.__enter__ is not enter
+        with ring.Moment([torch.empty(1)]):
+            assert not ring._streams
+    assert ring.Moment.__enter__ is enter
 
 
 def test_a_large_batch_is_measured_once(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ then gives exactly the gradient of L, for uneven ranks and for scale and bias to
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -24,15 +26,44 @@ from torch import Tensor
 from . import agreement
 from . import ring as rings
 from .gather import BackwardGather, ForwardGather
+from .launch import panel, panel_columns
 from .package import Options, Package, Saved
 from .ring import Layout
 from .route import Route
 from .statistics import Statistics, clear, view
 
 
-class Started:
-    """The forward of a group of one: the first kernels are at work (none of a package in plain torch), `finish` does
-    the rest."""
+class Started(abc.ABC):
+    """A forward whose first kernels are at work (none of a package in plain torch); `finish` does the rest.
+
+    Alone nothing is done before them that they do not wait for. In a ring the others are told first, for their answers
+    take 0.2 ms.
+    """
+
+    def __init__(
+        self, package: Package, inputs: tuple[Tensor, ...], labels: Tensor | None, options: Options
+    ) -> None:
+        """inputs: q, k, scale and bias, cast."""
+        self._package, self._inputs, self._labels, self._options = package, inputs, labels, options
+        self._started: Any = None
+
+    @abc.abstractmethod
+    def finish(self) -> tuple[Tensor, Saved]:
+        """The result of `forward`."""
+
+    def _start(self, k: Tensor, most_keys: int, stash: Tensor | None = None) -> None:
+        """Starts the first block; later ones may be of up to `most_keys`."""
+        q, _, scale, bias = self._inputs
+        self._started = self._package.schedule.start_forward(q, k, scale, bias, most_keys, stash)
+
+    def _take_started(self) -> Any:
+        """What `start_forward` gave, of which nothing is held here any longer: it goes when the blocks are done."""
+        started, self._started = self._started, None
+        return started
+
+
+class _StartedAlone(Started):
+    """The forward of a group of one."""
 
     def __init__(
         self,
@@ -45,19 +76,15 @@ class Started:
         options: Options,
         gradients: int,
     ) -> None:
-        """Checks sizes and labels, then does only what the first kernels wait for. Arguments and errors as for
-        `forward`, but q and k may be of any dtype: they are cast to the package's."""
         self._layout = agreement.layout_alone(package, q, k, labels, options)
-        self._package, self._labels, self._options = package, labels, options
         with _device_state(package, q.device):
             q, k = package.cast(q, k)
+            super().__init__(package, (q, k, scale, bias), labels, options)
             kept, self._columns = kept_sizes(package, 1, q.shape[0], k.shape[0], bool(gradients))
             self._stash = None if 0 in kept else q.new_empty(kept)
-            self._inputs = (q, k, scale, bias)
-            self._sweep = package.schedule.start_forward(*self._inputs, self._stash)
+            self._start(k, k.shape[0], self._stash)
 
     def finish(self) -> tuple[Tensor, Saved]:
-        """The result of `forward`."""
         q, _, scale, bias = self._inputs
         package, layout, schedule = self._package, self._layout, self._package.schedule
         with _device_state(package, q.device):
@@ -66,15 +93,113 @@ class Started:
             queries, positive = view(query_statistics), query_statistics[2:]
             keys = view(key_statistics) if package.loss.HAS_KEYS else None
             arguments = (*self._inputs, positives, 0, queries, keys, positive)
-            schedule.forward_block(*arguments, fresh=True, stash=self._stash, started=self._take_sweep())
-            loss = _loss(package, layout, query_statistics, keys, scale, bias, self._options)
+            schedule.forward_block(*arguments, fresh=True, stash=self._stash, started=self._take_started())
+            loss = _loss(package, layout, queries, keys, positive, scale, bias, self._options)
         stash = q.new_empty(0) if self._stash is None else self._stash
         return loss, Saved(query_statistics, key_statistics, stash, q.new_empty((0, 3), dtype=torch.int64))
 
-    def _take_sweep(self) -> Any:
-        """What `start_forward` gave, of which nothing is held here any longer: it goes when the block is done."""
-        sweep, self._sweep = self._sweep, None
-        return sweep
+
+class _StartedInRing(Started):
+    """The forward of one rank of a ring, begun on its own keys: at once if its sizes are those of its last call
+    (whether the others' are, too, is heard before anything is sent), else when all have been heard."""
+
+    def __init__(
+        self,
+        package: Package,
+        ring: rings.Ring,
+        q: Tensor,
+        k: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        labels: Tensor | None,
+        options: Options,
+        gradients: int,
+    ) -> None:
+        self._ring, self._differentiated, self._call = ring, bool(gradients), ring.trips
+        with torch.no_grad():
+            q, k = package.cast(q, k)
+        super().__init__(package, (q, k, scale, bias), labels, options)
+        self._agreed = agreed = agreement.Agreement(package, ring, q, k, labels, options, gradients)
+        with _device_state(package, q.device):
+            guess = ring.layouts.get(package.digest)
+            if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == (len(q), len(k)):
+                self._begin(guess, agree=lambda: agreed.expect(guess))
+            else:
+                self._begin(agreed.layout(), agree=None)
+
+    def _begin(self, layout: Layout, agree: rings.Agreeing | None) -> None:
+        """Starts the work on the own keys. `agree`: if the others have not been heard."""
+        q, k, *_ = self._inputs
+        package, ring, self._layout = self._package, self._ring, layout
+        rows, keys = q.shape[0], k.shape[0]
+        kept, columns = kept_sizes(package, ring.size, rows, keys, self._differentiated)
+        self._query_statistics, self._key_statistics = _statistics(package, q, columns)
+        self._stash = q.new_empty(kept)
+        self._trip: rings.ForwardRotation | ForwardGather | None = _forward_trip(
+            package, ring, layout, k, self._key_statistics, self._stash, self._differentiated, agree
+        )
+        if rows and keys:
+            self._start(panel(self._trip.parcels[0], 0, keys), max(layout.keys))
+        else:
+            clear(self._query_statistics[:2])
+
+    def finish(self) -> tuple[Tensor, Saved]:
+        with _device_state(self._package, self._inputs[0].device):
+            with contextlib.suppress(agreement.OtherSizes):
+                return self._finish()
+            self._stash = self._inputs[0].new_empty(0)  # its memory is for the next one
+            self._begin(self._agreed.layout(), agree=None)
+            return self._finish()
+
+    def _finish(self) -> tuple[Tensor, Saved]:
+        q, k, scale, bias = self._inputs
+        package, layout, schedule = self._package, self._layout, self._package.schedule
+        query_statistics, key_statistics = self._query_statistics, self._key_statistics
+        rows, keys = q.shape[0], k.shape[0]
+        trip, self._trip = self._trip, None  # of which nothing is held here any longer
+        assert trip is not None
+        positives = _positives(package, layout, self._labels, q.device)
+        queries, positive = view(query_statistics), query_statistics[2:]
+        started, fresh = self._take_started(), bool(rows and keys)
+        for owner in trip:
+            valid = layout.keys[owner]
+            if not (rows and valid):
+                continue
+            block = None if trip.accumulator is None else view(trip.accumulator).panel(0, valid)
+            visiting, offset = panel(trip.parcels[0], 0, valid), layout.key_offset(owner)
+            arguments = (q, visiting, scale, bias, positives, offset, queries, block, positive)
+            schedule.forward_block(*arguments, fresh=fresh, arrive=trip.arrive, started=started)
+            started, fresh = started and (started[0], None), False
+        del started  # its memory is for the loss
+        trip.arrive()
+        own = None
+        if trip.accumulator is not None:
+            own = view(trip.accumulator).panel(0, keys)
+            if isinstance(trip, rings.Rotation) or not self._differentiated:
+                panel_columns(key_statistics, 0, keys).copy_(panel_columns(trip.accumulator, 0, keys))
+        loss = _loss(package, layout, queries, own, positive, scale, bias, self._options)
+        sizes = torch.tensor(
+            list(zip(layout.rows, layout.keys, [self._call] * self._ring.size, strict=True)),
+            dtype=torch.int64,
+        )
+        return loss, Saved(query_statistics, key_statistics, self._stash, sizes)
+
+
+def start(
+    package: Package,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    labels: Tensor | None,
+    options: Options,
+    gradients: int,
+) -> Started:
+    """The `forward` with these arguments, begun; q and k may be of any dtype: they are cast. Errors of `forward` come
+    here or at `finish`."""
+    ring = rings.find_ring(options.group_name)
+    arguments = (q, k, scale, bias, labels, options, gradients)
+    return _StartedAlone(package, *arguments) if ring is None else _StartedInRing(package, ring, *arguments)
 
 
 def forward(
@@ -94,60 +219,7 @@ def forward(
     want one, 0 if none does. Raises, on every rank, ValueError for sizes that the package cannot take and RuntimeError
     where ranks disagree.
     """
-    ring = rings.find_ring(options.group_name)
-    arguments = (q, k, scale, bias, labels, options, gradients)
-    if ring is None:
-        return Started(package, *arguments).finish()
-    agreed = agreement.Agreement(package, ring, q, k, labels, options, gradients)
-    guess = ring.layouts.get(package.digest)
-    own = (q.shape[0], k.shape[0])
-    if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == own:
-        # As in the last call: what is done before anything is sent need not wait for the others' answers.
-        with contextlib.suppress(agreement.OtherSizes):
-            return _forward_over(package, ring, guess, *arguments, ask=lambda: lambda: agreed.expect(guess))
-    return _forward_over(package, ring, agreed.layout(), *arguments, ask=None)
-
-
-def _forward_over(
-    package: Package,
-    ring: rings.Ring,
-    layout: Layout,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-    ask: rings.Asking | None,
-) -> tuple[Tensor, Saved]:
-    """`ask`: what the others still have to say (`ring.Asking`)."""
-    call, rows, keys = ring.trips, q.shape[0], k.shape[0]
-    with _device_state(package, q.device):
-        positives = _positives(package, layout, labels, q.device)
-        kept, columns = kept_sizes(package, ring.size, rows, keys, bool(gradients))
-        query_statistics, key_statistics = _statistics(package, q, columns)
-        queries, positive = clear(query_statistics[:2]), query_statistics[2:]
-        stash = q.new_empty(kept)
-        trip = _forward_trip(package, ring, layout, k, key_statistics, stash, bool(gradients), ask)
-        for owner in trip:
-            valid = layout.keys[owner]
-            if not (rows and valid):
-                continue
-            block = None if trip.accumulator is None else view(trip.accumulator, 0, valid)
-            visiting, offset = trip.parcels[0][:valid], layout.key_offset(owner)
-            package.schedule.forward_block(
-                q, visiting, scale, bias, positives, offset, queries, block, positive, arrive=trip.arrive
-            )
-        trip.arrive()
-        own = None
-        if trip.accumulator is not None:
-            own = view(trip.accumulator, 0, keys)
-            if isinstance(trip, rings.Rotation) or not gradients:
-                key_statistics[:, :keys].copy_(trip.accumulator[:, :keys])
-        loss = _loss(package, layout, query_statistics, own, scale, bias, options)
-    sizes = list(zip(layout.rows, layout.keys, [call] * ring.size, strict=True))
-    return loss, Saved(query_statistics, key_statistics, stash, torch.tensor(sizes, dtype=torch.int64))
+    return start(package, q, k, scale, bias, labels, options, gradients).finish()
 
 
 def _statistics(package: Package, q: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -162,14 +234,14 @@ def _statistics(package: Package, q: Tensor, columns: int) -> tuple[Tensor, Tens
 def _loss(
     package: Package,
     layout: Layout,
-    query_statistics: Tensor,
+    queries: Statistics,
     keys: Statistics | None,
+    positive: Tensor,
     scale: Tensor,
     bias: Tensor,
     options: Options,
 ) -> Tensor:
     """This rank's part of the loss, from the statistics of its rows and keys."""
-    queries, positive = view(query_statistics), query_statistics[2:]
     if package.labelled:
         # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
         queries.mantissa.add_(positive[0] * 0.0)
@@ -186,8 +258,8 @@ def _forward_trip(
     key_statistics: Tensor,
     stash: Tensor,
     gradients: bool,
-    ask: rings.Asking | None,
-) -> rings.Rotation | ForwardGather:
+    agree: rings.Agreeing | None,
+) -> rings.ForwardRotation | ForwardGather:
     """How the keys of all ranks come to this one: as the plan has it, where there are as many ranks as planned."""
     dtype, route = package.schedule.STATISTICS_DTYPE, package.route.over(ring.size)
     if route.transport == "gather":
@@ -197,16 +269,17 @@ def _forward_trip(
         statistics, add_up = None, None
         if package.loss.HAS_KEYS:
             statistics, add_up = key_statistics, package.schedule.merge_ranks
-        return ForwardGather(ring, layout, k, stash, statistics, add_up, ask)
+        return ForwardGather(ring, layout, k, stash, statistics, add_up, agree)
     keys, largest = k.shape[0], max(layout.keys)
     kept = gradients and route.keeps and largest <= _room(package, ring.size)
     sums = finished = None
     if package.loss.HAS_KEYS:
         sums = k.new_empty((2, largest), dtype=dtype)
-        clear(sums)
+        if not layout.rows[ring.rank]:  # no work replaces what it holds
+            clear(sums)
         finished = key_statistics[:, keys : keys + largest] if kept else None
     last = [stash[:largest]] if kept else None
-    return rings.ForwardRotation(ring, route, [k], largest, last, sums, finished, ask)
+    return rings.ForwardRotation(ring, route, [k], largest, last, sums, finished, agree)
 
 
 def _room(package: Package, ranks: int) -> int:
@@ -256,10 +329,10 @@ def backward(
     else:
         sizes = saved.layout.tolist()
         layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
-        # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
-        header = agreement.header(package, q, k, labels, options, 0, (0, -1))
 
-        def ask() -> Callable[[], None]:
+        def ask() -> rings.Agreeing:
+            # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
+            header = agreement.header(package, q, k, labels, options)
             answers = ring.ask(header, "backward", call=sizes[0][2])
             return lambda: agreement.compare(answers())
 
@@ -326,10 +399,20 @@ class _Weighting:
         weight: float,
         unrounded: bool,
     ) -> None:
-        self._schedule, statistics = package.schedule, package.schedule.STATISTICS_DTYPE
-        self._factors = (scale, bias, upstream.to(statistics).contiguous(), weight)
-        self._dots = q.new_empty(-(-q.shape[0] // self._schedule.FINISH_ROWS), dtype=statistics)
-        self.dtype = statistics if unrounded else q.dtype
+        self._schedule, self._statistics_dtype = package.schedule, package.schedule.STATISTICS_DTYPE
+        self._arguments = (q, scale, bias, upstream, weight)
+        self.dtype = self._statistics_dtype if unrounded else q.dtype
+
+    # Made at first use, behind the sweep's launches: before them they take the host 30 us.
+    @functools.cached_property
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor, float]:
+        _, scale, bias, upstream, weight = self._arguments
+        return scale, bias, upstream.to(self._statistics_dtype).contiguous(), weight
+
+    @functools.cached_property
+    def _dots(self) -> Tensor:
+        q = self._arguments[0]
+        return q.new_empty(-(-q.shape[0] // self._schedule.FINISH_ROWS), dtype=self._statistics_dtype)
 
     def queries(self, total: Tensor, q: Tensor, out: Tensor, start: int = 0) -> None:
         """Rows `start` and on, a multiple of FINISH_ROWS, of the query gradient; `out` may be `total`."""
@@ -395,11 +478,11 @@ class _Backward:
         return view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
 
     def over(
-        self, weighting: _Weighting, ring: rings.Ring, layout: Layout, ask: rings.Asking
+        self, weighting: _Weighting, ring: rings.Ring, layout: Layout, ask: Callable[[], rings.Agreeing]
     ) -> tuple[Tensor, Tensor]:
         """Several ranks. Sums for all rows, then the results: of the queries while a gather's sums for dk come home."""
         q, k = self.q, self.k
-        dq_sum = q.new_zeros(q.shape, dtype=self.package.schedule.STATISTICS_DTYPE)
+        dq_sum = q.new_empty(q.shape, dtype=self.package.schedule.STATISTICS_DTYPE)
         route = self.package.route.over(ring.size)
         if (
             route.transport == "gather" and not self.saved.stash.numel()
@@ -421,7 +504,12 @@ class _Backward:
         return dq, dk
 
     def _rotate(
-        self, ring: rings.Ring, route: Route, layout: Layout, ask: rings.Asking, dq_sum: Tensor
+        self,
+        ring: rings.Ring,
+        route: Route,
+        layout: Layout,
+        ask: Callable[[], rings.Agreeing],
+        dq_sum: Tensor,
     ) -> Callable[[], Tensor]:
         """Unweighted sums for dq; what gives those for dk, which are home."""
         k, keys, largest, saved = self.k, self.k.shape[0], max(layout.keys), self.saved
@@ -429,19 +517,23 @@ class _Backward:
         if has_keys:
             own.append(saved.key_statistics[:, :keys])
         if saved.stash.numel() and largest <= _room(self.package, ring.size):
-            last = [saved.stash[:largest]]
-            if has_keys:  # of its own: rows of more columns are not contiguous
-                last.append(saved.key_statistics[:, keys : keys + largest].contiguous())
+            last = [panel(saved.stash, 0, largest)]
+            if has_keys:
+                kept = saved.key_statistics[:, keys : keys + largest]
+                # Between two ranks it does not travel; rows of more columns are not contiguous.
+                last.append(kept.contiguous() if ring.size > 2 else kept)
         else:
             away = [k.new_empty((largest, self.package.dim))]
             away[0][:keys].copy_(k)
             if has_keys:
                 away.append(k.new_empty((2, largest), dtype=dq_sum.dtype))
                 away[1][:, :keys].copy_(own[1])
-        dk_sum = k.new_zeros((largest, self.package.dim), dtype=dq_sum.dtype)
-        rotation = rings.BackwardRotation(ring, route, own, last, away, dk_sum, ask)
+        # The first work replaces what the sums hold; a rank without queries has none.
+        new = k.new_empty if self.q.shape[0] else k.new_zeros
+        dk_sum = new((largest, self.package.dim), dtype=dq_sum.dtype)
+        rotation = rings.BackwardRotation(ring, route, own, last, away, dk_sum, agree=lambda: ask()())
         del own, last, away, dk_sum
-        self._sweep(rotation, layout, dq_sum, fresh_dk=False)
+        self._sweep(rotation, layout, dq_sum)
 
         def home() -> Tensor:
             assert rotation.accumulator is not None
@@ -450,32 +542,28 @@ class _Backward:
         return home
 
     def _gather(
-        self, ring: rings.Ring, layout: Layout, ask: rings.Asking, dq_sum: Tensor
+        self, ring: rings.Ring, layout: Layout, ask: Callable[[], rings.Agreeing], dq_sum: Tensor
     ) -> Callable[[], Tensor]:
         """The same, from the keys that the forward has kept."""
         statistics = self.saved.key_statistics if self.package.loss.HAS_KEYS else None
         gather = BackwardGather(ring, layout, self.saved.stash, statistics, dq_sum.dtype, ask)
-        self._sweep(gather, layout, dq_sum, fresh_dk=True)
+        self._sweep(gather, layout, dq_sum)
         return gather.settle
 
-    def _sweep(
-        self, trip: rings.Rotation | BackwardGather, layout: Layout, dq_sum: Tensor, fresh_dk: bool
-    ) -> None:
-        rows = self.q.shape[0]
+    def _sweep(self, trip: rings.BackwardRotation | BackwardGather, layout: Layout, dq_sum: Tensor) -> None:
+        rows, fresh = self.q.shape[0], True
         for owner in trip:
             valid = layout.keys[owner]
             if not (rows and valid):
                 continue
             assert trip.accumulator is not None
-            statistics = view(trip.parcels[1], 0, valid) if self.package.loss.HAS_KEYS else None
-            visiting, total, offset = (
-                trip.parcels[0][:valid],
-                trip.accumulator[:valid],
-                layout.key_offset(owner),
-            )
-            self._block(
-                0, rows, visiting, offset, statistics, dq_sum, total, arrive=trip.arrive, fresh_dk=fresh_dk
-            )
+            statistics = view(trip.parcels[1]).panel(0, valid) if self.package.loss.HAS_KEYS else None
+            visiting, total = panel(trip.parcels[0], 0, valid), panel(trip.accumulator, 0, valid)
+            how = {"arrive": trip.arrive, "fresh_dq": fresh, "fresh_dk": trip.fresh}
+            self._block(0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total, **how)
+            fresh = False
+        if fresh:
+            dq_sum.zero_()  # no block has written to it
 
     def _block(
         self,
@@ -489,10 +577,11 @@ class _Backward:
         **how: Any,  # what is fresh; when dk_sum has arrived; tiles that were kept
     ) -> None:
         positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
-        statistics = self.saved.query_statistics
+        statistics, rows = self.saved.query_statistics, stop - start
         self.package.schedule.backward_block(
-            self.q[start:stop], k, self.scale, self.bias, positives, key_offset, view(statistics, start, stop), keys,
-            statistics[2:, start:stop], dq_sum, dk_sum, **how,
+            panel(self.q, start, rows), k, self.scale, self.bias, positives, key_offset,
+            view(statistics).panel(start, rows), keys, panel_columns(statistics[2:], start, rows),
+            dq_sum, dk_sum, **how,
         )  # fmt: skip
 
 

@@ -51,10 +51,10 @@ def start(
     options: Options,
     gradients: int,
 ) -> engine.Started | None:
-    """The forward of a package that records nothing, started, in a group of one; else None."""
-    if package.replay or find_ring(options.group_name) is not None:
+    """The forward of a package that records nothing, begun; else None."""
+    if package.replay:
         return None
-    return engine.Started(package, q, k, scale, bias, labels, options, gradients)
+    return engine.start(package, q, k, scale, bias, labels, options, gradients)
 
 
 def forward(

@@ -23,8 +23,8 @@ All that is sent and received is in this file.
 from __future__ import annotations
 
 import abc
-import contextlib
 import datetime
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,16 +37,16 @@ from torch import Tensor
 from .route import Route
 
 T = TypeVar("T")
-# Tells the other ranks about this one's call, and gives what waits for theirs and raises where they disagree: before
-# anything is sent. Hosts are up to 1 ms apart: work that needs no keys of others may be launched in between.
-Asking = Callable[[], Callable[[], None]]
+# Hears what the others say of their calls, and raises where ranks disagree: called before anything is sent. Hosts are
+# up to 1 ms apart: work that needs no keys of others is launched before.
+Agreeing = Callable[[], None]
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 6  # raise it with every change of what ranks send to each other
+PROTOCOL = 7  # raise it with every change of what ranks send to each other
 
-# What each rank tells all others before the first hop. Text travels as 14 ASCII characters in two words. The protocol
+# What each rank tells all others before the first hop. Text travels as its first 14 characters, in ASCII. The protocol
 # comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
-_TEXT_WORDS, _WORD_BYTES, _HEADER_WORDS = 2, 7, 32
+_TEXT_BYTES, _HEADER_BYTES = 14, 256
 _SHORTEST_WAIT_S = 0.1  # for others to take a header, where the timeout has passed
 _CONTROL_TAG = 64  # parcels and accumulators count from 0
 _HEADER: dict[str, type] = {
@@ -71,6 +71,7 @@ _HEADER: dict[str, type] = {
     "first label": int,  # smallest and largest label; (0, -1) where they were not looked at
     "last label": int,
 }
+_FORMAT = struct.Struct("<" + "".join(f"{_TEXT_BYTES}s" if kind is str else "q" for kind in _HEADER.values()))
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
 _PACKAGE = ("package digest",)  # what ranks send to each other is the plan's
 _ORDER = ("phase", "trips finished", "call number")
@@ -104,12 +105,12 @@ def find_ring(group_name: str) -> Ring | None:
             )
         return None
     group = resolve(group_name)
-    if dist.get_rank(group) < 0:
-        raise RuntimeError(f"this process is not a member of the process group {group_name!r}")
-    if dist.get_world_size(group) == 1:
-        return None
     ring = _rings.get(group)
     if ring is None:
+        if dist.get_rank(group) < 0:
+            raise RuntimeError(f"this process is not a member of the process group {group_name!r}")
+        if dist.get_world_size(group) == 1:
+            return None
         ring = _rings[group] = Ring(group)
     return ring
 
@@ -170,16 +171,17 @@ class Ring:
     ) -> Callable[[], list[dict[str, Any]]]:
         """Sends this rank's header to all others, without waiting; the result waits for theirs: in group-rank order.
 
-        A small message between every two hosts; the device is not involved. Among four, to send takes 0.3 ms of an
-        H200's host, and 0.4 ms later all are there. `phase` is that of the trip, `call` in backward the number of trips
-        before its forward. Raises RuntimeError, then or at the waiting, if somebody's header does not come within the
-        group's timeout, or is of another protocol; where somebody has died, once the others have this rank's header, or
-        the timeout has passed.
+        A small message between every two hosts; the device is not involved. To tell another takes 50 us of an H200's
+        host; between two that begin together the answer is there 0.2 ms later. `phase` is that of the trip, `call` in
+        backward the number of trips before its forward. Raises RuntimeError, then or at the waiting, if somebody's
+        header does not come within the group's timeout, or is of another protocol; where somebody has died, once the
+        others have this rank's header, or the timeout has passed.
         """
         trips = self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
-        words = torch.tensor(_encode({**header, "protocol": PROTOCOL, **order}), dtype=torch.int64)
-        gathered = words.repeat(self.size, 1)
+        own = _encode({**header, "protocol": PROTOCOL, **order})
+        messages = [bytearray(own) for _ in range(self.size)]  # the others' are received into
+        gathered = [torch.frombuffer(message, dtype=torch.uint8) for message in messages]
         peers = [(self.rank - distance) % self.size for distance in range(1, self.size)]
         receives: list[tuple[int, dist.Work]] = []
         sends: list[tuple[int, dist.Work]] = []
@@ -196,7 +198,7 @@ class Ring:
         def settle(step: str, work: dist.Work) -> None:
             try:
                 if failed:  # within the timeout of the whole: a wait would begin it again
-                    left_s = max(deadline - time.monotonic(), _SHORTEST_WAIT_S)
+                    left_s = max(began + self._timeout.total_seconds() - time.monotonic(), _SHORTEST_WAIT_S)
                     work.wait(datetime.timedelta(seconds=left_s))
                 else:
                     work.wait()
@@ -207,11 +209,11 @@ class Ring:
             control = self._control_group()
         except RuntimeError as error:
             raise failure("connecting", error) from error
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        began = time.monotonic()
         for peer in peers:
             try:
                 receives.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
-                sends.append((peer, control.send([words], peer, _CONTROL_TAG)))
+                sends.append((peer, control.send([gathered[self.rank]], peer, _CONTROL_TAG)))
             except RuntimeError as error:
                 failed.append(failure(f"addressing rank {peer}", error))
 
@@ -224,12 +226,13 @@ class Ring:
                 settle(f"telling rank {peer}", work)
             if failed:
                 raise failed[0]
-            rows = gathered.tolist()
-            protocols = [row[0] for row in rows]
-            if any(protocol != PROTOCOL for protocol in protocols):
-                each = ", ".join(f"rank {rank}: {protocol}" for rank, protocol in enumerate(protocols))
+            received = [bytes(message) for message in messages]
+            decoded = {message: _decode(message) for message in dict.fromkeys(received)}
+            headers = [decoded[message] for message in received]  # ranks that say the same share one
+            if any(header["protocol"] != PROTOCOL for header in decoded.values()):
+                each = ", ".join(f"rank {rank}: {header['protocol']}" for rank, header in enumerate(headers))
                 raise RuntimeError(f"ranks disagree: protocol differs ({each})")
-            return [_decode(row) for row in rows]
+            return headers
 
         return answers
 
@@ -344,18 +347,20 @@ class Rotation(abc.ABC):
 
     parcels      tensors that travel unchanged. Contiguous, of the same shape on every rank: the largest shard's.
     accumulator  a tensor that the work at each hop adds to, or None.
-    ask          called before the first work; what it gives, when that has been launched, and before anything is sent.
-                 In backward both then, if that work waits for nobody: the device has been idle since forward.
+    agree        called before anything is sent.
 
     Iterating yields the owner of the visiting parcels, W times; the work goes into the loop's body and uses `.parcels`
     and, after `arrive()`, `.accumulator`: it leaves the previous rank when that has added to it, and travels beside
     this hop's work until then. Afterwards, and forward after a last `arrive()`, it is this rank's own, with the
     contributions of all. On CUDA no transfer is waited for on the host: they run on the backend's stream, ordered
-    against the current one at `post` and `wait`. Raises RuntimeError naming phase, hop and peers when a transfer fails.
+    against the current one. Raises RuntimeError naming phase, hop and peers when a transfer fails.
+
+    To send takes the host 0.1 ms, and to hear from the others as long: where the device would wait, it is given work
+    before, for which what is sent does not wait. At the first hop of backward that is the whole hop's; forward, on
+    CUDA, at every hop what is launched before `arrive`.
     """
 
     phase: str
-    asks_first: bool
 
     def __init__(
         self,
@@ -363,15 +368,16 @@ class Rotation(abc.ABC):
         route: Route,
         parcels: Sequence[Tensor],
         accumulator: Tensor | None,
-        ask: Asking | None,
+        agree: Agreeing | None,
     ) -> None:
         self.ring, self.route = ring, route
         self.parcels, self.accumulator = list(parcels), accumulator
-        self._ask = ask
+        self._agree = agree
         self._spare_accumulator = None if accumulator is None else torch.empty_like(accumulator)
         self._accumulator_tag = len(self.parcels)
         self._together = sum(parcel.nbytes for parcel in parcels) <= TOGETHER_BYTES
         self._hop = 0
+        self._pending: Moment | None = None  # before this hop's work, while its messages have not been sent
         self._keys: Transfer | None = None  # what the next hop's parcels wait for
         self._arriving: Transfer | None = None  # what the accumulator waits for
 
@@ -382,36 +388,47 @@ class Rotation(abc.ABC):
             arriving.wait()
 
     def _visits(self, owners: Iterator[int]) -> Iterator[int]:
-        """The hops, one for each owner; `_leave` says what is sent at the start of each."""
-        agree = self._ask() if self._ask is not None and self.asks_first else None
-        begin = Moment(self.parcels)
+        """The hops, one for each owner."""
         for hop, owner in enumerate(owners):
             if hop:
                 if self._keys is not None:
                     self._keys.wait()
                 self._hop = hop
-                self._turn()
-                self._leave()
+                self._swap_accumulators()
+                self._advance()
             yield owner
-            if not hop:
-                if agree is None and self._ask is not None:
-                    agree = self._ask()
-                if agree is not None:
-                    agree()
-                with begin:  # not after the work
-                    self._leave()
-            self.arrive()  # where there was no work
+            self._send_pending()  # where no work has
+            self.arrive()
+
+    def _settle_call(self) -> None:
+        """Before anything is sent, once."""
+        agree, self._agree = self._agree, None
+        if agree is not None:
+            agree()
+
+    def _swap_accumulators(self) -> None:
+        """What the last hop has added to leaves; the accumulator is what comes for it."""
+        self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
+
+    def _send_pending(self) -> None:
+        """Sends this hop's messages if they have not been sent: behind `_pending`, and not behind the work since."""
+        moment, self._pending = self._pending, None
+        if moment is None:
+            return
+        self._settle_call()
+        with moment:
+            self._send_hop()
 
     @abc.abstractmethod
     def __iter__(self) -> Iterator[int]: ...
 
     @abc.abstractmethod
-    def _turn(self) -> None:
-        """The parcels of this hop, which have come, are those in use."""
+    def _advance(self) -> None:
+        """The parcels that have come are in use. Sends this hop's messages, or leaves that to `_send_pending`."""
 
     @abc.abstractmethod
-    def _leave(self) -> None:
-        """Sends what leaves at the start of this hop."""
+    def _send_hop(self) -> None:
+        """Sends what leaves at this hop."""
 
     def _send(
         self,
@@ -419,8 +436,8 @@ class Rotation(abc.ABC):
         parcels_ends: tuple[int, int],
         sums_ends: tuple[int, int] | None,
     ) -> None:
-        """Parcels (those sent, and buffers for those received), and what the last hop has added to, if `sums_ends` are
-        given; ends are (to whom, from whom)."""
+        """Parcels (those sent, and buffers for those received), and what was passed on, if `sums_ends` are given; ends
+        are (to whom, from whom)."""
         ahead = [
             (Message(sent, parcels_ends[0], tag), Message(received, parcels_ends[1], tag))
             for tag, (sent, received) in enumerate(zip(*parcels, strict=True))
@@ -431,11 +448,10 @@ class Rotation(abc.ABC):
         tag = self._accumulator_tag
         behind = [
             (
-                Message(self.accumulator, sums_ends[0], tag),
-                Message(self._spare_accumulator, sums_ends[1], tag),
+                Message(self._spare_accumulator, sums_ends[0], tag),
+                Message(self.accumulator, sums_ends[1], tag),
             )
         ]
-        self.accumulator, self._spare_accumulator = self._spare_accumulator, self.accumulator
         if self._together:
             self._arriving, self._keys = self._transfer(behind + ahead), None
         else:
@@ -456,7 +472,7 @@ class ForwardRotation(Rotation):
     finished     of the accumulator's shape: gets what all have added to it, for the parcels that visit last. Or None
     """
 
-    phase, asks_first = "forward", True
+    phase = "forward"
 
     def __init__(
         self,
@@ -467,7 +483,7 @@ class ForwardRotation(Rotation):
         last: Sequence[Tensor] | None = None,
         accumulator: Tensor | None = None,
         finished: Tensor | None = None,
-        ask: Asking | None = None,
+        agree: Agreeing | None = None,
     ) -> None:
         def buffers() -> list[Tensor]:
             return [part.new_empty((rows, *part.shape[1:])) for part in own]
@@ -477,8 +493,9 @@ class ForwardRotation(Rotation):
             first, second = second, first
         for buffer, part in zip(first, own, strict=True):
             buffer[: len(part)].copy_(part)
-        super().__init__(ring, route, first, accumulator, ask)
+        super().__init__(ring, route, first, accumulator, agree)
         self._spares, self._finished = second, finished
+        self._pending = Moment(first)  # here: the work on the own keys may begin before the first visit
 
     def __iter__(self) -> Iterator[int]:
         yield from self._visits(self._owners())
@@ -486,7 +503,8 @@ class ForwardRotation(Rotation):
             self._finished.copy_(self.accumulator)
         self.parcels, self._spares = [], []  # their memory is for the results
         self._hop = self.ring.size
-        self._leave()
+        self._swap_accumulators()
+        self._send_hop()
         self.ring.finish_trip()
 
     def _owners(self) -> Iterator[int]:
@@ -495,10 +513,18 @@ class ForwardRotation(Rotation):
             yield owner
             owner = self.route.receive_from(owner, hop)
 
-    def _turn(self) -> None:
-        self.parcels, self._spares = self._spares, self.parcels
+    def arrive(self) -> None:
+        """Sends this hop's messages, behind what has been launched of its work; then waits for the accumulator."""
+        self._send_pending()
+        super().arrive()
 
-    def _leave(self) -> None:
+    def _advance(self) -> None:
+        self.parcels, self._spares = self._spares, self.parcels
+        self._pending = Moment(self.parcels)
+        if not any(parcel.is_cuda for parcel in self.parcels):
+            self._send_pending()  # what a CPU computes is over when it is launched: nothing would travel beside it
+
+    def _send_hop(self) -> None:
         """The keys for the next hop, by this hop's move, and the sums of the last one, by its move."""
         hop = self._hop
         moving = (self.parcels, self._spares) if hop < self.ring.size - 1 else ((), ())
@@ -517,7 +543,7 @@ class BackwardRotation(Rotation):
     away         where nothing was kept: own parcels to send to where they come first. They are overwritten
     """
 
-    phase, asks_first = "backward", False
+    phase = "backward"
 
     def __init__(
         self,
@@ -527,10 +553,10 @@ class BackwardRotation(Rotation):
         last: Sequence[Tensor] | None,
         away: Sequence[Tensor] = (),
         accumulator: Tensor | None = None,
-        ask: Asking | None = None,
+        agree: Agreeing | None = None,
     ) -> None:
         first = [torch.empty_like(parcel) for parcel in away] if last is None else last
-        super().__init__(ring, route, first, accumulator, ask)
+        super().__init__(ring, route, first, accumulator, agree)
         self._own, self._away, self._kept = own, list(away), last is not None
         # Beside what is in use one is in flight; what was kept cannot be either.
         spares = range(min(2, ring.size - 2)) if self._kept else ()
@@ -540,15 +566,19 @@ class BackwardRotation(Rotation):
     def __iter__(self) -> Iterator[int]:
         if not self._kept:
             self._fetch()
+        self._pending = Moment(self.parcels)
         yield from self._visits(self._owners())
         # Their memory is for the results.
         self.parcels, self._spares, self._own, self._spare_accumulator = [], [], (), None
         self.ring.finish_trip()
 
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing has been added to the accumulator yet: the work may replace what it holds."""
+        return self._hop == 0
+
     def _fetch(self) -> None:
-        if self._ask is not None:
-            self._ask()()
-            self._ask = None
+        self._settle_call()
         self._send((self._away, self.parcels), self._ends(self.ring.size - 1), None)
         assert self._keys is not None
         self._keys.wait()
@@ -562,12 +592,13 @@ class BackwardRotation(Rotation):
             owner = self.route.send_to(owner, hop)
             yield owner
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         if self._hop > 1 or not self._kept:
             self._spares.append(self.parcels)
         self.parcels = list(self._coming if self._hop < self.ring.size - 1 else self._own)
+        self._send_hop()
 
-    def _leave(self) -> None:
+    def _send_hop(self) -> None:
         """The keys for the next hop, unless those are the own ones, and the sums of the last one."""
         before = self.ring.size - 2 - self._hop  # the hop of the forward before the one that this repeats
         self._coming = self._spares.pop() if before > 0 else ()
@@ -583,33 +614,44 @@ class Moment:
     """A context in which transfers wait for what the device has been given up to now, and not for what comes later."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._device = next((x.device for x in tensors if x.is_cuda), None)
-        self._exits = contextlib.ExitStack()
-        if self._device is not None:
-            self._event = torch.cuda.current_stream(self._device).record_event()
+        device = next((x.device for x in tensors if x.is_cuda), None)
+        self._stream: torch.cuda.Stream | None = None
+        if device is not None:
+            self._stream = torch.cuda.current_stream(device)
+            self._event = self._stream.record_event()
 
     def __enter__(self) -> None:
-        if self._device is not None:
-            if self._device.index not in _streams:
-                _streams[self._device.index] = torch.cuda.Stream(self._device)
-            stream = _streams[self._device.index]
+        if self._stream is not None:
+            device = self._stream.device
+            if device.index not in _streams:
+                _streams[device.index] = torch.cuda.Stream(device)
+            stream = _streams[device.index]
             stream.wait_event(self._event)
-            self._exits.enter_context(torch.cuda.stream(stream))
+            torch.cuda.set_stream(stream)  # torch.cuda.stream takes the host 40 us to look at devices first
 
     def __exit__(self, *_: object) -> None:
-        self._exits.close()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
 
-def disagreement(headers: Sequence[Mapping[str, Any]], only_order: bool = False) -> str | None:
+def difference(headers: Sequence[Mapping[str, Any]], only_order: bool = False) -> str | None:
     """What the ranks do not have in common, in words, or None: the first kind of difference, from which the others may
-    follow. `only_order`: no more than that all are in the same call, accept it and send the same."""
+    follow. `only_order`: no more than that all are in the same call and send the same."""
+    distinct = list({id(header): header for header in headers}.values())
+    if len(distinct) == 1:  # ranks that say the same share one: to look at its fields takes 15 us
+        return None
     for fields in (_PACKAGE, _ORDER, _DIFFERENTIATED) if only_order else (_FINGERPRINT, _ORDER, _PER_CALL):
-        different = [field for field in fields if any(h[field] != headers[0][field] for h in headers)]
+        different = [field for field in fields if any(h[field] != headers[0][field] for h in distinct)]
         if different:
             return "; ".join(
                 f"{field} differs (" + ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) + ")"
                 for field in different
             )
+    return None
+
+
+def rejection(headers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Which ranks do not accept their own arguments, in words, or None."""
     rejecting = [rank for rank, header in enumerate(headers) if not header["accepted"]]
     if rejecting:
         return f"the arguments of rank {', '.join(map(str, rejecting))} are invalid (see the error there)"
@@ -622,28 +664,15 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, backend in pairs if backend and backend != "undefined"}
 
 
-def _encode(header: Mapping[str, Any]) -> list[int]:
-    words: list[int] = []
-    for field, kind in _HEADER.items():
-        value = header[field]
-        if kind is str:
-            text = value.encode("ascii", "replace")[: _TEXT_WORDS * _WORD_BYTES].ljust(
-                _TEXT_WORDS * _WORD_BYTES
-            )
-            starts = range(0, len(text), _WORD_BYTES)
-            words += [int.from_bytes(text[start : start + _WORD_BYTES], "big") for start in starts]
-        else:
-            words.append(int(value))
-    return words + [0] * (_HEADER_WORDS - len(words))
+def _encode(header: Mapping[str, Any]) -> bytes:
+    values = (header[field] for field in _HEADER)
+    packed = _FORMAT.pack(*(x.encode("ascii", "replace") if isinstance(x, str) else x for x in values))
+    return packed.ljust(_HEADER_BYTES, b"\0")
 
 
-def _decode(words: list[int]) -> dict[str, Any]:
-    remaining = iter(words)
-    header: dict[str, Any] = {}
-    for field, kind in _HEADER.items():
-        if kind is str:
-            parts = (next(remaining).to_bytes(_WORD_BYTES, "big") for _ in range(_TEXT_WORDS))
-            header[field] = b"".join(parts).decode("ascii", "replace").rstrip()
-        else:
-            header[field] = kind(next(remaining))
-    return header
+def _decode(message: bytes) -> dict[str, Any]:
+    values = zip(_HEADER.items(), _FORMAT.unpack_from(message), strict=True)
+    return {
+        field: x.rstrip(b"\0").decode("ascii", "replace") if kind is str else kind(x)
+        for (field, kind), x in values
+    }

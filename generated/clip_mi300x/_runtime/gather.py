@@ -22,13 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .ring import Asking, Layout, Message, Ring, Transfer
-from .statistics import Statistics, clear, view
+from .launch import panel_columns
+from .ring import Agreeing, Layout, Message, Moment, Ring, Transfer
+from .statistics import Statistics, view
 
 
 class Gather:
     """What both directions share. Iterating yields owners; the work on `parcels[0]`, the keys of the owner, adds to
-    `accumulator`, which needs no waiting for. Errors name the phase, what was under way, and the peers."""
+    `accumulator`, forward only after `arrive()`, which empties it. Errors name the phase, what was under way, and the
+    peers."""
 
     def __init__(self, ring: Ring, layout: Layout, phase: str) -> None:
         self.ring, self.layout, self.phase = ring, layout, phase
@@ -42,10 +44,12 @@ class Gather:
         # In the order of a ring, in which no two ranks work on the same keys.
         self._order = [(here - hop) % ring.size for hop in range(1, ring.size)]
 
-    def rows_of(self, owner: int) -> slice:
-        """Of the keys of an owner among those of all ranks."""
-        start = self.layout.key_offset(owner)
-        return slice(start, start + self.layout.keys[owner])
+    def _by_owner(self, x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """The part of each rank's keys of what is of all keys, and may be longer: all at once, for a view takes the
+        host up to 13 us."""
+        keys = self.layout.keys
+        parts: tuple[Tensor, ...] = x.split((*keys, x.shape[dim] - sum(keys)), dim)
+        return parts
 
     def _transfer(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         return Transfer(self.ring, f"{self.phase} gather of {self.ring.size} ranks, {what}", sends, receives)
@@ -56,7 +60,7 @@ class ForwardGather(Gather):
     loss has none) get those of all. The own ones are in `accumulator` afterwards.
 
     add_up     the package's `merge_ranks`, if it has statistics of keys
-    ask        called, and what it gives, before anything is sent
+    agree      called before anything is sent
     """
 
     def __init__(
@@ -67,34 +71,31 @@ class ForwardGather(Gather):
         gathered: Tensor,
         statistics: Tensor | None,
         add_up: Callable[[Tensor, Statistics], None] | None,
-        ask: Asking | None,
+        agree: Agreeing | None,
     ) -> None:
         super().__init__(ring, layout, "forward")
-        self._gathered, self._ask = gathered, ask
-        gathered[self.rows_of(ring.rank)].copy_(k)
+        self._device, self._agree = gathered.device, agree
+        self._shards = self._by_owner(gathered)
+        self._shards[ring.rank].copy_(k)
+        self._moment: Moment | None = Moment([gathered])
         self._statistics = self._own_sums = None
         if statistics is not None and add_up is not None:
-            self._statistics, self._add_up = statistics[:, : sum(layout.keys)], add_up
-            self._workers = [rank for rank in range(ring.size) if layout.rows[rank]]
-            self._sums = statistics.new_empty((len(self._workers), *self._statistics.shape))
-            if ring.rank in self._workers:
-                self._own_sums = self._sums[self._workers.index(ring.rank)]
-                clear(self._own_sums)
+            self._statistics, self._add_up = panel_columns(statistics, 0, sum(layout.keys)), add_up
+            workers = [rank for rank in range(ring.size) if layout.rows[rank]]
+            self._sums = statistics.new_empty((len(workers), *self._statistics.shape))
+            self._sums_of = dict(zip(workers, self._sums.unbind(), strict=True))
+            self._own_sums = self._sums_of.get(ring.rank)
+            if self._own_sums is not None:
+                self._own_shards = self._by_owner(self._own_sums, 1)
+        self._visit(ring.rank)  # the work on the own keys may begin before the first visit
+        self._keys: Transfer | None = None
 
     def __iter__(self) -> Iterator[int]:
         here = self.ring.rank
-        if self._ask is not None:
-            self._ask()()
-        self.ring.connect(self._gathered.device)
-        own = self._gathered[self.rows_of(here)]
-        sends = [Message(own, guest, 0) for guest in self._guests]
-        receives = [Message(self._gathered[self.rows_of(owner)], owner, 0) for owner in self._owners]
-        # Sent before the own work is launched: 75 MB among four H200s, of which the last host sends 0.5 ms after the
-        # first, take as long as that work on 16 384 rows.
-        keys = self._transfer("keys", sends, receives)
-        self._visit(here)
         yield here
-        keys.wait()
+        self.arrive()  # where there was no work
+        assert self._keys is not None
+        self._keys.wait()
         for owner in self._order:
             self._visit(owner)
             yield owner
@@ -103,12 +104,24 @@ class ForwardGather(Gather):
         self.ring.finish_trip()
 
     def arrive(self) -> None:
-        """Nothing is on its way while there is work."""
+        """Sends the own keys, once: the device has been given work on them, for which what is sent does not wait."""
+        moment, self._moment = self._moment, None
+        if moment is None:
+            return
+        if self._agree is not None:
+            self._agree()
+        self.ring.connect(self._device)
+        sends = [Message(self._shards[self.ring.rank], guest, 0) for guest in self._guests]
+        receives = [Message(self._shards[owner], owner, 0) for owner in self._owners]
+        with moment:
+            self._keys = self._transfer("keys", sends, receives)
+        if self._own_sums is not None:
+            self._own_sums.zero_()
 
     def _visit(self, owner: int) -> None:
-        self.parcels = [self._gathered[self.rows_of(owner)]]
+        self.parcels = [self._shards[owner]]
         if self._own_sums is not None:
-            self.accumulator = self._own_sums[:, self.rows_of(owner)]
+            self.accumulator = self._own_shards[owner]
 
     def _settle(self, statistics: Tensor) -> None:
         """Everybody who has queries or keys gets the sums of everybody who has queries, and adds them up alike."""
@@ -117,20 +130,20 @@ class ForwardGather(Gather):
         if here in concerned:
             own = self._own_sums
             sends = [] if own is None else [Message(own, rank, 1) for rank in concerned if rank != here]
-            parts = zip(self._sums, self._workers, strict=True)
-            receives = [Message(part, rank, 1) for part, rank in parts if rank != here]
+            receives = [Message(part, rank, 1) for rank, part in self._sums_of.items() if rank != here]
             self._transfer("sums of statistics", sends, receives).wait()
             self._add_up(self._sums, view(statistics))
-        self.accumulator = statistics[:, self.rows_of(here)]
+        self.accumulator = self._by_owner(statistics, 1)[here]
 
 
 class BackwardGather(Gather):
     """Gradients of the keys of all ranks: `gathered` and `statistics` as the forward has left them.
 
-    `accumulator`, in the dtype of `sums`, is never written to before the work on its owner: sums may replace what it
-    holds. What others have added to this rank's own comes with `settle()`. `ask` is called behind the first work, which
-    the device is waiting for; what it gives, when the work on all others' keys has been launched.
+    `accumulator` is of `dtype`. What others have added to this rank's own comes with `settle()`. `ask` is called behind
+    the first work, which the device is waiting for; what it gives, when the work on all others' keys has been launched.
     """
+
+    fresh = True  # nothing was added to an accumulator before the work on its owner, which may replace what it holds
 
     def __init__(
         self,
@@ -139,12 +152,12 @@ class BackwardGather(Gather):
         gathered: Tensor,
         statistics: Tensor | None,
         dtype: torch.dtype,
-        ask: Asking,
+        ask: Callable[[], Agreeing],
     ) -> None:
         super().__init__(ring, layout, "backward")
-        self._gathered, self._statistics, self._ask = gathered, statistics, ask
-        own = self.rows_of(ring.rank)
-        shape = (own.stop - own.start, gathered.shape[1])
+        self._ask, self._shards = ask, self._by_owner(gathered)
+        self._statistics = None if statistics is None else self._by_owner(statistics, 1)
+        shape = (layout.keys[ring.rank], gathered.shape[1])
         # A rank without queries contributes nothing to its own keys.
         new = gathered.new_empty if layout.rows[ring.rank] else gathered.new_zeros
         self._own = new(shape, dtype=dtype)
@@ -185,6 +198,6 @@ class BackwardGather(Gather):
         return self._own
 
     def _visit(self, owner: int, sums: Tensor) -> None:
-        self.parcels, self.accumulator = [self._gathered[self.rows_of(owner)]], sums
+        self.parcels, self.accumulator = [self._shards[owner]], sums
         if self._statistics is not None:
-            self.parcels.append(self._statistics[:, self.rows_of(owner)])
+            self.parcels.append(self._statistics[owner])

@@ -25,6 +25,13 @@ class Statistics(NamedTuple):
     exponent: Tensor
     mantissa: Tensor
 
+    def panel(self, start: int, rows: int) -> Statistics:
+        """Up to `rows` of them from `start` on, without a copy; no views where these are all: each takes the host up to
+        13 us."""
+        if start == 0 and rows >= self.exponent.shape[0]:
+            return self
+        return Statistics(self.exponent[start : start + rows], self.mantissa[start : start + rows])
+
 
 def clear(pair: Tensor) -> Statistics:
     """Turns `pair` (at least two rows of numbers) into empty statistics that share its memory."""
@@ -32,12 +39,10 @@ def clear(pair: Tensor) -> Statistics:
     return Statistics(pair[0], pair[1])
 
 
-def view(pair: Tensor, start: int = 0, stop: int | None = None) -> Statistics:
-    """Columns `start` to `stop` of a (2 or more, rows) tensor as statistics, without a copy."""
+def view(pair: Tensor) -> Statistics:
+    """A (2 or more, rows) tensor as statistics, without a copy."""
     exponent, mantissa, *_ = pair.unbind()
-    if start == 0 and stop is None:
-        return Statistics(exponent, mantissa)
-    return Statistics(exponent[start:stop], mantissa[start:stop])
+    return Statistics(exponent, mantissa)
 
 
 def merge(into: Statistics, exponent: Tensor, total: Tensor) -> None:

@@ -37,9 +37,9 @@ def announce_rejection(package: Package, q: object, k: object, labels: object, o
     """
     ring = rings.find_ring(options.group_name)
     if ring is not None:
-        own = header(package, q, k, labels, options, 0, (0, -1), accepted=False)
-        difference = rings.disagreement(ring.exchange(own))
-        if difference is not None and "differs" in difference:
+        own = header(package, q, k, labels, options, accepted=False)
+        difference = rings.difference(ring.exchange(own))
+        if difference is not None:
             raise RuntimeError(f"ranks disagree: {difference}")
 
 
@@ -48,7 +48,7 @@ class OtherSizes(Exception):
 
 
 class Agreement:
-    """What ranks tell each other at the start of a forward: asked at once, looked at when something depends on it."""
+    """What ranks tell each other at the start of a forward: told at once, looked at when something depends on it."""
 
     def __init__(
         self,
@@ -94,9 +94,10 @@ def compare(headers: list[dict[str, Any]]) -> None:
 
     The fingerprint is in every header: two packages that both were agreed on may meet in one call.
     """
-    difference = rings.disagreement(headers, only_order=not any(given["ranks compared"] for given in headers))
-    if difference is not None:
-        raise RuntimeError(f"ranks disagree: {difference}")
+    only_order = not any(given["ranks compared"] for given in headers)
+    problem = rings.difference(headers, only_order) or rings.rejection(headers)
+    if problem is not None:
+        raise RuntimeError(f"ranks disagree: {problem}")
 
 
 def header(
@@ -105,8 +106,8 @@ def header(
     k: object,
     labels: object,
     options: Options,
-    gradients: int,
-    label_range: tuple[int, int],
+    gradients: int = 0,
+    label_range: tuple[int, int] = (0, -1),
     accepted: bool = True,
 ) -> Mapping[str, Any]:
     """What a rank tells the others of its call, by name: whatever must be equal, and the sizes that may differ.
@@ -114,13 +115,14 @@ def header(
     q, k and labels may be anything where they were not `accepted`.
     """
     # Of what is no tensor nothing differs: that the arguments were not accepted is what the others are to hear.
-    nothing = torch.empty(0, package.dim, dtype=package.dtype)
-    features, keys = (x if isinstance(x, Tensor) else nothing for x in (q, k))
+    features, keys = (
+        x if isinstance(x, Tensor) else torch.empty(0, package.dim, dtype=package.dtype) for x in (q, k)
+    )
     return {
         "accepted": accepted,
-        "package digest": package.digest[:14],
-        "torch version": str(torch.__version__)[:14],
-        "loss": package.loss_name[:14],
+        "package digest": package.digest,
+        "torch version": str(torch.__version__),
+        "loss": package.loss_name,
         "dtype": str(features.dtype if features.dtype != package.dtype else keys.dtype).removeprefix(
             "torch."
         ),
