@@ -43,9 +43,10 @@ REPLAY_START_S, REPLAY_STEP_S = 0.3e-3, 1.05e-3
 # More before a forward that keeps tiles, which has a descriptor more and their room to divide: recorded, steps of
 # B = 32 768 with a stash took 0.46, 0.68 and 0.70 ms less (D = 768, 1 024, 1 152); this makes it 0.4.
 STASH_START_S = 0.3e-3
-# More from an idle device where there are several ranks, whose hosts are up to 1 ms apart: 4 H200s with 16 384 rows
-# each took 0.9 ms more by a gather, 2 of them 0.6 by a gather and 0.5 by a ring. Steps of both are within 10 %.
-RANKS_HOST_S = 0.9e-3
+# More from an idle device where there are several ranks: with 16 384 rows each 2 H200s take 0.1 to 0.4 ms more by a
+# gather and 0.4 to 0.7 by a ring; 4 of them took 1.1 to 1.3, before a rank began on its own keys and their hosts had
+# less to do (h200-ring.json). Steps of all are within 10 %.
+RANKS_HOST_S = 0.6e-3
 HOST = "host"  # the phase of what the device waits for the host
 # Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Among four H200s 25 MB to the
 # next take 151 us: 78 us more than bytes at 345 GB/s (75 MB to three 65 us more).

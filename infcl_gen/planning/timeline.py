@@ -3,18 +3,19 @@
 What each rank has: a host, which enqueues one thing after the other; a stream of kernels; a stream of messages; a port
 to the devices of its node; and with them its node's links to the network, which all transfers that leave it share.
 
-    host      start, tell  launch 0  agree  post 0  post 1  launch 1  post 2  launch 2 ...
-    kernels                  | first . rest 0 ....... | first . rest 1 ....... | first . rest 2
-    messages                           | keys for 1   | sums of 0, keys for 2  | sums of 1
-                                                               ^ the rest of hop 1 adds to the sums of 0: it waits
+    host      start, tell  first 0  agree  post 0  rest 0  first 1  post 1  rest 1  first 2  post 2 ...
+    kernels                  | first . rest 0 ..............  | first ......... rest 1 .......  | first ...
+    messages                                     | keys for 1       | sums of 0, keys for 2     | sums of 1
+                                                                                 ^ it waits for the sums of 0
 
-That is forward; backward hosts tell each other behind the first launch, or, where keys were not kept, before a message
-that brings them. A message starts when the host has posted it, the one before it is done and, for sums, the work that
-added to them; a transfer starts when both of its ends have; a message is done when what it sends and what it receives
-has passed. While
-a rank's message is on its way the rank's kernels are slower: it takes multiprocessors. Every rank does the same at each
-hop (`Schedule` is symbolic in the rank), so that one of them, whose neighbour is itself and which counts as often as a
-node has devices, has the times of all.
+That is forward. Backward posts at the start of each hop, but behind the work of the first, where hosts tell each other;
+if keys were not kept, they tell each other first, and a message brings the keys.
+
+A message starts when the host has posted it, the one before
+it is done and, for sums, the work that added to them; a transfer starts when both of its ends have; a message is done
+when what it sends and what it receives has passed. While a rank's message is on its way the rank's kernels are slower:
+it takes multiprocessors. Every rank does the same at each hop (`Schedule` is symbolic in the rank), so that one of
+them, whose neighbour is itself and which counts as often as a node has devices, has the times of all.
 
 Work is the cost model's, launches too; what messages cost is below.
 """
@@ -35,14 +36,17 @@ if TYPE_CHECKING:
     from infcl_gen.planning.cost import CostModel
     from infcl_gen.planning.planner import Plan
 
-# What messages cost the host, on four H200s. What they cost the device is in the cost model, as are the host's start
-# and launches. `python tune/scaling.py --compare` shows measured rows beside their simulated times.
+# What messages cost the host, traced on two H200s. What they cost the device is in the cost model, as are the host's
+# start and launches. `python tune/scaling.py --compare` shows measured rows beside their simulated times.
 HOST_MESSAGE_S = 100e-6  # one batch of sends and receives, on the host
 HOST_PEER_S = 20e-6  # each further peer in a batch
 # Control exchange, of each other rank: to post, to read and compare; and until it is heard, where hosts begin together.
-TELL_PEER_S, READ_PEER_S, HEARD_S = 90e-6, 40e-6, 200e-6
+TELL_PEER_S, READ_PEER_S, HEARD_S = 80e-6, 50e-6, 200e-6
 # Of what a step costs the host after its start: between forward's launches and backward's.
 BEFORE_BACKWARD = 0.6
+
+# Of a hop's launches: before those that add to sums that travel. Forward 3 of 4 or 5; backward it makes no difference.
+FIRST_LAUNCHES = 0.6
 
 LEAD_S = 20e-3  # how far a host is ahead behind other work: a training step's towers take longer
 
@@ -238,30 +242,36 @@ class _Step:
 
     def _rotate(self, phase: str) -> None:
         """The keys go round, or back, as the runtime's `ForwardRotation` and `BackwardRotation` let them."""
-        first = phase == "forward"  # backward begins to work before hosts tell each other
-        if not first and not self._schedule.keeps:
+        forward = phase == "forward"
+        if not forward and not self._schedule.keeps:
             self._agree(phase, self._tell(phase))
             away = [self._leg(self._schedule.move(-1, phase), self._works[phase].keys_bytes)]
             self._keys = self._message(f"{phase}, message to the last", away, self._kernels)
-        told = self._tell(phase) if first else []
+        told = self._tell(phase) if forward else []
         for hop in range(self._schedule.world_size + 1):
-            before = [list(tasks) for tasks in self._kernels]
-            if hop:
-                self._post(phase, hop, before)
-            if hop < self._schedule.world_size:
+            before, works = [list(tasks) for tasks in self._kernels], hop < self._schedule.world_size
+            if works and forward:
+                self._first(phase, hop)
+            elif works and not hop:
                 self._work(phase, hop)
-            if not hop:
-                if first or self._schedule.keeps:
-                    self._agree(phase, told or self._tell(phase))
-                self._post(phase, hop, before)  # not after the work
+            if not hop and (forward or self._schedule.keeps):
+                self._agree(phase, told or self._tell(phase))  # backward tells behind the first work
+            self._post(phase, hop, before)
+            if works and forward:
+                self._rest(phase, hop)
+            elif works and hop:
+                self._work(phase, hop)
 
     def _gather(self, phase: str) -> None:
         """Everybody sends to everybody, as the runtime's `ForwardGather` and `BackwardGather` let them."""
         work, last = self._works[phase], self._schedule.world_size - 1
         if phase == "forward":
-            self._agree(phase, self._tell(phase))
-            keys = self._message(f"{phase}, keys", self._to_all(work.keys_bytes), self._kernels)
-            self._work(phase, 0)
+            told = self._tell(phase)
+            before = [list(tasks) for tasks in self._kernels]
+            self._first(phase, 0)
+            self._agree(phase, told)
+            keys = self._message(f"{phase}, keys", self._to_all(work.keys_bytes), before)
+            self._rest(phase, 0)
             self._keys = keys
             for hop in range(1, last + 1):
                 self._work(phase, hop)
@@ -280,15 +290,26 @@ class _Step:
             self._sums = home
 
     def _work(self, phase: str, hop: int) -> None:
-        """A hop's kernels: those that add to what travels wait for it."""
+        """A hop's kernels."""
+        self._first(phase, hop)
+        self._rest(phase, hop)
+
+    def _first(self, phase: str, hop: int) -> None:
+        """Those that add to nothing that travels."""
         work, name = self._works[phase], f"{phase}, hop {hop}"
         for rank in self._ranks:
-            start, seconds = self._host[rank] + self._keys[rank], work.first_s
-            launched = self._enqueue(self._host, rank, "host", name, self._launch_s * work.launches)
-            if self._sums[rank]:
-                self._enqueue(self._kernels, rank, "compute", name, seconds, start)
-                start, seconds = self._sums[rank], 0.0
-            self._enqueue(self._kernels, rank, "compute", name, seconds + work.rest_s, start)
+            waits = self._host[rank] + self._keys[rank]
+            self._enqueue(self._host, rank, "host", name, self._launch_s * work.launches * FIRST_LAUNCHES)
+            self._enqueue(self._kernels, rank, "compute", name, work.first_s, waits)
+
+    def _rest(self, phase: str, hop: int) -> None:
+        """The others, which wait for the sums that travel."""
+        work, name = self._works[phase], f"{phase}, hop {hop}"
+        seconds = self._launch_s * work.launches * (1 - FIRST_LAUNCHES)
+        for rank in self._ranks:
+            waits = self._host[rank] + self._sums[rank]
+            launched = self._enqueue(self._host, rank, "host", name, seconds)
+            self._enqueue(self._kernels, rank, "compute", name, work.rest_s, waits)
             self._kernels[rank].append(launched)  # the last kernel is not over before its launch
 
     def _tell(self, phase: str) -> list[Task]:
