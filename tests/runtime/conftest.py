@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import infcl_gen
+from tests.kernels.planted import Edit, plant
 
 SOFT_CAPPED = """
 from infcl_gen.losses.language import *
@@ -68,3 +70,21 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 @pytest.fixture(scope="session")
 def folder_of() -> Callable[[ModuleType], Path]:
     return lambda module: Path(str(module.__file__)).parent
+
+
+@pytest.fixture(scope="module")
+def planted(
+    packages: Callable[..., ModuleType], folder_of: Callable[[ModuleType], Path]
+) -> Callable[[str, str, tuple[Edit, ...]], str]:
+    """`planted(bug, loss, edits)` -> the import name of a copy of that loss's package with the edits."""
+
+    def make(bug: str, loss: str, edits: tuple[Edit, ...]) -> str:
+        original = folder_of(packages(loss))
+        target = original.parent / f"planted_{loss}_{''.join(c for c in bug if c.isalpha())}"
+        if not target.exists():
+            shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
+            plant(bug, edits, target)
+            importlib.invalidate_caches()
+        return target.name
+
+    return make

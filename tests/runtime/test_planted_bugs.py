@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.planted import Edit, plant
+from tests.kernels.planted import Edit
 
 from . import pool as pools
 from . import ring_worker
@@ -94,24 +93,6 @@ OTHER_BUGS: dict[str, tuple[Edit, ...]] = {
     "mismatched ranks are not noticed": ((AGREEMENT, "if problem is not None:", "if False:"),),
     "a group of one sends to itself": ((RING, "if dist.get_world_size(group) == 1:", "if False:"),),
 }
-
-
-@pytest.fixture(scope="module")
-def planted(
-    packages: Packages, folder_of: Callable[[ModuleType], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str, tuple[Edit, ...]], str]:
-    """`planted(bug, loss, edits)` -> the import name of a copy of that loss's package with the edits."""
-    folder = folder_of(packages("clip")).parent
-
-    def make(bug: str, loss: str, edits: tuple[Edit, ...]) -> str:
-        target = folder / f"planted_{loss}_{''.join(c for c in bug if c.isalpha())}"
-        if not target.exists():
-            original = folder_of(packages(loss))
-            shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
-            plant(bug, edits, target)
-        return target.name
-
-    return make
 
 
 @pytest.fixture(scope="module")
