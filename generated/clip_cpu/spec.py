@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7e37f9b2ae82fca4b55b4d6b994036e45016983515080ab9457522c644cac23b",
+    "digest": "ee3890a3738c5a489fd4560894b29d1a331e1c2c98faa22e2cb5ebcf29cb062b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "e7282a97d1226a2015c71227c2c7b8e867a0909ca053fd2a986d493bd378da20",
+    "digest": "d1563adc5151d572ea77d9ee935f79dfc23ec739cde5aa04166e39f0c84f6c1f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

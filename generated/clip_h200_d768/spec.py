@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a4c1088e0c5deb349f7d1faef0fa0ac1a000f99fbc83bc6345903ac3f2af1325",
+    "digest": "d441688de670684b395c84287fca41cf4484d21413270da51a26650eb6974cc8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "2b212443f27d4bb6c5402d02c104f84cdb03054a54f15ec36d345c87f270c237",
+    "digest": "0e57b018ce1502676ceeec295aecbbb83e918458a4e30ebe2f744d0e13383f7c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "8fad217813efc527e18efa809c6ee7597376c3ba9e982085ecabe6b30b6c8a28",
+    "digest": "6bd2c159c1a7b0f930efed09cd423fdd1f4996225ba8d389c165ba63161fc635",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -117,6 +117,20 @@ def test_the_device_starts_before_autograd_is_asked(
     assert order == ["start_forward", "apply", "forward_block", "start_forward", "forward_block"]
 
 
+def test_labels_are_copied_before_the_device_starts(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From pageable memory the copy would wait for the first kernels, and the host with it."""
+    package = packages("infonce")
+    engine, order = sys.modules[f"{package.__name__}._runtime.engine"], list[str]()
+    for where, name in ((engine, "_positives"), (package._schedule, "start_forward")):
+        inner = getattr(where, name)
+        noted = lambda *args, name=name, inner=inner: (order.append(name), inner(*args))[1]  # noqa: E731
+        monkeypatch.setattr(where, name, noted)
+    package.contrastive_loss(*features(), 2.0, labels=torch.arange(len(features()[0])))
+    assert order == ["_positives", "start_forward"]
+
+
 @pytest.mark.parametrize("shape", ["expanded", "scaled", "double"])
 def test_incoming_gradients_of_any_stride(packages: Packages, shape: str) -> None:
     package = packages("clip", dtype="fp32")

@@ -45,6 +45,8 @@ class Started(abc.ABC):
     ) -> None:
         """inputs: q, k, scale and bias, cast."""
         self._package, self._inputs, self._labels, self._options = package, inputs, labels, options
+        # Labels on the host are copied before anything starts: such a copy waits for what the device has been given.
+        self._positives: Tensor | int = 0
         self._started: Any = None
 
     @abc.abstractmethod
@@ -82,17 +84,17 @@ class _StartedAlone(Started):
             super().__init__(package, (q, k, scale, bias), labels, options)
             kept, self._columns = kept_sizes(package, 1, q.shape[0], k.shape[0], bool(gradients))
             self._stash = None if 0 in kept else q.new_empty(kept)
+            self._positives = _positives(package, self._layout, labels, q.device)
             self._start(k, k.shape[0], self._stash)
 
     def finish(self) -> tuple[Tensor, Saved]:
         q, _, scale, bias = self._inputs
         package, layout, schedule = self._package, self._layout, self._package.schedule
         with _device_state(package, q.device):
-            positives = _positives(package, layout, self._labels, q.device)
             query_statistics, key_statistics = _statistics(package, q, self._columns)
             queries, positive = view(query_statistics), query_statistics[2:]
             keys = view(key_statistics) if package.loss.HAS_KEYS else None
-            arguments = (*self._inputs, positives, 0, queries, keys, positive)
+            arguments = (*self._inputs, self._positives, 0, queries, keys, positive)
             schedule.forward_block(*arguments, fresh=True, stash=self._stash, started=self._take_started())
             loss = _loss(package, layout, queries, keys, positive, scale, bias, self._options)
         stash = q.new_empty(0) if self._stash is None else self._stash
@@ -138,6 +140,7 @@ class _StartedInRing(Started):
         self._trip: rings.ForwardRotation | ForwardGather | None = _forward_trip(
             package, ring, layout, k, self._key_statistics, self._stash, self._differentiated, agree
         )
+        self._positives = _positives(package, layout, self._labels, q.device)
         if rows and keys:
             self._start(panel(self._trip.parcels[0], 0, keys), max(layout.keys))
         else:
@@ -158,7 +161,6 @@ class _StartedInRing(Started):
         rows, keys = q.shape[0], k.shape[0]
         trip, self._trip = self._trip, None  # of which nothing is held here any longer
         assert trip is not None
-        positives = _positives(package, layout, self._labels, q.device)
         queries, positive = view(query_statistics), query_statistics[2:]
         started, fresh = self._take_started(), bool(rows and keys)
         for owner in trip:
@@ -167,7 +169,7 @@ class _StartedInRing(Started):
                 continue
             block = None if trip.accumulator is None else view(trip.accumulator).panel(0, valid)
             visiting, offset = panel(trip.parcels[0], 0, valid), layout.key_offset(owner)
-            arguments = (q, visiting, scale, bias, positives, offset, queries, block, positive)
+            arguments = (q, visiting, scale, bias, self._positives, offset, queries, block, positive)
             schedule.forward_block(*arguments, fresh=fresh, arrive=trip.arrive, started=started)
             started, fresh = started and (started[0], None), False
         del started  # its memory is for the loss
