@@ -7,10 +7,10 @@ import hashlib
 import logging
 from pathlib import Path
 
-from infcl_gen.emission.lower import RUNTIME_FOLDER, lower
+from infcl_gen.emission.lower import lower
 from infcl_gen.emission.package import manifest_text, read_package
-from infcl_gen.emission.render import render, template_folder
-from infcl_gen.errors import InfclError, InputError
+from infcl_gen.emission.render import render
+from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster, profile_from_literals, resolve_cluster
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
@@ -20,8 +20,6 @@ from infcl_gen.planning.timeline import LEAD_S, Timeline, execute
 from infcl_gen.problem import Links, Problem, make_problem
 
 _LOG = logging.getLogger("infcl_gen")
-
-BETWEEN_RANKS = ("gather", "ring", "route")  # of the runtime
 
 
 def build(problem: Problem) -> dict[str, str]:
@@ -82,21 +80,27 @@ def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
     return problem, spec_from_dict(loss), cluster
 
 
-def sources_digest(target: str) -> str:
-    """Digest of the templates and the runtime that packages for a target are made of, but for what only carries things
-    between ranks: tuning times the work of one."""
-    digest = hashlib.sha256()
-    folders = ("package", "torch") if target == "cpu" else ("package", "torch", "triton")
-    files = [file for name in folders for file in sorted((template_folder() / name).glob("*.jinja"))]
-    files += [file for file in sorted(RUNTIME_FOLDER.glob("*.py")) if file.stem not in BETWEEN_RANKS]
-    for file in files:
-        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16]
+def work_digest(problem: Problem, loss: LossSpec, cluster: Cluster) -> str:
+    """Digest of what the device does in the package for a problem as it stands: the kernels, their launches and panels;
+    without kernels, the sweep in plain torch. What the host does around that does not say which blocks are fast."""
+    planned, derivation = _plan(problem, loss, cluster)
+    package = lower(planned, derivation, cluster.profile)
+    files = render(package)
+    panels = (
+        planned.forward_rows,
+        planned.forward_keys,
+        planned.panel_rows,
+        planned.panel_keys,
+        planned.stash_rows,
+    )
+    literals = repr((planned.strategy, planned.products, panels, package.kernels))
+    text = files.get("kernels.py", files["schedule.py"])
+    return hashlib.sha256(f"{literals}\n{text}".encode()).hexdigest()[:16]
 
 
 def _find_record(problem: Problem, loss: LossSpec, cluster: Cluster) -> Found | Missing:
-    target = cluster.profile.target
-    return lookup(problem, record_key(problem, loss, cluster), sources_digest(target))
+    key = record_key(problem, loss, cluster)
+    return lookup(problem, key, lambda applied: work_digest(applied, loss, cluster))
 
 
 def _plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Derivation]:
@@ -105,13 +109,10 @@ def _plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Der
 
 
 def _measured_plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Derivation]:
-    """The plan with the settings of a record that fits; else, or if they are illegal today, by the cost model."""
+    """The plan with the settings of a record that fits, else by the cost model."""
     found = _find_record(problem, loss, cluster)
     if isinstance(found, Found):
-        try:
-            return _plan(found.applied(problem), loss, cluster)
-        except InfclError as error:
-            found = Missing(f"the record in {found.file.name} does not give a plan any more: {error}")
+        return _plan(found.applied(problem), loss, cluster)
     _LOG.info("no measured settings: %s", found.reason)
     return _plan(problem, loss, cluster)
 

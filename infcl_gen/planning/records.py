@@ -4,8 +4,9 @@
     lookup    Key -> Found, or Missing, which says what differs
 
 A candidate is a set of `--set` pairs and nothing else, so a record is applied by adding its settings to the problem's
-own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when the
-templates and the runtime that were timed are not those of today (`sources`).
+own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when what
+the device did is not what it would do today (`work`): other kernels, launches or panels. What the host does around them
+may change.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infcl_gen.errors import InputError, LockTimeoutError
+from infcl_gen.errors import InfclError, InputError, LockTimeoutError
 from infcl_gen.losses import spec_as_dict
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from infcl_gen.losses import LossSpec
     from infcl_gen.problem import Problem
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LOCK_TIMEOUT_S = 60.0
 STATUSES = (
     *("timed", "illegal", "does not compile", "spills", "wrong", "crashed", "hung", "out of memory"),
@@ -77,13 +78,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The outcome of a tuning run. `digest` is that of the package as it was timed with `settings`; `families` are
-    those that were tuned, and `complete` says whether these are all."""
+    """The outcome of a tuning run. `digest` is that of the package as it was timed with `settings`, `work` that of what
+    the device did in it; `families` are those that were tuned, and `complete` says whether these are all."""
 
     key: Key
     settings: Settings
     digest: str
-    sources: str
+    work: str
     complete: bool
     families: tuple[str, ...]
     versions: dict[str, str]
@@ -163,11 +164,12 @@ def user_folder() -> Path:
 
 
 def lookup(
-    problem: Problem, key: Key, sources: str, folders: Sequence[Path] | None = None
+    problem: Problem, key: Key, work: Callable[[Problem], str], folders: Sequence[Path] | None = None
 ) -> Found | Missing:
-    """The first record for `key`, in the order of the folders, that was timed with these sources.
+    """The first record for `key`, in the order of the folders, that was timed with today's work of the device.
 
-    Never raises for what a file holds: a damaged one is a reason.
+    work: its digest in the package for a problem as it stands. Never raises for what a file holds: a damaged one, or
+    one whose settings have no plan, is a reason.
     """
     if "records" in problem.setting:
         return Missing(f"records are not looked up with --set records={problem.setting['records']}")
@@ -184,14 +186,21 @@ def lookup(
             reasons.append(str(error))
             continue
         for record in records:
-            if record.key == key and record.sources == sources:
-                return Found(record, file)
-            if record.key == key:
-                reasons.append(
-                    f"the record in {file.name} is stale: templates or runtime have changed since it was timed"
-                    f" (sources {record.sources}, now {sources}); infcl-gen tune measures again"
-                )
             others.append(record.key)
+            if record.key != key:
+                continue
+            found = Found(record, file)
+            try:
+                today = work(found.applied(problem))
+            except InfclError as error:
+                reasons.append(f"the record in {file.name} does not give a plan any more: {error}")
+                continue
+            if record.work == today:
+                return found
+            reasons.append(
+                f"the record in {file.name} is stale: kernels, their launches or panels have changed since it was timed"
+                f" (work {record.work}, now {today}); infcl-gen tune measures again"
+            )
     if not reasons:
         reasons.append(_difference(key, others))
     return Missing("; ".join(reasons))

@@ -32,7 +32,7 @@ from typing import Any
 
 from infcl_gen.emission.lower import KERNEL_FAMILIES, KERNEL_TEMPLATES
 from infcl_gen.emission.package import read_package, write_package
-from infcl_gen.emission.pipeline import build_for, sources_digest, spec_inputs
+from infcl_gen.emission.pipeline import build_for, spec_inputs, work_digest
 from infcl_gen.emission.render import content_digest
 from infcl_gen.errors import InfclError, InputError, ToolchainError, VerificationError
 from infcl_gen.hardware import Cluster
@@ -107,6 +107,10 @@ class Case:
         """The text of a candidate's package."""
         return build_for(self._with(settings), self.loss, self.cluster)
 
+    def work(self, settings: Settings) -> str:
+        """Digest of what the device does in it."""
+        return work_digest(self._with(settings), self.loss, self.cluster)
+
     def _with(self, settings: Settings) -> Problem:
         return dataclasses.replace(self.problem, settings=measured_settings(self.problem.settings, settings))
 
@@ -175,16 +179,16 @@ def tune(
             record,
             settings=settings,
             digest=digest,
+            work=case.work(settings),
             families=done,
             complete=done == names,
             candidates=(*record.candidates, *candidates),
         )
         write_records(partial, [record])
-    files = case.files(record.settings)
-    if content_digest(files) != record.digest:
-        raise VerificationError(f"{folder}: the package to be written is not the one that was timed")
+    if case.work(record.settings) != record.work:
+        raise VerificationError(f"{folder}: the kernels to be written are not those that were timed")
     file = store(record, records)
-    path = write_package(files, folder, force=True)
+    path = write_package(case.files(record.settings), folder, force=True)
     if record.complete:
         partial.unlink(missing_ok=True)
     return Outcome(record, file, path, *_first_and_last_ms(record))
@@ -252,18 +256,20 @@ def _case(spec: dict[str, Any]) -> Case:
 
 
 def _resumed(partial: Path, key: Key, case: Case) -> Record:
-    """What an earlier run has finished for the same problem, sources and versions; else a record of nothing."""
-    sources, versions = sources_digest(case.cluster.profile.target), _versions()
-    with contextlib.suppress(InputError):
+    """What an earlier run has finished for the same problem, work of the device and versions; else a record of
+    nothing."""
+    versions = _versions()
+    with contextlib.suppress(InfclError):
         for record in read_records(partial):
-            if (record.key, record.sources, record.versions) == (key, sources, versions):
+            same = (record.key, record.versions) == (key, versions)
+            if same and record.work == case.work(record.settings):
                 _LOG.info("going on after %s", ", ".join(record.families))
                 return record
-    return Record(key, (), "", sources, False, (), versions, ())
+    return Record(key, (), "", "", False, (), versions, ())
 
 
 def _timed_before(records: Path, key: Key) -> dict[Proposed, float]:
-    """Medians of the candidates that stayed in the race in records of this problem, of whatever sources and versions:
+    """Medians of the candidates that stayed in the race in records of this problem, of whatever work and versions:
     after most changes the same are fast."""
     found: dict[Proposed, float] = {}
     for folder in (records, *record_folders()):

@@ -1,11 +1,14 @@
 """Tuning records: written whole, found by their key, and a miss explains itself. Nothing here is timed."""
 
 import dataclasses
+import importlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,15 +18,17 @@ from click.testing import CliRunner
 
 from infcl_gen import cli
 from infcl_gen.emission import build, plan_problem, read_package, rerender, write_package
-from infcl_gen.emission.pipeline import find_record, sources_digest
+from infcl_gen.emission.pipeline import find_record, work_digest
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.losses import load_loss
-from infcl_gen.planning import records
+from infcl_gen.planning import records, strategies
 from infcl_gen.planning.records import Candidate, Found, Key, Missing, Record, read_records, store
 from infcl_gen.problem import Problem, make_problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# By name: `infcl_gen.emission` has functions that are called alike.
+lower, render = (importlib.import_module(f"infcl_gen.emission.{name}") for name in ("lower", "render"))
 SETTINGS = (("gradient.stages", "2"), ("products", "triton"))
 
 
@@ -40,12 +45,17 @@ def key_of(problem: Problem) -> Key:
     return records.record_key(problem, load_loss(problem.loss), resolve_cluster(problem))
 
 
+def work_of(problem: Problem, settings: records.Settings = SETTINGS) -> str:
+    problem = dataclasses.replace(problem, settings=records.measured_settings(problem.settings, settings))
+    return work_digest(problem, load_loss(problem.loss), resolve_cluster(problem))
+
+
 def record_of(problem: Problem, settings: records.Settings = SETTINGS, **changes: Any) -> Record:
     candidate = Candidate("gradient", settings, "timed", "", 1.5, (1.0, 1.25))
+    work = changes.pop("work", None) or work_of(problem, settings)
     record = Record(
-        key_of(problem), settings, "d" * 64, sources_digest("cuda"), True, ("gradient",), {"torch": "2.11"},
-        (candidate,),
-    )  # fmt: skip
+        key_of(problem), settings, "d" * 64, work, True, ("gradient",), {"torch": "2.11"}, (candidate,)
+    )
     return dataclasses.replace(record, **changes)
 
 
@@ -72,7 +82,7 @@ def test_a_record_is_read_as_it_was_written(folder: Path) -> None:
     store(replaced, folder)
     assert set(map(repr, read_records(file))) == {repr(replaced), repr(second)}
     assert [path.name for path in folder.iterdir()] == ["h200.json"]
-    assert json.loads(file.read_text())["schema_version"] == 1
+    assert json.loads(file.read_text())["schema_version"] == 2
 
 
 def test_a_record_that_fits_gives_its_settings_and_the_reasons_say_so(folder: Path, tmp_path: Path) -> None:
@@ -115,7 +125,7 @@ def test_a_miss_says_what_differs(folder: Path, caplog: pytest.LogCaptureFixture
 
 def test_a_stale_record_is_explained_and_not_used(folder: Path) -> None:
     by_model = build(h200())
-    store(record_of(h200(), sources="0" * 16), folder)
+    store(record_of(h200(), work="0" * 16), folder)
     assert "stale" in reason(h200()) and "0000" in reason(h200())
     assert build(h200()) == by_model
     flags = ("--batch-size", "16k", "--dim", "768", "--device-profile", "h200", "--memory-budget", "1GiB")
@@ -123,9 +133,60 @@ def test_a_stale_record_is_explained_and_not_used(folder: Path) -> None:
     assert done.exit_code == 0 and "no measured settings: the record in h200.json is stale" in done.stdout
 
 
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of what packages are made of: the folders `runtime` and `templates`."""
+    for name, folder in (("runtime", lower.RUNTIME_FOLDER), ("templates", render.template_folder())):
+        shutil.copytree(folder, tmp_path / name)
+    for module in (lower, render):
+        monkeypatch.setattr(module, "RUNTIME_FOLDER", tmp_path / "runtime")
+    monkeypatch.setattr(render, "template_folder", lambda: tmp_path / "templates")
+    render._environment.cache_clear()
+    yield tmp_path
+    render._environment.cache_clear()
+
+
+def appended(file: Path) -> None:
+    file.write_text(file.read_text() + "\n\n# Another line.\n")
+
+
+def test_a_record_outlives_changes_of_the_hosts_code(folder: Path, sources: Path) -> None:
+    store(record_of(h200()), folder)
+    before = build(h200())
+    appended(sources / "runtime" / "engine.py")
+    appended(sources / "templates" / "triton" / "schedule.py.jinja")
+    assert isinstance(find_record(h200()), Found) and build(h200()) != before
+
+
+@pytest.mark.parametrize("change", ["kernel", "launch", "panel"])
+def test_a_record_of_other_work_of_the_device_is_stale(
+    folder: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    problem = h200(set={"strategy": "panel", "products": "triton"})
+    store(record_of(problem, ()), folder)
+    assert isinstance(find_record(problem), Found)
+    if change == "kernel":
+        appended(sources / "templates" / "triton" / "gradient.py.jinja")
+    elif change == "launch":
+        monkeypatch.setitem(lower.KERNEL_FAMILIES["statistics"], "merge", 8)
+    else:
+        monkeypatch.setattr(strategies, "PANEL_CAP", 4096)
+    assert "is stale: kernels, their launches or panels have changed" in reason(problem)
+
+
+def test_without_kernels_a_record_is_of_the_sweep(folder: Path, sources: Path) -> None:
+    problem = make_problem(batch_size="4k", dim=64, target="cpu")
+    record = record_of(problem, (("panel_rows", "128"), ("panel_keys", "128")))
+    store(record, folder)
+    appended(sources / "runtime" / "engine.py")
+    assert isinstance(find_record(problem), Found)
+    appended(sources / "templates" / "torch" / "schedule.py.jinja")
+    assert "is stale" in reason(problem)
+
+
 def test_a_record_that_is_illegal_today_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     by_model = build(h200())
-    store(record_of(h200(), (("gradient.rows", "8192"),)), folder)
+    store(record_of(h200(), (("gradient.rows", "8192"),), work="0" * 16), folder)
     with caplog.at_level(logging.INFO, "infcl_gen"):
         assert build(h200()) == by_model
     assert "does not give a plan any more" in caplog.text and "gradient.rows" in caplog.text
@@ -141,7 +202,7 @@ def test_a_damaged_file_is_explained_kept_and_replaced(folder: Path, damage: str
     damaged = {
         "cut": text[: len(text) // 2],
         "edited": text.replace('"triton"', '"library"', 1),
-        "schema": text.replace('"schema_version": 1', '"schema_version": 99'),
+        "schema": text.replace('"schema_version": 2', '"schema_version": 99'),
         "list": "[1]",
         "unknown": json.dumps(table),
         "nothing": "",

@@ -362,7 +362,7 @@ def test_every_family_of_every_strategy_has_legal_candidates(
 
 
 def test_the_most_promising_are_compiled_first(tmp_path: Path) -> None:
-    """By the model; before those up to half of what is timed may be what a record, of older sources too, found fast,
+    """By the model; before those up to half of what is timed may be what a record, of older kernels too, found fast,
     whatever the best of the other families was."""
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
     case = search._case(read_package(package).spec)
@@ -401,7 +401,7 @@ def test_a_run_knows_what_an_older_one_found_fast(
     fates = {(): "timed", OTHER: "slower"}
     stale = dataclasses.replace(
         record,
-        sources="of older ones",
+        work="of an older one",
         candidates=tuple(dataclasses.replace(c, status=fates[c.settings]) for c in record.candidates),
     )
     default = next(c for c in record.candidates if not c.settings)
