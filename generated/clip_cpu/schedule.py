@@ -50,7 +50,8 @@ def forward_block(
     queries: Statistics,
     keys: Statistics | None,
     positive: Tensor,
-    fresh: bool = False,
+    fresh_queries: bool = False,
+    fresh_keys: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
     started: None = None,
@@ -60,11 +61,12 @@ def forward_block(
     q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
     positives: the global index of the positive of row 0; row i has the i-th after it.
     queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
-    fresh: neither was ever written. arrive(): called before `keys` is touched; it sends what leaves, and waits for what
+    What is fresh was never written. arrive(): called before `keys` is touched; it sends what leaves, and waits for what
     comes. `stash` and `started` are for other strategies.
     """
-    if fresh:
+    if fresh_queries:
         queries.mantissa.zero_()
+    if fresh_keys:
         keys.mantissa.zero_()
     panels = Panels(q, k, FORWARD_ROWS, FORWARD_KEYS)
     for i in range(0, len(q), FORWARD_ROWS):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ee3890a3738c5a489fd4560894b29d1a331e1c2c98faa22e2cb5ebcf29cb062b",
+    "digest": "07953b38353945b20fb876d9a40282958ad6aecae18d0e194e80dd3abcaeb560",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "d1563adc5151d572ea77d9ee935f79dfc23ec739cde5aa04166e39f0c84f6c1f",
+    "digest": "39f1a2ab350fd248d4daa621e186427ac6180bdf1b35ec43d2972a4be2c421fa",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -54,12 +54,12 @@ def start_forward(q, k, scale, bias, most_keys, stash=None):
     return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh=False, stash=None, arrive=None, started=None):
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh_queries=False, fresh_keys=False, stash=None, arrive=None, started=None):
     """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
-    fresh: neither was ever written.  arrive(): called behind the first launches and before `keys` is touched; it sends
+    What is fresh was never written.  arrive(): called behind the first launches and before `keys` is touched; it sends
     what leaves, and waits for what comes.  started: what `start_forward` gave; (its scratch, None) for a later block.
     """
     m, n = q.shape[0], k.shape[0]
@@ -73,7 +73,7 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
             visiting = keys.panel(key0, FORWARD_KEYS)
             if arrive:
                 arrive()
-            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh and key0 == 0, key_parts, visiting, fresh and row0 == 0)
+            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh_queries and key0 == 0, key_parts, visiting, fresh_keys and row0 == 0)
             first = positives + row0 - first_key - key0  # the positive of the panel's first row, as a row of its keys
             if first < k_panel.shape[0] and first + q_panel.shape[0] > 0:
                 _positives(q_panel, k_panel, positives + row0, first_key + key0, strip, row_parts, key_parts, own_positive)

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d441688de670684b395c84287fca41cf4484d21413270da51a26650eb6974cc8",
+    "digest": "3ba354f32e0cba3fa6f061bda95bf3e1bab7a98d0274ef0b51313f96061f64a2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "0e57b018ce1502676ceeec295aecbbb83e918458a4e30ebe2f744d0e13383f7c",
+    "digest": "3ec1daf47c5ca7d087034480b10821718f02060a7b230aa0b027ab0f322239ef",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

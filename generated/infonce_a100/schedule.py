@@ -53,12 +53,12 @@ def start_forward(q, k, scale, bias, most_keys, stash=None):
     return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
 
 
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh=False, stash=None, arrive=None, started=None):
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh_queries=False, fresh_keys=False, stash=None, arrive=None, started=None):
     """Merges every logit of q (m, D) x k (n, D) into `queries`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: (m,) int64 global key indices.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
-    fresh: neither was ever written.  arrive(): called behind the first launches and before `keys` is touched; it sends
+    What is fresh was never written.  arrive(): called behind the first launches and before `keys` is touched; it sends
     what leaves, and waits for what comes.  started: what `start_forward` gave; (its scratch, None) for a later block.
     """
     m, n = q.shape[0], k.shape[0]
@@ -71,7 +71,7 @@ def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positi
             first_panel = None
             if arrive:
                 arrive()
-            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh and key0 == 0)
+            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh_queries and key0 == 0)
             _positives(q_panel, k_panel, panel(positives, row0, FORWARD_ROWS), first_key + key0, strip, row_parts, own_positive)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "6bd2c159c1a7b0f930efed09cd423fdd1f4996225ba8d389c165ba63161fc635",
+    "digest": "cb83c76a8190c11abd1f5223ea8892b055e403e12de3bcde756d9085ee56cc6d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

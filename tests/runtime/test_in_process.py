@@ -598,6 +598,12 @@ MORE_BUGS = {
     "the gradient of the keys is taken before it has come home": Bug(
         ((RING, "# where no work has\n            self.arrive()\n", "\n"),)
     ),
+    "sums of statistics are added to what memory held": Bug(
+        ((ENGINE, '"fresh_keys": trip.fresh', '"fresh_keys": False'),), nodes=0
+    ),
+    "sums of statistics are replaced at each hop": Bug(
+        ((ENGINE, '"fresh_keys": trip.fresh', '"fresh_keys": True'),)
+    ),
     "what comes home is added twice": Bug(
         ((GATHER, "            self._own.add_(part)\n", "            self._own.add_(part).add_(part)\n"),), nodes=0
     ),

@@ -95,7 +95,8 @@ class _StartedAlone(Started):
             queries, positive = view(query_statistics), query_statistics[2:]
             keys = view(key_statistics) if package.loss.HAS_KEYS else None
             arguments = (*self._inputs, self._positives, 0, queries, keys, positive)
-            schedule.forward_block(*arguments, fresh=True, stash=self._stash, started=self._take_started())
+            how = {"fresh_queries": True, "fresh_keys": True, "stash": self._stash}
+            schedule.forward_block(*arguments, **how, started=self._take_started())
             loss = _loss(package, layout, queries, keys, positive, scale, bias, self._options)
         stash = q.new_empty(0) if self._stash is None else self._stash
         return loss, Saved(query_statistics, key_statistics, stash, q.new_empty((0, 3), dtype=torch.int64))
@@ -170,7 +171,8 @@ class _StartedInRing(Started):
             block = None if trip.accumulator is None else view(trip.accumulator).panel(0, valid)
             visiting, offset = panel(trip.parcels[0], 0, valid), layout.key_offset(owner)
             arguments = (q, visiting, scale, bias, self._positives, offset, queries, block, positive)
-            schedule.forward_block(*arguments, fresh=fresh, arrive=trip.arrive, started=started)
+            how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive}
+            schedule.forward_block(*arguments, **how, started=started)
             started, fresh = started and (started[0], None), False
         del started  # its memory is for the loss
         trip.arrive()

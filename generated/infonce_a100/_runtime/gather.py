@@ -29,8 +29,9 @@ from .statistics import Statistics, view
 
 class Gather:
     """What both directions share. Iterating yields owners; the work on `parcels[0]`, the keys of the owner, adds to
-    `accumulator`, forward only after `arrive()`, which empties it. Errors name the phase, what was under way, and the
-    peers."""
+    `accumulator`. Errors name the phase, what was under way, and the peers."""
+
+    fresh = True  # nothing was added to an accumulator before the work on its owner, which may replace what it holds
 
     def __init__(self, ring: Ring, layout: Layout, phase: str) -> None:
         self.ring, self.layout, self.phase = ring, layout, phase
@@ -115,8 +116,6 @@ class ForwardGather(Gather):
         receives = [Message(self._shards[owner], owner, 0) for owner in self._owners]
         with moment:
             self._keys = self._transfer("keys", sends, receives)
-        if self._own_sums is not None:
-            self._own_sums.zero_()
 
     def _visit(self, owner: int) -> None:
         self.parcels = [self._shards[owner]]
@@ -142,8 +141,6 @@ class BackwardGather(Gather):
     `accumulator` is of `dtype`. What others have added to this rank's own comes with `settle()`. `ask` is called behind
     the first work, which the device is waiting for; what it gives, when the work on all others' keys has been launched.
     """
-
-    fresh = True  # nothing was added to an accumulator before the work on its owner, which may replace what it holds
 
     def __init__(
         self,
