@@ -49,14 +49,8 @@ def backends(*names: str) -> list[Any]:
     return [pytest.param(name, marks=gpu if BACKENDS[name].name == "nccl" else []) for name in names]
 
 
-def need(backend: str, world: int) -> None:
-    """Skips, with the reason, where there are fewer GPUs than ranks."""
-    if BACKENDS[backend].name == "nccl" and torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs, there are {torch.cuda.device_count()}")
-
-
 class Pool:
-    """Processes that each run `ring_worker.main`; on NCCL rank r uses GPU r."""
+    """Processes that each run `ring_worker.main`; on NCCL rank r uses GPU r, or shares one."""
 
     def __init__(
         self,
