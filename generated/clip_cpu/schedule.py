@@ -104,6 +104,10 @@ def loss_terms(
     return total.to(STATISTICS_DTYPE)
 
 
+def backward_scratch(rows: int, keys: int, device: torch.device) -> None:
+    """Nothing: a block's panels are gone when it is done."""
+
+
 def backward_block(
     q: Tensor,
     k: Tensor,
@@ -120,6 +124,7 @@ def backward_block(
     fresh_dk: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
+    scratch: None = None,
 ) -> None:
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both contiguous float32.
 

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "07953b38353945b20fb876d9a40282958ad6aecae18d0e194e80dd3abcaeb560",
+    "digest": "5815506aea1fc8382a78d8f7456a51b4fff360bc1c3bbb05bd5f318d542c513d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

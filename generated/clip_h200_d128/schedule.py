@@ -39,6 +39,14 @@ class ForwardScratch(NamedTuple):
     flags: Tensor  # of each strip, whether its range is wide
 
 
+class BackwardScratch(NamedTuple):
+    """What backward blocks are computed in."""
+
+    positive_g: Tensor  # of each query
+    flags: Tensor  # of each block of rows, whether its range is wide
+    ratios: Tensor  # see `_ratios`
+
+
 def stash_shape(m, n):
     """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
     return None
@@ -91,26 +99,33 @@ def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     return loss
 
 
-def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
+def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None, scratch=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
     What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
+    scratch: what `backward_scratch` gave for at least as many rows and keys.
     """
     m, n = q.shape[0], k.shape[0]
+    positive_g, flags, ratios = scratch or backward_scratch(m, n, q.device)
     statistics = (*queries, *keys)
-    positive_g = torch.empty(m, dtype=torch.float32, device=q.device)
     launch(
         kernels.fused_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
         positives, first_key, *positive, scale, bias, *statistics, positive_g, m, n, num_warps=4)
-    scratch = _ratios_scratch(max(m, n), kernels.FUSED_KEYS.value, q.device)
-    flags = torch.empty(cdiv(max(m, n), kernels.FUSED_ROWS.value), dtype=torch.int32, device=q.device)
-    visiting = _ratios(keys, kernels.KEY_SHARE.value, kernels.FUSED_KEYS.value, scratch)
+    visiting = _ratios(keys, kernels.KEY_SHARE.value, kernels.FUSED_KEYS.value, ratios)
     arguments = (positives, first_key, scale, bias, *statistics)
     _fused(True, q, k, arguments, visiting, positive_g, dq, fresh_dq, flags)
-    visiting = _ratios(queries, kernels.QUERY_SHARE.value, kernels.FUSED_KEYS.value, scratch)
+    visiting = _ratios(queries, kernels.QUERY_SHARE.value, kernels.FUSED_KEYS.value, ratios)
     if arrive:
         arrive()
     _fused(False, q, k, arguments, visiting, positive_g, dk, fresh_dk, flags)
+
+
+def backward_scratch(rows, keys, device):
+    """What `backward_block`s of up to so many rows and keys are computed in."""
+    positive_g = torch.empty(rows, dtype=torch.float32, device=device)
+    flags = torch.empty(cdiv(max(rows, keys), kernels.FUSED_ROWS.value), dtype=torch.int32, device=device)
+    ratios = _ratios_scratch(max(rows, keys), kernels.FUSED_KEYS.value, device)
+    return BackwardScratch(positive_g, flags, ratios)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "39f1a2ab350fd248d4daa621e186427ac6180bdf1b35ec43d2972a4be2c421fa",
+    "digest": "c388279ecee76385fc3ab77f30c09b4a4ff7fd747c7ace430d77487a643c9f91",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

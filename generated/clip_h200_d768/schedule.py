@@ -42,6 +42,14 @@ class ForwardScratch(NamedTuple):
     flags: Tensor  # of each strip, whether its range is wide
 
 
+class BackwardScratch(NamedTuple):
+    """What backward blocks are computed in."""
+
+    g: Tensor  # of a panel, in whole tiles: no store needs a mask
+    flags: Tensor  # of each strip, whether its range is wide
+    ratios: Tensor  # see `_ratios`
+
+
 def stash_shape(m, n):
     """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
     return None
@@ -94,18 +102,16 @@ def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     return loss
 
 
-def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
+def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None, scratch=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
     What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
+    scratch: what `backward_scratch` gave for at least as many rows and keys.
     """
     m, n = q.shape[0], k.shape[0]
-    tiles = cdiv(min(m, PANEL_ROWS), kernels.GRADIENT_ROWS.value), cdiv(min(n, PANEL_KEYS), kernels.GRADIENT_KEYS.value)
-    shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
-    scratch = torch.empty(shape, dtype=OPERAND_DTYPE, device=q.device)  # whole tiles: no store needs a mask
-    flags = torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=q.device)
+    g, flags, ratios = scratch or backward_scratch(m, n, q.device)
     block = kernels.GRADIENT_KEYS.value
-    ratios = _ratios(keys, kernels.KEY_SHARE.value, block, _ratios_scratch(n, block, q.device))
+    ratios = _ratios(keys, kernels.KEY_SHARE.value, block, ratios)
     for row0 in range(0, m, PANEL_ROWS):
         own, own_positive = queries.panel(row0, PANEL_ROWS), panel_columns(positive, row0, PANEL_ROWS)
         own_dq = panel(dq, row0, PANEL_ROWS)
@@ -115,13 +121,24 @@ def backward_block(q, k, scale, bias, positives, first_key, queries, keys, posit
             visiting = keys.panel(key0, PANEL_KEYS)
             # One number a key, and two a block of keys.
             visiting_ratios = [part[key0 // size :] for part, size in zip(ratios, (1, block, block))] if key0 else ratios
-            g = _gradient_panel(
+            panel_g = _gradient_panel(
                 q_panel, k_panel, scale, bias, positives + row0, first_key + key0, own, visiting,
-                own_positive, scratch, flags, visiting_ratios)
-            _add_product(own_dq, g, k_panel, fresh_dq and key0 == 0)
+                own_positive, g, flags, visiting_ratios)
+            _add_product(own_dq, panel_g, k_panel, fresh_dq and key0 == 0)
             if arrive:
                 arrive()
-            _add_product(panel(dk, key0, PANEL_KEYS), g.T, q_panel, fresh_dk and row0 == 0)
+            _add_product(panel(dk, key0, PANEL_KEYS), panel_g.T, q_panel, fresh_dk and row0 == 0)
+
+
+def backward_scratch(rows, keys, device):
+    """What `backward_block`s of up to so many rows and keys are computed in."""
+    rows_max, keys_max = min(rows, PANEL_ROWS), min(keys, PANEL_KEYS)
+    tiles = cdiv(rows_max, kernels.GRADIENT_ROWS.value), cdiv(keys_max, kernels.GRADIENT_KEYS.value)
+    shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
+    g = torch.empty(shape, dtype=OPERAND_DTYPE, device=device)
+    flags = torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=device)
+    ratios = _ratios_scratch(keys, kernels.GRADIENT_KEYS.value, device)
+    return BackwardScratch(g, flags, ratios)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
@@ -213,8 +230,8 @@ def _ratios(statistics, share, block, scratch):
     return parts
 
 
-def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive, scratch, flags, ratios):
-    """g (m, n) of one panel, in the scratch."""
+def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive, g, flags, ratios):
+    """g (m, n) of one panel, in `g`, which is at least as large."""
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value
     depth = kernels.GRADIENT_DEPTH.value
@@ -224,20 +241,20 @@ def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, posi
     statistics = (*queries, *keys)
     launch(
         kernels.gradient, grid,
-        q_side.source, k_side.source, scale, bias, *queries, *ratios, scratch, flags, m, n, strip, scratch.stride(0),
+        q_side.source, k_side.source, scale, bias, *queries, *ratios, g, flags, m, n, strip, g.stride(0),
         *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=4, num_stages=3)
     launch(
         kernels.gradient_wide, grid,
-        q, k, scale, bias, *statistics, scratch, flags, m, n, strip, scratch.stride(0),
+        q, k, scale, bias, *statistics, g, flags, m, n, strip, g.stride(0),
         *q.stride(), *k.stride(), WIDEN=INTERPRETED,
         num_warps=8, num_stages=2)
     first = positives - first_key  # the positive of the first row, as a row of these keys
     if first < n and first + m > 0:
         launch(
             kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
-            positives, first_key, *positive, scale, bias, *statistics, scratch, m, n, scratch.stride(0), num_warps=4)
-    return scratch if scratch.shape == (m, n) else scratch[:m, :n]
+            positives, first_key, *positive, scale, bias, *statistics, g, m, n, g.stride(0), num_warps=4)
+    return g if g.shape == (m, n) else g[:m, :n]
 
 
 def _add_product(total, g, x, fresh):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "3ba354f32e0cba3fa6f061bda95bf3e1bab7a98d0274ef0b51313f96061f64a2",
+    "digest": "ca83f4db27c63eaea1328683b6d9e7bd30485b6b575e416eb3bdda9d838535fd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

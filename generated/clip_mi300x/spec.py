@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "3ec1daf47c5ca7d087034480b10821718f02060a7b230aa0b027ab0f322239ef",
+    "digest": "a2db9227af7c1bc5071edd180a765b728c96eda304b77f534394afcc77a48a4f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "cb83c76a8190c11abd1f5223ea8892b055e403e12de3bcde756d9085ee56cc6d",
+    "digest": "022d18ba857dbc787c666336acf08bed57ba2a7334acd16e9455389e2a0c24d6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

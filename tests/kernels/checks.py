@@ -332,7 +332,8 @@ def over_ranks(
     made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu"
 ) -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
-    order: the gate holds, and nothing outside a buffer is overwritten in forward."""
+    order: the gate holds, nothing outside a buffer is overwritten in forward, and backward has one scratch for all
+    hops."""
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
@@ -358,7 +359,12 @@ def over_ranks(
             found.append([loss.detach(), *(x.grad for x in leaves)])
         return found
 
-    results = World(package, world, schedules={world: schedule}).run(job)
+    backward_scratch = inner.schedule.backward_scratch
+    with unittest.mock.patch.object(
+        inner.schedule, "backward_scratch", side_effect=backward_scratch
+    ) as scratch:
+        results = World(package, world, schedules={world: schedule}).run(job)
+    assert scratch.call_count == sum(own > 0 for shards in rows for own in shards)
     for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
         judged = gate(averaged(parts), truth(package, inputs))
         assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"

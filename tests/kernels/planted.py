@@ -75,6 +75,20 @@ BUGS: dict[str, Bug] = {
         RANKS,
         "overwritten",
     ),
+    "a ring's backward has room for a panel of its first keys only": Bug(
+        IN_A_RING,
+        (("_runtime/engine.py", "backward_scratch(rows, max(layout.keys)", "backward_scratch(rows, valid"),),
+        checks.over_ranks,
+        (3, [[10, 70, 60]]),
+        "",
+    ),
+    "a ring's backward makes its scratch anew at each hop": Bug(
+        IN_A_RING,
+        (("_runtime/engine.py", "scratch = scratch or self.package", "scratch = self.package"),),
+        checks.over_ranks,
+        RANKS,
+        "call_count",
+    ),
     # ---- edges: what lies beyond the last row or key
     "statistics are read past the end, selected, then multiplied": Bug(
         FUSED,

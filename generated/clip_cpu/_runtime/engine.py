@@ -466,14 +466,14 @@ class _Backward:
         if not in_place:  # one allocation: the allocator may round each up by 1 MiB
             sums = q.new_empty((k.shape[0] + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
             dk_sum, dq_panel = sums[: k.shape[0]], sums[k.shape[0] :]
-        keys = self._key_statistics()
+        keys, scratch = self._key_statistics(), schedule.backward_scratch(step, k.shape[0], q.device)
         for start in range(0, q.shape[0], step):
             stop = min(start + step, q.shape[0])
             out = dq[start:stop]
             total = out if dq_panel is None else dq_panel[: stop - start]
             tiles = self.saved.stash[start:stop]
             how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": tiles if tiles.numel() else None}
-            self._block(start, stop, k, 0, keys, total, dk_sum, **how)
+            self._block(start, stop, k, 0, keys, total, dk_sum, scratch=scratch, **how)
             weighting.queries(total, q[start:stop], out, start)
         weighting.keys(dk_sum, k, dk)
         return dq, dk
@@ -555,7 +555,7 @@ class _Backward:
         return gather.settle
 
     def _sweep(self, trip: rings.BackwardRotation | BackwardGather, layout: Layout, dq_sum: Tensor) -> None:
-        rows, fresh = self.q.shape[0], True
+        rows, fresh, scratch = self.q.shape[0], True, None
         for owner in trip:
             valid = layout.keys[owner]
             if not (rows and valid):
@@ -563,7 +563,8 @@ class _Backward:
             assert trip.accumulator is not None
             statistics = view(trip.parcels[1]).panel(0, valid) if self.package.loss.HAS_KEYS else None
             visiting, total = panel(trip.parcels[0], 0, valid), panel(trip.accumulator, 0, valid)
-            how = {"arrive": trip.arrive, "fresh_dq": fresh, "fresh_dk": trip.fresh}
+            scratch = scratch or self.package.schedule.backward_scratch(rows, max(layout.keys), self.q.device)
+            how = {"arrive": trip.arrive, "fresh_dq": fresh, "fresh_dk": trip.fresh, "scratch": scratch}
             self._block(0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total, **how)
             fresh = False
         if fresh:
@@ -578,7 +579,7 @@ class _Backward:
         keys: Any,
         dq_sum: Tensor,
         dk_sum: Tensor,
-        **how: Any,  # what is fresh; when dk_sum has arrived; tiles that were kept
+        **how: Any,  # what is fresh; when dk_sum has arrived; tiles that were kept; scratch
     ) -> None:
         positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
         statistics, rows = self.saved.query_statistics, stop - start
