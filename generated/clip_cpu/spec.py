@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5815506aea1fc8382a78d8f7456a51b4fff360bc1c3bbb05bd5f318d542c513d",
+    "digest": "8d9005f9282fce1de0e8d3a39c33e61ca2b5fd538fe66aae72f8b3fc66c53cb5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

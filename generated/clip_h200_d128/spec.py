@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "c388279ecee76385fc3ab77f30c09b4a4ff7fd747c7ace430d77487a643c9f91",
+    "digest": "5af81f0af5f03239ff07bce270a5caed5e1d7600a8d17a8bebdcd3c2a0cbf8ea",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

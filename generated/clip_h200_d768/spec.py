@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "ca83f4db27c63eaea1328683b6d9e7bd30485b6b575e416eb3bdda9d838535fd",
+    "digest": "0861d64f3f8e099085a3accb55224c519627baa849da7c8903459fbc13954e98",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

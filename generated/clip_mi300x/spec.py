@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "a2db9227af7c1bc5071edd180a765b728c96eda304b77f534394afcc77a48a4f",
+    "digest": "55ee0b1dea560e34d4af06827548f6f4927840616e82a2a1fd076c7b937d8bb6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

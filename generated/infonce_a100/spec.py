@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "022d18ba857dbc787c666336acf08bed57ba2a7334acd16e9455389e2a0c24d6",
+    "digest": "32064d5c8f53bb84e580e429c4ab8ca973db1c8ae1187dbe353a4af3b797ab84",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

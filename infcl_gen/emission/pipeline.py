@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import logging
@@ -81,21 +82,23 @@ def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
 
 
 def work_digest(problem: Problem, loss: LossSpec, cluster: Cluster) -> str:
-    """Digest of what the device does in the package for a problem as it stands: the kernels, their launches and panels;
-    without kernels, the sweep in plain torch. What the host does around that does not say which blocks are fast."""
+    """Digest of what the device does in the package for a problem as it stands: the kernels, their launch options, and
+    the constants by which its sweep cuts work into panels, strips and programs; without kernels, the sweep in plain
+    torch. What the host does around that does not say which blocks are fast."""
     planned, derivation = _plan(problem, loss, cluster)
     package = lower(planned, derivation, cluster.profile)
     files = render(package)
-    panels = (
-        planned.forward_rows,
-        planned.forward_keys,
-        planned.panel_rows,
-        planned.panel_keys,
-        planned.stash_rows,
-    )
-    literals = repr((planned.strategy, planned.products, panels, package.kernels))
-    text = files.get("kernels.py", files["schedule.py"])
-    return hashlib.sha256(f"{literals}\n{text}".encode()).hexdigest()[:16]
+    if package.kernels:
+        sweep = _constants(files["schedule.py"])
+        parts = [files["kernels.py"], repr(package.kernels), sweep, files["_runtime/strips.py"]]
+    else:
+        parts = [files[name] for name in ("schedule.py", "loss.py", "_runtime/statistics.py")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _constants(source: str) -> str:
+    """The assignments at the top level of a module, without its comments."""
+    return "\n".join(ast.unparse(node) for node in ast.parse(source).body if isinstance(node, ast.Assign))
 
 
 def _find_record(problem: Problem, loss: LossSpec, cluster: Cluster) -> Found | Missing:

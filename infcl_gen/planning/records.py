@@ -5,8 +5,8 @@
 
 A candidate is a set of `--set` pairs and nothing else, so a record is applied by adding its settings to the problem's
 own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when what
-the device did is not what it would do today (`work`): other kernels, launches or panels. What the host does around them
-may change.
+the device did is not what it would do today (`work`): other kernels, launch options, or cuts into panels and strips.
+What the host does around them may change.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The outcome of a tuning run. `digest` is that of the package as it was timed with `settings`, `work` that of what
-    the device did in it; `families` are those that were tuned, and `complete` says whether these are all."""
+    """The outcome of a tuning run. `digest` is that of the package as it was timed with `settings`, and `work` that of
+    what the device did in it, which packages of today may share that have another host's side; `families` are those
+    that were tuned, and `complete` says whether these are all."""
 
     key: Key
     settings: Settings
@@ -198,7 +199,7 @@ def lookup(
             if record.work == today:
                 return found
             reasons.append(
-                f"the record in {file.name} is stale: kernels, their launches or panels have changed since it was timed"
+                f"the record in {file.name} is stale: kernels or how they are launched have changed since it was timed"
                 f" (work {record.work}, now {today}); infcl-gen tune measures again"
             )
     if not reasons:

@@ -174,6 +174,8 @@ def tune(
         with tempfile.TemporaryDirectory(prefix="infcl-gen-tune-") as scratch:
             run = _Family(case, family, record.settings, limits, Path(scratch), plant, progress, earlier)
             settings, digest, candidates = run.run(propose or proposals, time.monotonic() + left)
+        if content_digest(case.files(settings)) != digest:  # infcl_gen's own files have changed meanwhile
+            raise VerificationError(f"{folder}: the package to be written is not the one that was timed")
         done = (*record.families, family)
         record = dataclasses.replace(
             record,
@@ -185,8 +187,6 @@ def tune(
             candidates=(*record.candidates, *candidates),
         )
         write_records(partial, [record])
-    if case.work(record.settings) != record.work:
-        raise VerificationError(f"{folder}: the kernels to be written are not those that were timed")
     file = store(record, records)
     path = write_package(case.files(record.settings), folder, force=True)
     if record.complete:

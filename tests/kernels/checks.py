@@ -332,8 +332,7 @@ def over_ranks(
     made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu"
 ) -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
-    order: the gate holds, nothing outside a buffer is overwritten in forward, and backward has one scratch for all
-    hops."""
+    order: the gate holds, nothing outside a buffer is overwritten, and backward has one scratch for all hops."""
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
@@ -350,13 +349,10 @@ def over_ranks(
         for shards, inputs in zip(rows, batches, strict=True):
             of_rank = [x.split(sizes)[rank] for x, sizes in ((inputs.q, shards), (inputs.k, shards[::-1]))]
             labels = None if inputs.labels is None else inputs.labels.split(shards)[rank]
-            scalars = (torch.tensor(x or 0.0, device=device) for x in (inputs.scale, inputs.bias))
-            leaves = [x.clone().requires_grad_() for x in (*of_rank, *scalars)]
-            with GuardBands(generated(made), NAN) as bands:
-                loss = package.contrastive_loss(*leaves, labels=labels)
-            loss.backward()
+            with GuardBands(generated(made), NAN) as bands:  # which autograd's backward would leave
+                results = package.loss_and_grads(*of_rank, inputs.scale, inputs.bias, labels=labels)
             assert not bands.damages(), f"rows {shards}, rank {rank}: {bands.damages()}"
-            found.append([loss.detach(), *(x.grad for x in leaves)])
+            found.append(list(results))
         return found
 
     backward_scratch = inner.schedule.backward_scratch

@@ -76,11 +76,11 @@ BUGS: dict[str, Bug] = {
         "overwritten",
     ),
     "a ring's backward has room for a panel of its first keys only": Bug(
-        IN_A_RING,
+        dataclasses.replace(IN_A_RING, loss="infonce"),
         (("_runtime/engine.py", "backward_scratch(rows, max(layout.keys)", "backward_scratch(rows, valid"),),
         checks.over_ranks,
-        (3, [[10, 70, 60]]),
-        "",
+        (3, [[70, 70, 30]]),
+        "overwritten",
     ),
     "a ring's backward makes its scratch anew at each hop": Bug(
         IN_A_RING,

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
 from . import ring_worker
@@ -28,7 +29,8 @@ from .pool import Packages, Pool, assert_equal, average, backends, results
 TIMEOUT_S = 5.0  # gloo connects 4 processes within it, on 2 busy cores
 GRACE_S = 2.0  # within which an error must follow the timeout
 WATCHDOG_S = 0.8  # what torch's watchdog takes to end a process after a timeout (see BACKENDS)
-WATCHDOG = "watchdog thread terminated with exception"  # what it says
+WATCHDOG = "Watchdog caught collective operation timeout"  # what it says
+NOTICED = "remote process exited or there was a network error"  # or this, of ranks that share GPUs
 WORLDS = {2: (0, 1), 4: (0, 1, 2, 3)}
 SMALLER = {2: (1,), 4: (0, 1, 2)}  # groups without some rank that the whole has
 VICTIM = {2: 1, 4: 2}
@@ -301,7 +303,8 @@ def assert_ended(pool: Pool, answer: Any, rank: int, seconds: float) -> None:
     assert seconds <= TIMEOUT_S + WATCHDOG_S + GRACE_S, seconds
     pool.processes[rank].join(5)
     assert pool.processes[rank].exitcode == -signal.SIGABRT, pool.log(rank)
-    assert WATCHDOG in pool.log(rank), pool.log(rank)
+    log = pool.log(rank)
+    assert WATCHDOG in log or (len(pool.processes) > torch.cuda.device_count() and NOTICED in log), log
 
 
 def served(world: int, failure: Failure) -> tuple[int, ...]:
@@ -319,8 +322,8 @@ def fail(
     package: str = "clip",
     healthy: Sequence[list[Tensor]] = (),
 ) -> Any:
-    """Lets one rank fail, checks what the others say, and returns what it says itself. `healthy`: results without the
-    failure, if those whom it has `served` may have them."""
+    """Lets one rank fail, checks what the others say, and returns what it says itself. `healthy`: what they have
+    without the failure."""
     ranks, victim, failure = WORLDS[world], VICTIM[world], failure.over(world)
     start = time.monotonic()
     mark = Path(pool.logs.name, f"acted {start}")
@@ -340,7 +343,8 @@ def fail(
         os.kill(pool.processes[victim].pid or 0, signal.SIGCONT)
     last = pool.receive(victim)
     for rank, answer, seconds in answers:
-        if healthy and rank in served(world, failure) and answer[0] == "ok" and not answer[1][0]:
+        may_have = backend.startswith("nccl") and rank in served(world, failure)
+        if may_have and answer[0] == "ok" and not answer[1][0]:
             assert_equal(answer[1][3], healthy[rank])
         elif backend == "nccl" and failure.past_comparing:
             assert_ended(pool, answer, rank, seconds)
@@ -397,7 +401,8 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
         return
     assert last[0] == "ok", f"{last}\n{pool.log(victim)}"
     error, text, _, found = last[1]
-    if healthy and not error:  # what it waited for had been sent before the others gave up
+    if backend.startswith("nccl") and failure.act != "raise" and not error:
+        # What it waited for had been sent before the others gave up.
         assert_equal(found, healthy[victim])
         return
     if failure.act == "raise":

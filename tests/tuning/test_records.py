@@ -158,7 +158,7 @@ def test_a_record_outlives_changes_of_the_hosts_code(folder: Path, sources: Path
     assert isinstance(find_record(h200()), Found) and build(h200()) != before
 
 
-@pytest.mark.parametrize("change", ["kernel", "launch", "panel"])
+@pytest.mark.parametrize("change", ["kernel", "launch", "panel", "programs", "strips"])
 def test_a_record_of_other_work_of_the_device_is_stale(
     folder: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -169,9 +169,14 @@ def test_a_record_of_other_work_of_the_device_is_stale(
         appended(sources / "templates" / "triton" / "gradient.py.jinja")
     elif change == "launch":
         monkeypatch.setitem(lower.KERNEL_FAMILIES["statistics"], "merge", 8)
-    else:
+    elif change == "panel":
         monkeypatch.setattr(strategies, "PANEL_CAP", 4096)
-    assert "is stale: kernels, their launches or panels have changed" in reason(problem)
+    elif change == "programs":
+        resident = lower.resident_programs
+        monkeypatch.setattr(lower, "resident_programs", lambda *given: 2 * resident(*given))
+    else:
+        appended(sources / "runtime" / "strips.py")
+    assert "is stale: kernels or how they are launched have changed" in reason(problem)
 
 
 def test_without_kernels_a_record_is_of_the_sweep(folder: Path, sources: Path) -> None:
@@ -179,6 +184,10 @@ def test_without_kernels_a_record_is_of_the_sweep(folder: Path, sources: Path) -
     record = record_of(problem, (("panel_rows", "128"), ("panel_keys", "128")))
     store(record, folder)
     appended(sources / "runtime" / "engine.py")
+    assert isinstance(find_record(problem), Found)
+    appended(sources / "runtime" / "statistics.py")
+    assert "is stale" in reason(problem)
+    store(record_of(problem, record.settings), folder)
     assert isinstance(find_record(problem), Found)
     appended(sources / "templates" / "torch" / "schedule.py.jinja")
     assert "is stale" in reason(problem)

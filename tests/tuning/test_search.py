@@ -428,6 +428,24 @@ def test_a_run_knows_what_an_older_one_found_fast(
     assert search._timed_before(folder, record.key) == {}
 
 
+def test_sources_that_change_while_they_are_timed_are_noticed(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, before = search._Family.run, read_package(package).digest
+
+    def changed(self: Any, *arguments: Any) -> tuple[Settings, str, tuple[Candidate, ...]]:
+        found = family(self, *arguments)
+        inner = self.case.files
+        with_a_line = lambda settings: {**inner(settings), "loss.py": "# Another one."}  # noqa: E731
+        object.__setattr__(self.case, "files", with_a_line)
+        return found
+
+    monkeypatch.setattr(search._Family, "run", changed)
+    with pytest.raises(VerificationError, match="not the one that was timed"):
+        short_run(package, tmp_path / "records")
+    assert read_package(package).digest == before and not list((tmp_path / "records").glob("*.json"))
+
+
 def test_what_cannot_be_tuned_says_so(tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = infcl_gen.generate(output=tmp_path / "fixed", **SMALL, set={"panel_rows": 64})
     with pytest.raises(InputError, match="panel_rows"):

@@ -36,17 +36,16 @@ from .statistics import Statistics, clear, view
 class Started(abc.ABC):
     """A forward whose first kernels are at work (none of a package in plain torch); `finish` does the rest.
 
-    Alone nothing is done before them that they do not wait for. In a ring the others are told first, for their answers
-    take 0.2 ms.
+    Alone nothing is done before them that they do not wait for, except that labels on the host are copied: such a copy
+    waits for what the device has been given. In a ring the others are told first, too, for their answers take 0.2 ms.
     """
 
     def __init__(
         self, package: Package, inputs: tuple[Tensor, ...], labels: Tensor | None, options: Options
     ) -> None:
         """inputs: q, k, scale and bias, cast."""
-        self._package, self._inputs, self._labels, self._options = package, inputs, labels, options
-        # Labels on the host are copied before anything starts: such a copy waits for what the device has been given.
-        self._positives: Tensor | int = 0
+        self._package, self._inputs, self._options = package, inputs, options
+        self._labels = _beside(labels, inputs[0])
         self._started: Any = None
 
     @abc.abstractmethod
@@ -84,17 +83,17 @@ class _StartedAlone(Started):
             super().__init__(package, (q, k, scale, bias), labels, options)
             kept, self._columns = kept_sizes(package, 1, q.shape[0], k.shape[0], bool(gradients))
             self._stash = None if 0 in kept else q.new_empty(kept)
-            self._positives = _positives(package, self._layout, labels, q.device)
             self._start(k, k.shape[0], self._stash)
 
     def finish(self) -> tuple[Tensor, Saved]:
         q, _, scale, bias = self._inputs
         package, layout, schedule = self._package, self._layout, self._package.schedule
         with _device_state(package, q.device):
+            positives = _positives(package, layout, self._labels, q.device)
             query_statistics, key_statistics = _statistics(package, q, self._columns)
             queries, positive = view(query_statistics), query_statistics[2:]
             keys = view(key_statistics) if package.loss.HAS_KEYS else None
-            arguments = (*self._inputs, self._positives, 0, queries, keys, positive)
+            arguments = (*self._inputs, positives, 0, queries, keys, positive)
             how = {"fresh_queries": True, "fresh_keys": True, "stash": self._stash}
             schedule.forward_block(*arguments, **how, started=self._take_started())
             loss = _loss(package, layout, queries, keys, positive, scale, bias, self._options)
@@ -141,7 +140,6 @@ class _StartedInRing(Started):
         self._trip: rings.ForwardRotation | ForwardGather | None = _forward_trip(
             package, ring, layout, k, self._key_statistics, self._stash, self._differentiated, agree
         )
-        self._positives = _positives(package, layout, self._labels, q.device)
         if rows and keys:
             self._start(panel(self._trip.parcels[0], 0, keys), max(layout.keys))
         else:
@@ -162,6 +160,7 @@ class _StartedInRing(Started):
         rows, keys = q.shape[0], k.shape[0]
         trip, self._trip = self._trip, None  # of which nothing is held here any longer
         assert trip is not None
+        positives = _positives(package, layout, self._labels, q.device)
         queries, positive = view(query_statistics), query_statistics[2:]
         started, fresh = self._take_started(), bool(rows and keys)
         for owner in trip:
@@ -170,7 +169,7 @@ class _StartedInRing(Started):
                 continue
             block = None if trip.accumulator is None else view(trip.accumulator).panel(0, valid)
             visiting, offset = panel(trip.parcels[0], 0, valid), layout.key_offset(owner)
-            arguments = (q, visiting, scale, bias, self._positives, offset, queries, block, positive)
+            arguments = (q, visiting, scale, bias, positives, offset, queries, block, positive)
             how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive}
             schedule.forward_block(*arguments, **how, started=started)
             started, fresh = started and (started[0], None), False
@@ -342,7 +341,7 @@ def backward(
 
     with _device_state(package, q.device):
         weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
-        positives = _positives(package, layout, labels, q.device)
+        positives = _positives(package, layout, _beside(labels, q), q.device)
         sweep = _Backward(package, q, k, scale, bias, positives, saved)
         if ring is None:
             dq, dk = sweep.alone(weighting)
@@ -363,7 +362,8 @@ def gradient_sums(
     """The part of `backward` before `weighted`, of a group of one and for all rows at once: the sums for dq (m, D) and
     dk (n, D), in the statistics dtype."""
     with _device_state(package, q.device):
-        positives = _positives(package, Layout.alone(q.shape[0], k.shape[0]), labels, q.device)
+        layout = Layout.alone(q.shape[0], k.shape[0])
+        positives = _positives(package, layout, _beside(labels, q), q.device)
         return _Backward(package, q, k, scale, bias, positives, saved).sums()
 
 
@@ -590,14 +590,20 @@ class _Backward:
         )  # fmt: skip
 
 
+def _beside(labels: Tensor | None, q: Tensor) -> Tensor | None:
+    """The labels on q's device, contiguous: kernels read them one after another."""
+    return None if labels is None else labels.to(q.device).contiguous()
+
+
 def _positives(package: Package, layout: Layout, labels: Tensor | None, device: torch.device) -> Tensor | int:
-    """The global index of each query's positive: an int64 tensor, or for "diagonal" losses that of local row 0."""
+    """The global index of each query's positive: an int64 tensor, or for "diagonal" losses that of local row 0. Labels
+    that were given are on that device."""
     offset = layout.row_offset()
     if not package.labelled:
         return offset
     if labels is None:
         return torch.arange(offset, offset + layout.rows[layout.rank], device=device)
-    return labels.to(device).contiguous()  # kernels read them one after another
+    return labels
 
 
 def _weight(layout: Layout, options: Options) -> float:
