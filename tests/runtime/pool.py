@@ -49,6 +49,13 @@ def backends(*names: str) -> list[Any]:
     return [pytest.param(name, marks=gpu if BACKENDS[name].name == "nccl" else []) for name in names]
 
 
+def need(backend: str, world: int) -> None:
+    """Skips, with the reason, a ring on one GPU, which nobody has tried. On two, the ranks of a ring of four share."""
+    needed = min(world, 2)
+    if BACKENDS[backend].name == "nccl" and torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} GPUs, there are {torch.cuda.device_count()}")
+
+
 class Pool:
     """Processes that each run `ring_worker.main`; on NCCL rank r uses GPU r, or shares one."""
 

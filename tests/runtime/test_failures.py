@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import ring_worker
-from .pool import Packages, Pool, assert_equal, average, backends, results
+from .pool import Packages, Pool, assert_equal, average, backends, need, results
 
 TIMEOUT_S = 5.0  # gloo connects 4 processes within it, on 2 busy cores
 GRACE_S = 2.0  # within which an error must follow the timeout
@@ -61,6 +61,7 @@ class Pools:
         self._pools: dict[tuple[str, int], Pool] = {}
 
     def get(self, backend: str, world: int) -> Pool:
+        need(backend, world)
         key = (backend, world if backend.startswith("nccl") else 4)
         pool = self._pools.get(key)
         if pool is None or pool.lost or not all(process.is_alive() for process in pool.processes):
@@ -76,6 +77,7 @@ class Pools:
 
     @contextlib.contextmanager
     def fresh(self, backend: str, world: int) -> Iterator[Pool]:
+        need(backend, world)
         pool = Pool(world, self._folder, backend=backend)
         try:
             yield pool

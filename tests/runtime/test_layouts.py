@@ -17,7 +17,7 @@ from infcl_gen.verification.gate import Truth, failures, gate, truth_of
 from infcl_gen.verification.properties import Case, tensors
 from infcl_gen.verification.worker import averaged
 
-from .pool import Packages, Pool, backends, results
+from .pool import Packages, Pool, backends, need, results
 
 Ring = tuple[tuple[int, ...], list[int]]  # global ranks in group order, and the rows of each
 GROUPS = ((0,), (1,), (0, 1), (1, 0), (0, 1, 2, 3), (2, 3, 1, 0), (3, 1), (0, 2))
@@ -86,6 +86,7 @@ def for_gloo(packages: Packages, world: int) -> list[ModuleType]:
 def test_results_are_as_accurate_as_one_process_and_repeatable(
     packages: Packages, folder_of: Callable[[ModuleType], Path], folder: Path, backend: str, world: int
 ) -> None:
+    need(backend, world)
     if backend == "gloo":
         device, total = "cpu", 300
         modules = for_gloo(packages, world)
