@@ -86,7 +86,7 @@ class Backward:
         self.side: Any = torch.cuda.Stream()
         self.flags = torch.empty(1 << 16, dtype=torch.int32, device="cuda")
         arguments = (self.q, self.k, self.scale, self.bias, 0, 0, self.queries, self.keys, self.positive)
-        schedule.forward_block(*arguments, fresh=True, stash=self.stash)
+        schedule.forward_block(*arguments, fresh_queries=True, fresh_keys=True, stash=self.stash)
 
     def panels(self, rows: int, keys: int) -> list[tuple[slice, slice]]:
         parts = (

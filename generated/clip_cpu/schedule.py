@@ -131,7 +131,7 @@ def backward_block(
     What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
 
     g here is M * dL/dx, recomputed panel by panel from complete statistics; `finish` does the rest.
-    Other arguments as for `forward_block`.
+    `scratch` is for other strategies; other arguments as for `forward_block`.
     """
     panels = Panels(q, k, PANEL_ROWS, PANEL_KEYS)
     for i in range(0, len(q), PANEL_ROWS):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "8d9005f9282fce1de0e8d3a39c33e61ca2b5fd538fe66aae72f8b3fc66c53cb5",
+    "digest": "7be8552eb7bc87983c1fd65a21ea3ac401220e6db4426f6ff39c6632dec0bd21",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "5af81f0af5f03239ff07bce270a5caed5e1d7600a8d17a8bebdcd3c2a0cbf8ea",
+    "digest": "9d66382d9ffc67a47212a25194ba7751534a453bc92ce150fff940f2c2b29fbf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

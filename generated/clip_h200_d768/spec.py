@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0861d64f3f8e099085a3accb55224c519627baa849da7c8903459fbc13954e98",
+    "digest": "febd462539ec559b7a9c25537384598747dcb2cf636bb41b21ff3bcd30faeb1d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -232,7 +232,7 @@ def _ratios(statistics, share, block, scratch):
 
 
 def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive, g, flags, ratios):
-    """g (m, n) of one panel, in `g`, which is at least as large."""
+    """g (m, n) of one panel, in the corner of the buffer `g`."""
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value
     depth = kernels.GRADIENT_DEPTH.value

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "55ee0b1dea560e34d4af06827548f6f4927840616e82a2a1fd076c7b937d8bb6",
+    "digest": "fbb83ce59fcc69b5a35e01262511aa355c640a3ec31bfc534b86fd4251876d68",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "32064d5c8f53bb84e580e429c4ab8ca973db1c8ae1187dbe353a4af3b797ab84",
+    "digest": "3d29f634bb7d760449a3399f332067a8c1747d3a8c890e0e49c0ce71aa91d59b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

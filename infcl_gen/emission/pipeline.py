@@ -82,9 +82,9 @@ def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
 
 
 def work_digest(problem: Problem, loss: LossSpec, cluster: Cluster) -> str:
-    """Digest of what the device does in the package for a problem as it stands: the kernels, their launch options, and
-    the constants by which its sweep cuts work into panels, strips and programs; without kernels, the sweep in plain
-    torch. What the host does around that does not say which blocks are fast."""
+    """Digest of what the device does in the package for a problem, for which no record is looked up. With kernels: the
+    text of kernels.py and strips.py, the launch options, and the constants of schedule.py; without, the sweep in plain
+    torch. The rest of the host's code is left out: it does not decide which blocks are the fastest."""
     planned, derivation = _plan(problem, loss, cluster)
     package = lower(planned, derivation, cluster.profile)
     files = render(package)

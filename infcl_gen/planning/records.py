@@ -78,9 +78,9 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The outcome of a tuning run. `digest` is that of the package as it was timed with `settings`, and `work` that of
-    what the device did in it, which packages of today may share that have another host's side; `families` are those
-    that were tuned, and `complete` says whether these are all."""
+    """The outcome of a tuning run. `digest` is that of the package that was timed with `settings`; `work` is that of
+    what the device did in it, which stays the same when only the host's code changes. `families` are those that were
+    tuned, and `complete` says whether these are all."""
 
     key: Key
     settings: Settings
@@ -167,10 +167,10 @@ def user_folder() -> Path:
 def lookup(
     problem: Problem, key: Key, work: Callable[[Problem], str], folders: Sequence[Path] | None = None
 ) -> Found | Missing:
-    """The first record for `key`, in the order of the folders, that was timed with today's work of the device.
+    """The first record for `key`, in the order of the folders, whose `work` is still what the device would do.
 
-    work: its digest in the package for a problem as it stands. Never raises for what a file holds: a damaged one, or
-    one whose settings have no plan, is a reason.
+    work: the digest for a problem with a record's settings. Never raises for what a file holds: a damaged one, or one
+    whose settings have no plan, is a reason.
     """
     if "records" in problem.setting:
         return Missing(f"records are not looked up with --set records={problem.setting['records']}")
@@ -199,7 +199,7 @@ def lookup(
             if record.work == today:
                 return found
             reasons.append(
-                f"the record in {file.name} is stale: kernels or how they are launched have changed since it was timed"
+                f"the record in {file.name} is stale: what the device does has changed since it was timed"
                 f" (work {record.work}, now {today}); infcl-gen tune measures again"
             )
     if not reasons:

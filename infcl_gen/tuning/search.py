@@ -153,7 +153,8 @@ def tune(
 
     When the time is up, the record holds the families that were finished; the next run goes on from there. `plant`
     edits a candidate's files before it is run: tests only. Raises InputError (no package, or one with blocks of the
-    user's), ToolchainError (this machine has not the package's device), VerificationError (no candidate is right).
+    user's), ToolchainError (this machine has not the package's device), VerificationError (no candidate is right, or
+    infcl_gen's own files have changed meanwhile).
     """
     limits = limits or Limits()
     package = read_package(folder)

@@ -349,7 +349,7 @@ def over_ranks(
         for shards, inputs in zip(rows, batches, strict=True):
             of_rank = [x.split(sizes)[rank] for x, sizes in ((inputs.q, shards), (inputs.k, shards[::-1]))]
             labels = None if inputs.labels is None else inputs.labels.split(shards)[rank]
-            with GuardBands(generated(made), NAN) as bands:  # which autograd's backward would leave
+            with GuardBands(generated(made), NAN) as bands:  # autograd would run backward outside of them
                 results = package.loss_and_grads(*of_rank, inputs.scale, inputs.bias, labels=labels)
             assert not bands.damages(), f"rows {shards}, rank {rank}: {bands.damages()}"
             found.append(list(results))
@@ -360,7 +360,8 @@ def over_ranks(
         inner.schedule, "backward_scratch", side_effect=backward_scratch
     ) as scratch:
         results = World(package, world, schedules={world: schedule}).run(job)
-    assert scratch.call_count == sum(own > 0 for shards in rows for own in shards)
+    working = sum(own > 0 for shards in rows for own in shards)
+    assert scratch.call_count == working, f"{scratch.call_count} scratches for {working} sweeps"
     for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
         judged = gate(averaged(parts), truth(package, inputs))
         assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"

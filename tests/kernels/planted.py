@@ -84,10 +84,10 @@ BUGS: dict[str, Bug] = {
     ),
     "a ring's backward makes its scratch anew at each hop": Bug(
         IN_A_RING,
-        (("_runtime/engine.py", "scratch = scratch or self.package", "scratch = self.package"),),
+        (("_runtime/engine.py", "if scratch is None:", "if True:"),),
         checks.over_ranks,
         RANKS,
-        "call_count",
+        "scratches for",
     ),
     # ---- edges: what lies beyond the last row or key
     "statistics are read past the end, selected, then multiplied": Bug(

@@ -64,7 +64,7 @@ def main(seat: Seat, pipe: Connection) -> None:
     torch.use_deterministic_algorithms(True, warn_only=gpu)
     if gpu:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # torch's watchdog ends processes by an abort
-        _device = gpu_of(seat.rank, seat.world)
+        _device = take_gpu(seat.rank, seat.world)
         torch.cuda.set_device(_device)
         square = torch.eye(2, dtype=torch.float64, device=_device)
         torch.cuda.synchronize(square.mm(square).device)  # what takes seconds, before a timeout counts
@@ -90,9 +90,9 @@ def main(seat: Seat, pipe: Connection) -> None:
     os._exit(0)  # destroy_process_group would wait for ranks that a test has killed
 
 
-def gpu_of(rank: int, world: int) -> torch.device:
-    """Of an NCCL rank. Where there are fewer GPUs than ranks, each has several, as if these were on several hosts: NCCL
-    refuses two ranks that share a GPU of one host; between hosts it goes by sockets."""
+def take_gpu(rank: int, world: int) -> torch.device:
+    """The GPU of an NCCL rank. Where ranks outnumber GPUs they share, and the environment makes NCCL take those that
+    share one to be on different hosts: it refuses two ranks on one GPU of a host. Between hosts it uses sockets."""
     gpus = torch.cuda.device_count()
     if world > gpus:
         os.environ.update({"NCCL_HOSTID": f"host{rank // gpus}", "NCCL_SOCKET_IFNAME": "lo"})

@@ -123,12 +123,12 @@ def test_labels_are_copied_before_the_device_starts(
     """From pageable memory the copy would wait for the first kernels, and the host with it."""
     package = packages("infonce")
     engine, order = sys.modules[f"{package.__name__}._runtime.engine"], list[str]()
-    for where, name in ((engine, "_beside"), (package._schedule, "start_forward")):
+    for where, name in ((engine, "_labels_on"), (package._schedule, "start_forward")):
         inner = getattr(where, name)
         noted = lambda *args, name=name, inner=inner: (order.append(name), inner(*args))[1]  # noqa: E731
         monkeypatch.setattr(where, name, noted)
     package.contrastive_loss(*features(), 2.0, labels=torch.arange(len(features()[0])))
-    assert order == ["_beside", "start_forward"]
+    assert order == ["_labels_on", "start_forward"]
 
 
 @pytest.mark.parametrize("shape", ["expanded", "scaled", "double"])

@@ -242,8 +242,8 @@ KILLED = {
 
 
 def renewed(pool: Pool, *groups: tuple[int, ...], worked: str = "") -> list[list[Tensor]]:
-    """Fresh groups: a failure leaves connections broken. `worked`: and each has a step of this package behind it, of
-    which the results of each rank of the first are returned."""
+    """Fresh groups: a failure leaves connections broken. `worked`: a package of which each group runs one step first;
+    the results of each rank of the first group are returned, else nothing."""
     everybody = tuple(range(len(pool.pipes)))
     results(pool.run("renew", everybody, groups=list(groups), timeout_s=TIMEOUT_S))
     healthy = []
@@ -310,8 +310,8 @@ def assert_ended(pool: Pool, answer: Any, rank: int, seconds: float) -> None:
 
 
 def served(world: int, failure: Failure) -> tuple[int, ...]:
-    """Who has all that it needs of the victim when that fails: before the second hop backward it has sent what it did
-    for the rank behind it, first of all. That one has its results, where its own sends do not wait for the victim."""
+    """Ranks that may finish without the victim. Before its second hop backward it has sent its sums for the rank after
+    it: that one needs nothing more of it, and returns its results unless its own sends wait for the victim."""
     return ((VICTIM[world] + 1) % world,) if failure.past_comparing else ()
 
 
@@ -324,8 +324,8 @@ def fail(
     package: str = "clip",
     healthy: Sequence[list[Tensor]] = (),
 ) -> Any:
-    """Lets one rank fail, checks what the others say, and returns what it says itself. `healthy`: what they have
-    without the failure."""
+    """Lets one rank fail, checks what the others say, and returns what it says itself. `healthy`: each
+    rank's results without the failure."""
     ranks, victim, failure = WORLDS[world], VICTIM[world], failure.over(world)
     start = time.monotonic()
     mark = Path(pool.logs.name, f"acted {start}")

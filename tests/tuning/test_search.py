@@ -431,13 +431,12 @@ def test_a_run_knows_what_an_older_one_found_fast(
 def test_sources_that_change_while_they_are_timed_are_noticed(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, before = search._Family.run, read_package(package).digest
+    run, before = search._Family.run, read_package(package).digest
 
     def changed(self: Any, *arguments: Any) -> tuple[Settings, str, tuple[Candidate, ...]]:
-        found = family(self, *arguments)
-        inner = self.case.files
-        with_a_line = lambda settings: {**inner(settings), "loss.py": "# Another one."}  # noqa: E731
-        object.__setattr__(self.case, "files", with_a_line)
+        found, files = run(self, *arguments), search.Case.files
+        edited = lambda case, settings: {**files(case, settings), "loss.py": "# Another one."}  # noqa: E731
+        monkeypatch.setattr(search.Case, "files", edited)
         return found
 
     monkeypatch.setattr(search._Family, "run", changed)

@@ -36,8 +36,8 @@ from .statistics import Statistics, clear, view
 class Started(abc.ABC):
     """A forward whose first kernels are at work (none of a package in plain torch); `finish` does the rest.
 
-    Alone nothing is done before them that they do not wait for, except that labels on the host are copied: such a copy
-    waits for what the device has been given. In a ring the others are told first, too, for their answers take 0.2 ms.
+    Before them comes only what they need, but for two things: labels on the host are copied (later the copy would wait
+    for these kernels), and in a ring the others are told, for their answers take 0.2 ms.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Started(abc.ABC):
     ) -> None:
         """inputs: q, k, scale and bias, cast."""
         self._package, self._inputs, self._options = package, inputs, options
-        self._labels = _beside(labels, inputs[0])
+        self._labels = _labels_on(inputs[0].device, labels)
         self._started: Any = None
 
     @abc.abstractmethod
@@ -341,7 +341,7 @@ def backward(
 
     with _device_state(package, q.device):
         weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
-        positives = _positives(package, layout, _beside(labels, q), q.device)
+        positives = _positives(package, layout, _labels_on(q.device, labels), q.device)
         sweep = _Backward(package, q, k, scale, bias, positives, saved)
         if ring is None:
             dq, dk = sweep.alone(weighting)
@@ -363,7 +363,7 @@ def gradient_sums(
     dk (n, D), in the statistics dtype."""
     with _device_state(package, q.device):
         layout = Layout.alone(q.shape[0], k.shape[0])
-        positives = _positives(package, layout, _beside(labels, q), q.device)
+        positives = _positives(package, layout, _labels_on(q.device, labels), q.device)
         return _Backward(package, q, k, scale, bias, positives, saved).sums()
 
 
@@ -563,7 +563,8 @@ class _Backward:
             assert trip.accumulator is not None
             statistics = view(trip.parcels[1]).panel(0, valid) if self.package.loss.HAS_KEYS else None
             visiting, total = panel(trip.parcels[0], 0, valid), panel(trip.accumulator, 0, valid)
-            scratch = scratch or self.package.schedule.backward_scratch(rows, max(layout.keys), self.q.device)
+            if scratch is None:
+                scratch = self.package.schedule.backward_scratch(rows, max(layout.keys), self.q.device)
             how = {"arrive": trip.arrive, "fresh_dq": fresh, "fresh_dk": trip.fresh, "scratch": scratch}
             self._block(0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total, **how)
             fresh = False
@@ -590,14 +591,14 @@ class _Backward:
         )  # fmt: skip
 
 
-def _beside(labels: Tensor | None, q: Tensor) -> Tensor | None:
-    """The labels on q's device, contiguous: kernels read them one after another."""
-    return None if labels is None else labels.to(q.device).contiguous()
+def _labels_on(device: torch.device, labels: Tensor | None) -> Tensor | None:
+    """The labels on this device, contiguous: kernels read them one after another."""
+    return None if labels is None else labels.to(device).contiguous()
 
 
 def _positives(package: Package, layout: Layout, labels: Tensor | None, device: torch.device) -> Tensor | int:
-    """The global index of each query's positive: an int64 tensor, or for "diagonal" losses that of local row 0. Labels
-    that were given are on that device."""
+    """The global index of each query's positive: an int64 tensor, or for "diagonal" losses that of local row 0.
+    `labels`, if given, are on `device`."""
     offset = layout.row_offset()
     if not package.labelled:
         return offset
