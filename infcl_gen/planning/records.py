@@ -165,12 +165,12 @@ def user_folder() -> Path:
 
 
 def lookup(
-    problem: Problem, key: Key, work: Callable[[Problem], str], folders: Sequence[Path] | None = None
+    problem: Problem, key: Key, work_of: Callable[[Problem], str], folders: Sequence[Path] | None = None
 ) -> Found | Missing:
     """The first record for `key`, in the order of the folders, whose `work` is still what the device would do.
 
-    work: the digest for a problem with a record's settings. Never raises for what a file holds: a damaged one, or one
-    whose settings have no plan, is a reason.
+    work_of: the digest for a problem with a record's settings. Never raises for what a file holds: a damaged one, or
+    one whose settings have no plan, is a reason.
     """
     if "records" in problem.setting:
         return Missing(f"records are not looked up with --set records={problem.setting['records']}")
@@ -192,7 +192,7 @@ def lookup(
                 continue
             found = Found(record, file)
             try:
-                today = work(found.applied(problem))
+                today = work_of(found.applied(problem))
             except InfclError as error:
                 reasons.append(f"the record in {file.name} does not give a plan any more: {error}")
                 continue

@@ -11,11 +11,11 @@ to the devices of its node; and with them its node's links to the network, which
 That is forward. Backward posts at the start of each hop, but behind the work of the first, where hosts tell each other;
 if keys were not kept, they tell each other first, and a message brings the keys.
 
-A message starts when the host has posted it, the one before
-it is done and, for sums, the work that added to them; a transfer starts when both of its ends have; a message is done
-when what it sends and what it receives has passed. While a rank's message is on its way the rank's kernels are slower:
-it takes multiprocessors. Every rank does the same at each hop (`Schedule` is symbolic in the rank), so that one of
-them, whose neighbour is itself and which counts as often as a node has devices, has the times of all.
+A message starts when the host has posted it, the one before it is done and, for sums, the work that added to them; a
+transfer starts when both of its ends have; a message is done when what it sends and what it receives has passed. While
+a rank's message is on its way the rank's kernels are slower: it takes multiprocessors. Every rank does the same at each
+hop (`Schedule` is symbolic in the rank), so that one of them, whose neighbour is itself and which counts as often as a
+node has devices, has the times of all.
 
 Work is the cost model's, launches too; what messages cost is below.
 """

@@ -365,7 +365,9 @@ def _transport(module: Any, how: str | None, shards: list[int]) -> Iterator[None
 
     def known(self: Any, header: Any, phase: str = "forward", call: int = 0) -> Callable[[], Any]:
         order = {"protocol": 0, "phase": phase, "trips finished": 0, "call number": call}
-        return lambda: [{**header, **order, "rows": rows, "keys": rows} for rows in shards]
+        # Ranks that say the same share a header, as in the ring: to compare two takes the host 15 us.
+        said = {rows: {**header, **order, "rows": rows, "keys": rows} for rows in shards}
+        return lambda: [said[rows] for rows in shards]
 
     ring.Moment.__enter__ = lambda self: None  # else a stream beside the work's would wait, or copy
     if how == "no overlap":

@@ -126,10 +126,10 @@ def budget_of(row: Mapping[str, Any]) -> int | None:
     return None if budget == row["predicted_peak_bytes"] else budget
 
 
-def beside_measured(row: Mapping[str, Any], profile: str) -> tuple[float, float]:
+def beside_measured(row: Mapping[str, Any], profile: str, idle: bool = False) -> tuple[float, float]:
     """Measured and simulated milliseconds of a row of `bench`: of a package on one or several devices, as it is, with
-    "no overlap" or with "no communication"; behind other work where it was measured so, else from an idle device. A row
-    that does not name its transport is of a ring."""
+    "no overlap" or with "no communication"; behind other work unless `idle`, or where it was measured from an idle
+    device only. A row that does not name its transport is of a ring."""
     chosen = {"strategy": row["strategy"]}
     if row["ranks"] > 1:
         chosen["transport"] = row.get("transport") or "ring"
@@ -139,7 +139,7 @@ def beside_measured(row: Mapping[str, Any], profile: str) -> tuple[float, float]
         set=chosen,
     )  # fmt: skip
     how = row["package"]
-    queued_ms = row.get("queued_ms")
+    queued_ms = None if idle else row.get("queued_ms")
     _, step = simulate_problem(
         problem, 0.0 if queued_ms is None else LEAD_S,
         communicate=how != "no communication", overlap=how != "no overlap",
