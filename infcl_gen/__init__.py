@@ -9,19 +9,50 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from infcl_gen.errors import (
+    InfclError,
+    InfeasibleError,
+    InputError,
+    LockTimeoutError,
+    ToolchainError,
+    VerificationError,
+)
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
+    from infcl_gen.inputs.problem import Problem
+    from infcl_gen.losses.language import LossSpec
     from infcl_gen.planning.planner import Plan
     from infcl_gen.planning.timeline import Timeline
-    from infcl_gen.problem import Problem
 
-__all__ = ["__version__", "generate", "load", "plan", "simulate"]
+__all__ = [
+    "InfclError",
+    "InfeasibleError",
+    "InputError",
+    "LockTimeoutError",
+    "LossSpec",
+    "Problem",
+    "ToolchainError",
+    "VerificationError",
+    "__version__",
+    "generate",
+    "load",
+    "plan",
+    "simulate",
+]
+_ON_FIRST_USE = {"LossSpec": "infcl_gen.losses.language", "Problem": "infcl_gen.inputs.problem"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
 
 
 def plan(problem: Problem | None = None, **flags: Any) -> Plan:
@@ -54,7 +85,6 @@ def generate(
     `force`; anything else that is there is never touched. Raises InputError, InfeasibleError, LockTimeoutError.
     """
     from infcl_gen import emission
-    from infcl_gen.errors import InputError
 
     if output is None:
         raise InputError("output: a folder to write the package to is needed")
@@ -72,8 +102,7 @@ def load(problem: Problem | None = None, **flags: Any) -> ModuleType:
 
 
 def _problem(problem: Problem | None, flags: dict[str, Any]) -> Problem:
-    from infcl_gen.errors import InputError
-    from infcl_gen.problem import Problem, make_problem
+    from infcl_gen.inputs.problem import Problem, make_problem
 
     if problem is None:
         return make_problem(**flags)

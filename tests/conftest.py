@@ -1,16 +1,21 @@
 """Test tiers and hypothesis profiles.
 
 Default: everything that needs no GPU, with the same examples on every run. `-m gpu` (make test-gpu): the GPU suite.
-`HYPOTHESIS_PROFILE=long -m "not gpu"` (make test-long): many more, random examples.
+`HYPOTHESIS_PROFILE=long -m "not gpu"` (make test-long): many more, random examples, and what tests/kernels/tiers.py
+names.
 """
 
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from infcl_gen import processes
+from tests.forks import Server
 
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, max_examples=25, **_COMMON)
@@ -20,6 +25,12 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # Workers of pytest-xdist share the cores; a thread pool for each of them only makes them wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What was compiled, by the content of its source and options: for all workers, and kept between runs (make clean
+# removes it).
+_COMPILED = Path(__file__).resolve().parent.parent / "build" / "compiled"
+os.environ.setdefault("TRITON_CACHE_DIR", str(_COMPILED / "triton"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_COMPILED / "inductor"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers of a run: what one of them has found or made spares the others the work."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _private_records(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The user's own tuning records never change what a test generates."""
@@ -74,3 +94,16 @@ def _private_turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """`infcl_gen.load` never touches the user's own cache in a test; one cache for the whole session."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked(_fork_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of `infcl_gen.processes` are forked from one that has imported torch."""
+    monkeypatch.setattr(processes, "_start", _fork_server.start)

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 import infcl_gen
 from infcl_gen import cli
 from infcl_gen.errors import InputError
-from infcl_gen.problem import Problem, make_problem
+from infcl_gen.inputs.problem import Problem, make_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {"--batch-size": "256", "--dim": "16", "--target": "cpu"}
@@ -288,7 +288,7 @@ def test_bench_of_problems_and_packages_that_contradict(package: Path, tmp_path:
     other = tmp_path / "other"
     infcl_gen.generate(make_problem(batch_size=256, dim=24, target="cpu"), other)
     refuse(["bench", *given, f"--package={other}"], "--package", "another dim")
-    (package / "loss.py").write_text("raise SystemExit('imported')")
+    (package / "spec.py").write_text("raise SystemExit('imported')")
     refuse(["bench", *given], "edited")
 
 
@@ -614,7 +614,6 @@ def test_python_arguments(flags: dict[str, Any], named: str, workplace: Path) ->
     [
         {"batch_size": "256"},
         {"dim": 16.0},
-        {"settings": [("strategy", "panel")]},
         {"settings": (("strategy", "panel", "x"),)},
         {"settings": (("strategy", 3),)},
         {"settings": (("strategy", "torch"), ("strategy", "torch"))},
@@ -639,6 +638,16 @@ def test_generate_in_python_refuses_bad_outputs(workplace: Path) -> None:
     with pytest.raises(InputError):
         infcl_gen.plan({"batch_size": 4, "dim": 4})  # type: ignore[arg-type]
     assert not list(workplace.iterdir())
+
+
+def test_from_a_folder_that_was_deleted(workplace: Path) -> None:
+    workplace.rmdir()
+    for words in (["plan", *arguments({})], ["generate", *arguments({}), "-o", "p"], ["verify", "."]):
+        done = CliRunner().invoke(cli.main, words)
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr == "infcl-gen: error: the current folder was deleted; change to another one\n"
+    with pytest.raises(InputError, match="--output p: No such file"):
+        infcl_gen.generate(output="p", batch_size=256, dim=16, target="cpu")
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 import infcl_gen
-from infcl_gen import cli, reports
+from infcl_gen import cli
+from infcl_gen.cli import text
 from infcl_gen.emission import read_package
 from infcl_gen.emission.package import kernels_of
 from infcl_gen.errors import InfeasibleError, InputError, LockTimeoutError, ToolchainError, VerificationError
 from infcl_gen.hardware import doctor
-from infcl_gen.problem import make_problem
+from infcl_gen.inputs.problem import make_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--batch-size", "256", "--dim", "16", "--target", "cpu")
@@ -111,12 +112,32 @@ def test_generate_inspect_and_their_json(package: Path, tmp_path: Path) -> None:
     assert "digest" in text and "spec.py" in text and "loss.py" in text
 
 
-def test_inspect_lists_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dim", "hopper"), [("768", False), ("256", True)])
+def test_inspect_lists_kernels(dim: str, hopper: bool, tmp_path: Path) -> None:
+    """Those of kernels.py, and of hopper.py where there is one."""
     folder = tmp_path / "h200"
-    flags = ("--batch-size", "64k", "--dim", "768", "--device-profile", "h200", "-o", str(folder))
+    flags = ("--batch-size", "64k", "--dim", dim, "--device-profile", "h200", "-o", str(folder))
     assert run("generate", *flags).exit_code == 0
     kernels = json.loads(run("inspect", str(folder), "--json").stdout)["kernels"]
-    assert kernels and all(kernel["line"] > 0 and kernel["arguments"] for kernel in kernels)
+    assert kernels and all(kernel["line"] > 0 for kernel in kernels)
+    names = {kernel["name"] for kernel in kernels}
+    assert {"forward", "gradient"} <= names and ({"forward_hopper", "gradient_hopper"} <= names) == hopper
+
+
+def test_a_partial_package_is_shown_and_nothing_else(tmp_path: Path) -> None:
+    folder = str(ROOT / "generated" / "infonce_a100")
+    shown = json.loads(run("inspect", folder, "--json").stdout)
+    assert shown["partial"] and "__init__.py" in shown["missing"] and "spec.py" in shown["files"]
+    assert "partial: cannot be imported; left out: __init__.py, _runtime/" in run("inspect", folder).stdout
+    whole = json.loads(run("inspect", str(ROOT / "generated" / "clip_cpu"), "--json").stdout)
+    assert (whole["partial"], whole["missing"]) == (False, [])
+    ring = ("--ranks", "2", "--against", "none")
+    for arguments in (["verify"], ["tune"], ["bench", "--package"]):
+        done = run(*arguments, folder)
+        assert done.exit_code == 2 and done.stdout == "", done.output
+        assert done.stderr.count("\n") == 1 and "a partial package, without __init__.py" in done.stderr
+    done = run("bench", "--package", folder, *ring)
+    assert done.exit_code == 2 and "a partial package" in done.stderr, done.output
 
 
 def test_inspect_never_imports(package: Path, tmp_path: Path) -> None:
@@ -324,25 +345,87 @@ def test_an_interrupt_ends_with_130(tmp_path: Path, sent: signal.Signals) -> Non
     assert (process.returncode, stderr) == (130, "infcl-gen: error: interrupted\n")
 
 
+AT_THE_END = """
+import os, signal, sys
+from infcl_gen import cli
+where = sys.argv.pop(1)
+def interrupted(function):
+    def call(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return function(*arguments)
+    return call
+if where == "flush":
+    sys.stdout.flush = interrupted(sys.stdout.flush)
+elif where == "exit":
+    sys.exit = interrupted(sys.exit)
+else:
+    import atexit
+    atexit.register(interrupted(print))
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("where", "code"), [("flush", 130), ("exit", 0), ("shutdown", 0)])
+def test_an_interrupt_at_the_very_end_gives_an_exit_code_too(where: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, where, "plan", *SMALL, "--quiet"],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, "infcl-gen: error: interrupted\n" * (code == 130))
+
+
+@pytest.mark.parametrize("arguments", [("plan", *SMALL), ("plan", *SMALL, "--json"), ("--help",)])
+def test_a_full_disk_behind_stdout_is_one_clear_line(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "infcl_gen", *arguments], stdout=full, stderr=subprocess.PIPE,
+            text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "No space left on device" in done.stderr and "internal error" not in done.stderr
+
+
+def test_tune_finds_out_before_it_measures_that_nothing_can_be_written(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infcl_gen.tuning import search
+
+    def measured(*_: object) -> None:
+        raise AssertionError("measured before the outputs were looked at")
+
+    monkeypatch.setattr(search.Family, "run", measured)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(package)
+    for arguments, named in (
+        ((str(package), "--records", str(tmp_path / "file")), "--records"),
+        ((str(package), "--records", str(tmp_path / "file" / "inner")), "--records"),
+        ((str(tmp_path / "link"), "--records", str(tmp_path)), "symbolic link"),
+    ):
+        done = run("tune", *arguments)
+        assert done.exit_code == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1, (
+            done.output
+        )
+
+
 def test_text_in_tables_cannot_break_lines() -> None:
-    table = reports.table_text(("a", "b"), [("x\ny", "\x1b[31mred"), ("1", "2")])
+    table = text.table_text(("a", "b"), [("x\ny", "\x1b[31mred"), ("1", "2")])
     assert len(table.splitlines()) == 3 and "\x1b" not in table
 
 
 def test_shown_sizes_suffice() -> None:
-    from infcl_gen.problem import bytes_text, parse_bytes
+    from infcl_gen.inputs.text import bytes_text, parse_bytes
 
     for size in (1, 1023, 1025, 1048577, 123456789, 5 * 2**30 + 1):
         assert parse_bytes(bytes_text(size)) >= size
 
 
 def test_counts_and_times_are_short() -> None:
-    assert (reports.count_text(2.5e15), reports.count_text(3e12), reports.count_text(10)) == (
+    assert (text.count_text(2.5e15), text.count_text(3e12), text.count_text(10)) == (
         "2.5 P",
         "3 T",
         "10 ",
     )
-    assert (reports.time_text(0.0123), reports.time_text(4e-6)) == ("12.3 ms", "4 us")
+    assert (text.time_text(0.0123), text.time_text(4e-6)) == ("12.3 ms", "4 us")
 
 
 def test_kernels_are_found_by_parsing() -> None:
@@ -370,7 +453,7 @@ def test_the_command_for_another_size_makes_such_a_package(tmp_path: Path) -> No
     done = run(*shlex.split(command.replace("DIR", str(again)))[1:])
     assert done.exit_code == 0, done.output
     other = read_package(again).spec
-    assert {**other["problem"], "keys": None} == spec["problem"] and other["plan"] == spec["plan"]
+    assert other["digest"] == spec["digest"]
     (tmp_path / "mine.py").write_text(
         "from infcl_gen.losses.language import *\n"
         "MINE = LossSpec('mine', mean_over_queries(logsumexp_over_keys(z) - positive(z)), 'diagonal')\n"
@@ -381,17 +464,3 @@ def test_the_command_for_another_size_makes_such_a_package(tmp_path: Path) -> No
     assert "--loss FILE.py:NAME " in read_package(mine).spec["regenerate"]
     with pytest.raises(InputError, match="pairs query i with key i"):
         infcl_gen.plan(loss=f"{tmp_path}/mine.py:MINE", batch_size=96, keys=100, **flags)
-
-
-def test_a_full_disk_behind_stdout_is_one_line() -> None:
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "infcl_gen", "plan", *SMALL, "--json"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            check=False,
-        )
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.startswith("infcl-gen: error: ") and "No space left" in done.stderr

@@ -15,18 +15,10 @@ from infcl_gen.errors import (
     ToolchainError,
     VerificationError,
 )
-from infcl_gen.problem import (
-    CONFIG_FLAGS,
-    MAX_BATCH,
-    Problem,
-    clean,
-    make_problem,
-    parse_bytes,
-    parse_count,
-    parse_settings,
-    read_config,
-    show,
-)
+from infcl_gen.inputs.config import CONFIG_FLAGS, read_config
+from infcl_gen.inputs.overrides import Overrides, parse_overrides
+from infcl_gen.inputs.problem import MAX_BATCH, Problem, make_problem
+from infcl_gen.inputs.text import clean, parse_bytes, parse_count, show
 
 
 @pytest.mark.parametrize(
@@ -95,24 +87,42 @@ def test_flags_as_users_write_them() -> None:
         settings=(("gradient.keys", "256"), ("strategy", "panel")),
     )
     assert problem.total_keys == 65536
-    assert problem.setting["strategy"] == "panel"
+    assert problem.settings == Overrides(strategy="panel", blocks=(("gradient", "keys", 256),))
     assert make_problem(batch_size=4, dim=4, keys=9).total_keys == 9
 
 
 def test_a_problem_survives_the_trip_through_its_fields() -> None:
     problem = make_problem(batch_size="1k", dim=8, memory_budget="1GiB", set={"panel_rows": 128})
-    assert make_problem(**dataclasses.asdict(problem)) == problem
+    assert make_problem(**problem.as_dict()) == problem
     assert make_problem(batch_size=8, dim=8, memory_budget="auto").memory_budget_bytes is None
     assert make_problem(batch_size=8, dim=8, memory_budget=None, keys=None) == Problem(batch_size=8, dim=8)
 
 
 def test_settings_are_sorted_and_unique() -> None:
-    expected = (("panel_rows", "64"), ("strategy", "panel"))
-    assert parse_settings(["strategy=panel", "panel_rows=64"]) == expected
-    assert parse_settings({"strategy": "panel", "panel_rows": 64}) == expected
-    assert parse_settings([("strategy", "panel"), ("panel_rows", "64")]) == expected
-    with pytest.raises(InputError, match="given twice"):
-        parse_settings(["panel_rows=64", "panel_rows=128"])
+    expected = Overrides(strategy="panel", panel_rows=64)
+    assert expected.pairs == (("panel_rows", "64"), ("strategy", "panel"))
+    assert parse_overrides(["strategy=panel", "panel_rows=64"]) == expected
+    assert parse_overrides({"strategy": "panel", "panel_rows": 64}) == expected
+    assert parse_overrides([("strategy", "panel"), ("panel_rows", "64")]) == expected
+    for key in ("panel_rows", "forward.rows"):
+        with pytest.raises(InputError, match=f"'{key}' is given twice"):
+            parse_overrides([f"{key}=64", f"{key}=128"])
+
+
+def test_settings_are_typed_once() -> None:
+    given = {
+        "replay": "off",
+        "panel_keys": "1k",
+        "forward.warps": 8,
+        "fused.rows": "64",
+        "products": "triton",
+    }
+    overrides = parse_overrides(given)
+    assert (overrides.replay, overrides.panel_keys, overrides.products) == (False, 1024, "triton")
+    assert overrides.block("forward") == {"warps": 8} and overrides.block("gradient") == {}
+    assert overrides.keys == set(given) and overrides.strategy is overrides.keeps is None
+    assert parse_overrides(overrides.pairs) == overrides == parse_overrides(overrides)
+    assert parse_overrides(()) == Overrides() and Overrides().pairs == ()
 
 
 def test_largest_values_are_valid() -> None:

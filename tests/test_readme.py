@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from infcl_gen.bench import figures
 from infcl_gen.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +37,7 @@ def test_commands_exist_with_their_flags(line: str) -> None:
 def test_the_cluster_file_is_one() -> None:
     import msgspec
 
-    from infcl_gen.problem import make_problem
+    from infcl_gen.inputs.problem import make_problem
 
     found = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
     assert len(found) == 1
@@ -108,8 +109,9 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
 
 def test_measured_figures_are_those_of_the_files() -> None:
     assert TEXT.index("<!-- measured:begin -->") < TEXT.index("<!-- measured:end -->")
-    check = [sys.executable, str(ROOT / "tune" / "readme_figures.py"), "--check"]
-    assert subprocess.run(check, timeout=60, check=False).returncode == 0, "run python tune/readme_figures.py"
+    for kind in ("measured", "simulated"):
+        shown = TEXT.partition(f"<!-- {kind}:begin -->\n")[2].partition(f"<!-- {kind}:end -->")[0]
+        assert shown == figures.tables(kind), "run python -m infcl_gen.bench.figures"
 
 
 def test_the_sample_of_a_plan_is_what_plan_prints() -> None:

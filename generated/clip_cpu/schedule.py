@@ -23,21 +23,24 @@ import torch
 from torch import Tensor
 
 from . import loss as formulas
-from ._runtime.statistics import LOG2E, Statistics, log, merge, merge_parts
+from ._runtime.launch import read_in_place
+from ._runtime.statistics import LOG2E, Statistics, excess, log, merge, merge_parts
 
 FEATURE_DTYPE = torch.float32
 STATISTICS_DTYPE = torch.float32
 DIM = 512
+LINE = 16  # elements: what begins elsewhere in a line of the cache, MKL may add up in another order
 FORWARD_ROWS, FORWARD_KEYS = 2048, 2048  # panel of the forward sweep
 PANEL_ROWS, PANEL_KEYS = 2048, 2048  # panel of the backward sweep
 FINISH_ROWS = PANEL_ROWS  # rows per partial sum of dscale
 STRIP_ROWS = 64  # rows at a time for an expression that needs temporaries
-POSITIVE_PARTS = 1  # what is kept of each query's positive: z
+LIBRARY_MULTIPLE = 1  # sums for dk have room for whole ones
+POSITIVE_PARTS = 5  # kept of each query's positive: z, its term in its row's sum and in its key's, each as a wide float
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
 
 
-def start_forward(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, most_keys: int, stash: Tensor | None = None) -> None:
-    """Nothing: plain torch has no part of a block to start, and a block's panels are gone when it is done."""
+def forward_scratch(q: Tensor, most_keys: int) -> None:
+    """Nothing: a block's panels are gone when it is done."""
 
 
 def forward_block(
@@ -54,15 +57,15 @@ def forward_block(
     fresh_keys: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
-    started: None = None,
+    scratch: None = None,
 ) -> None:
     """Adds the logits of q x k to the statistics of the rows and keys, and notes z of the positives.
 
     q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
     positives: the global index of the positive of row 0; row i has the i-th after it.
-    queries (m,), keys (n,): merged into. positive (1, m), z: written where the positive is in k, else left.
+    queries (m,), keys (n,): merged into. positive (POSITIVE_PARTS, m): written where the positive is in k, else left.
     What is fresh was never written. arrive(): called before `keys` is touched; it sends what leaves, and waits for what
-    comes. `stash` and `started` are for other strategies.
+    comes. `stash` and `scratch` are for other strategies.
     """
     if fresh_queries:
         queries.mantissa.zero_()
@@ -75,13 +78,15 @@ def forward_block(
         for j in range(0, len(k), FORWARD_KEYS):
             columns = slice(j, j + FORWARD_KEYS)
             z, e = panels.products(q_panel, panels.keys(k[columns]))
-            diagonal, first = positive_diagonal(z, positives + i - key_offset - j)
-            positive[0, i + first : i + first + len(diagonal)] = diagonal
+            row, column = positive_places(positives + i, key_offset + j, z)
+            positive[0, i + row] = z[row, column]
             x2 = logits_(z, scale, bias)
-            add_(Statistics(queries.exponent[rows], queries.mantissa[rows]), x2, e, 1)
+            exponent = add_(Statistics(queries.exponent[rows], queries.mantissa[rows]), x2, e, 1)
+            positive[1, i + row], positive[2, i + row] = exponent[row], e[row, column]
             if arrive:
                 arrive()
-            add_(Statistics(keys.exponent[columns], keys.mantissa[columns]), x2, e, 0)
+            exponent = add_(Statistics(keys.exponent[columns], keys.mantissa[columns]), x2, e, 0)
+            positive[3, i + row], positive[4, i + row] = exponent[column], e[row, column]
 
 
 def loss_terms(
@@ -94,13 +99,24 @@ def loss_terms(
     key_weight: float,
 ) -> Tensor:
     """The part of the loss that belongs to these rows and keys, 0-dim. Any of them may be empty."""
-    p = formulas.logit(positive[0], scale, bias)
-    total = query_weight * formulas.query_term(log(queries), p).sum(dtype=torch.float64)
-    # A key's term is linear in p. A positive is counted with its query: its key may be on another rank.
-    nothing = torch.zeros_like(scale)
-    share = formulas.key_term(nothing, nothing + 1.0) - formulas.key_term(nothing, nothing)
-    key_total = formulas.key_term(log(keys), nothing).sum(dtype=torch.float64)
-    total = total + key_weight * (key_total + share * p.sum(dtype=torch.float64))
+    total = positive.new_zeros((), dtype=torch.float64)
+    m, n = positive.shape[1], keys.exponent.shape[0]
+    for i in range(0, max(m, n), FORWARD_ROWS):
+        panel = slice(i, i + FORWARD_ROWS)
+        r, p = log(queries, panel), positive_logit(*positive[:3, panel], scale, bias)
+        terms = formulas.query_term(r, p).mul_(query_weight)
+        # A key's term is linear in p. A positive is counted with its query: its key may be on another rank. Terms of row
+        # and key i are added before all others, so that those of a pair that sees nobody else cancel to 0.
+        # Rows one by one: a list of them would be copied to the device, which waits for it.
+        c = log(keys, panel)
+        p = positive_logit(positive[0, panel], positive[3, panel], positive[4, panel], scale, bias)
+        nothing = p.new_zeros(())
+        terms += (formulas.key_term(nothing, p) - formulas.key_term(nothing, nothing)).mul_(key_weight)
+        key_terms = formulas.key_term(c, nothing).mul_(key_weight)
+        paired = min(len(terms), len(key_terms))
+        terms[:paired] += key_terms[:paired]
+        total += key_terms[paired:].sum()
+        total += terms.sum()
     return total.to(STATISTICS_DTYPE)
 
 
@@ -138,6 +154,7 @@ def backward_block(
         rows = slice(i, i + PANEL_ROWS)
         q_panel = panels.queries(q[rows])
         query_weight = formulas.QUERY_SHARE / queries.mantissa[rows, None]
+        alone = excess(queries, rows, positive[1:3, rows]).mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)
         for j in range(0, len(k), PANEL_KEYS):
             columns = slice(j, j + PANEL_KEYS)
             k_panel = panels.keys(k[columns])
@@ -146,12 +163,14 @@ def backward_block(
             x2 = logits_(z, scale, bias)
             torch.sub(x2, queries.exponent[rows, None], out=g).exp2_().mul_(query_weight)
             g.add_(x2.sub_(keys.exponent[columns]).exp2_().mul_(key_weight))
-            # The positive's share, before any rounding: numerator and denominator come from the same z.
-            positive_diagonal(g, positives + i - key_offset - j)[0].add_(formulas.POSITIVE_SHARE)
-            dq[rows].addmm_(g, k_panel, beta=0 if fresh_dq and j == 0 else 1)
+            # Of a positive p - 1 = (its term - the sum) / the sum: rounded once, and 0 where the sum holds nothing else.
+            row, column = positive_places(positives + i, key_offset + j, z)
+            visible = excess(keys, j + column, positive[3:5, i + row]).mul_(formulas.KEY_SHARE)
+            g[row, column] = visible.add_(alone[row])
+            add_product_(dq[rows], g, k_panel, panels.z, fresh_dq and j == 0)
             if arrive:
                 arrive()
-            dk[columns].addmm_(g.T, q_panel, beta=0 if fresh_dk and i == 0 else 1)
+            add_product_(dk[columns], g.T, q_panel, panels.z, fresh_dk and i == 0)
 
 
 def finish(
@@ -210,7 +229,8 @@ class Panels:
 
     def __init__(self, q: Tensor, k: Tensor, panel_rows: int, panel_keys: int) -> None:
         rows, columns = min(panel_rows, len(q)), min(panel_keys, len(k))
-        self.z, self.e = (q.new_empty(rows * columns, dtype=STATISTICS_DTYPE) for _ in range(2))
+        room = max(rows * columns, rows + columns + LINE)  # also a column of either side, for `products`
+        self.z, self.e = (q.new_empty(room, dtype=STATISTICS_DTYPE) for _ in range(2))
 
     def queries(self, x: Tensor) -> Tensor:
         return x
@@ -222,7 +242,28 @@ class Panels:
         """z of a panel, and room of the same shape. Both are contiguous and valid until the next call."""
         shape = (len(q), len(k))
         z, e = (flat[: shape[0] * shape[1]].view(shape) for flat in (self.z, self.e))
-        return torch.mm(q, k.T, out=z), e
+        if read_in_place(q) and read_in_place(k):
+            return torch.mm(q, k.T, out=z), e
+        width = max(1, (len(q) * len(k) - LINE) // (len(q) + len(k)))  # of the shape alone: one order of sums
+        for d in range(0, DIM, width):
+            q_part = packed(q[:, d : d + width], self.e)
+            k_part = packed(k[:, d : d + width], self.e[-(-q_part.numel() // LINE) * LINE :])
+            z.addmm_(q_part, k_part.T, beta=0 if d == 0 else 1)
+        return z, e
+
+
+def packed(x: Tensor, room: Tensor) -> Tensor:
+    """A contiguous copy of x at the start of `room`."""
+    return room[: x.numel()].view(x.shape).copy_(x)
+
+
+def add_product_(total: Tensor, g: Tensor, x: Tensor, room: Tensor, fresh: bool) -> None:
+    """total += g @ x, or = if it is fresh. Where x is not `read_in_place`, as many of its columns at a time as fit `room`."""
+    whole = read_in_place(x)
+    width = DIM if whole else len(room) // len(x)
+    for d in range(0, DIM, width):
+        part = x if whole else packed(x[:, d : d + width], room)
+        total[:, d : d + width].addmm_(g, part, beta=0 if fresh else 1)
 
 
 def logits_(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -231,15 +272,29 @@ def logits_(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return z.mul_(formulas.gradient_factor(scale, bias) * LOG2E).add_(shift * LOG2E)
 
 
-def add_(statistics: Statistics, x2: Tensor, e: Tensor, axis: int) -> None:
-    """Merges the sums of 2**x2 along `axis` of a panel, each against its largest term. `e`: room for these."""
+def add_(statistics: Statistics, x2: Tensor, e: Tensor, axis: int) -> Tensor:
+    """Merges the sums of 2**x2 along `axis` of a panel, each against the exponent of its largest term.
+
+    Leaves the terms in `e`, and returns the exponents that they are relative to: 2**x2 = e * 2**exponent.
+    """
     # An all -inf line has the sum 0; a NaN or +inf in it gives NaN.
     lowest = torch.finfo(STATISTICS_DTYPE).min
     exponent = x2.amax(axis, keepdim=True).floor_().clamp_(min=lowest)
     total = torch.sub(x2, exponent, out=e).exp2_().sum(axis)
     merge(statistics, exponent.squeeze(axis), total)
+    return exponent.squeeze(axis)
 
 
-def positive_diagonal(panel: Tensor, offset: int) -> tuple[Tensor, int]:
-    """The entries (i, i + offset) that exist in the panel, as a view, and the i of the first of them."""
-    return panel.diagonal(offset), max(0, -offset)
+def positive_places(positives: Tensor | int, first_key: int, panel: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of a panel whose positive lies in it, and its columns there: two int64 vectors of one length."""
+    offset = positives - first_key
+    first, stop = max(0, -offset), min(panel.shape[0], panel.shape[1] - offset)
+    row = torch.arange(first, max(first, stop), device=panel.device)
+    return row, row + offset
+
+
+def positive_logit(z: Tensor, exponent: Tensor, term: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """p in fp64 from z, exponent and term of each positive: the logarithm of the very term that its sum holds, or its
+    formula where that term is lost beside the others."""
+    linear = formulas.logit(z.double(), scale.double(), bias.double())
+    return torch.where(term >= torch.finfo(term.dtype).tiny, log(Statistics(exponent, term)), linear)

@@ -34,6 +34,7 @@ POSITIVE_ROWS = tl.constexpr(64)
 POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(16)
 FINISH_DEPTH = tl.constexpr(128)
+PART_WIDTHS = [128]  # the embedding in parts: whole tiles of it would be padded to a power of two
 KEY_LANES = tl.constexpr(32)  # a program's sums over queries, kept apart by lane until its strip is done
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
 WIDE_ROWS = tl.constexpr(64)  # at a time where a strip is computed again
@@ -42,7 +43,6 @@ MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so tha
 MERGE_PARTS = tl.constexpr(64)
 QUERY_SHARE = tl.constexpr(0.5)
 KEY_SHARE = tl.constexpr(0.5)
-POSITIVE_SHARE = tl.constexpr(-1.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SAMPLE_ROWS = tl.constexpr(64)
@@ -76,16 +76,29 @@ def load_block(source, row0, depth0, rows, row_stride, depth_stride, ROWS: tl.co
 
 
 @triton.jit
+def add_products(z, a, b, WIDEN: tl.constexpr):
+    """z + a b^T. All kernels add along the depth in one order: a similarity has the same bits in each of them.
+
+    The interpreter's order depends on the shapes of tiles: it adds in fp64, and rounds once, when a tile is done.
+    """
+    if WIDEN:
+        z += tl.dot(a.to(tl.float64), b.T.to(tl.float64))
+    else:
+        z = tl.dot(a, b.T, z, input_precision="ieee")
+    return z
+
+
+@triton.jit
 def similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
                DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """z (ROWS, KEYS) fp32 of one tile; zero beyond the last row and key."""
-    z = tl.zeros((ROWS, KEYS), tl.float32)
+    z = tl.zeros((ROWS, KEYS), tl.float64 if WIDEN else tl.float32)
     for depth0 in range(0, DIM, DEPTH):
         a = load_block(q, row0, depth0, queries, q_row_stride, q_depth_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN)
         b = load_block(k, key0, depth0, keys, k_row_stride, k_depth_stride, KEYS, DEPTH, DESCRIPTORS, WIDEN)
-        z = tl.dot(a, b.T, z, input_precision="ieee")
-    return z
+        z = add_products(z, a, b, WIDEN)
+    return z.to(tl.float32)
 
 
 @triton.jit
@@ -98,8 +111,8 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 
 
 @triton.jit
-def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-               DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride,
+        k_row_stride, k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel."""
     if DESCRIPTORS:  # their rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
         q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
@@ -124,9 +137,9 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
 
 
 @triton.jit
-def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys, strip,
-            rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags,
+        queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride,
+        k_depth_stride, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """One strip: each z is computed once and reduced along both axes."""
     program = tl.program_id(0)
     key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
@@ -137,12 +150,14 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
     smallest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     largest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     lane_sums = tl.zeros((KEY_LANES, FORWARD_KEYS), tl.float32)
-    visiting = load_block(k, key0, 0, keys, k_row_stride, k_depth_stride, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
+    visiting = load_block(k, key0, 0, keys, k_row_stride, k_depth_stride, FORWARD_KEYS, 128, DESCRIPTORS, WIDEN)
     for row_block in range(first_block, stop_block):
         row0 = row_block * FORWARD_ROWS
         rows = row0 + tl.arange(0, FORWARD_ROWS)
-        own = load_block(q, row0, 0, queries, q_row_stride, q_depth_stride, FORWARD_ROWS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
-        z = tl.dot(own, visiting.T, input_precision="ieee")
+        z = tl.zeros((FORWARD_ROWS, FORWARD_KEYS), tl.float64 if WIDEN else tl.float32)
+        own = load_block(q, row0, 0, queries, q_row_stride, q_depth_stride, FORWARD_ROWS, 128, DESCRIPTORS, WIDEN)
+        z = add_products(z, own, visiting, WIDEN)
+        z = z.to(tl.float32)
         p = tl.exp2(tl.fma(z, slope, -shared))
         if MASKED:
             p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
@@ -169,9 +184,9 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
 
 
 @triton.jit
-def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys, strip,
-            rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
+        keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+        DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """Recomputes a flagged strip with a reference for each row and each column; exits at once elsewhere."""
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
@@ -204,6 +219,12 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
 
 
 @triton.jit
+def binary_exponent(x):
+    """floor(log2(x)) of positive numbers in fp32, read off: a rounded log2 reaches the next integer too early."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
 def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride, written):
     """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it.
     written: rows that hold statistics already, all or none."""
@@ -220,14 +241,15 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
         top = tl.maximum(e, tl.max(part_e, axis=0))
         s = s * tl.exp2(e - top) + tl.sum(part_s * tl.exp2(part_e - top[None, :]), axis=0)
         e = top
-    carried = e + tl.floor(tl.log2(s))
+    carried = e + binary_exponent(s)
     tl.store(exponent + r, carried, mask=r < rows)
     tl.store(mantissa + r, s * tl.exp2(e - carried), mask=r < rows)  # beyond 2^24 the sum above is rounded
 
 
 @triton.jit
-def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride, queries_written,
-          key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride, keys_written):
+def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
+        queries_written, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts,
+        keys_stride, keys_written):
     """The partial sums of one panel into the statistics of its queries and of its keys."""
     program = tl.program_id(0)
     row_programs = tl.cdiv(queries, MERGE_ROWS)
@@ -238,13 +260,14 @@ def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_pa
 
 
 @triton.jit
-def positives(q, k, labels, first_key, row_exponent, key_exponent, positive_z, row_reference, key_reference, queries, keys, strip,
-              rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z,
+        positive_row_reference, positive_key_reference, queries, keys, strip, rows_stride, keys_stride,
+        q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Of each row's positive, where it lies in this panel: the diagonal of a tile of q against the gathered keys."""
     rows = tl.program_id(0) * POSITIVE_ROWS + tl.arange(0, POSITIVE_ROWS)
-    columns = rows.to(tl.int64) + labels - first_key
+    columns = rows.to(tl.int64) + first_positive - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
-    z = tl.zeros((POSITIVE_ROWS, POSITIVE_ROWS), tl.float32)
+    z = tl.zeros((POSITIVE_ROWS, POSITIVE_ROWS), tl.float64 if WIDEN else tl.float32)
     for depth0 in range(0, DIM, POSITIVE_DEPTH):
         d = (depth0 + tl.arange(0, POSITIVE_DEPTH)).to(tl.int64)
         mask = here[:, None] & (d < DIM)[None, :]
@@ -253,18 +276,35 @@ def positives(q, k, labels, first_key, row_exponent, key_exponent, positive_z, r
         if WIDEN:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
-        z = tl.dot(a, b.T, z, input_precision="ieee")
+        z = add_products(z, a, b, WIDEN)
+    z = z.to(tl.float32)
     i = tl.arange(0, POSITIVE_ROWS)
     tl.store(positive_z + rows, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), axis=1), mask=here)
     part = columns // FORWARD_KEYS
-    tl.store(row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
+    tl.store(positive_row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
     part = rows // (FORWARD_ROWS * strip)
-    tl.store(key_reference + rows, tl.load(key_exponent + part * keys_stride + columns, mask=here, other=0.0), mask=here)
+    tl.store(positive_key_reference + rows, tl.load(key_exponent + part * keys_stride + columns, mask=here, other=0.0), mask=here)
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, part_sums,
-               queries, keys, query_weight, key_weight, BLOCK: tl.constexpr):
+def log2_of(exponent, mantissa):
+    """log2(mantissa * 2^exponent) in fp64; the same for one number, whatever its exponent."""
+    shift = binary_exponent(mantissa)
+    return exponent.to(tl.float64) + shift + tl.log2((mantissa * tl.exp2(-shift)).to(tl.float64))
+
+
+@triton.jit
+def positive_log2(z, slope, reference):
+    """y of a positive in fp64, as the logarithm of the very term that its sum holds; as it is, where fp32 has no such term."""
+    y = tl.fma(z, slope, -reference)
+    term = tl.exp2(y)
+    return tl.where(term >= 2.0**-126, log2_of(reference, term), y.to(tl.float64) + reference)
+
+
+@triton.jit
+def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z,
+        positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys,
+        query_weight, key_weight, BLOCK: tl.constexpr):
     """part_sums[program] = what BLOCK queries and keys add to this rank's share of the loss, in fp64."""
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
@@ -272,16 +312,16 @@ def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, posit
     shift = bias
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(positive_z + i, mask=i < queries, other=0.0)
-    reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
-    p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
-    r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
-         + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
+    reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)
+    p = positive_log2(z, slope, reference) * LN2 + shift
+    exponent = tl.load(query_exponent + i, mask=i < queries, other=0.0)
+    r = log2_of(exponent, tl.load(query_mantissa + i, mask=i < queries, other=1.0)) * LN2 + shift
     terms = tl.where(i < queries, query_weight * ((r - p) / 2.0), 0.0)
-    reference = tl.load(key_reference + i, mask=i < queries, other=0.0)
-    p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift
+    reference = tl.load(positive_key_reference + i, mask=i < queries, other=0.0)
+    p = positive_log2(z, slope, reference) * LN2 + shift
     terms += tl.where(i < queries, key_weight * (-p / 2.0), 0.0)
-    c = (tl.load(key_exponent + i, mask=i < keys, other=0.0).to(tl.float64)
-         + tl.log2(tl.load(key_mantissa + i, mask=i < keys, other=1.0).to(tl.float64))) * LN2 + shift
+    exponent = tl.load(key_exponent + i, mask=i < keys, other=0.0)
+    c = log2_of(exponent, tl.load(key_mantissa + i, mask=i < keys, other=1.0)) * LN2 + shift
     terms += tl.where(i < keys, key_weight * (c / 2.0), 0.0)
     tl.store(part_sums + tl.program_id(0), tl.sum(terms).to(part_sums.dtype.element_ty))
 
@@ -297,17 +337,23 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def positive_gradient(rows, columns, here, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa):
-    """g of the positives (rows, columns), with 2^y rounded as it was when it entered the sums."""
+def positive_gradient(rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa):
+    """g of the positives (rows, columns), each share times p - 1 = (2^y - sum) / sum.
+
+    2^y is rounded as it was when it entered the sums, so g is 0 where a sum holds nothing else, and elsewhere as exact
+    as the sum of the others is in the sum; a rounded p would leave its own rounding.
+    """
     slope = base2_slope(scale_ptr, bias_ptr)
     z = tl.load(positive_z + rows, mask=here, other=0.0)
-    reference = tl.load(row_reference + rows, mask=here, other=0.0)
-    p = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
-    value = QUERY_SHARE * p / tl.load(query_mantissa + rows, mask=here, other=1.0)
-    reference = tl.load(key_reference + rows, mask=here, other=0.0)
-    p = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(key_exponent + columns, mask=here, other=0.0))
-    value += KEY_SHARE * p / tl.load(key_mantissa + columns, mask=here, other=1.0)
-    return value + POSITIVE_SHARE
+    reference = tl.load(positive_row_reference + rows, mask=here, other=0.0)
+    term = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
+    total = tl.load(query_mantissa + rows, mask=here, other=1.0)
+    value = QUERY_SHARE * ((term - total) / total)
+    reference = tl.load(positive_key_reference + rows, mask=here, other=0.0)
+    term = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(key_exponent + columns, mask=here, other=0.0))
+    total = tl.load(key_mantissa + columns, mask=here, other=1.0)
+    value += KEY_SHARE * ((term - total) / total)
+    return value
 
 
 @triton.jit
@@ -325,43 +371,43 @@ def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.conste
 
 
 @triton.jit
-def fused_positives(labels, first_key, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, positive_g, queries, keys):
+def fused_positives(first_positive, first_key, positive_z, positive_row_reference, positive_key_reference,
+        scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, positive_g,
+        queries, keys):
     """g of each positive, in fp32: 1 - p would lose its digits in a probability that is rounded first."""
     rows = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
-    columns = rows.to(tl.int64) + labels - first_key
+    columns = rows.to(tl.int64) + first_positive - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
-    value = positive_gradient(rows, columns, here, positive_z, row_reference, key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa)
+    value = positive_gradient(rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa)
     tl.store(positive_g + rows, value, mask=rows < queries)
 
 
 @triton.jit
-def fused_queries(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  key_ratio, key_reference, key_lowest, positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  FRESH: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa,
+        key_exponent, key_mantissa, key_ratio, key_reference, key_lowest, positive_g, total, flags,
+        queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr,
+        MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """total (queries, D) += g k: a program owns FUSED_ROWS queries and walks the keys."""
     program = tl.program_id(0)
     own0 = program * FUSED_ROWS
     rows = own0 + tl.arange(0, FUSED_ROWS)
     slope = base2_slope(scale_ptr, bias_ptr)
-    features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
     own_rows = tl.minimum(rows, queries - 1)
-    d = tl.arange(0, FUSED_DEPTH)
     total += own0.to(tl.int64) * DIM
-    if FRESH:  # total holds nothing
-        result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
-    else:
-        result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
+    places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
+    features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
+    result = tl.zeros((FUSED_ROWS, 128), tl.float32)
     e = tl.load(query_exponent + own_rows)
     a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
     own_lowest = tl.min(e)
     spread = 0.0
-    place = rows + (labels - first_key)  # the row of the other side that is each one's positive
+    place = rows + (first_positive - first_key)  # the row of the other side that is each one's positive
     target = tl.where((place >= 0) & (place < keys), place, -1).to(tl.int32)
     own_positive = tl.load(positive_g + own_rows)
     blocks = tl.cdiv(keys, FUSED_KEYS)
     # Blocks that hold positives, and a ragged last one, come first: the loop over all others need not look for them.
     whole = keys // FUSED_KEYS
-    target0 = own0 + (labels - first_key)  # of the first row, in range or not
+    target0 = own0 + (first_positive - first_key)  # of the first row, in range or not
     first_block = tl.minimum(tl.maximum(target0, 0) // FUSED_KEYS, whole).to(tl.int32)
     stop_block = tl.minimum(tl.maximum(target0 + FUSED_ROWS + FUSED_KEYS - 1, 0) // FUSED_KEYS, whole).to(tl.int32)
     with_positives = stop_block - first_block
@@ -369,8 +415,10 @@ def fused_queries(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, 
         block = tl.where(index < with_positives, first_block + index, whole)
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
-        visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-        z = tl.dot(features, visiting.T, input_precision="ieee")
+        z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
+        visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        z = add_products(z, features, visiting, WIDEN)
+        z = z.to(tl.float32)
         reference = tl.load(key_reference + block)
         spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(key_lowest + block)))
         b = tl.load(key_ratio + columns)
@@ -380,55 +428,64 @@ def fused_queries(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, 
         else:
             g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
         g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
-        result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
+        g = g.to(visiting.dtype)
+        result = tl.dot(g, visiting, result, input_precision="ieee")
+
     for index in range(0, whole - with_positives):
         block = tl.where(index < first_block, index, index + with_positives)
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
-        visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-        z = tl.dot(features, visiting.T, input_precision="ieee")
+        z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
+        visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        z = add_products(z, features, visiting, WIDEN)
+        z = z.to(tl.float32)
         reference = tl.load(key_reference + block)
         spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(key_lowest + block)))
         b = tl.load(key_ratio + columns)
         a_here = a * tl.exp2(reference - e)
         g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
-        result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-    places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
+        g = g.to(visiting.dtype)
+        result = tl.dot(g, visiting, result, input_precision="ieee")
+
     flag = spread > SPREAD
     tl.store(flags + program, flag.to(tl.int32))
     if not flag:
-        tl.store(total + places, result, mask=(rows < queries)[:, None] & (d < DIM)[None, :])
+        d = tl.arange(0, 128)
+        inside = (rows < queries)[:, None] & (d < DIM)[None, :]
+        if not FRESH:  # total holds something
+            result += tl.load(total + places + d[None, :], mask=inside, other=0.0)
+        tl.store(total + places + d[None, :], result, mask=inside)
 
 
 @triton.jit
-def fused_queries_wide(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  FRESH: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr):
+def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent,
+        query_mantissa, key_exponent, key_mantissa, positive_g, total, flags, queries, keys, q_row_stride,
+        q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr, MASKED: tl.constexpr,
+        WIDEN: tl.constexpr):
     """The programs flagged by fused_queries, with two exponentials an element; exits at once elsewhere."""
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         own0 = program * FUSED_ROWS
         rows = own0 + tl.arange(0, FUSED_ROWS)
         slope = base2_slope(scale_ptr, bias_ptr)
-        features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, FUSED_DEPTH, False, WIDEN)
         own_rows = tl.minimum(rows, queries - 1)
-        d = tl.arange(0, FUSED_DEPTH)
         total += own0.to(tl.int64) * DIM
-        if FRESH:  # total holds nothing
-            result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
-        else:
-            result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
+        places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
+        features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, 128, False, WIDEN)
+        result = tl.zeros((FUSED_ROWS, 128), tl.float32)
         e = tl.load(query_exponent + own_rows)
         a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
-        place = rows + (labels - first_key)  # the row of the other side that is each one's positive
+        place = rows + (first_positive - first_key)  # the row of the other side that is each one's positive
         target = tl.where((place >= 0) & (place < keys), place, -1).to(tl.int32)
         own_positive = tl.load(positive_g + own_rows)
         blocks = tl.cdiv(keys, FUSED_WIDE_KEYS)
         for block in range(0, blocks):
             other0 = block * FUSED_WIDE_KEYS
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
-            visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_WIDE_KEYS, FUSED_DEPTH, False, WIDEN)
-            z = tl.dot(features, visiting.T, input_precision="ieee")
+            z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
+            visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
+            z = add_products(z, features, visiting, WIDEN)
+            z = z.to(tl.float32)
             other_rows = tl.minimum(columns, keys - 1)
             other_e = tl.load(key_exponent + other_rows)
             b = KEY_SHARE / tl.load(key_mantissa + other_rows)
@@ -436,39 +493,42 @@ def fused_queries_wide(q, k, labels, first_key, scale_ptr, bias_ptr, query_expon
             g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
             if MASKED:
                 g = tl.where((columns < keys)[None, :], g, 0.0)
-            result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-        places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
-        tl.store(total + places, result, mask=(rows < queries)[:, None] & (d < DIM)[None, :])
+            g = g.to(visiting.dtype)
+            result = tl.dot(g, visiting, result, input_precision="ieee")
+
+        d = tl.arange(0, 128)
+        inside = (rows < queries)[:, None] & (d < DIM)[None, :]
+        if not FRESH:  # total holds something
+            result += tl.load(total + places + d[None, :], mask=inside, other=0.0)
+        tl.store(total + places + d[None, :], result, mask=inside)
 
 
 @triton.jit
-def fused_keys(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  query_ratio, query_reference, query_lowest, positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  FRESH: tl.constexpr, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa,
+        key_exponent, key_mantissa, query_ratio, query_reference, query_lowest, positive_g, total, flags,
+        queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr,
+        MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """total (keys, D) += g^T q: a program owns FUSED_ROWS keys and walks the queries."""
     program = tl.program_id(0)
     own0 = program * FUSED_ROWS
     rows = own0 + tl.arange(0, FUSED_ROWS)
     slope = base2_slope(scale_ptr, bias_ptr)
-    features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
     own_rows = tl.minimum(rows, keys - 1)
-    d = tl.arange(0, FUSED_DEPTH)
     total += own0.to(tl.int64) * DIM
-    if FRESH:  # total holds nothing
-        result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
-    else:
-        result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
+    places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
+    features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
+    result = tl.zeros((FUSED_ROWS, 128), tl.float32)
     e = tl.load(key_exponent + own_rows)
     a = KEY_SHARE / tl.load(key_mantissa + own_rows)
     own_lowest = tl.min(e)
     spread = 0.0
-    place = rows - (labels - first_key)  # the row of the other side that is each one's positive
+    place = rows - (first_positive - first_key)  # the row of the other side that is each one's positive
     target = tl.where((place >= 0) & (place < queries), place, -1).to(tl.int32)
     own_positive = tl.load(positive_g + tl.maximum(target, 0))
     blocks = tl.cdiv(queries, FUSED_KEYS)
     # Blocks that hold positives, and a ragged last one, come first: the loop over all others need not look for them.
     whole = queries // FUSED_KEYS
-    target0 = own0 - (labels - first_key)  # of the first row, in range or not
+    target0 = own0 - (first_positive - first_key)  # of the first row, in range or not
     first_block = tl.minimum(tl.maximum(target0, 0) // FUSED_KEYS, whole).to(tl.int32)
     stop_block = tl.minimum(tl.maximum(target0 + FUSED_ROWS + FUSED_KEYS - 1, 0) // FUSED_KEYS, whole).to(tl.int32)
     with_positives = stop_block - first_block
@@ -476,8 +536,10 @@ def fused_keys(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, que
         block = tl.where(index < with_positives, first_block + index, whole)
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
-        visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-        z = tl.dot(features, visiting.T, input_precision="ieee")
+        z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
+        visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        z = add_products(z, features, visiting, WIDEN)
+        z = z.to(tl.float32)
         reference = tl.load(query_reference + block)
         spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(query_lowest + block)))
         b = tl.load(query_ratio + columns)
@@ -487,55 +549,63 @@ def fused_keys(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, que
         else:
             g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
         g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
-        result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
+        g = g.to(visiting.dtype)
+        result = tl.dot(g, visiting, result, input_precision="ieee")
+
     for index in range(0, whole - with_positives):
         block = tl.where(index < first_block, index, index + with_positives)
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
-        visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, FUSED_DEPTH, DESCRIPTORS, WIDEN)
-        z = tl.dot(features, visiting.T, input_precision="ieee")
+        z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
+        visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        z = add_products(z, features, visiting, WIDEN)
+        z = z.to(tl.float32)
         reference = tl.load(query_reference + block)
         spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(query_lowest + block)))
         b = tl.load(query_ratio + columns)
         a_here = a * tl.exp2(reference - e)
         g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
-        result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-    places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
+        g = g.to(visiting.dtype)
+        result = tl.dot(g, visiting, result, input_precision="ieee")
+
     flag = spread > SPREAD
     tl.store(flags + program, flag.to(tl.int32))
     if not flag:
-        tl.store(total + places, result, mask=(rows < keys)[:, None] & (d < DIM)[None, :])
+        d = tl.arange(0, 128)
+        inside = (rows < keys)[:, None] & (d < DIM)[None, :]
+        if not FRESH:  # total holds something
+            result += tl.load(total + places + d[None, :], mask=inside, other=0.0)
+        tl.store(total + places + d[None, :], result, mask=inside)
 
 
 @triton.jit
-def fused_keys_wide(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-                  positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-                  FRESH: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr):
+def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa,
+        key_exponent, key_mantissa, positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride,
+        k_row_stride, k_depth_stride, FRESH: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr):
     """The programs flagged by fused_keys, with two exponentials an element; exits at once elsewhere."""
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         own0 = program * FUSED_ROWS
         rows = own0 + tl.arange(0, FUSED_ROWS)
         slope = base2_slope(scale_ptr, bias_ptr)
-        features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, FUSED_DEPTH, False, WIDEN)
         own_rows = tl.minimum(rows, keys - 1)
-        d = tl.arange(0, FUSED_DEPTH)
         total += own0.to(tl.int64) * DIM
-        if FRESH:  # total holds nothing
-            result = tl.zeros((FUSED_ROWS, FUSED_DEPTH), tl.float32)
-        else:
-            result = tl.load(total + (own_rows - own0)[:, None] * DIM + d[None, :])
+        places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
+        features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, 128, False, WIDEN)
+        result = tl.zeros((FUSED_ROWS, 128), tl.float32)
         e = tl.load(key_exponent + own_rows)
         a = KEY_SHARE / tl.load(key_mantissa + own_rows)
-        place = rows - (labels - first_key)  # the row of the other side that is each one's positive
+        place = rows - (first_positive - first_key)  # the row of the other side that is each one's positive
         target = tl.where((place >= 0) & (place < queries), place, -1).to(tl.int32)
         own_positive = tl.load(positive_g + tl.maximum(target, 0))
         blocks = tl.cdiv(queries, FUSED_WIDE_KEYS)
         for block in range(0, blocks):
             other0 = block * FUSED_WIDE_KEYS
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
-            visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_WIDE_KEYS, FUSED_DEPTH, False, WIDEN)
-            z = tl.dot(features, visiting.T, input_precision="ieee")
+            z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
+            visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
+            z = add_products(z, features, visiting, WIDEN)
+            z = z.to(tl.float32)
             other_rows = tl.minimum(columns, queries - 1)
             other_e = tl.load(query_exponent + other_rows)
             b = QUERY_SHARE / tl.load(query_mantissa + other_rows)
@@ -543,13 +613,19 @@ def fused_keys_wide(q, k, labels, first_key, scale_ptr, bias_ptr, query_exponent
             g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
             if MASKED:
                 g = tl.where((columns < queries)[None, :], g, 0.0)
-            result = tl.dot(g.to(visiting.dtype), visiting, result, input_precision="ieee")
-        places = tl.arange(0, FUSED_ROWS)[:, None] * DIM + d[None, :]
-        tl.store(total + places, result, mask=(rows < keys)[:, None] & (d < DIM)[None, :])
+            g = g.to(visiting.dtype)
+            result = tl.dot(g, visiting, result, input_precision="ieee")
+
+        d = tl.arange(0, 128)
+        inside = (rows < keys)[:, None] & (d < DIM)[None, :]
+        if not FRESH:  # total holds something
+            result += tl.load(total + places + d[None, :], mask=inside, other=0.0)
+        tl.store(total + places + d[None, :], result, mask=inside)
 
 
 @triton.jit
-def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride, DOTS: tl.constexpr):
+def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride,
+        DOTS: tl.constexpr):
     """out (rows, D) = upstream * weight * (scale) * total;  dots[program] = sum over its rows of x . total."""
     program = tl.program_id(0)
     r = program * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
@@ -573,7 +649,7 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
 
 @triton.jit
 def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
-    """dscale = upstream * weight * (1.0) * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
+    """dscale = upstream * weight * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, parts, BLOCK):
@@ -581,5 +657,5 @@ def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, r
     sum_of_dots = tl.sum(total).to(tl.float32)
     bias = tl.load(bias_ptr)
     unit = tl.load(upstream).to(tl.float32) * weight
-    tl.store(dscale, unit * (1.0) * (sum_of_dots * 1.0) + bias * 0.0)
+    tl.store(dscale, unit * sum_of_dots + bias * 0.0)
     tl.store(dbias, unit * (0.0 * rows) + (sum_of_dots + bias) * 0.0)  # the last term keeps a NaN

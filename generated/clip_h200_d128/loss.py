@@ -26,6 +26,7 @@ from torch import Tensor
 QUERY_SHARE = 0.5
 KEY_SHARE = 0.5
 POSITIVE_SHARE = -1.0
+POSITIVE_REST = 0.0  # the sum of the three: 0 where a certain positive has no gradient
 HAS_KEYS = True  # whether the loss also reduces along the queries of a key
 POSITIVES = "diagonal"
 DBIAS = 0.0  # dL/dbias of the whole batch
@@ -80,7 +81,7 @@ def reference(
     """The loss written out densely, in one process, differentiable by autograd: what everything else is checked against.
 
     q       (M, D) queries, any strides and floating dtype; k (N, D) keys.
-    scale   a number or 0-dim tensor; bias too, None meaning 0.
+    scale   a number, or a tensor of one, 0-dim or of shape (1,); bias too, None meaning 0.
     labels  must be None: key i is the positive of query i, so there are as many keys as queries.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
@@ -98,7 +99,7 @@ def reference(
         raise ValueError(f"this loss pairs query i with key i, but there are {len(q)} queries and {len(k)} keys")
     scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
-    if scale.dim() or bias.dim():
-        raise ValueError(f"expected 0-dim scale and bias, got {tuple(scale.shape)} and {tuple(bias.shape)}")
+    if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):
+        raise ValueError(f"expected scale and bias of one number, got {tuple(scale.shape)} and {tuple(bias.shape)}")
     x = logit(q.to(dtype) @ k.to(dtype).T, scale, bias)
     return loss_of_logits(x)

@@ -29,6 +29,7 @@ LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
 FORWARD_STRIPS = 32  # at most, for each block of keys
 FORWARD_PROGRAMS = 264  # that run at once
 DESCRIPTORS = True  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
+LIBRARY_MULTIPLE = 1  # no library products
 
 
 class ForwardScratch(NamedTuple):
@@ -53,29 +54,21 @@ def stash_shape(m, n):
     return None
 
 
-def start_forward(q, k, scale, bias, most_keys, stash=None):
-    """What a `forward_block` with these arguments takes as `started`: its scratch, which later blocks of up to `most_keys`
-    keys may use, and its first panel, which is at work there."""
-    scratch = _forward_scratch(q, most_keys)
-    return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
-
-
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh_queries=False, fresh_keys=False, stash=None, arrive=None, started=None):
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh_queries=False, fresh_keys=False, stash=None, arrive=None, scratch=None):
     """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
     What is fresh was never written.  arrive(): called behind the first launches and before `keys` is touched; it sends
-    what leaves, and waits for what comes.  started: what `start_forward` gave; (its scratch, None) for a later block.
+    what leaves, and waits for what comes.  scratch: what `forward_scratch` gave for at least as many rows and keys.
     """
     m, n = q.shape[0], k.shape[0]
-    scratch, first_panel = started or (_forward_scratch(q, n), None)
+    scratch = scratch or forward_scratch(q, n)
     row_parts, key_parts = scratch.row_parts, scratch.key_parts
     for row0 in range(0, m, FORWARD_ROWS):
         own, own_positive = queries.panel(row0, FORWARD_ROWS), panel_columns(positive, row0, FORWARD_ROWS)
         for key0 in range(0, n, FORWARD_KEYS):
-            q_panel, k_panel, strip = first_panel or _forward_panel(q, k, row0, key0, scale, bias, scratch)
-            first_panel = None
+            q_panel, k_panel, strip = _forward_panel(q, k, row0, key0, scale, bias, scratch)
             visiting = keys.panel(key0, FORWARD_KEYS)
             if arrive:
                 arrive()
@@ -91,34 +84,39 @@ def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     m, n = queries.exponent.shape[0], keys.exponent.shape[0]
     parts = max(1, cdiv(max(m, n), LOSS_ROWS))
     part_sums = loss if parts == 1 else torch.empty(parts, dtype=torch.float64, device=positive.device)
-    launch(
-        kernels.loss_terms, (parts,),
-        *queries, *keys, *positive, scale, bias, part_sums, m, n, query_weight, key_weight, BLOCK=LOSS_ROWS,
-        num_warps=16)
+    positive = positive.unbind()
+    launch(kernels.loss_terms, (parts,), query_exponent=queries.exponent, query_mantissa=queries.mantissa,
+        key_exponent=keys.exponent, key_mantissa=keys.mantissa, positive_z=positive[0],
+        positive_row_reference=positive[1], positive_key_reference=positive[2], scale_ptr=scale,
+        bias_ptr=bias, part_sums=part_sums, queries=m, keys=n, query_weight=query_weight,
+        key_weight=key_weight, BLOCK=LOSS_ROWS, num_warps=16, num_stages=1)
     if parts > 1:
-        launch(kernels.total_loss, (1,), part_sums, loss, parts, BLOCK=1024, num_warps=4)
+        launch(kernels.total_loss, (1,), part_sums=part_sums, loss=loss, parts=parts, BLOCK=1024, num_warps=4,
+        num_stages=1)
     return loss
 
 
 def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None, scratch=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
-    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
+    dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE, which are overwritten. What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
     scratch: what `backward_scratch` gave for at least as many rows and keys.
     """
     m, n = q.shape[0], k.shape[0]
     positive_g, flags, ratios = scratch or backward_scratch(m, n, q.device)
-    statistics = (*queries, *keys)
-    launch(
-        kernels.fused_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
-        positives, first_key, *positive, scale, bias, *statistics, positive_g, m, n, num_warps=4)
+    positive = positive.unbind()
+    launch(kernels.fused_positives, (cdiv(m, kernels.VECTOR_ROWS.value),), first_positive=positives,
+        first_key=first_key, positive_z=positive[0], positive_row_reference=positive[1],
+        positive_key_reference=positive[2], scale_ptr=scale, bias_ptr=bias,
+        query_exponent=queries.exponent, query_mantissa=queries.mantissa, key_exponent=keys.exponent,
+        key_mantissa=keys.mantissa, positive_g=positive_g, queries=m, keys=n, num_warps=4, num_stages=1)
     visiting = _ratios(keys, kernels.KEY_SHARE.value, kernels.FUSED_KEYS.value, ratios)
-    arguments = (positives, first_key, scale, bias, *statistics)
-    _fused(True, q, k, arguments, visiting, positive_g, dq, fresh_dq, flags)
+    arguments = (positives, first_key, scale, bias, queries, keys)
+    _fused(True, q, k, *arguments, visiting, positive_g, dq, fresh_dq, flags)
     visiting = _ratios(queries, kernels.QUERY_SHARE.value, kernels.FUSED_KEYS.value, ratios)
     if arrive:
         arrive()
-    _fused(False, q, k, arguments, visiting, positive_g, dk, fresh_dk, flags)
+    _fused(False, q, k, *arguments, visiting, positive_g, dk, fresh_dk, flags)
 
 
 def backward_scratch(rows, keys, device):
@@ -131,22 +129,22 @@ def backward_scratch(rows, keys, device):
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
     """out (m, D) = upstream * weight * (scale) * total in the features' dtype; dots[b] = sum of x . total over FINISH_ROWS rows."""
-    launch(
-        kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
-        total, x, out, dots, scale, bias, upstream, weight * 2.0**-GRADIENT_EXPONENT, total.shape[0], *x.stride(), DOTS=dots is not None,
-        num_warps=4)
+    launch(kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),), total=total, x=x, out=out, dots=dots,
+        scale_ptr=scale, bias_ptr=bias, upstream=upstream, weight=weight * 2.0**-GRADIENT_EXPONENT,
+        rows=total.shape[0], x_row_stride=x.stride(0), x_depth_stride=x.stride(1), DOTS=dots is not None,
+        num_warps=4, num_stages=1)
 
 
 def scalar_gradients(dots, scale, bias, upstream, weight, rows):
     """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
     dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
-    launch(
-        kernels.scalars, (1,),
-        dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
+    launch(kernels.scalars, (1,), dots=dots, dscale=dscale, dbias=dbias, scale_ptr=scale, bias_ptr=bias,
+        upstream=upstream, weight=weight, parts=dots.shape[0], rows=rows, BLOCK=1024, num_warps=4,
+        num_stages=1)
     return dscale, dbias
 
 
-def _forward_scratch(q, most_keys):
+def forward_scratch(q, most_keys):
     """What forward panels of q and up to so many keys are computed in."""
     rows_max, keys_max = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
@@ -164,44 +162,51 @@ def _forward_panel(q, k, row0, key0, scale, bias, scratch):
     q, k = panel(q, row0, FORWARD_ROWS), panel(k, key0, FORWARD_KEYS)
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
-    depth = kernels.FORWARD_DEPTH.value
     strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), FORWARD_STRIPS, FORWARD_PROGRAMS)
-    q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
+    sides = [operands(q, [rows, width], k, [columns, width], DESCRIPTORS) for width in kernels.PART_WIDTHS]
+    q_side, k_side, descriptors = sides[0]
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    strides = (row_parts[0].stride(0), key_parts[0].stride(0))
-    launch(
-        kernels.references, (cdiv(n, columns),),
-        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
+    launch(kernels.references, (cdiv(n, columns),), q=q, k=k, scale_ptr=scale, bias_ptr=bias,
+        reference=reference, queries=m, keys=n, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=4, num_stages=3)
-    launch(
-        kernels.forward, grid,
-        q_side.source, k_side.source, scale, bias, reference, *row_parts, *key_parts, flags, m, n, strip, *strides,
-        *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=4, num_stages=3)
-    launch(
-        kernels.forward_wide, grid,
-        q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
-        *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=16, num_stages=2)
+    launch(kernels.forward, grid, q=sides[0][0].source, k=sides[0][1].source, scale_ptr=scale, bias_ptr=bias,
+        reference=reference, row_exponent=row_parts[0], row_sum=row_parts[1], key_exponent=key_parts[0],
+        key_sum=key_parts[1], flags=flags, queries=m, keys=n, strip=strip,
+        rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
+        q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride,
+        k_row_stride=k_side.row_stride, k_depth_stride=k_side.depth_stride,
+        MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED, num_warps=4,
+        num_stages=3)
+    launch(kernels.forward_wide, grid, q=q, k=k, scale_ptr=scale, bias_ptr=bias, row_exponent=row_parts[0],
+        row_sum=row_parts[1], key_exponent=key_parts[0], key_sum=key_parts[1], flags=flags, queries=m,
+        keys=n, strip=strip, rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
+        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), DESCRIPTORS=descriptors, WIDEN=INTERPRETED, num_warps=16,
+        num_stages=2)
     return q, k, strip
 
 
 def _merge(m, n, strip, row_parts, queries, fresh_queries, key_parts, keys, fresh_keys):
     """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
     programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
-    launch(
-        kernels.merge, (programs,),
-        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts[0].stride(0), 0 if fresh_queries else m,
-        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts[0].stride(0), 0 if fresh_keys else n,
-        num_warps=4)
+    launch(kernels.merge, (programs,), row_exponent=row_parts[0], row_sum=row_parts[1],
+        query_exponent=queries.exponent, query_mantissa=queries.mantissa, queries=m,
+        row_parts=cdiv(n, kernels.FORWARD_KEYS.value), rows_stride=row_parts[0].stride(0),
+        queries_written=0 if fresh_queries else m, key_exponent=key_parts[0], key_sum=key_parts[1],
+        key_totals_exponent=keys.exponent, key_totals_mantissa=keys.mantissa, keys=n,
+        key_parts=cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), keys_stride=key_parts[0].stride(0),
+        keys_written=0 if fresh_keys else n, num_warps=4, num_stages=1)
 
 
 def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive):
-    m, n = q.shape[0], k.shape[0]
-    launch(
-        kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
-        q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts[0].stride(0), key_parts[0].stride(0),
-        *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=4)
+    m, n, positive = q.shape[0], k.shape[0], positive.unbind()
+    launch(kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),), q=q, k=k, first_positive=positives,
+        first_key=first_key, row_exponent=row_parts[0], key_exponent=key_parts[0], positive_z=positive[0],
+        positive_row_reference=positive[1], positive_key_reference=positive[2], queries=m, keys=n,
+        strip=strip, rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
+        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=4, num_stages=4)
 
 
 def _ratios_scratch(rows, block, device):
@@ -214,27 +219,49 @@ def _ratios(statistics, share, block, scratch):
     rows = statistics.exponent.shape[0]
     blocks = cdiv(rows, block)
     parts = panel(scratch, 0, blocks * (block + 2)).split((blocks * block, blocks, blocks))
-    launch(kernels.ratios, (blocks,), *statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
+    ratio, reference, lowest = parts
+    launch(kernels.ratios, (blocks,), exponent=statistics.exponent, mantissa=statistics.mantissa, ratio=ratio,
+        reference=reference, lowest=lowest, count=rows, SHARE=share, ROWS=block, num_warps=4,
+        num_stages=1)
     return parts
 
 
-def _fused(own_queries, q, k, arguments, visiting, positive_g, total, fresh, flags):
+def _fused(own_queries, q, k, positives, first_key, scale, bias, queries, keys, visiting, positive_g, total, fresh, flags):
     m, n = q.shape[0], k.shape[0]
     own, other = (m, n) if own_queries else (n, m)
-    own_block = [kernels.FUSED_ROWS.value, kernels.FUSED_DEPTH.value]
-    other_block = [kernels.FUSED_KEYS.value, kernels.FUSED_DEPTH.value]
-    q_block, k_block = (own_block, other_block) if own_queries else (other_block, own_block)
-    q_side, k_side, descriptors = operands(q, q_block, k, k_block, DESCRIPTORS)
+    own_rows, other_rows = kernels.FUSED_ROWS.value, kernels.FUSED_KEYS.value
+    q_rows, k_rows = (own_rows, other_rows) if own_queries else (other_rows, own_rows)
+    sides = [operands(q, [q_rows, width], k, [k_rows, width], DESCRIPTORS) for width in kernels.PART_WIDTHS]
+    q_side, k_side, descriptors = sides[0]
     grid = (cdiv(own, kernels.FUSED_ROWS.value),)
-    kernel = kernels.fused_queries if own_queries else kernels.fused_keys
     masked = other % kernels.FUSED_KEYS.value != 0
-    launch(
-        kernel, grid,
-        q_side.source, k_side.source, *arguments, *visiting, positive_g, total, flags, m, n,
-        *q_side[1:], *k_side[1:], FRESH=fresh, MASKED=masked, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=4, num_stages=2)
-    kernel = kernels.fused_queries_wide if own_queries else kernels.fused_keys_wide
-    launch(
-        kernel, grid,
-        q, k, *arguments, positive_g, total, flags, m, n, *q.stride(), *k.stride(), FRESH=fresh, MASKED=masked, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=2)
+    if own_queries:
+        launch(kernels.fused_queries, grid, q=sides[0][0].source, k=sides[0][1].source, first_positive=positives,
+            first_key=first_key, scale_ptr=scale, bias_ptr=bias, query_exponent=queries.exponent,
+            query_mantissa=queries.mantissa, key_exponent=keys.exponent, key_mantissa=keys.mantissa,
+            key_ratio=visiting[0], key_reference=visiting[1], key_lowest=visiting[2], positive_g=positive_g,
+            total=total, flags=flags, queries=m, keys=n, q_row_stride=q_side.row_stride,
+            q_depth_stride=q_side.depth_stride, k_row_stride=k_side.row_stride,
+            k_depth_stride=k_side.depth_stride, FRESH=fresh, MASKED=masked, DESCRIPTORS=descriptors,
+            WIDEN=INTERPRETED, num_warps=4, num_stages=2)
+        launch(kernels.fused_queries_wide, grid, q=q, k=k, first_positive=positives, first_key=first_key,
+            scale_ptr=scale, bias_ptr=bias, query_exponent=queries.exponent, query_mantissa=queries.mantissa,
+            key_exponent=keys.exponent, key_mantissa=keys.mantissa, positive_g=positive_g, total=total,
+            flags=flags, queries=m, keys=n, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+            k_row_stride=k.stride(0), k_depth_stride=k.stride(1), FRESH=fresh, MASKED=masked,
+            WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+    else:
+        launch(kernels.fused_keys, grid, q=sides[0][0].source, k=sides[0][1].source, first_positive=positives,
+            first_key=first_key, scale_ptr=scale, bias_ptr=bias, query_exponent=queries.exponent,
+            query_mantissa=queries.mantissa, key_exponent=keys.exponent, key_mantissa=keys.mantissa,
+            query_ratio=visiting[0], query_reference=visiting[1], query_lowest=visiting[2],
+            positive_g=positive_g, total=total, flags=flags, queries=m, keys=n,
+            q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride,
+            k_row_stride=k_side.row_stride, k_depth_stride=k_side.depth_stride, FRESH=fresh, MASKED=masked,
+            DESCRIPTORS=descriptors, WIDEN=INTERPRETED, num_warps=4, num_stages=2)
+        launch(kernels.fused_keys_wide, grid, q=q, k=k, first_positive=positives, first_key=first_key,
+            scale_ptr=scale, bias_ptr=bias, query_exponent=queries.exponent, query_mantissa=queries.mantissa,
+            key_exponent=keys.exponent, key_mantissa=keys.mantissa, positive_g=positive_g, total=total,
+            flags=flags, queries=m, keys=n, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+            k_row_stride=k.stride(0), k_depth_stride=k.stride(1), FRESH=fresh, MASKED=masked,
+            WIDEN=INTERPRETED, num_warps=8, num_stages=2)

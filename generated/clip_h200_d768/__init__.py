@@ -19,17 +19,92 @@ How to read it: loss.py is the derived mathematics, kernels.py computes tiles, s
 device sweeps its tiles, _runtime/ is the ring between devices and the glue to autograd.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from . import loss as _loss
 from . import schedule as _schedule
-from ._runtime.api import build_api
+from ._runtime import api as _api
+from .loss import reference
 from .spec import SPEC
 
 __all__ = ["SPEC", "ContrastiveLoss", "contrastive_loss", "loss_and_grads", "reference", "selftest"]
 
-_api = build_api(SPEC, _loss, _schedule)
+_package = _api.bind(SPEC, _loss, _schedule)
 
-ContrastiveLoss = _api.ContrastiveLoss
-contrastive_loss = _api.contrastive_loss
-loss_and_grads = _api.loss_and_grads
-reference = _loss.reference
-selftest = _api.selftest
+
+class ContrastiveLoss(_api.ContrastiveLoss):
+    """The loss of a global batch as a module, with the arguments and results of open_clip's ClipLoss:
+    `ContrastiveLoss(group=None)(image_features, text_features, logit_scale, logit_bias=None, labels=None)`.
+
+    group, grad_sync, check_ranks as for `contrastive_loss`. The remaining arguments are those of open_clip: rank and
+    world_size, if given, must be the group's; local_loss, gather_with_grad and cache_labels are accepted and have no
+    effect (nothing is gathered, gradients are always exact, positives need no label tensor); use_horovod is refused.
+    The result is the loss (0-dim), or {"contrastive_loss": loss} with output_dict.
+    """
+
+    _package = _package
+
+
+def contrastive_loss(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float = 1.0,
+    bias: Tensor | float | None = None,
+    *,
+    labels: Tensor | str | None = None,
+    group: Any = None,
+    grad_sync: str = "mean",
+    reduction: str = "mean",
+    check_ranks: str = "first",
+) -> Tensor:
+    """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
+
+    q            (M, D) queries of this rank and k (N, D) keys, any strides, in the package's dtype (under autocast
+                 to that dtype, others are cast; their gradients are in their own dtype, not rounded in between). M
+                 and N differ between ranks as they like, and may be 0.
+    scale, bias  numbers, or tensors of one, 0-dim or of shape (1,). A host tensor with a device batch makes
+                 backward wait for the device.
+    labels       int64 (M,), the index of each query's positive among all keys of the group; "own": the first M keys
+                 of each rank are its queries' positives, in order; None means the same global row (with more keys
+                 than queries on one rank only). Host labels are checked on every call, labels on a device on first
+                 use (later, one that names no key gives NaN).
+    group        a ProcessGroup, a 1-D DeviceMesh, or None: the default group if there is one, else this device.
+    grad_sync    "mean": gradients are right after averaging over the ranks (DDP, FSDP); "sum": after summing.
+    reduction    "mean", or "sum": M times as much.
+    check_ranks  "never": ranks are not compared, except that all are in the same call. Else every call compares
+                 package, versions and arguments (they travel with the sizes); labels on a device are looked at on
+                 "first" use, or "always".
+
+    Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree.
+    """
+    options = _api.options_of(group, grad_sync, reduction, check_ranks)
+    return _api.differentiable_loss(_package, q, k, scale, bias, labels, options)
+
+
+def loss_and_grads(
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float = 1.0,
+    bias: Tensor | float | None = None,
+    *,
+    labels: Tensor | str | None = None,
+    group: Any = None,
+    grad_sync: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dq (M, D), dk (N, D), dscale, dbias), without an autograd graph: dq and dk in the features' dtype, the
+    others 0-dim. Arguments as for `contrastive_loss`; None as bias is 0."""
+    return _api.loss_and_grads(_package, q, k, scale, bias, labels, _api.options_of(group, grad_sync))
+
+
+def selftest(device: torch.device | str | None = None) -> dict[str, Any]:
+    """Runs small batches on one device against `reference` in fp64.
+
+    Returns {"ok": bool, "package", "device", "dtype", "repeatable": bool, "cases": [...]}; a case names its sizes and
+    scale, and for loss, dq, dk, dscale, dbias has the relative norm error and the largest one allowed.
+    """
+    return _api.selftest(_package, device)

@@ -32,6 +32,7 @@ GRADIENT_STRIPS = 32
 GRADIENT_PROGRAMS = 264
 DESCRIPTORS = True  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
 LIBRARY_PRODUCTS = True
+LIBRARY_MULTIPLE = 8  # of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow
 
 
 class ForwardScratch(NamedTuple):
@@ -56,29 +57,21 @@ def stash_shape(m, n):
     return None
 
 
-def start_forward(q, k, scale, bias, most_keys, stash=None):
-    """What a `forward_block` with these arguments takes as `started`: its scratch, which later blocks of up to `most_keys`
-    keys may use, and its first panel, which is at work there."""
-    scratch = _forward_scratch(q, most_keys)
-    return scratch, _forward_panel(q, k, 0, 0, scale, bias, scratch)
-
-
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh_queries=False, fresh_keys=False, stash=None, arrive=None, started=None):
+def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh_queries=False, fresh_keys=False, stash=None, arrive=None, scratch=None):
     """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
 
     scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
     first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
     What is fresh was never written.  arrive(): called behind the first launches and before `keys` is touched; it sends
-    what leaves, and waits for what comes.  started: what `start_forward` gave; (its scratch, None) for a later block.
+    what leaves, and waits for what comes.  scratch: what `forward_scratch` gave for at least as many rows and keys.
     """
     m, n = q.shape[0], k.shape[0]
-    scratch, first_panel = started or (_forward_scratch(q, n), None)
+    scratch = scratch or forward_scratch(q, n)
     row_parts, key_parts = scratch.row_parts, scratch.key_parts
     for row0 in range(0, m, FORWARD_ROWS):
         own, own_positive = queries.panel(row0, FORWARD_ROWS), panel_columns(positive, row0, FORWARD_ROWS)
         for key0 in range(0, n, FORWARD_KEYS):
-            q_panel, k_panel, strip = first_panel or _forward_panel(q, k, row0, key0, scale, bias, scratch)
-            first_panel = None
+            q_panel, k_panel, strip = _forward_panel(q, k, row0, key0, scale, bias, scratch)
             visiting = keys.panel(key0, FORWARD_KEYS)
             if arrive:
                 arrive()
@@ -94,19 +87,22 @@ def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
     m, n = queries.exponent.shape[0], keys.exponent.shape[0]
     parts = max(1, cdiv(max(m, n), LOSS_ROWS))
     part_sums = loss if parts == 1 else torch.empty(parts, dtype=torch.float64, device=positive.device)
-    launch(
-        kernels.loss_terms, (parts,),
-        *queries, *keys, *positive, scale, bias, part_sums, m, n, query_weight, key_weight, BLOCK=LOSS_ROWS,
-        num_warps=16)
+    positive = positive.unbind()
+    launch(kernels.loss_terms, (parts,), query_exponent=queries.exponent, query_mantissa=queries.mantissa,
+        key_exponent=keys.exponent, key_mantissa=keys.mantissa, positive_z=positive[0],
+        positive_row_reference=positive[1], positive_key_reference=positive[2], scale_ptr=scale,
+        bias_ptr=bias, part_sums=part_sums, queries=m, keys=n, query_weight=query_weight,
+        key_weight=key_weight, BLOCK=LOSS_ROWS, num_warps=16, num_stages=1)
     if parts > 1:
-        launch(kernels.total_loss, (1,), part_sums, loss, parts, BLOCK=1024, num_warps=4)
+        launch(kernels.total_loss, (1,), part_sums=part_sums, loss=loss, parts=parts, BLOCK=1024, num_warps=4,
+        num_stages=1)
     return loss
 
 
 def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None, scratch=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
-    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
+    dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE, which are overwritten. What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
     scratch: what `backward_scratch` gave for at least as many rows and keys.
     """
     m, n = q.shape[0], k.shape[0]
@@ -144,22 +140,22 @@ def backward_scratch(rows, keys, device):
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
     """out (m, D) = upstream * weight * (scale) * total in the features' dtype; dots[b] = sum of x . total over FINISH_ROWS rows."""
-    launch(
-        kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
-        total, x, out, dots, scale, bias, upstream, weight * 2.0**-GRADIENT_EXPONENT, total.shape[0], *x.stride(), DOTS=dots is not None,
-        num_warps=4)
+    launch(kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),), total=total, x=x, out=out, dots=dots,
+        scale_ptr=scale, bias_ptr=bias, upstream=upstream, weight=weight * 2.0**-GRADIENT_EXPONENT,
+        rows=total.shape[0], x_row_stride=x.stride(0), x_depth_stride=x.stride(1), DOTS=dots is not None,
+        num_warps=4, num_stages=1)
 
 
 def scalar_gradients(dots, scale, bias, upstream, weight, rows):
     """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
     dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
-    launch(
-        kernels.scalars, (1,),
-        dots, dscale, dbias, scale, bias, upstream, weight, dots.shape[0], rows, BLOCK=1024, num_warps=4)
+    launch(kernels.scalars, (1,), dots=dots, dscale=dscale, dbias=dbias, scale_ptr=scale, bias_ptr=bias,
+        upstream=upstream, weight=weight, parts=dots.shape[0], rows=rows, BLOCK=1024, num_warps=4,
+        num_stages=1)
     return dscale, dbias
 
 
-def _forward_scratch(q, most_keys):
+def forward_scratch(q, most_keys):
     """What forward panels of q and up to so many keys are computed in."""
     rows_max, keys_max = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS)
     key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
@@ -177,44 +173,50 @@ def _forward_panel(q, k, row0, key0, scale, bias, scratch):
     q, k = panel(q, row0, FORWARD_ROWS), panel(k, key0, FORWARD_KEYS)
     m, n = q.shape[0], k.shape[0]
     rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
-    depth = kernels.FORWARD_DEPTH.value
     strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), FORWARD_STRIPS, FORWARD_PROGRAMS)
-    q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
+    sides = [operands(q, [rows, kernels.FORWARD_DEPTH.value], k, [columns, kernels.FORWARD_DEPTH.value], DESCRIPTORS)]
+    q_side, k_side, descriptors = sides[0]
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    strides = (row_parts[0].stride(0), key_parts[0].stride(0))
-    launch(
-        kernels.references, (cdiv(n, columns),),
-        q, k, scale, bias, reference, m, n, *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
+    launch(kernels.references, (cdiv(n, columns),), q=q, k=k, scale_ptr=scale, bias_ptr=bias,
+        reference=reference, queries=m, keys=n, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
         num_warps=8, num_stages=4)
-    launch(
-        kernels.forward, grid,
-        q_side.source, k_side.source, scale, bias, reference, *row_parts, *key_parts, flags, m, n, strip, *strides,
-        *q_side[1:], *k_side[1:], MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=4)
-    launch(
-        kernels.forward_wide, grid,
-        q, k, scale, bias, *row_parts, *key_parts, flags, m, n, strip, *strides,
-        *q.stride(), *k.stride(), DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=2)
+    launch(kernels.forward, grid, q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias,
+        reference=reference, row_exponent=row_parts[0], row_sum=row_parts[1], key_exponent=key_parts[0],
+        key_sum=key_parts[1], flags=flags, queries=m, keys=n, strip=strip,
+        rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
+        q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride,
+        k_row_stride=k_side.row_stride, k_depth_stride=k_side.depth_stride,
+        MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED, num_warps=8,
+        num_stages=4)
+    launch(kernels.forward_wide, grid, q=q, k=k, scale_ptr=scale, bias_ptr=bias, row_exponent=row_parts[0],
+        row_sum=row_parts[1], key_exponent=key_parts[0], key_sum=key_parts[1], flags=flags, queries=m,
+        keys=n, strip=strip, rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
+        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), DESCRIPTORS=descriptors, WIDEN=INTERPRETED, num_warps=8, num_stages=2)
     return q, k, strip
 
 
 def _merge(m, n, strip, row_parts, queries, fresh_queries, key_parts, keys, fresh_keys):
     """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
     programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
-    launch(
-        kernels.merge, (programs,),
-        *row_parts, *queries, m, cdiv(n, kernels.FORWARD_KEYS.value), row_parts[0].stride(0), 0 if fresh_queries else m,
-        *key_parts, *keys, n, cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), key_parts[0].stride(0), 0 if fresh_keys else n,
-        num_warps=4)
+    launch(kernels.merge, (programs,), row_exponent=row_parts[0], row_sum=row_parts[1],
+        query_exponent=queries.exponent, query_mantissa=queries.mantissa, queries=m,
+        row_parts=cdiv(n, kernels.FORWARD_KEYS.value), rows_stride=row_parts[0].stride(0),
+        queries_written=0 if fresh_queries else m, key_exponent=key_parts[0], key_sum=key_parts[1],
+        key_totals_exponent=keys.exponent, key_totals_mantissa=keys.mantissa, keys=n,
+        key_parts=cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), keys_stride=key_parts[0].stride(0),
+        keys_written=0 if fresh_keys else n, num_warps=4, num_stages=1)
 
 
 def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive):
-    m, n = q.shape[0], k.shape[0]
-    launch(
-        kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
-        q, k, positives, first_key, row_parts[0], key_parts[0], *positive, m, n, strip, row_parts[0].stride(0), key_parts[0].stride(0),
-        *q.stride(), *k.stride(), WIDEN=INTERPRETED, num_warps=4, num_stages=4)
+    m, n, positive = q.shape[0], k.shape[0], positive.unbind()
+    launch(kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),), q=q, k=k, first_positive=positives,
+        first_key=first_key, row_exponent=row_parts[0], key_exponent=key_parts[0], positive_z=positive[0],
+        positive_row_reference=positive[1], positive_key_reference=positive[2], queries=m, keys=n,
+        strip=strip, rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
+        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=4, num_stages=4)
 
 
 def _ratios_scratch(rows, block, device):
@@ -227,44 +229,63 @@ def _ratios(statistics, share, block, scratch):
     rows = statistics.exponent.shape[0]
     blocks = cdiv(rows, block)
     parts = panel(scratch, 0, blocks * (block + 2)).split((blocks * block, blocks, blocks))
-    launch(kernels.ratios, (blocks,), *statistics, *parts, rows, SHARE=share, ROWS=block, num_warps=4)
+    ratio, reference, lowest = parts
+    launch(kernels.ratios, (blocks,), exponent=statistics.exponent, mantissa=statistics.mantissa, ratio=ratio,
+        reference=reference, lowest=lowest, count=rows, SHARE=share, ROWS=block, num_warps=4,
+        num_stages=1)
     return parts
 
 
 def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive, g, flags, ratios):
     """g (m, n) of one panel, in the corner of the buffer `g`."""
-    m, n = q.shape[0], k.shape[0]
+    m, n, positive = q.shape[0], k.shape[0], positive.unbind()
     rows, columns = kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value
     depth = kernels.GRADIENT_DEPTH.value
     strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS)
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    statistics = (*queries, *keys)
-    launch(
-        kernels.gradient, grid,
-        q_side.source, k_side.source, scale, bias, *queries, *ratios, g, flags, m, n, strip, g.stride(0),
-        *q_side[1:], *k_side[1:], DESCRIPTORS=descriptors, WIDEN=INTERPRETED,
-        num_warps=4, num_stages=3)
-    launch(
-        kernels.gradient_wide, grid,
-        q, k, scale, bias, *statistics, g, flags, m, n, strip, g.stride(0),
-        *q.stride(), *k.stride(), WIDEN=INTERPRETED,
-        num_warps=8, num_stages=2)
+    launch(kernels.gradient, grid, q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias,
+        query_exponent=queries.exponent, query_mantissa=queries.mantissa, key_ratio=ratios[0],
+        key_reference=ratios[1], key_lowest=ratios[2], g=g, flags=flags, queries=m, keys=n, strip=strip,
+        g_stride=g.stride(0), q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride,
+        k_row_stride=k_side.row_stride, k_depth_stride=k_side.depth_stride, DESCRIPTORS=descriptors,
+        WIDEN=INTERPRETED, num_warps=4, num_stages=3)
+    launch(kernels.gradient_wide, grid, q=q, k=k, scale_ptr=scale, bias_ptr=bias,
+        query_exponent=queries.exponent, query_mantissa=queries.mantissa, key_exponent=keys.exponent,
+        key_mantissa=keys.mantissa, g=g, flags=flags, queries=m, keys=n, strip=strip,
+        g_stride=g.stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8,
+        num_stages=2)
     first = positives - first_key  # the positive of the first row, as a row of these keys
     if first < n and first + m > 0:
-        launch(
-            kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
-            positives, first_key, *positive, scale, bias, *statistics, g, m, n, g.stride(0), num_warps=4)
+        launch(kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),), first_positive=positives,
+            first_key=first_key, positive_z=positive[0], positive_row_reference=positive[1],
+            positive_key_reference=positive[2], scale_ptr=scale, bias_ptr=bias,
+            query_exponent=queries.exponent, query_mantissa=queries.mantissa, key_exponent=keys.exponent,
+            key_mantissa=keys.mantissa, g=g, queries=m, keys=n, g_stride=g.stride(0), num_warps=4,
+            num_stages=1)
     return g if g.shape == (m, n) else g[:m, :n]
 
 
 def _add_product(total, g, x, fresh):
-    """total (rows, D) += g (rows, inner) x (inner, D); with `fresh`, total holds nothing yet."""
-    if LIBRARY_PRODUCTS and total.is_cuda and library_legal(x):
-        torch.addmm(total, g, x, beta=0 if fresh else 1, out_dtype=torch.float32, out=total)
-        return
-    grid = (cdiv(total.shape[0], kernels.PRODUCT_ROWS.value), cdiv(DIM, kernels.PRODUCT_KEYS.value))
-    launch(
-        kernels.product, grid,
-        g, x, total, total.shape[0], g.shape[1], *g.stride(), *x.stride(), FRESH=fresh, WIDEN=INTERPRETED,
-        num_warps=8, num_stages=3)
+    """total (rows, D) += g (rows, inner) x (inner, D); with `fresh`, total holds nothing yet.
+
+    The library gets keys in multiples of LIBRARY_MULTIPLE. Along g's rows the room behind the sums makes them whole: g's
+    buffer has whole tiles. Of its inner extent a kernel adds the rest: first, as sums that are fresh are only written.
+    """
+    rows, inner = g.shape
+    library = LIBRARY_PRODUCTS and library_legal(x)
+    whole = inner if g.stride(1) != 1 else inner // LIBRARY_MULTIPLE * LIBRARY_MULTIPLE
+    whole = whole if library else 0
+    if whole < inner:
+        rest_g, rest_x = (g[:, whole:], x[whole:]) if whole else (g, x)
+        grid = (cdiv(rows, kernels.PRODUCT_ROWS.value), cdiv(DIM, kernels.PRODUCT_KEYS.value))
+        launch(kernels.product, grid, g=rest_g, x=rest_x, total=total, rows=rows, inner=inner - whole,
+            g_row_stride=g.stride(0), g_inner_stride=g.stride(1), x_inner_stride=x.stride(0),
+            x_depth_stride=x.stride(1), FRESH=fresh, WIDEN=INTERPRETED, num_warps=8, num_stages=3)
+        fresh = False
+    if whole:
+        if total.shape[0] > rows:
+            g = g.as_strided((total.shape[0], inner), g.stride())
+        torch.addmm(
+            total, panel_columns(g, 0, whole), panel(x, 0, whole), beta=0 if fresh else 1, out_dtype=torch.float32, out=total)

@@ -42,7 +42,6 @@ WIDE_ROWS = tl.constexpr(32)  # at a time where a strip is computed again
 MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so that few loads follow one another
 MERGE_PARTS = tl.constexpr(64)
 QUERY_SHARE = tl.constexpr(1.0)
-POSITIVE_SHARE = tl.constexpr(-1.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SAMPLE_ROWS = tl.constexpr(64)
@@ -76,16 +75,29 @@ def load_block(source, row0, depth0, rows, row_stride, depth_stride, ROWS: tl.co
 
 
 @triton.jit
+def add_products(z, a, b, WIDEN: tl.constexpr):
+    """z + a b^T. All kernels add along the depth in one order: a similarity has the same bits in each of them.
+
+    The interpreter's order depends on the shapes of tiles: it adds in fp64, and rounds once, when a tile is done.
+    """
+    if WIDEN:
+        z += tl.dot(a.to(tl.float64), b.T.to(tl.float64))
+    else:
+        z = tl.dot(a, b.T, z, input_precision="ieee")
+    return z
+
+
+@triton.jit
 def similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
                DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """z (ROWS, KEYS) fp32 of one tile; zero beyond the last row and key."""
-    z = tl.zeros((ROWS, KEYS), tl.float32)
+    z = tl.zeros((ROWS, KEYS), tl.float64 if WIDEN else tl.float32)
     for depth0 in range(0, DIM, DEPTH):
         a = load_block(q, row0, depth0, queries, q_row_stride, q_depth_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN)
         b = load_block(k, key0, depth0, keys, k_row_stride, k_depth_stride, KEYS, DEPTH, DESCRIPTORS, WIDEN)
-        z = tl.dot(a, b.T, z, input_precision="ieee")
-    return z
+        z = add_products(z, a, b, WIDEN)
+    return z.to(tl.float32)
 
 
 @triton.jit
@@ -98,8 +110,8 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 
 
 @triton.jit
-def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-               WIDEN: tl.constexpr):
+def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride,
+        k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel."""
     key_block = tl.program_id(0)
     rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
@@ -123,8 +135,8 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
 
 @triton.jit
 def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, flags, queries, keys, strip,
-            rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+        rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, MASKED: tl.constexpr,
+        DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """One strip: each z is computed once and reduced along its row."""
     program = tl.program_id(0)
     key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
@@ -158,8 +170,7 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, flags, 
 
 @triton.jit
 def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys, strip,
-            rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-            WIDEN: tl.constexpr):
+        rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Recomputes a flagged strip with a reference for each row; exits at once elsewhere."""
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
@@ -181,6 +192,12 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, querie
 
 
 @triton.jit
+def binary_exponent(x):
+    """floor(log2(x)) of positive numbers in fp32, read off: a rounded log2 reaches the next integer too early."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
 def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride, written):
     """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it.
     written: rows that hold statistics already, all or none."""
@@ -197,26 +214,27 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
         top = tl.maximum(e, tl.max(part_e, axis=0))
         s = s * tl.exp2(e - top) + tl.sum(part_s * tl.exp2(part_e - top[None, :]), axis=0)
         e = top
-    carried = e + tl.floor(tl.log2(s))
+    carried = e + binary_exponent(s)
     tl.store(exponent + r, carried, mask=r < rows)
     tl.store(mantissa + r, s * tl.exp2(e - carried), mask=r < rows)  # beyond 2^24 the sum above is rounded
 
 
 @triton.jit
-def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride, queries_written):
+def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
+        queries_written):
     """The partial sums of one panel into the statistics of its queries."""
     program = tl.program_id(0)
     merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride, queries_written)
 
 
 @triton.jit
-def positives(q, k, labels, first_key, row_exponent, positive_z, row_reference, queries, keys,
-              rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+def positives(q, k, labels, first_key, row_exponent, positive_z, positive_row_reference, queries, keys,
+        rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Of each row's positive, where it lies in this panel: the diagonal of a tile of q against the gathered keys."""
     rows = tl.program_id(0) * POSITIVE_ROWS + tl.arange(0, POSITIVE_ROWS)
     columns = tl.load(labels + rows, mask=rows < queries, other=-1) - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
-    z = tl.zeros((POSITIVE_ROWS, POSITIVE_ROWS), tl.float32)
+    z = tl.zeros((POSITIVE_ROWS, POSITIVE_ROWS), tl.float64 if WIDEN else tl.float32)
     for depth0 in range(0, DIM, POSITIVE_DEPTH):
         d = (depth0 + tl.arange(0, POSITIVE_DEPTH)).to(tl.int64)
         mask = here[:, None] & (d < DIM)[None, :]
@@ -225,16 +243,32 @@ def positives(q, k, labels, first_key, row_exponent, positive_z, row_reference, 
         if WIDEN:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
-        z = tl.dot(a, b.T, z, input_precision="ieee")
+        z = add_products(z, a, b, WIDEN)
+    z = z.to(tl.float32)
     i = tl.arange(0, POSITIVE_ROWS)
     tl.store(positive_z + rows, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), axis=1), mask=here)
     part = columns // FORWARD_KEYS
-    tl.store(row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
+    tl.store(positive_row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, positive_z, row_reference, scale_ptr, bias_ptr, part_sums,
-               queries, query_weight, BLOCK: tl.constexpr):
+def log2_of(exponent, mantissa):
+    """log2(mantissa * 2^exponent) in fp64; the same for one number, whatever its exponent."""
+    shift = binary_exponent(mantissa)
+    return exponent.to(tl.float64) + shift + tl.log2((mantissa * tl.exp2(-shift)).to(tl.float64))
+
+
+@triton.jit
+def positive_log2(z, slope, reference):
+    """y of a positive in fp64, as the logarithm of the very term that its sum holds; as it is, where fp32 has no such term."""
+    y = tl.fma(z, slope, -reference)
+    term = tl.exp2(y)
+    return tl.where(term >= 2.0**-126, log2_of(reference, term), y.to(tl.float64) + reference)
+
+
+@triton.jit
+def loss_terms(query_exponent, query_mantissa, positive_z, positive_row_reference, scale_ptr, bias_ptr,
+        part_sums, queries, query_weight, BLOCK: tl.constexpr):
     """part_sums[program] = what BLOCK queries add to this rank's share of the loss, in fp64."""
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
@@ -242,10 +276,10 @@ def loss_terms(query_exponent, query_mantissa, positive_z, row_reference, scale_
     shift = bias
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(positive_z + i, mask=i < queries, other=0.0)
-    reference = tl.load(row_reference + i, mask=i < queries, other=0.0)
-    p = (tl.fma(z, slope, -reference).to(tl.float64) + reference) * LN2 + shift  # rounded as in the sums
-    r = (tl.load(query_exponent + i, mask=i < queries, other=0.0).to(tl.float64)
-         + tl.log2(tl.load(query_mantissa + i, mask=i < queries, other=1.0).to(tl.float64))) * LN2 + shift
+    reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)
+    p = positive_log2(z, slope, reference) * LN2 + shift
+    exponent = tl.load(query_exponent + i, mask=i < queries, other=0.0)
+    r = log2_of(exponent, tl.load(query_mantissa + i, mask=i < queries, other=1.0)) * LN2 + shift
     terms = tl.where(i < queries, query_weight * (r - p), 0.0)
     tl.store(part_sums + tl.program_id(0), tl.sum(terms).to(part_sums.dtype.element_ty))
 
@@ -261,9 +295,9 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g,
-             queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-             DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queries, keys, strip, g_stride,
+        q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, DESCRIPTORS: tl.constexpr,
+        WIDEN: tl.constexpr):
     """g = share_i 2^(y - r_i)."""
     program = tl.program_id(0)
     key_block, number, first_block, stop_block = strip_of(program, queries, strip, GRADIENT_ROWS)
@@ -285,28 +319,35 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g,
 
 
 @triton.jit
-def positive_gradient(rows, columns, here, positive_z, row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa):
-    """g of the positives (rows, columns), with 2^y rounded as it was when it entered the sums."""
+def positive_gradient(rows, columns, here, positive_z, positive_row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa):
+    """g of the positives (rows, columns), each share times p - 1 = (2^y - sum) / sum.
+
+    2^y is rounded as it was when it entered the sums, so g is 0 where a sum holds nothing else, and elsewhere as exact
+    as the sum of the others is in the sum; a rounded p would leave its own rounding.
+    """
     slope = base2_slope(scale_ptr, bias_ptr)
     z = tl.load(positive_z + rows, mask=here, other=0.0)
-    reference = tl.load(row_reference + rows, mask=here, other=0.0)
-    p = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
-    value = QUERY_SHARE * p / tl.load(query_mantissa + rows, mask=here, other=1.0)
-    return value + POSITIVE_SHARE
+    reference = tl.load(positive_row_reference + rows, mask=here, other=0.0)
+    term = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
+    total = tl.load(query_mantissa + rows, mask=here, other=1.0)
+    value = QUERY_SHARE * ((term - total) / total)
+    return value
 
 
 @triton.jit
-def gradient_positives(labels, first_key, positive_z, row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queries, keys, g_stride):
+def gradient_positives(labels, first_key, positive_z, positive_row_reference, scale_ptr, bias_ptr,
+        query_exponent, query_mantissa, g, queries, keys, g_stride):
     """Overwrites g of each positive: its share is added in fp32, before g is rounded, or 1 - p would lose its digits."""
     rows = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
     columns = tl.load(labels + rows, mask=rows < queries, other=-1) - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
-    value = positive_gradient(rows, columns, here, positive_z, row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa)
+    value = positive_gradient(rows, columns, here, positive_z, positive_row_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa)
     tl.store(g + rows.to(tl.int64) * g_stride + columns, value.to(g.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride, FRESH: tl.constexpr, WIDEN: tl.constexpr):
+def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride,
+        FRESH: tl.constexpr, WIDEN: tl.constexpr):
     """One tile of `total`, which only this program touches: fp32, inner dimension in order. FRESH: total holds nothing."""
     row0 = tl.program_id(0) * PRODUCT_ROWS
     depth0 = tl.program_id(1) * PRODUCT_KEYS
@@ -332,7 +373,8 @@ def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stri
 
 
 @triton.jit
-def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride, DOTS: tl.constexpr):
+def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride,
+        DOTS: tl.constexpr):
     """out (rows, D) = upstream * weight * (scale) * total;  dots[program] = sum over its rows of x . total."""
     program = tl.program_id(0)
     r = program * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
@@ -356,7 +398,7 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
 
 @triton.jit
 def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
-    """dscale = upstream * weight * (1.0) * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
+    """dscale = upstream * weight * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, parts, BLOCK):
@@ -364,5 +406,5 @@ def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, r
     sum_of_dots = tl.sum(total).to(tl.float32)
     bias = tl.load(bias_ptr)
     unit = tl.load(upstream).to(tl.float32) * weight
-    tl.store(dscale, unit * (1.0) * (sum_of_dots * 1.0) + bias * 0.0)
+    tl.store(dscale, unit * sum_of_dots + bias * 0.0)
     tl.store(dbias, unit * (0.0 * rows) + (sum_of_dots + bias) * 0.0)  # the last term keeps a NaN

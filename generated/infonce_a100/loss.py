@@ -24,6 +24,7 @@ from torch import Tensor
 QUERY_SHARE = 1.0
 KEY_SHARE = 0.0
 POSITIVE_SHARE = -1.0
+POSITIVE_REST = 0.0  # the sum of the three: 0 where a certain positive has no gradient
 HAS_KEYS = False  # whether the loss also reduces along the queries of a key
 POSITIVES = "label"
 DBIAS = 0.0  # dL/dbias of the whole batch
@@ -71,14 +72,14 @@ def reference(
     scale: Tensor | float = 1.0,
     bias: Tensor | float | None = None,
     *,
-    labels: Tensor | None = None,
+    labels: Tensor | str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: what everything else is checked against.
 
     q       (M, D) queries, any strides and floating dtype; k (N, D) keys.
-    scale   a number or 0-dim tensor; bias too, None meaning 0.
-    labels  int64 (M,), the index of each query's positive among the keys; None means 0, 1, ..., M - 1.
+    scale   a number, or a tensor of one, 0-dim or of shape (1,); bias too, None meaning 0.
+    labels  int64 (M,), the index of each query's positive among the keys; None and "own" mean 0, 1, ..., M - 1.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
     Takes O(M N) memory. Raises ValueError where shapes do not fit.
@@ -89,7 +90,7 @@ def reference(
         raise ValueError(f"expected floating-point features, got {q.dtype} and {k.dtype}")
     if len(q) == 0 or len(k) == 0:
         raise ValueError(f"expected at least one query and one key, got {len(q)} and {len(k)}")
-    if labels is None:
+    if labels is None or isinstance(labels, str) and labels == "own":
         labels = torch.arange(len(q), device=q.device)
     if labels.shape != (len(q),) or labels.dtype != torch.int64:
         raise ValueError(f"expected labels int64 ({len(q)},), got {labels.dtype} {tuple(labels.shape)}")
@@ -98,7 +99,7 @@ def reference(
         raise ValueError(f"labels name keys {int(labels.min())} to {int(labels.max())}; there are {len(k)} keys")
     scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
-    if scale.dim() or bias.dim():
-        raise ValueError(f"expected 0-dim scale and bias, got {tuple(scale.shape)} and {tuple(bias.shape)}")
+    if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):
+        raise ValueError(f"expected scale and bias of one number, got {tuple(scale.shape)} and {tuple(bias.shape)}")
     x = logit(q.to(dtype) @ k.to(dtype).T, scale, bias)
     return loss_of_logits(x, labels)

@@ -11,16 +11,18 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from types import ModuleType
 
-from infcl_gen.emission.package import lock, read_package, write_package
+from infcl_gen.emission.package import read_package, write_package
 from infcl_gen.emission.pipeline import build, find_record, resolved
 from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.files import lock
 from infcl_gen.hardware import resolve_cluster
+from infcl_gen.inputs.problem import Problem
 from infcl_gen.losses import load_loss, spec_as_dict
 from infcl_gen.planning.records import Found
-from infcl_gen.problem import Problem
 from infcl_gen.version import __version__
 
+SOURCE = Path(__file__).resolve().parent.parent
 _importing = threading.RLock()  # a thread must not see a module that another is still executing
 
 
@@ -36,19 +38,19 @@ def load_cached(problem: Problem) -> ModuleType:
         with lock(folder.with_name(f"{key}.lock"), f"generating {folder}"):
             if not _intact(folder):
                 files = build(problem)
-                if folder.exists():  # damaged: nobody imports it, since it is checked before each import
-                    shutil.rmtree(folder)
+                _remove(folder)  # damaged: nobody imports it, since it is checked before each import
                 write_package(files, folder)
     return import_package(folder, f"infcl_gen_package_{key}")
 
 
-def import_package(folder: Path, name: str | None = None) -> ModuleType:
+def import_package(folder: Path, name: str | None = None, edited: bool = False) -> ModuleType:
     """Import a generated package from any folder under `name`; the same module again if it is already imported.
 
-    Without a name, the digest of the package gives one, so that two packages never share a module.
+    Without a name, the digest of the package gives one, so that two packages never share a module. Raises InputError if
+    it is not intact (`edited`: as `read_package` takes it), ToolchainError if a library that it needs is missing.
     """
     if name is None:
-        name = f"infcl_gen_package_{read_package(folder).digest[:16]}"
+        name = f"infcl_gen_package_{read_package(folder, edited=edited).digest[:16]}"
     with _importing:
         if name in sys.modules:
             return sys.modules[name]
@@ -86,8 +88,7 @@ def cache_key(problem: Problem) -> str:
     measured = record.record.settings if isinstance(record, Found) else None
     found = (astuple(resolved(problem, loss, cluster)), spec_as_dict(loss), asdict(cluster.profile), measured)
     digest = hashlib.sha256(repr((__version__, found)).encode())
-    source = Path(__file__).resolve().parent.parent
-    for root in (source, template_folder()):
+    for root in (SOURCE, template_folder()):
         for file in sorted(root.rglob("*")):
             if file.suffix in (".py", ".jinja", ".toml", ".json"):
                 digest.update(
@@ -96,9 +97,18 @@ def cache_key(problem: Problem) -> str:
     return digest.hexdigest()[:24]
 
 
+def _remove(entry: Path) -> None:
+    """Remove whatever stands in the place of a cached package."""
+    try:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{entry}: damaged, and cannot be removed ({error.strerror})") from error
+
+
 def _intact(folder: Path) -> bool:
-    if not folder.exists():
-        return False
     try:
         read_package(folder)
     except InputError:

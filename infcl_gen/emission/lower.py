@@ -15,21 +15,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infcl_gen.emission.printing import kernel_printers
 from infcl_gen.hardware import load_profile, profile_names
+from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.kernels import Traits, families
+from infcl_gen.kernels.arguments import named_parts
 from infcl_gen.losses import is_builtin, loss_template_context, spec_as_dict, triton_code
 from infcl_gen.losses.printers import p
+from infcl_gen.planning.choice import SPLIT_TERMS, Block, embedding_parts
 from infcl_gen.planning.levels import (
     EXACT_DEPTH,
+    LIBRARY_MULTIPLE,
     LOSS_ROWS,
     RING_WAVES,
-    SPLIT_TERMS,
     STRIP_ROWS,
-    Block,
     fused_wide,
     key_lanes,
     most_strips,
     resident_programs,
-    wide_rows,
 )
 from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
@@ -38,42 +41,14 @@ if TYPE_CHECKING:
     from sympy import Expr
 
     from infcl_gen.hardware import DeviceProfile
+    from infcl_gen.inputs.problem import Problem
     from infcl_gen.losses import Derivation
     from infcl_gen.planning.planner import Plan
-    from infcl_gen.problem import Problem
 
 SCHEMA_VERSION = 1
 RUNTIME_FOLDER = Path(__file__).resolve().parent.parent / "runtime"  # ships inside every package, verbatim
 
-# kernels.py of a strategy is the header followed by these templates, in this order.
-KERNEL_TEMPLATES: dict[str, tuple[str, ...]] = {
-    "panel": ("header", "forward", "statistics", "gradient", "product", "finish"),
-    "stash": ("header", "forward", "statistics", "gradient", "product", "finish", "stash"),
-    "fused": ("header", "forward", "statistics", "fused", "finish"),
-}
-# The kernels of each template, and what says how they are launched: the family of their block (the plan's `blocks`),
-# or a number of warps where a kernel only touches vectors. `_left_out` says which of them a package does not need.
-KERNEL_FAMILIES: dict[str, dict[str, str | int]] = {
-    "header": {},
-    "forward": {"references": "forward", "forward": "forward", "forward_wide": "forward"},
-    "statistics": {"merge": 4, "positives": "positive", "loss_terms": 16, "total_loss": 4},
-    "gradient": {"gradient": "gradient", "gradient_wide": "gradient", "ratios": 4, "gradient_positives": 4},
-    "stash": {"gradient_from_stash": "gradient"},
-    "fused": {
-        "ratios": 4,
-        "fused_positives": 4,
-        "fused_queries": "fused",
-        "fused_queries_wide": "fused",
-        "fused_keys": "fused",
-        "fused_keys_wide": "fused",
-    },
-    "product": {"product": "product"},
-    "finish": {"finish": "finish", "scalars": 4},
-    "split": {"split": "finish"},
-    "replay": {"copy_inputs": "finish"},
-    "gather": {"merge_ranks": 4},
-}
-TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+HOPPER_STRIP = 256  # row blocks of 128: a panel's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +83,8 @@ class PackageSpec:
 def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> PackageSpec:
     """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
     name = package_name(plan, derivation)
-    kernels = kernel_specs(plan, profile, bool(derivation.has_keys))
+    traits = traits_of(plan, derivation)
+    kernels = kernel_specs(plan, profile, traits)
     names = {kernel.name for kernel in kernels}
     literals = spec_literals(plan, derivation, profile, name, kernels)
     shared = {
@@ -130,14 +106,20 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         )
     else:
         context = shared | _device_context(plan, derivation) | triton_expressions(derivation)
-        context |= _strip_context(plan, profile)
+        hopper = _hopper(plan)
+        context |= _strip_context(plan, profile, at_once=profile.multiprocessors if hopper else 0)
         context["with_ratios"], context["flagged"] = "ratios" in names, "gradient_wide" in names
         context["gather"] = "merge_ranks" in names
-        context["launches"] = {kernel.name: kernel for kernel in kernels}
-        pieces = tuple(
-            f"triton/{piece}.py.jinja" for piece in _kernel_templates(plan, bool(derivation.has_keys))
-        )
-        files.append(FileSpec("kernels.py", pieces, context))
+        context["hopper"] = hopper
+        found = families(traits)
+        context |= kernel_printers(found, traits, kernels)
+        pieces = ("header", *(family.template for family in found if family.file == "kernels.py"))
+        files.append(FileSpec("kernels.py", tuple(f"triton/{piece}.py.jinja" for piece in pieces), context))
+        files += [
+            FileSpec(family.file, (f"triton/{family.template}.py.jinja",), context)
+            for family in found
+            if family.file != "kernels.py"
+        ]
         files.append(FileSpec("schedule.py", ("triton/schedule.py.jinja",), context))
     runtime_files = sorted(file.name for file in RUNTIME_FOLDER.glob("*.py"))
     return PackageSpec(name, literals, kernels, tuple(files), tuple(runtime_files))
@@ -187,50 +169,58 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
         ("--cluster", None if problem.links is None else "CLUSTER.toml"),
         ("--memory-budget", problem.memory_budget_bytes),
         ("--precision", None if problem.precision == "default" else problem.precision),
-        *(("--set", f"{key}={value}") for key, value in own_settings(problem.settings)),
+        *(("--set", f"{key}={value}") for key, value in own_settings(problem.settings).pairs),
     ]
     given = shlex.join(word for flag, value in flags if value is not None for word in (flag, str(value)))
     literal = given.replace("{", "{{").replace("}", "}}")
     return f"infcl-gen generate --batch-size {{queries}} --keys {{keys}} {literal} -o DIR"
 
 
-def kernel_specs(plan: Plan, profile: DeviceProfile, has_keys: bool) -> tuple[KernelSpec, ...]:
+def traits_of(plan: Plan, derivation: Derivation) -> Traits:
+    return Traits(
+        strategy=plan.strategy,
+        has_keys=bool(derivation.has_keys),
+        labels=derivation.spec.positives == "label",
+        exact=plan.exact,
+        split=plan.split,
+        descriptors=plan.descriptors,
+        stash=plan.stash_rows > 0,
+        replay=plan.replay,
+        parts=named_parts(embedding_parts(plan.inner_dim("forward"))),
+        keeps_keys=plan.strategy != "torch" and plan.keeps_keys("forward", plan.blocks["forward"]),
+        hopper_stages=plan.hopper_stages,
+        gather=bool(derivation.has_keys) and plan.schedule.transport == "gather" and plan.strategy != "torch",
+    )
+
+
+def kernel_specs(plan: Plan, profile: DeviceProfile, traits: Traits) -> tuple[KernelSpec, ...]:
     """The kernels of a package in the order of kernels.py; none for the torch strategy."""
     specs = []
-    left_out = _left_out(plan, has_keys)
-    for template in _kernel_templates(plan, has_keys):
-        for name, family in KERNEL_FAMILIES[template].items():
-            if name in left_out:
-                continue
-            if isinstance(family, int):
-                specs.append(KernelSpec(name, family, 1))
-            elif name.endswith("_wide"):
-                specs.append(KernelSpec(name, _wide_warps(family, plan.blocks[family], profile), 2))
-            else:
-                specs.append(KernelSpec(name, plan.blocks[family].warps, plan.blocks[family].stages))
+    for kernel in (kernel for family in families(traits) for kernel in family.kernels(traits)):
+        if not kernel.block:
+            specs.append(KernelSpec(kernel.name, kernel.warps, kernel.stages))
+        elif kernel.wide:
+            specs.append(
+                KernelSpec(kernel.name, _wide_warps(kernel.block, plan.blocks[kernel.block], profile), 2)
+            )
+        else:
+            block = plan.blocks[kernel.block]
+            specs.append(KernelSpec(kernel.name, block.warps, block.stages))
     return tuple(specs)
 
 
-def _kernel_templates(plan: Plan, has_keys: bool) -> tuple[str, ...]:
-    gather = has_keys and plan.schedule.transport == "gather"
-    wishes = (("split", plan.split), ("replay", plan.replay), ("gather", gather))
-    chosen = [name for name, wanted in wishes if wanted]
-    return (*KERNEL_TEMPLATES.get(plan.strategy, ()), *chosen)
+def _hopper(plan: Plan) -> dict[str, int]:
+    """Parts of 64 columns, how much is multiplied of the last, and stages of hopper.py; {} where it has no kernels."""
+    if not plan.hopper_stages:
+        return {}
+    parts = -(-plan.problem.dim // 64)
+    last = -(-(plan.problem.dim - 64 * (parts - 1)) // 16) * 16
+    return {"parts": parts, "last": last, "stages": plan.hopper_stages, "longest_strip": HOPPER_STRIP}
 
 
 def _wide_warps(family: str, block: Block, profile: DeviceProfile) -> int:
     """Two references and pointers hold more registers: a thread gets at most 32 elements of a tile, or it spills."""
     return fused_wide(profile, block)[1] if family == "fused" else max(4, block.keys // 16)
-
-
-def _left_out(plan: Plan, has_keys: bool) -> set[str]:
-    """Kernels that need no second look at any range: of fp32 features, and where only rows have statistics."""
-    if _exact(plan):
-        return {"references", "forward_wide", "gradient_wide", "ratios"}
-    if has_keys:
-        return set()
-    kept = {"gradient_wide"} if plan.strategy == "stash" else set()
-    return {"gradient_wide", "ratios", "fused_queries_wide", "fused_keys_wide"} - kept
 
 
 def package_name(plan: Plan, derivation: Derivation) -> str:
@@ -256,6 +246,9 @@ def triton_expressions(derivation: Derivation) -> dict[str, Any]:
         "gradient_factor": triton_code(derivation.gradient_factor),
         "dscale_factor": triton_code(derivation.dscale_factor),
         "dbias": float(derivation.dbias),
+        "times_dscale_factor": ""
+        if derivation.dscale_factor == 1
+        else f" * ({triton_code(derivation.dscale_factor)})",
         "query_term": triton_code(derivation.query_term),
         "key_term_without_positive": triton_code(without_positive),
         "key_positive_term": triton_code(with_positive),
@@ -265,6 +258,7 @@ def triton_expressions(derivation: Derivation) -> dict[str, Any]:
 def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     """What the kernels and both device sweeps are specialised to."""
     formulas = derivation.formulas()
+    parts = _parts(plan.inner_dim("forward"))
     return {
         "strategy": plan.strategy,
         "products": plan.products,
@@ -272,30 +266,35 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "blocks": plan.blocks,
         "dim": plan.problem.dim,
         "dtype": plan.dtype,
-        "torch_dtype": TORCH_DTYPES[plan.specialisation.operand_dtype],
+        "torch_dtype": TORCH_DTYPES[plan.operand_dtype],
         "split": plan.split,
         "split_terms": SPLIT_TERMS,
         "exact_depth": EXACT_DEPTH,
+        "library_multiple": LIBRARY_MULTIPLE if plan.products == "library" else 1,
+        "parts": parts,
+        "part_sources": [side + part["name"] for side in "qk" for part in parts],
         "loss_rows": LOSS_ROWS,
         "strip_rows": STRIP_ROWS,
-        "statistics_dtype": "float64" if plan.dtype == "fp64" else "float32",
-        "gradient_exponent": _gradient_exponent(plan, derivation),
-        "input_precision": _input_precision(plan),
+        "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
+        "gradient_exponent": (exponent := _gradient_exponent(plan, derivation)),
+        "undo_exponent": f" * {2.0**-exponent}" if exponent else "",
+        "input_precision": plan.input_precision,
         "has_keys": bool(derivation.has_keys),
         "positives": derivation.spec.positives,
         "query_share": derivation.query_share,
         "key_share": derivation.key_share,
-        "positive_share": derivation.positive_share,
+        "positive_rest": derivation.positive_rest,
         "affine": derivation.slope is not None,
-        "exact": _exact(plan),
+        "exact": plan.exact,
         "stash": plan.stash_rows > 0,
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
     }
 
 
-def _strip_context(plan: Plan, profile: DeviceProfile) -> dict[str, Any]:
-    """How the kernels that walk strips are balanced on this board."""
+def _strip_context(plan: Plan, profile: DeviceProfile, at_once: int = 0) -> dict[str, Any]:
+    """How the kernels that walk strips are balanced on this board. at_once: programs of theirs that run at once, where
+    that is known."""
     forward = plan.blocks["forward"]
     panels = {
         "forward": (plan.forward_rows, plan.forward_keys),
@@ -306,21 +305,16 @@ def _strip_context(plan: Plan, profile: DeviceProfile) -> dict[str, Any]:
     waves = RING_WAVES if plan.world_size > 1 else 1
     return {
         "waves": waves,
-        "wide_rows": 0 if _exact(plan) else min(wide_rows(profile), *tiles),
+        "wide_rows": 0 if plan.exact else min(profile.architecture.recomputed_rows, *tiles),
         "fused_wide_keys": fused_wide(profile, plan.blocks["fused"])[0] if plan.strategy == "fused" else 0,
         "key_lanes": key_lanes(forward, profile),
-        "keeps_keys": plan.specialisation.keeps_keys("forward", forward),
+        "keeps_keys": plan.keeps_keys("forward", forward),
         "programs": {
-            name: waves * resident_programs(name, block, profile, plan.specialisation)
+            name: waves * (at_once or resident_programs(name, block, profile, plan))
             for name, block in walking.items()
         },
         "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},
     }
-
-
-def _exact(plan: Plan) -> bool:
-    """fp32 operands: every row and column has its own reference, so no tile needs a second look."""
-    return plan.dtype == "fp32" and not plan.split
 
 
 def _gradient_exponent(plan: Plan, derivation: Derivation) -> int:
@@ -329,12 +323,7 @@ def _gradient_exponent(plan: Plan, derivation: Derivation) -> int:
     if plan.dtype != "fp16" or plan.strategy == "torch":
         return 0
     softmaxes = abs(derivation.query_share) + abs(derivation.key_share)
-    return 14 - max(0, math.ceil(math.log2(max(softmaxes, abs(derivation.positive_share)))))
-
-
-def _input_precision(plan: Plan) -> str:
-    """`input_precision` of a product of fp32 operands; tf32 loses the loss at large scales, and is chosen only."""
-    return "tf32" if plan.problem.precision == "tf32" else "ieee"
+    return 14 - math.ceil(math.log2(max(softmaxes, abs(derivation.positive_share))))
 
 
 def _split_positive(term: Expr) -> tuple[Expr, Expr]:
@@ -347,3 +336,13 @@ def _identifier(name: str) -> str:
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", name):
         return name
     return "file" + hashlib.sha256(name.encode()).hexdigest()[:8]
+
+
+def _parts(dim: int) -> list[dict[str, Any]]:
+    """The embedding as kernels multiply it that hold a whole one: where each part begins, its width, what its names end
+    with, and whether it reaches beyond the embedding."""
+    found, start = [], 0
+    for name, width in named_parts(embedding_parts(dim)):
+        found.append({"start": start, "width": width, "name": name, "ragged": start + width > dim})
+        start += width
+    return found

@@ -3,92 +3,113 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import json
 import os
-import shutil
+import re
 import stat
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-
-from infcl_gen.emission.render import content_digest
-from infcl_gen.errors import InputError, LockTimeoutError
+from infcl_gen.emission.render import content_digest, with_digest
+from infcl_gen.errors import InputError
+from infcl_gen.files import lock, lock_file_of, write_folder
 
 SCHEMA_VERSION = 1
-LOCK_TIMEOUT_S = 120.0
 MANIFEST = "manifest.json"
+# What a partial package holds: the files that differ from package to package, for a reader.
+SPECIFIC_FILES = ("hopper.py", "kernels.py", "loss.py", "schedule.py", "spec.py")
 _LARGEST_FILE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Package:
-    """A generated package as read from its folder: SPEC's literals and the bytes of every file by its path."""
+    """A generated package as read from its folder: SPEC's literals and the bytes of every file by its path.
+
+    `missing`: paths of the files that a partial package leaves out; none in a whole one. `edited`: paths of files that
+    are not as generated, where such a package was asked for.
+    """
 
     path: Path
     spec: dict[str, Any]
     files: dict[str, bytes]
+    missing: tuple[str, ...] = ()
+    edited: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
+        """SPEC's; of an edited package one of its own, by its files."""
+        if self.edited:
+            return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()
         return str(self.spec["digest"])
 
 
-def write_package(files: Mapping[str, str], output: str | Path, force: bool = False) -> Path:
+class PartialPackageError(InputError):
+    """The folder holds a partial package: it can be read, and neither imported nor run."""
+
+
+def write_package(
+    files: Mapping[str, str], output: str | Path, force: bool = False, missing: Sequence[str] = ()
+) -> Path:
     """Write `files` and their manifest to the folder `output`, and return its absolute path.
+
+    `missing` makes a partial package: the paths that `specific_part` left out of `files`.
 
     Everything is written to a folder beside it, synced, and renamed: `output` is complete or absent at every
     moment. With `force` an existing package is replaced; a folder that holds anything else never is.
     Raises InputError (the output is not a place to write to), LockTimeoutError (another process is writing there).
     """
-    target = _checked_output(output, force)
+    target = check_output(output, force)
     contents = {path: text.encode() for path, text in files.items()}
-    contents[MANIFEST] = manifest_text(files).encode()
-    with lock(_lock_file(target), f"writing {target}"):
-        _checked_output(output, force)  # again: another process may have written it meanwhile
+    contents[MANIFEST] = manifest_text(files, missing).encode()
+    with lock(lock_file_of(target), f"writing {target}"):
+        check_output(output, force)  # again: another process may have written it meanwhile
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            write_folder(target, contents)
         except OSError as error:
-            raise InputError(f"--output {target}: cannot write there ({error.strerror})") from error
-        try:
-            _write_files(fresh, contents)
-            _rename_into_place(fresh, target)
-        except OSError as error:
-            raise InputError(f"--output {target}: writing failed ({error.strerror})") from error
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            raise InputError(f"--output {target}: cannot be written ({error.strerror})") from error
     return target
 
 
-def read_package(folder: str | Path) -> Package:
+def specific_part(files: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The files of a partial package, with a digest of their own, and the paths of those that it leaves out."""
+    kept = {path: text for path, text in files.items() if path in SPECIFIC_FILES}
+    return with_digest(kept), tuple(sorted(files.keys() - kept.keys()))
+
+
+def read_package(folder: str | Path, partial: bool = False, edited: bool = False) -> Package:
     """Read and check a package without importing anything of it.
 
     Raises InputError if the folder is not a package, or if a file is missing, edited, truncated or added
-    (bytecode caches aside).
+    (bytecode caches aside); with `edited`, only where that is SPEC or a missing file. Unless `partial`,
+    PartialPackageError for an intact partial package.
     """
     root = Path(folder)
     if not root.is_dir():
         raise InputError(f"{root}: no such folder; give the folder of a generated package")
-    entries = _manifest_entries(root)
+    entries, missing = _manifest_entries(root)
     present = set(_package_files(root))
-    if missing := sorted(set(entries) - present):
-        raise InputError(f"{root}: damaged package: missing {', '.join(missing)}; generate it again")
-    if added := sorted(present - set(entries) - {MANIFEST}):
+    if lost := sorted(set(entries) - present):
+        raise InputError(f"{root}: damaged package: missing {', '.join(lost)}; generate it again")
+    added = sorted(present - set(entries) - {MANIFEST})
+    if added and not edited:
         raise InputError(
             f"{root}: not as generated: {', '.join(added)} was added; remove it or generate again"
         )
     files = {path: _read_bytes(root / path) for path in sorted(entries)}
-    edited = [path for path, content in files.items() if hashlib.sha256(content).hexdigest() != entries[path]]
-    if edited:
+    changed = [
+        path for path, content in files.items() if hashlib.sha256(content).hexdigest() != entries[path]
+    ]
+    if changed and (not edited or "spec.py" in changed):
         raise InputError(
-            f"{root}: not as generated: {', '.join(edited)} was edited or cut short; generate it again"
+            f"{root}: not as generated: {', '.join(changed)} was edited or cut short; generate it again"
         )
+    if (changed or added) and not missing:
+        spec = _parse_spec(root, {"spec.py": files["spec.py"].decode()})
+        files |= {path: _read_bytes(root / path) for path in added}
+        return Package(root.resolve(), spec, files, missing, tuple(changed + added))
     try:
         texts = {path: content.decode() for path, content in files.items()}
     except UnicodeDecodeError as error:
@@ -101,7 +122,12 @@ def read_package(folder: str | Path) -> Package:
         raise InputError(
             f"{root}: not as generated: {MANIFEST} was edited (its digest is not SPEC's); generate it again"
         )
-    return Package(root.resolve(), spec, files)
+    if missing and not partial:
+        raise PartialPackageError(
+            f"{root}: a partial package, without {', '.join(missing[:2])} and more: inspect shows it, "
+            "nothing can run it; generate the whole one from the flags in its SPEC"
+        )
+    return Package(root.resolve(), spec, files, missing)
 
 
 def kernels_of(source: str) -> list[dict[str, Any]]:
@@ -115,50 +141,32 @@ def kernels_of(source: str) -> list[dict[str, Any]]:
     return found
 
 
-def manifest_text(files: Mapping[str, str]) -> str:
-    """manifest.json: what wrote the package, its digest, and the sha256 of each file."""
-    manifest = {
+def manifest_text(files: Mapping[str, str], missing: Sequence[str] = ()) -> str:
+    """manifest.json: what wrote the package, its digest, the sha256 of each file; what a partial package leaves out."""
+    manifest: dict[str, Any] = {
         "generator": "infcl_gen",
         "schema_version": SCHEMA_VERSION,
         "digest": content_digest(files),
         "files": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())},
     }
+    if missing:
+        manifest["missing"] = list(missing)
     return json.dumps(manifest, indent=2) + "\n"
 
 
-@contextlib.contextmanager
-def lock(path: Path, doing: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold an inter-process lock; LockTimeoutError after `timeout_s` (LOCK_TIMEOUT_S) says what was being done."""
-    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held = filelock.FileLock(path)
-        held.acquire(timeout=timeout_s)
-    except filelock.Timeout as error:
-        raise LockTimeoutError(
-            f"{doing}: another process has held the lock {path} for {timeout_s:g} s; wait for it, or end it"
-        ) from error
-    except OSError as error:
-        raise InputError(f"{doing}: cannot lock {path} ({error.strerror})") from error
-    try:
-        yield
-    finally:
-        held.release()
-
-
-def _checked_output(output: str | Path, force: bool) -> Path:
-    """The absolute output path, if a package may be written there."""
+def check_output(output: str | Path, force: bool = False) -> Path:
+    """The absolute output path, if a package may be written there; otherwise raises InputError."""
     if not isinstance(output, str | os.PathLike):
         raise InputError(f"--output {output!r}: not a path")
     text = str(output)
     if not text.strip() or "\0" in text or any(not character.isprintable() for character in text):
         raise InputError(f"--output {text!a}: not a usable folder name")
-    target = Path(os.path.abspath(text))
     try:
+        target = Path(os.path.abspath(text))
         defect = _defect_of_place(target)
         occupied = not defect and target.exists() and any(target.iterdir())
-    except OSError as error:
-        defect, occupied = f"{error.strerror}", False
+    except OSError as error:  # such as a current folder that was deleted
+        raise InputError(f"--output {output}: {error.strerror}") from error
     if defect:
         raise InputError(f"--output {output}: {defect}")
     if occupied:
@@ -183,7 +191,7 @@ def _defect_of_place(target: Path) -> str | None:
 
 def _check_replaceable(target: Path, force: bool) -> None:
     try:
-        entries = _manifest_entries(target)
+        entries, _ = _manifest_entries(target)
     except InputError as error:
         raise InputError(
             f"--output {target}: exists and is not a generated package; give another folder"
@@ -196,8 +204,8 @@ def _check_replaceable(target: Path, force: bool) -> None:
         )
 
 
-def _manifest_entries(root: Path) -> dict[str, str]:
-    """sha256 by path as manifest.json has it; InputError unless it is a manifest of ours."""
+def _manifest_entries(root: Path) -> tuple[dict[str, str], tuple[str, ...]]:
+    """sha256 by path and what is left out, as manifest.json has them; InputError unless it is a manifest of ours."""
     file = root / MANIFEST
     if not file.is_file():
         raise InputError(f"{root}: not a generated package (no {MANIFEST})")
@@ -206,8 +214,11 @@ def _manifest_entries(root: Path) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: damaged (not JSON); generate the package again") from error
     entries = manifest.get("files") if isinstance(manifest, dict) else None
+    missing = manifest.get("missing", []) if isinstance(manifest, dict) else None
     if (
         not isinstance(entries, dict)
+        or not isinstance(missing, list)
+        or not all(isinstance(path, str) and _is_inner_path(path) for path in missing)
         or manifest.get("generator") != "infcl_gen"
         or not all(isinstance(value, str) and _is_inner_path(path) for path, value in entries.items())
         or "spec.py" not in entries
@@ -218,7 +229,7 @@ def _manifest_entries(root: Path) -> dict[str, str]:
             f"{file}: schema version {manifest.get('schema_version')!r}, this infcl_gen reads {SCHEMA_VERSION}; "
             "generate the package again"
         )
-    return entries
+    return entries, tuple(missing)
 
 
 def _is_inner_path(path: str) -> bool:
@@ -226,13 +237,23 @@ def _is_inner_path(path: str) -> bool:
 
 
 def _package_files(root: Path) -> list[str]:
-    """Paths of all files below `root` except bytecode caches; a link counts as a file."""
+    """Paths of all that is below `root` except Python's bytecode caches. A link, and a folder that holds nothing
+    (written "name/"), count as files."""
     found = []
     for folder, folders, names in os.walk(root):
+        caches = os.path.basename(folder) == "__pycache__"
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        folders[:] = [name for name in folders if name != "__pycache__" and name not in links]
-        found += [os.path.relpath(os.path.join(folder, name), root) for name in names + links]
+        folders[:] = [name for name in folders if name not in links]
+        kept = [name for name in names if not (caches and _is_bytecode(os.path.join(folder, name)))]
+        found += [os.path.relpath(os.path.join(folder, name), root) for name in kept + links]
+        if not (folders or names or links or caches or os.path.samefile(folder, root)):
+            found.append(os.path.relpath(folder, root) + "/")
     return [path.replace(os.sep, "/") for path in found]
+
+
+def _is_bytecode(file: str) -> bool:
+    """A file that Python writes to its caches; while it does, under a name that ends in digits."""
+    return re.search(r"\.pyc(\.\d+)?$", file) is not None and not os.path.islink(file)
 
 
 def _read_bytes(file: Path) -> bytes:
@@ -262,47 +283,3 @@ def _parse_spec(root: Path, texts: Mapping[str, str]) -> dict[str, Any]:
 
 def _target(node: ast.AnnAssign | ast.Assign) -> ast.expr:
     return node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-
-
-def _lock_file(target: Path) -> Path:
-    # Kept apart from the output, so that nothing but the package appears there.
-    key = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / f"{key}.lock"
-
-
-def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
-    folder.chmod(0o777 & ~umask)  # mkdtemp's folders are private
-    for path, content in contents.items():
-        file = folder / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    for inner in sorted({folder, *((folder / path).parent for path in contents)}):
-        _sync_folder(inner)
-
-
-def _rename_into_place(fresh: Path, target: Path) -> None:
-    if not target.exists() or not any(target.iterdir()):
-        os.rename(fresh, target)  # POSIX: an empty folder is replaced
-    else:
-        retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        os.rename(target, retired)
-        try:
-            os.rename(fresh, target)
-        except BaseException:
-            os.rename(retired, target)
-            raise
-        shutil.rmtree(retired, ignore_errors=True)
-    _sync_folder(target.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

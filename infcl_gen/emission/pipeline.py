@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import hashlib
 import logging
 from pathlib import Path
 
 from infcl_gen.emission.lower import lower
-from infcl_gen.emission.package import manifest_text, read_package
+from infcl_gen.emission.package import manifest_text, read_package, specific_part
 from infcl_gen.emission.render import render
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster, profile_from_literals, resolve_cluster
+from infcl_gen.inputs.cluster_file import Links
+from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.planner import cost_model
 from infcl_gen.planning.records import Found, Missing, lookup, record_key
 from infcl_gen.planning.timeline import LEAD_S, Timeline, execute
-from infcl_gen.problem import Links, Problem, make_problem
 
 _LOG = logging.getLogger("infcl_gen")
 
@@ -39,8 +38,8 @@ def simulate_problem(problem: Problem, lead_s: float = LEAD_S, **how: bool) -> t
     """The plan, and a step of it as `planning.timeline.execute` simulates it, behind other work; `how` are its
     keywords."""
     cluster = resolve_cluster(problem)
-    planned, derivation = _measured_plan(problem, load_loss(problem.loss), cluster)
-    return planned, execute(planned, cost_model(planned, derivation, cluster), lead_s=lead_s, **how)
+    planned, _ = _measured_plan(problem, load_loss(problem.loss), cluster)
+    return planned, execute(planned, cost_model(planned, cluster), lead_s=lead_s, **how)
 
 
 def find_record(problem: Problem) -> Found | Missing:
@@ -64,11 +63,16 @@ def rerender(folder: str | Path) -> dict[str, bytes]:
     """What the package in `folder` would be if generated now, from its SPEC alone; with the manifest.
 
     SPEC carries the loss as a formula and the device as figures: files that the user gave are not needed again, nor is
-    the record of measured settings. Raises InputError if the folder is not an intact package, and whatever planning
-    its problem raises.
+    the record of measured settings. Of a partial package it is the part that is there. Raises InputError if the folder
+    is not an intact package, and whatever planning its problem raises.
     """
-    files = build_for(*spec_inputs(read_package(folder).spec))
-    return {path: text.encode() for path, text in {**files, "manifest.json": manifest_text(files)}.items()}
+    package = read_package(folder, partial=True)
+    files = build_for(*spec_inputs(package.spec))
+    missing: tuple[str, ...] = ()
+    if package.missing:
+        files, missing = specific_part(files)
+    written = {**files, "manifest.json": manifest_text(files, missing)}
+    return {path: text.encode() for path, text in written.items()}
 
 
 def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
@@ -81,29 +85,9 @@ def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
     return problem, spec_from_dict(loss), cluster
 
 
-def work_digest(problem: Problem, loss: LossSpec, cluster: Cluster) -> str:
-    """Digest of what the device does in the package for a problem, for which no record is looked up. With kernels: the
-    text of kernels.py and strips.py, the launch options, and the constants of schedule.py; without, the sweep in plain
-    torch. The rest of the host's code is left out: it does not decide which blocks are the fastest."""
-    planned, derivation = _plan(problem, loss, cluster)
-    package = lower(planned, derivation, cluster.profile)
-    files = render(package)
-    if package.kernels:
-        sweep = _constants(files["schedule.py"])
-        parts = [files["kernels.py"], repr(package.kernels), sweep, files["_runtime/strips.py"]]
-    else:
-        parts = [files[name] for name in ("schedule.py", "loss.py", "_runtime/statistics.py")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _constants(source: str) -> str:
-    """The assignments at the top level of a module, without its comments."""
-    return "\n".join(ast.unparse(node) for node in ast.parse(source).body if isinstance(node, ast.Assign))
-
-
 def _find_record(problem: Problem, loss: LossSpec, cluster: Cluster) -> Found | Missing:
     key = record_key(problem, loss, cluster)
-    return lookup(problem, key, lambda applied: work_digest(applied, loss, cluster))
+    return lookup(problem, key, lambda applied: _plan(applied, loss, cluster)[0])
 
 
 def _plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Derivation]:
@@ -115,7 +99,7 @@ def _measured_plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[
     """The plan with the settings of a record that fits, else by the cost model."""
     found = _find_record(problem, loss, cluster)
     if isinstance(found, Found):
-        return _plan(found.applied(problem), loss, cluster)
+        return found.plan, derive(loss)
     _LOG.info("no measured settings: %s", found.reason)
     return _plan(problem, loss, cluster)
 

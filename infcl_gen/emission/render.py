@@ -35,10 +35,14 @@ def render(spec: PackageSpec) -> dict[str, str]:
         files[file.path] = _tidy("\n\n\n".join(part.strip("\n") for part in parts))
     for name in spec.runtime_files:
         files[f"_runtime/{name}"] = (RUNTIME_FOLDER / name).read_text(encoding="utf-8")
-    files["spec.py"] = _DIGEST_LINE.sub(
-        f'    "digest": "{content_digest(files)}",\n', files["spec.py"], count=1
-    )
-    return dict(sorted(files.items()))
+    return with_digest(files)
+
+
+def with_digest(files: Mapping[str, str]) -> dict[str, str]:
+    """The same files, sorted by path; SPEC["digest"] in spec.py is theirs."""
+    line = f'    "digest": "{content_digest(files)}",\n'
+    spec = _DIGEST_LINE.sub(line, files["spec.py"], count=1)
+    return dict(sorted({**files, "spec.py": spec}.items()))
 
 
 def _tidy(text: str) -> str:

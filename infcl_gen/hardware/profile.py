@@ -7,19 +7,29 @@ Every peak carries its source: "measured: ...", "vendor: dense ..." (never the f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.errors import InputError
-from infcl_gen.problem import Links, Peak, check_text, read_text_file, show, suggestion
-
-if TYPE_CHECKING:
-    from infcl_gen.problem import Problem
+from infcl_gen.inputs.cluster_file import Peak
+from infcl_gen.inputs.text import check_text, read_text_file, show, suggestion
 
 MATMUL_KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _VENDORS = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
 _ARCHITECTURES = {"nvidia": r"sm_[0-9]{2,3}a?", "amd": r"gfx[0-9a-f]{3,5}", "cpu": r"[a-z0-9_]{2,32}"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Facts of an architecture, as `architectures.toml` explains and holds them."""
+
+    family: str
+    row_lanes: int = 0
+    recomputed_rows: int = 64
+    products_read_shared: bool = False
+    recomputed_fused: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,50 +63,16 @@ class DeviceProfile:
     link_gbs: Peak
     node_link_gbs: Peak
 
+    @property
+    def architecture(self) -> Architecture:
+        """What kernels know of its architecture."""
+        table = _architectures()
+        return table.get(self.arch) or table.get(self.vendor) or Architecture("small")
+
     def __post_init__(self) -> None:
         problem = _defect(self)
         if problem:
             raise InputError(f"--device-profile: {show(self.name)}: {problem}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """`devices` equal devices in all, spread evenly over `nodes`, and the links between them: what `links` says of
-    them, and what the profile says where that is silent."""
-
-    devices: int
-    nodes: int
-    profile: DeviceProfile
-    links: Links = dataclasses.field(default_factory=Links)
-
-    @property
-    def devices_per_node(self) -> int:
-        return self.devices // self.nodes
-
-    @property
-    def link_gbs(self) -> Peak:
-        """GB/s of a transfer between two devices of a node, per direction."""
-        return self.links.link_gbs or self.profile.link_gbs
-
-    @property
-    def node_link_gbs(self) -> Peak:
-        """GB/s of one device's transfer between two nodes, per direction."""
-        return self.links.node_link_gbs or self.profile.node_link_gbs
-
-    @property
-    def links_per_node(self) -> int:
-        """How many devices of a node can use `node_link_gbs` at once; more of them share the same total."""
-        return self.links.links_per_node or self.devices_per_node
-
-    @property
-    def latency_us(self) -> Peak:
-        """Of one message between two devices of a node: a launch, where nothing else is known."""
-        return self.links.latency_us or self.profile.launch_us
-
-    @property
-    def node_latency_us(self) -> Peak:
-        """Of one message between two nodes."""
-        return self.links.node_latency_us or self.latency_us
 
 
 def profile_names() -> tuple[str, ...]:
@@ -129,34 +105,12 @@ def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") 
     return _convert(table, where)
 
 
-def resolve_cluster(problem: Problem) -> Cluster:
-    """The cluster that `problem` is planned for; looks at this machine only if the device profile is "auto".
+@functools.cache
+def _architectures() -> dict[str, Architecture]:
+    import msgspec
 
-    Raises InputError where target, profile, dtype and precision contradict each other, and ToolchainError
-    where "auto" finds no device of the wanted target.
-    """
-    from infcl_gen.hardware.detection import detect
-
-    if problem.device_profile != "auto":
-        profile = load_profile(problem.device_profile)
-    elif problem.target == "cpu":
-        profile = load_profile("cpu")
-    else:
-        profile = detect(problem.target)
-    if problem.target not in ("auto", profile.target):
-        raise InputError(
-            f"--target: {problem.target} contradicts --device-profile {profile.name}"
-            f" (a {profile.target} device)"
-        )
-    if problem.dtype == "fp64" and profile.target != "cpu":
-        raise InputError(
-            f"--dtype: fp64 is for --target cpu, not {profile.target}; valid there: bf16, fp16, fp32"
-        )
-    if problem.precision == "tf32" and profile.vendor != "nvidia":
-        raise InputError(
-            f"--precision: tf32 is for --target cuda, not {profile.target}; give default or exact"
-        )
-    return Cluster(problem.devices, problem.nodes, profile, problem.links or Links())
+    text = resources.files("infcl_gen.hardware").joinpath("architectures.toml").read_text(encoding="utf-8")
+    return msgspec.toml.decode(text, type=dict[str, Architecture], strict=True)
 
 
 def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_bytes: int) -> DeviceProfile:

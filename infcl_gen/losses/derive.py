@@ -12,6 +12,7 @@ SymPy differentiates; nothing here is specific to one loss.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,8 +21,10 @@ import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff, exp
 
 from infcl_gen.losses.language import (
+    LARGEST_NUMBER,
     LOSS_FUNCTIONS,
     ROW_FUNCTIONS,
+    SMALLEST_NUMBER,
     LossError,
     LossSpec,
     bias,
@@ -37,6 +40,7 @@ from infcl_gen.losses.language import (
     z,
 )
 from infcl_gen.losses.printers import c, dense_code, display, p, python_code, r, torch_code, triton_code, x
+from infcl_gen.runtime.table import Travelling
 
 SUPPORTED = (
     "kernels exist for mean_over_queries and mean_over_keys of constant multiples of logsumexp_over_keys(x), "
@@ -75,6 +79,23 @@ class Derivation:
     gradient_factor: Expr
     dscale_factor: Expr
     dbias: Expr
+
+    @property
+    def positive_rest(self) -> float:
+        """g of a positive is query_share * (P - 1) + key_share * (C - 1) + this, with P and C its probabilities.
+
+        0.0 where the shares sum to 0 but for their rounding.
+        """
+        shares = (self.query_share, self.key_share, self.positive_share)
+        total = math.fsum(shares)
+        return 0.0 if abs(total) < 1e-12 * max(map(abs, shares)) else total
+
+    def travelling(self, dim: int) -> tuple[Travelling, ...]:
+        """What travels between ranks, of each key: features, the statistics of its column, and its gradient."""
+        keys = Travelling("keys", dim, "features", forward="unchanged", backward="unchanged")
+        statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
+        gradients = Travelling("key gradients", dim, "statistics", backward="summed")
+        return (keys, statistics, gradients) if self.has_keys else (keys, gradients)
 
     def formulas(self) -> dict[str, str]:
         """The derivation for people: names of quantities to ASCII formulas."""
@@ -178,7 +199,10 @@ def derive(spec: LossSpec) -> Derivation:
         derivation.dscale_factor,
     ):
         for printer in (triton_code, torch_code, python_code):
-            printer(expression)  # refuses here, by name, rather than in the middle of an emission
+            try:
+                printer(expression)  # refuses here rather than in the middle of an emission
+            except LossError as error:
+                raise _refused(spec, f"its derivative has what kernels cannot compute: {error}") from None
     return derivation
 
 
@@ -284,6 +308,10 @@ def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
         raise _refused(
             spec, f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares"
         )
+    if any(share != 0 and not SMALLEST_NUMBER <= abs(share) <= LARGEST_NUMBER for share in shares):
+        raise _refused(
+            spec, f"a weight below {SMALLEST_NUMBER:g} or above {LARGEST_NUMBER:g} leaves the range of fp32"
+        )
     return shares[0], shares[1], shares[2]
 
 
@@ -333,6 +361,7 @@ def loss_template_context(derivation: Derivation) -> dict[str, Any]:
         "query_share": repr(derivation.query_share),
         "key_share": repr(derivation.key_share),
         "positive_share": repr(derivation.positive_share),
+        "positive_rest": repr(derivation.positive_rest),
         "dbias": repr(float(derivation.dbias)),
         "logit": torch_code(derivation.logit),
         "dlogit_dz": torch_code(derivation.dlogit_dz),

@@ -25,17 +25,22 @@ gradient of the whole loss with respect to the logit of one pair, in the stable 
 | `queries`, `keys`                    | number        | M and N                                                      |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
 
+Besides, + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude: fp32
+holds their products with gradients. A formula has at most LARGEST_FORMULA parts, so that it is derived in seconds.
+
 What the language can say is more than what kernels exist for; `derive` tells, in one sentence, what it refuses and why.
 """
 
 from __future__ import annotations
 
 import keyword
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from sympy import Expr, Function, Integer, Symbol, exp, log, tanh
+import sympy
+from sympy import Expr, Function, Integer, Rational, Symbol
 from sympy.core.function import ArgumentIndexError
 
 from infcl_gen.errors import InputError
@@ -75,6 +80,10 @@ __all__ = [
 
 Positives = Literal["diagonal", "label", "id"]
 
+LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out: derived in half a second
+SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
+_EXPONENTS = (Rational(1, 2), *map(Integer, (1, 2, 3, 4)))
+
 
 class LossError(InputError):
     """A loss that is not well formed, or that says something no kernel implements."""
@@ -90,7 +99,7 @@ class LossSpec:
                "id": every key with the query's id.
     doc        one sentence for people.
 
-    Raises LossError where a field is of the wrong type or the formula uses a symbol that is not in the language.
+    Raises LossError where a field is of the wrong type or the formula uses what is not in the language.
     """
 
     name: str
@@ -110,6 +119,11 @@ class LossSpec:
             raise LossError(
                 f"loss {self.name}: the formula must be a SymPy expression, not {type(self.formula).__name__}"
             )
+        try:
+            check_size(self.formula)
+            _check_words(self.formula, set())
+        except LossError as error:
+            raise LossError(f"loss {self.name}: {error}") from None
         for symbol in sorted(self.formula.free_symbols, key=str):
             if symbol not in SYMBOLS.values() and symbol != similarity_symbol(symbol.name):
                 raise LossError(
@@ -121,6 +135,53 @@ class LossSpec:
                 f"loss {self.name}: the formula is not reduced to one number; "
                 "use mean_over_queries, mean_over_keys or sum_over_pairs"
             )
+
+
+def check_size(expression: Expr) -> None:
+    """Raises LossError if an expression has more parts, or more terms when multiplied out, than LARGEST_FORMULA."""
+    try:
+        largest = max(_size(sympy.sympify(expression), {}))
+    except RecursionError:
+        largest = LARGEST_FORMULA + 1
+    if largest > LARGEST_FORMULA:
+        raise LossError(f"a formula has at most {LARGEST_FORMULA} parts, also when it is multiplied out")
+
+
+def _size(expression: Expr, known: dict[Expr, tuple[int, int]]) -> tuple[int, int]:
+    """Parts of an expression as it is written, and terms where it is multiplied out; a shared part is visited once."""
+    if expression not in known:
+        sizes = [_size(argument, known) for argument in expression.args]
+        parts, counts = 1 + sum(size for size, _ in sizes), [count for _, count in sizes]
+        terms = max(counts, default=1)
+        if expression.is_Add:
+            terms = sum(counts)
+        elif expression.is_Mul:
+            terms = math.prod(counts)
+        elif expression.is_Pow and expression.exp.is_Integer:
+            terms = counts[0] ** min(abs(int(expression.exp)), LARGEST_FORMULA)
+        known[expression] = min(parts, LARGEST_FORMULA + 1), min(terms, LARGEST_FORMULA + 1)
+    return known[expression]
+
+
+def _check_words(expression: Expr, checked: set[Expr]) -> None:
+    """Raises LossError naming the first function, power or number that is not in the language."""
+    if expression in checked or expression.is_Symbol:
+        return
+    checked.add(expression)
+    if expression.is_Atom:
+        finite = bool(expression.is_real and expression.is_finite)
+        if expression != 0 and not (finite and SMALLEST_NUMBER <= abs(expression) <= LARGEST_NUMBER):
+            limits = f"{SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+            raise LossError(f"numbers of the loss language are 0 or {limits} in magnitude, not {expression}")
+        return
+    if expression.is_Pow:
+        if abs(expression.exp) not in _EXPONENTS:
+            raise LossError(f"powers of the loss language are 1/2 and integers up to 4, not {expression}")
+    elif not (expression.is_Add or expression.is_Mul or expression.func in FUNCTIONS.values()):
+        known = ", ".join(FUNCTIONS)
+        raise LossError(f"{expression.func.__name__} is not in the loss language; its functions are {known}")
+    for argument in expression.args:
+        _check_words(argument, checked)
 
 
 def is_identifier(name: object) -> bool:
@@ -215,14 +276,14 @@ class logsumexp_over_keys(_Opaque):
     nargs = (1, 2)
 
     def _slope(self) -> Expr:
-        return self.where * exp(self.args[0] - self)
+        return self.where * sympy.exp(self.args[0] - self)
 
 
 class logsumexp_over_queries(_Opaque):
     nargs = (1, 2)
 
     def _slope(self) -> Expr:
-        return self.where * exp(self.args[0] - self)
+        return self.where * sympy.exp(self.args[0] - self)
 
 
 class positive(_Opaque):
@@ -294,9 +355,27 @@ class step(_Opaque):
         return Integer(0)
 
 
+def exp(u: Expr) -> Expr:
+    check_size(u)  # SymPy simplifies, in time that is exponential in the depth of `tanh(u) + u`
+    return sympy.exp(u)
+
+
+def log(u: Expr) -> Expr:
+    check_size(u)
+    return sympy.log(u)
+
+
+def tanh(u: Expr) -> Expr:
+    check_size(u)
+    return sympy.tanh(u)
+
+
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (logsumexp_over_keys, logsumexp_over_queries, positive, mean_over_positives, mean_of_keys)
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function
-    for function in (*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step, exp, log, tanh)
+    for function in (
+        *(*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step),
+        *(sympy.exp, sympy.log, sympy.tanh),
+    )
 }

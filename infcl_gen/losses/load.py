@@ -16,7 +16,7 @@ from sympy import Expr, Number, Symbol, sqrt, sympify
 
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
 from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, is_similarity
-from infcl_gen.losses.printers import display
+from infcl_gen.losses.printers import LONGEST_TEXT, display
 
 
 def load_loss(name: str) -> LossSpec:
@@ -72,8 +72,8 @@ def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:
 
 def parse_formula(text: str) -> Expr:
     """Read a formula as `printers.display` writes it: numbers, + - * / **, and the names of the loss language only."""
-    if not isinstance(text, str) or len(text) > 10_000:
-        raise LossError("a formula must be a string of at most 10000 characters")
+    if not isinstance(text, str) or len(text) > LONGEST_TEXT:
+        raise LossError(f"a formula must be a string of at most {LONGEST_TEXT} characters")
     try:
         expression = _build(ast.parse(text, mode="eval").body)
         return sympify(expression)

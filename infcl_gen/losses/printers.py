@@ -25,6 +25,10 @@ from infcl_gen.losses.language import LossError
 x, r, c, p = (Symbol(name, real=True) for name in "xrcp")
 STATISTICS: dict[str, Symbol] = {"x": x, "r": r, "c": c, "p": p}
 
+LONGEST_TEXT = (
+    10_000  # characters of an expression: a translation may repeat its argument, so nested ones double
+)
+
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
 
@@ -88,6 +92,8 @@ class _Printer:
         translation = self.functions.get(expression.func)
         if translation is not None and (len(expression.args) == 1 or self.formulas):
             text = translation(*(self._print(argument, names)[0] for argument in expression.args))
+            if len(text) > LONGEST_TEXT:
+                raise LossError(f"{self.target} would need more than {LONGEST_TEXT} characters for it")
             return text, (_SUM if _is_sum(text) else _ATOM)
         raise LossError(f"{self.target} has no translation for {expression.func.__name__} in {expression}")
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from infcl_gen.planning.levels import KERNELS, Block, violations
 from infcl_gen.planning.planner import Plan, Reason, plan
-from infcl_gen.planning.schedule import Schedule, walk_schedule
+from infcl_gen.planning.schedule import walk
 
-__all__ = ["KERNELS", "Block", "Plan", "Reason", "Schedule", "plan", "violations", "walk_schedule"]
+__all__ = ["KERNELS", "Block", "Plan", "Reason", "plan", "violations", "walk"]

@@ -1,8 +1,8 @@
 """Tiles inside one device: the blocks of each kernel, their defaults, and the one predicate that says what is legal.
 
     level 2  panel   R x C   g of one panel lives in memory (or in L2)        chosen by the planner from the budget
-    level 3  block   rows x keys x depth   one program; shared memory         `Block`, this module
-    level 4  warps   warps, stages         registers, pipeline                `Block`, this module
+    level 3  block   rows x keys x depth   one program; shared memory         `Block`
+    level 4  warps   warps, stages         registers, pipeline                `Block`
 
 Planner, tuner and tests ask `violations`; nothing else decides whether a block is legal.
 """
@@ -14,7 +14,8 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.errors import InputError
-from infcl_gen.problem import DTYPE_BYTES
+from infcl_gen.inputs.overrides import KERNELS
+from infcl_gen.planning.choice import SIMILARITIES, Block, Choice, embedding_parts, padded_dim
 
 if TYPE_CHECKING:
     from infcl_gen.hardware import DeviceProfile
@@ -27,17 +28,16 @@ LARGE = 1 << 31  # rows or keys that fill any board
 # Of programs, of several devices: messages take multiprocessors from them, and one wave costs 1.2 to 1.6 % more.
 RING_WAVES = 4
 REGISTERS = 65536  # of a multiprocessor, on every board
-LANES_OF_8 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
-SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
 EXACT_DEPTH = 2048  # of one product of high halves: gradients good to 4.6e-6 on an H200, to 6.3e-6 at 4096
-# Kernels whose depth runs over the terms of split operands.
-SIMILARITIES = ("forward", "gradient", "positive")
+LIBRARY_MULTIPLE = 8  # of keys: at 10 007 an H200's cuBLAS takes 1.8 times as long for g^T q, 6 times for g k
 STRIP_ROWS = 64  # of a panel, or of features, that the torch strategy works on where it needs temporaries
 LOSS_ROWS = 1024  # of one program: fp64 logarithms of 32 768 rows took one program 0.12 ms, 1 % of the step
 PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
 
+# Blocks of the table below for embeddings of up to so many columns, in parts.
+FUSED_TABLE = {"fused64": 64, "fused96": 96, "fused128": 128, "fused256": FUSED_DIM_LIMIT}
+
 # The kernels that have a block, by strategy.
-KERNELS = ("forward", "gradient", "product", "fused", "positive", "finish")
 KERNELS_OF = {
     "panel": ("forward", "gradient", "product", "positive", "finish"),
     "stash": ("forward", "gradient", "product", "positive", "finish"),
@@ -46,75 +46,9 @@ KERNELS_OF = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Tile of one program. forward, gradient: `rows` queries x `keys` keys, `depth` of the embedding at a time.
-
-    product (g times features): `rows` x `keys` of the output, `depth` along the panel. fused: `rows` owned x `keys`
-    visiting, `depth` is the whole padded embedding. positive: the diagonal of a tile of `rows` = `keys`. finish:
-    `rows` x `depth` of an accumulator (`keys` has no meaning there).
-    """
-
-    rows: int
-    keys: int
-    depth: int
-    warps: int
-    stages: int
-
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Specialisation:
-    """What the kernels of a package are made for, beside the board: what their blocks' legality depends on."""
-
-    strategy: str
-    dtype: str  # of the features
-    dim: int
-    descriptors: bool
-    split: bool = False
-
-    @property
-    def operand_dtype(self) -> str:
-        return operand_dtype(self.dtype, self.split)
-
-    @property
-    def operand_bytes(self) -> int:
-        return DTYPE_BYTES[self.operand_dtype]
-
-    def inner_dim(self, kernel: str) -> int:
-        return inner_dim(kernel, self.dim, self.split)
-
-    def stores_tiles(self, kernel: str) -> bool:
-        """Whether a kernel stores its tiles in the background, through shared memory: the forward of a stash."""
-        return kernel == "forward" and self.strategy == "stash" and self.descriptors
-
-    def keeps_keys(self, kernel: str, block: Block) -> bool:
-        """Whether a program reads its keys once: the forward does, where one step covers their depth, through
-        descriptors, for tensor cores that read shared memory; not of fp32 operands, whose forward is another."""
-        whole = block.depth >= padded_dim(self.inner_dim(kernel))
-        return kernel == "forward" and whole and self.descriptors and self.operand_bytes == 2
-
-
-def padded_dim(dim: int) -> int:
-    """The next power of two, at least 16 (the smallest block dimension)."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-def operand_dtype(dtype: str, split: bool) -> str:
-    """Of what the kernels multiply: the features', or bf16 where fp32 features are split."""
-    return "bf16" if split else dtype
-
-
-def inner_dim(kernel: str, dim: int, split: bool) -> int:
-    """Depth of what a kernel multiplies: the embedding, of split operands once for each term of a similarity."""
-    return SPLIT_TERMS * dim if split and kernel in SIMILARITIES else dim
-
-
 def default_blocks(
     profile: DeviceProfile,
-    specialisation: Specialisation,
+    choice: Choice,
     rows: int = LARGE,
     keys: int = LARGE,
     chosen: Collection[str] = (),
@@ -126,44 +60,51 @@ def default_blocks(
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
-    table = _ELEMENTWISE | _TABLE[_family(profile), 2 if specialisation.operand_bytes == 2 else 4]
-    strategy, widest = specialisation.strategy, padded_dim(specialisation.dim)
-    if strategy == "fused" and DTYPE_BYTES[specialisation.dtype] != 2:
+    table = _ELEMENTWISE | _TABLE[profile.architecture.family, 2 if choice.operand_bytes == 2 else 4]
+    strategy, widest = choice.strategy, padded_dim(choice.dim)
+    if strategy == "fused" and choice.feature_bytes != 2:
         raise InputError(
-            f"fused keeps a gradient row in registers, too many of them for {specialisation.dtype}; valid: bf16, fp16"
+            f"fused keeps a gradient row in registers, too many of them for {choice.dtype}; valid: bf16, fp16"
         )
     blocks: dict[str, Block] = {}
     for kernel in KERNELS_OF[strategy]:
         if kernel == "fused":
-            base = dataclasses.replace(table["fused128" if widest <= 128 else "fused256"], depth=widest)
+            held = sum(embedding_parts(choice.dim))
+            fitting = [name for name in FUSED_TABLE if name in table and held <= FUSED_TABLE[name]]
+            # Taller blocks only where two of them come to every multiprocessor.
+            tallest = max(64, min(rows, keys) // (2 * profile.multiprocessors))
+            name = next((name for name in fitting if table[name].rows <= tallest), "fused256")
+            base = dataclasses.replace(table[name], depth=widest)
         elif kernel == "product":
             base = dataclasses.replace(table[kernel], keys=min(table[kernel].keys, widest))
         else:
-            found = _tabulated(table, kernel, specialisation)
+            found = _tabulated(table, kernel, choice)
             owner = "gradient" if strategy == "stash" and kernel == "forward" else kernel  # of the tiles
             base = found if owner in chosen else _spread(kernel, found, profile, rows, keys)
-            deepest = padded_dim(specialisation.inner_dim(kernel))
+            deepest = padded_dim(choice.inner_dim(kernel))
             base = dataclasses.replace(base, depth=min(base.depth, deepest))
             if strategy == "stash" and kernel == "gradient":  # its tiles are those that the forward has kept
                 base = dataclasses.replace(base, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
-        blocks[kernel] = _shrink(kernel, base, profile, specialisation)
+        blocks[kernel] = _shrink(kernel, base, profile, choice)
     return blocks
 
 
-def _tabulated(table: dict[str, Block], kernel: str, specialisation: Specialisation) -> Block:
+def _tabulated(table: dict[str, Block], kernel: str, choice: Choice) -> Block:
     """A kernel's block for any number of rows and keys; of a stash, whose forward keeps the gradient's tiles."""
-    inner = specialisation.inner_dim(kernel)
+    inner = choice.inner_dim(kernel)
     found = table.get(f"deep {kernel}", table[kernel]) if inner >= DEEP else table[kernel]
-    if specialisation.strategy == "stash" and kernel in ("forward", "gradient"):
+    if choice.strategy == "stash" and kernel in ("forward", "gradient"):
         tile = table["gradient"]
-        if specialisation.stores_tiles("forward"):
+        if choice.stores_tiles("forward"):
             found, tile = table.get(f"stored {kernel}", found), table.get("stored gradient", tile)
         return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
-    shallow = table.get(f"shallow {kernel}", found)
-    return shallow if specialisation.keeps_keys(kernel, shallow) else found
+    for name in (f"narrow {kernel}", f"shallow {kernel}"):
+        if name in table and choice.keeps_keys(kernel, table[name]):
+            return table[name]
+    return found
 
 
-def shared_bytes(kernel: str, block: Block, specialisation: Specialisation) -> int:
+def shared_bytes(kernel: str, block: Block, choice: Choice) -> int:
     """Shared memory that the block's operand tiles take: over all pipeline stages, what stays in the program once.
 
     Where tiles are stored through it, also half of one in bf16; and a whole one where warps lie side by side (16 rows
@@ -171,35 +112,47 @@ def shared_bytes(kernel: str, block: Block, specialisation: Specialisation) -> i
     """
     if kernel == "finish":
         return 0
-    rows, keys = block.stages * block.rows, block.stages * block.keys
+    rows, keys, depth = block.stages * block.rows, block.stages * block.keys, block.depth
     if kernel == "fused":  # the owned rows stay, the visiting ones are pipelined
-        rows = block.rows
-    elif specialisation.keeps_keys(kernel, block):
-        keys = block.keys
+        rows, depth = block.rows, sum(embedding_parts(choice.dim))
+    elif choice.keeps_keys(kernel, block):
+        keys, depth = block.keys, sum(embedding_parts(choice.inner_dim(kernel)))
     copies = 3 if block.rows < 16 * block.warps else 1
-    stored = copies * block.rows * block.keys if specialisation.stores_tiles(kernel) else 0
-    return (rows + keys) * block.depth * specialisation.operand_bytes + stored
+    stored = copies * block.rows * block.keys if choice.stores_tiles(kernel) else 0
+    return (rows + keys) * depth * choice.operand_bytes + stored
 
 
-def accumulator_registers(kernel: str, block: Block, warp_size: int) -> int:
+def accumulator_registers(kernel: str, block: Block, dim: int, warp_size: int) -> int:
     """fp32 accumulator registers of one thread: the tile of z, for fused also the owned gradient rows."""
     elements = block.rows * (block.depth if kernel == "finish" else block.keys)
     if kernel == "fused":
-        elements += block.rows * block.depth
+        elements += block.rows * sum(embedding_parts(dim))
     return -(-elements // (block.warps * warp_size))
 
 
-def resident_programs(
-    kernel: str, block: Block, profile: DeviceProfile, specialisation: Specialisation
-) -> int:
+def resident_programs(kernel: str, block: Block, profile: DeviceProfile, choice: Choice) -> int:
     """Programs of a kernel that the board runs at once: what shared memory and registers of each multiprocessor hold.
 
     A thread is taken to need 96 registers beside its accumulators.
     """
-    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, specialisation), 1)
-    registers = accumulator_registers(kernel, block, profile.warp_size) + 96
+    by_memory = profile.shared_bytes_per_block // max(shared_bytes(kernel, block, choice), 1)
+    registers = accumulator_registers(kernel, block, choice.dim, profile.warp_size) + 96
     by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
     return profile.multiprocessors * max(1, min(by_memory, by_registers))
+
+
+def hopper_stages(profile: DeviceProfile, choice: Choice) -> int:
+    """Tiles of queries on their way in the forward and the gradient of hopper.py; 0 where the ordinary kernels stay.
+
+    At D = 256 and 200 its forward takes 0.88 and 0.60 of the ordinary one's time on an H200, its gradient 0.93 and
+    0.70. At 128 columns the ordinary forward keeps its keys, too; beyond 256 keys and queries do not fit into shared
+    memory together.
+    """
+    narrow = 128 < choice.dim <= 256 and choice.operand_bytes == 2 and not choice.split and choice.has_keys
+    here = profile.architecture.family == "hopper" and choice.strategy == "panel" and choice.descriptors
+    blocks = [choice.blocks[name] for name in ("forward", "gradient") if name in choice.blocks]
+    tiled = all((block.rows, block.keys) == (128, 128) for block in blocks)
+    return 9 // -(-choice.dim // 64) if narrow and here and tiled else 0
 
 
 def most_strips(panel_rows: int, panel_keys: int, block: Block) -> int:
@@ -208,33 +161,20 @@ def most_strips(panel_rows: int, panel_keys: int, block: Block) -> int:
 
 
 def key_lanes(block: Block, profile: DeviceProfile) -> int:
-    """Rows of key sums that a program keeps apart: those of different lanes, where a thread holds several rows.
-
-    On NVIDIA before Blackwell a warp's part of a product is 16 rows, of which each lane holds 2.
-    """
-    lanes = 8 * block.warps
-    return lanes if profile.arch in LANES_OF_8 and 2 * lanes <= block.rows else 1
-
-
-def wide_rows(profile: DeviceProfile) -> int:
-    """Rows of a tile that is computed again with a reference for each row and column, through pointers.
-
-    The smallest tile of the matrix units, or registers spill: 64 rows on sm_90, sm_100 and AMD, fewer elsewhere.
-    """
-    return 32 if profile.arch in ("sm_80", "sm_86", "sm_89", "sm_120") else 64
+    """Rows of key sums that a program keeps apart: those of different lanes, where a thread holds several rows."""
+    lanes = profile.architecture.row_lanes * block.warps
+    return lanes if 0 < 2 * lanes <= block.rows else 1
 
 
 def fused_wide(profile: DeviceProfile, block: Block) -> tuple[int, int]:
     """Keys at a time, and warps, of a fused program that is computed again: `block` with two references and pointers,
-    which hold more registers. On sm_100 D = 128 spilled 16 bytes with 32 keys and 8 warps."""
-    if profile.arch == "sm_100":
-        return 16, 16
+    which hold more registers."""
+    if fixed := profile.architecture.recomputed_fused:
+        return fixed[0], fixed[1]
     return min(32, block.keys), min(8, 2 * block.warps)
 
 
-def violations(
-    kernel: str, block: Block, profile: DeviceProfile, specialisation: Specialisation
-) -> tuple[str, ...]:
+def violations(kernel: str, block: Block, profile: DeviceProfile, choice: Choice) -> tuple[str, ...]:
     """Why the block is illegal for this kernel on this board, naming field and limit; () if it is legal."""
     found: list[str] = []
     if kernel not in KERNELS:
@@ -247,11 +187,11 @@ def violations(
         found.append(f"warps = {block.warps} is not a power of two from 1 to {profile.max_warps_per_block}")
     if not 1 <= block.stages <= 8:
         found.append(f"stages = {block.stages} is not between 1 and 8")
-    if kernel == "fused" and specialisation.dim > FUSED_DIM_LIMIT:
+    if kernel == "fused" and choice.dim > FUSED_DIM_LIMIT:
         found.append(
-            f"the embedding of {specialisation.dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
+            f"the embedding of {choice.dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
         )
-    dim, widest = specialisation.dim, padded_dim(specialisation.inner_dim(kernel))
+    dim, widest = choice.dim, padded_dim(choice.inner_dim(kernel))
     if kernel == "fused" and block.depth != widest:
         found.append(f"depth = {block.depth} is not the whole padded embedding, {widest}")
     if kernel in (*SIMILARITIES, "finish") and block.depth > widest:
@@ -266,24 +206,24 @@ def violations(
         )
     if found:
         return tuple(found)  # the estimates below are about well-formed blocks
-    size, shared = specialisation.operand_bytes, shared_bytes(kernel, block, specialisation)
+    size, shared = choice.operand_bytes, shared_bytes(kernel, block, choice)
     if shared > profile.shared_bytes_per_block:
         found.append(
             f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}"
         )
-    registers = accumulator_registers(kernel, block, profile.warp_size)
+    registers = accumulator_registers(kernel, block, choice.dim, profile.warp_size)
     limit = (
         profile.registers_per_thread * 3 // (4 if size == 2 else 8)
     )  # fp32 operands pass through registers
     if registers > limit:
         found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
-    if specialisation.descriptors and kernel in ("forward", "gradient", "fused"):
+    if choice.descriptors and kernel in ("forward", "gradient", "fused"):
         for name in ("rows", "keys", "depth"):
             if getattr(block, name) > 256:
                 found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
-        if dim * size % 16 and not specialisation.split:
+        if dim * size % 16 and not choice.split:
             found.append(
-                f"a row of {dim} {specialisation.dtype} is not a multiple of 16 bytes, which tensor descriptors need"
+                f"a row of {dim} {choice.dtype} is not a multiple of 16 bytes, which tensor descriptors need"
             )
     return tuple(found)
 
@@ -303,13 +243,13 @@ def _spread(kernel: str, block: Block, profile: DeviceProfile, rows: int, keys: 
     return block
 
 
-def _shrink(kernel: str, block: Block, profile: DeviceProfile, specialisation: Specialisation) -> Block:
+def _shrink(kernel: str, block: Block, profile: DeviceProfile, choice: Choice) -> Block:
     """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn."""
     order = ("stages", "keys", "rows") if kernel == "fused" else ("stages", "keys", "depth", "rows")
     smallest = {"stages": 2, "keys": 16, "depth": 16, "rows": 16}
     if kernel == "positive":
         block = dataclasses.replace(block, keys=block.rows)
-    while found := violations(kernel, block, profile, specialisation):
+    while found := violations(kernel, block, profile, choice):
         wider = [name for name in order if getattr(block, name) > smallest[name]]
         if block.warps > profile.max_warps_per_block:
             change: dict[str, Any] = {"warps": block.warps // 2}
@@ -326,16 +266,6 @@ def _shrink(kernel: str, block: Block, profile: DeviceProfile, specialisation: S
     return block
 
 
-def _family(profile: DeviceProfile) -> str:
-    fallback = {"nvidia": "small", "amd": "cdna3"}.get(profile.vendor, "small")
-    return _FAMILY.get(profile.arch, fallback)
-
-
-_FAMILY = {
-    "sm_80": "ampere", "sm_86": "small", "sm_89": "small", "sm_120": "small", "sm_90": "hopper", "sm_100": "blackwell",
-    "gfx942": "cdna3", "gfx950": "cdna4",
-}  # fmt: skip
-
 # Block(rows, keys, depth, warps, stages) by family and bytes per element. Hopper at 2 bytes is measured on an H200; the
 # others are the largest tiles that compile within shared memory (101 376 bytes for "small", 65 536 for cdna3) and
 # registers without a spill, as `infcl-gen verify --aot` reports. "shallow": where it makes one step of the embedding,
@@ -346,10 +276,13 @@ _TABLE: dict[tuple[str, int], dict[str, Block]] = {
         "forward": Block(128, 128, 64, 4, 3),
         "deep forward": Block(256, 128, 64, 8, 4),
         "shallow forward": Block(64, 256, 128, 4, 3),
+        "narrow forward": Block(64, 128, 64, 4, 4),
         "gradient": Block(128, 128, 64, 4, 3),
         "stored forward": Block(256, 128, 64, 8, 3),
         "stored gradient": Block(256, 128, 64, 8, 3),
         "product": Block(128, 128, 64, 8, 3),
+        "fused64": Block(128, 64, 64, 4, 4),
+        "fused96": Block(64, 128, 128, 4, 3),
         "fused128": Block(64, 128, 128, 4, 2),
         "fused256": Block(64, 64, 256, 4, 2),
         "positive": Block(64, 64, 64, 4, 4),

@@ -4,9 +4,8 @@
     lookup    Key -> Found, or Missing, which says what differs
 
 A candidate is a set of `--set` pairs and nothing else, so a record is applied by adding its settings to the problem's
-own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when what
-the device did is not what it would do today (`work`): other kernels, launch options, or cuts into panels and strips.
-What the host does around them may change.
+own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when
+today's plan with its settings would run other kernels (REVISIONS) or the same ones otherwise (`timed_settings`).
 """
 
 from __future__ import annotations
@@ -16,26 +15,35 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from infcl_gen.errors import InfclError, InputError, LockTimeoutError
+from infcl_gen.errors import InfclError, InputError
+from infcl_gen.files import checksum, lock, lock_file_of, write_file
+from infcl_gen.inputs.overrides import Overrides, parse_overrides
 from infcl_gen.losses import spec_as_dict
 
 if TYPE_CHECKING:
     from infcl_gen.hardware import Cluster
+    from infcl_gen.inputs.problem import Problem
     from infcl_gen.losses import LossSpec
-    from infcl_gen.problem import Problem
+    from infcl_gen.planning.planner import Plan
 
-SCHEMA_VERSION = 2
-LOCK_TIMEOUT_S = 60.0
+SCHEMA_VERSION = 3
+# Of each family of kernels ("sweep": plain torch), raised when its text, or how it is launched, changes so that other
+# settings may be the fastest. What the host does around kernels does not count.
+REVISIONS = {"forward": 1, "gradient": 1, "product": 1, "fused": 2, "stash": 1, "hopper": 1, "sweep": 1}
+_FAMILIES = {
+    "panel": ("forward", "gradient", "product"),
+    "stash": ("forward", "gradient", "product", "stash"),
+    "fused": ("forward", "fused"),
+    "torch": ("sweep",),
+}
 STATUSES = (
     *("timed", "illegal", "does not compile", "spills", "wrong", "crashed", "hung", "out of memory"),
     *("slower", "not timed"),  # given up after two rounds; ranked too low, or the time was up
 )
-_MARK = ("records", "measured")
 _LARGEST_FILE_BYTES = 256 << 20
 
 Settings = tuple[tuple[str, str], ...]
@@ -78,14 +86,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The outcome of a tuning run. `digest` is that of the package that was timed with `settings`; `work` is that of
-    what the device did in it, which stays the same when only the host's code changes. `families` are those that were
-    tuned, and `complete` says whether these are all."""
+    """The outcome of a tuning run. `digest` is that of the package that was timed with `settings`, `timed` all that its
+    plan had decided, `revisions` those of its kernels. `families` are those that were tuned, and `complete` says
+    whether these are all."""
 
     key: Key
     settings: Settings
     digest: str
-    work: str
+    timed: Settings
+    revisions: dict[str, int]
     complete: bool
     families: tuple[str, ...]
     versions: dict[str, str]
@@ -94,16 +103,11 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A record that fits; `file` holds it."""
+    """A record that fits, and the plan with its settings; `file` holds it."""
 
     record: Record
     file: Path
-
-    def applied(self, problem: Problem) -> Problem:
-        """The problem with the measured settings."""
-        return dataclasses.replace(
-            problem, settings=measured_settings(problem.settings, self.record.settings)
-        )
+    plan: Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +126,7 @@ def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
         loss=loss.name,
         loss_digest=hashlib.sha256(content.encode()).hexdigest()[:16],
         batch_size=problem.batch_size,
-        keys=None if problem.keys == problem.batch_size else problem.keys,
+        keys=problem.keys,
         dim=problem.dim,
         dtype=problem.dtype,
         precision=problem.precision,
@@ -130,7 +134,7 @@ def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
         nodes=problem.nodes,
         memory_budget_bytes=problem.memory_budget_bytes,
         target=cluster.profile.target,
-        settings=own_settings(problem.settings),
+        settings=own_settings(problem.settings).pairs,
     )
 
 
@@ -139,15 +143,35 @@ def is_tuned(key: str) -> bool:
     return "." in key or key in ("panel_rows", "panel_keys", "products")
 
 
-def own_settings(settings: Settings) -> Settings:
+def own_settings(settings: Overrides) -> Overrides:
     """The user's own among a problem's settings. Measured ones are not; nor is a `products` beside them."""
-    measured = _MARK in settings
-    return tuple(pair for pair in settings if pair[0] != "records" and not (measured and is_tuned(pair[0])))
+    own = dataclasses.replace(settings, records=None)
+    if settings.records != "measured":
+        return own
+    return dataclasses.replace(own, products=None, panel_rows=None, panel_keys=None, blocks=())
 
 
-def measured_settings(own: Settings, chosen: Settings) -> Settings:
-    """The user's settings, those chosen by measurement, and the mark that says so; sorted by key."""
-    return tuple(sorted((*(pair for pair in own if pair[0] != "records"), *chosen, _MARK)))
+def measured_settings(own: Overrides, chosen: Settings) -> Overrides:
+    """The user's settings and those chosen by measurement, which `records` says of them."""
+    pairs = dataclasses.replace(own, records="measured").pairs
+    return parse_overrides((*pairs, *chosen))
+
+
+def timed_settings(plan: Plan) -> Settings:
+    """What a plan has decided that its kernels' time depends on, as pairs of text."""
+    names = ["strategy", "products", "descriptors", "replay", "stash_rows"]
+    names += ["forward_rows", "forward_keys", "panel_rows", "panel_keys"]
+    names += ["hopper_stages"] * (plan.hopper_stages > 0)
+    pairs = [(name, str(getattr(plan, name))) for name in names]
+    for kernel, block in plan.blocks.items():
+        pairs += ((f"{kernel}.{name}", str(size)) for name, size in block.as_dict().items())
+    return tuple(sorted(pairs))
+
+
+def revisions(plan: Plan) -> dict[str, int]:
+    """Of the families of kernels that a plan runs."""
+    families = (*_FAMILIES[plan.strategy], *["hopper"] * (plan.hopper_stages > 0))
+    return {family: REVISIONS[family] for family in families}
 
 
 def record_folders() -> tuple[Path, ...]:
@@ -165,16 +189,16 @@ def user_folder() -> Path:
 
 
 def lookup(
-    problem: Problem, key: Key, work_of: Callable[[Problem], str], folders: Sequence[Path] | None = None
+    problem: Problem, key: Key, plan_of: Callable[[Problem], Plan], folders: Sequence[Path] | None = None
 ) -> Found | Missing:
-    """The first record for `key`, in the order of the folders, whose `work` is still what the device would do.
+    """The first record for `key`, in the order of the folders, of the kernels and settings that a plan has today.
 
-    work_of: the digest for a problem with a record's settings. Never raises for what a file holds: a damaged one, or
-    one whose settings have no plan, is a reason.
+    plan_of: the plan for a problem with a record's settings. Never raises for what a file holds: a damaged one, or one
+    whose settings have no plan, is a reason.
     """
-    if "records" in problem.setting:
-        return Missing(f"records are not looked up with --set records={problem.setting['records']}")
-    blocks = [name for name in problem.setting if is_tuned(name) and name != "products"]
+    if problem.settings.records:
+        return Missing(f"records are not looked up with --set records={problem.settings.records}")
+    blocks = [name for name in sorted(problem.settings.keys) if is_tuned(name) and name != "products"]
     if blocks:
         return Missing(f"the problem sets {', '.join(blocks)} itself")
     others: list[Key] = []
@@ -190,21 +214,27 @@ def lookup(
             others.append(record.key)
             if record.key != key:
                 continue
-            found = Found(record, file)
+            settings = measured_settings(problem.settings, record.settings)
             try:
-                today = work_of(found.applied(problem))
+                plan = plan_of(dataclasses.replace(problem, settings=settings))
             except InfclError as error:
                 reasons.append(f"the record in {file.name} does not give a plan any more: {error}")
                 continue
-            if record.work == today:
-                return found
-            reasons.append(
-                f"the record in {file.name} is stale: what the device does has changed since it was timed"
-                f" (work {record.work}, now {today}); infcl-gen tune measures again"
-            )
+            changed = staleness(record, plan)
+            if not changed:
+                return Found(record, file, plan)
+            reasons.append(f"the record in {file.name} is stale: {changed}; infcl-gen tune measures again")
     if not reasons:
         reasons.append(_difference(key, others))
     return Missing("; ".join(reasons))
+
+
+def staleness(record: Record, plan: Plan) -> str:
+    """How a plan differs from the one that was timed; "" if it does not."""
+    then = dict(record.timed) | {f"revision of {name}": str(n) for name, n in record.revisions.items()}
+    now = dict(timed_settings(plan)) | {f"revision of {name}": str(n) for name, n in revisions(plan).items()}
+    differing = sorted(key for key in {*then, *now} if then.get(key) != now.get(key))
+    return ", ".join(f"{key} was {then.get(key, 'none')}, now {now.get(key, 'none')}" for key in differing)
 
 
 def read_records(file: Path) -> tuple[Record, ...]:
@@ -223,7 +253,7 @@ def read_records(file: Path) -> tuple[Record, ...]:
         raise InputError(f"{file}: damaged tuning records (not JSON)") from error
     if not isinstance(table, dict) or table.get("schema_version") != SCHEMA_VERSION:
         raise InputError(f"{file}: not tuning records of schema version {SCHEMA_VERSION}")
-    if table.get("checksum") != _checksum(table.get("records")):
+    if table.get("checksum") != checksum(table.get("records")):
         raise InputError(f"{file}: damaged tuning records (their checksum does not fit)")
     try:
         return msgspec.convert(table["records"], tuple[Record, ...], strict=True)
@@ -237,7 +267,7 @@ def store(record: Record, folder: Path) -> Path:
     Other runs wait meanwhile. Raises InputError (the folder cannot be written), LockTimeoutError.
     """
     file = folder / f"{record.key.board}.json"
-    with _locked(file):
+    with lock(lock_file_of(Path(os.path.abspath(file))), f"--records {file}"):
         try:
             records = read_records(file)
         except InputError:
@@ -258,44 +288,11 @@ def write_records(file: Path, records: Sequence[Record]) -> None:
         head = json.dumps({name: value for name, value in record.items() if name != "candidates"})
         texts.append(f'{head[:-1]}, "candidates": [\n  {lines}\n]}}')
     text = ",\n".join(texts)
-    head = f'"schema_version": {SCHEMA_VERSION}, "checksum": "{_checksum(literals)}"'
-    temporary = None
+    head = f'"schema_version": {SCHEMA_VERSION}, "checksum": "{checksum(literals)}"'
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(f'{{{head}, "records": [\n{text}\n]}}\n')
-            stream.flush()
-            os.fchmod(stream.fileno(), 0o644)  # mkstemp's files are private
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-        temporary = None
+        write_file(file, f'{{{head}, "records": [\n{text}\n]}}\n'.encode())
     except OSError as error:
         raise InputError(f"--records {file.parent}: cannot write there ({error.strerror})") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-
-
-def _checksum(records: Any) -> str:
-    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    import filelock
-
-    # Kept apart from the records, so that nothing else appears among committed files.
-    name = hashlib.sha256(os.fsencode(os.path.abspath(file))).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / f"{name}.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(path, timeout=LOCK_TIMEOUT_S):
-            yield
-    except filelock.Timeout as error:
-        raise LockTimeoutError(
-            f"--records: another process has held {file} for {LOCK_TIMEOUT_S:g} s"
-        ) from error
 
 
 def _difference(key: Key, others: Sequence[Key]) -> str:

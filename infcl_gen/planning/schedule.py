@@ -1,331 +1,204 @@
-"""The schedule: which keys visit whom at each hop, where they go next, and a simulator of it. Pure data, the same for
-every rank.
+"""Verification of a table of communication: it is walked, and whatever goes wrong in it is named.
 
-Queries stay, keys visit: at hop h a rank works on the keys of `owner(rank, h)`, then what visits goes on by the move of
-that hop. Ranks stand in node order, rank = node * devices_per_node + device. One inner cycle of moves is repeated until
-every rank has met all keys, which are then home:
-
-    flat ring            one node of W devices, moves ((0, 1),): everybody sends to the next rank
-    hierarchical ring    d - 1 moves (0, 1) inside the nodes, then one move (1, 1): everybody sends to the next node at
-                         once, over all its network links, in one hop of d; a flat ring would use one link at each hop.
-                         With the 1 for the device too, d moves are a whole turn inside a node, and N * d come home
-
-Backward is the way back, by the same moves the other way round. It begins with the keys that forward has ended with:
-they are there, and so are their statistics, to which everybody has added. (Where they take too much memory to be kept,
-they are sent there once more.) The own keys come last, and do not travel.
-
-Where a few ranks share a node, the keys need not go round: by the transport "gather" everybody sends to everybody.
-
-    forward     at hop 0, the own keys, all keys go to everybody; after the last one the sums for all keys, which
-                everybody adds up
-    backward    all others' keys are there; at the last hop, the own keys, the sums for others go home
+The table is the same for every rank, so one rank stands for all: what it receives is what it sends, seen from as far
+away. A walk takes as many steps as there are ranks, and proves the table for all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from infcl_gen.errors import VerificationError
-
-Move = tuple[
-    int, int
-]  # (node step, device step): to the device so many further on, of the node so many further on
+from infcl_gen.runtime.table import ALL, HERE, KEPT, OWN, RECEIVED, Move, Place, Step, Table, Transfer
 
 
 @dataclasses.dataclass(frozen=True)
-class Payload:
-    """What visits in one direction of the loss: `parcels` travel as they are, beside the work on them, and need not
-    leave or come home; `sums` follow when the work has added to them, and come home. `shared`: sums that everybody gets
-    then, of all keys, from all others, and adds up."""
+class Walk:
+    """What a phase does on each rank: whose keys it works on, in this order, and how many messages it sends."""
 
-    parcels: tuple[str, ...]
-    sums: tuple[str, ...]
-    shared: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """`world_size` hops, symbolic in the rank. `transport`: "ring", "gather", or "none" for one device. `moves`: one
-    cycle, of which hop h is followed by the move h modulo its length; empty for one device. `forward`, `backward`: what
-    moves. In a gather moves are the order of the work alone, and backward begins after the first: the own keys come
-    last. `keeps`: of a ring, what visits last stays for backward."""
-
-    transport: str
-    nodes: int
-    devices_per_node: int
-    moves: tuple[Move, ...]
-    forward: Payload
-    backward: Payload
-    keeps: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Ranks, and as many hops."""
-        return self.nodes * self.devices_per_node
-
-    def owner(self, rank: int, hop: int, phase: str = "forward") -> int:
-        """The rank whose keys visit `rank` at `hop`."""
-        if not self.moves:
-            return rank
-        if phase == "backward":
-            hop = hop + 1 if self.transport == "gather" else self.world_size - 1 - hop
-        cycles, rest = divmod(hop, len(self.moves))
-        whole, part = self._travelled[-1], self._travelled[rest]
-        return self.moved(rank, (-cycles * whole[0] - part[0], -cycles * whole[1] - part[1]))
-
-    def move(self, hop: int, phase: str = "forward") -> Move:
-        """How far what visits a rank at `hop` goes on; backward against the forward's move between the same visits."""
-        if not self.moves:
-            return 0, 0
-        if phase == "forward" or self.transport == "gather":
-            return self.moves[hop % len(self.moves)]
-        node, device = self.moves[(self.world_size - 2 - hop) % len(self.moves)]
-        return -node, -device
-
-    def moved(self, rank: int, move: Move) -> int:
-        """The rank that a move from `rank` leads to."""
-        node, device = divmod(rank, self.devices_per_node)
-        node, device = (node + move[0]) % self.nodes, (device + move[1]) % self.devices_per_node
-        return node * self.devices_per_node + device
-
-    def send_to(self, rank: int, hop: int, phase: str = "forward") -> int:
-        """Where what visits `rank` at `hop` goes next."""
-        return self.moved(rank, self.move(hop, phase))
-
-    def receive_from(self, rank: int, hop: int, phase: str = "forward") -> int:
-        """Whence comes what visits `rank` at the hop after `hop`."""
-        node, device = self.move(hop, phase)
-        return self.moved(rank, (-node, -device))
-
-    def level(self, move: Move) -> str:
-        """What a move crosses: "node" if it leaves the node, else "device"."""
-        return "node" if move[0] % self.nodes else "device"
-
-    def payload(self, phase: str) -> Payload:
-        """What visits in "forward" or "backward"."""
-        return {"forward": self.forward, "backward": self.backward}[phase]
-
-    def carries(self, phase: str, hop: int) -> tuple[str, ...]:
-        """What moves after `hop`: parcels up to the last hop, or to the own keys, which have never left; what was added
-        to until it is home."""
-        payload, last = self.payload(phase), self.world_size - 1
-        if self.transport == "gather":
-            leaves = last - 1 if phase == "backward" else last
-            return payload.parcels * (hop == 0) + (payload.sums + payload.shared) * (hop == leaves)
-        if phase == "backward":
-            return payload.parcels * (hop < last - 1) + payload.sums * (hop < last)
-        return payload.parcels * (hop < last) + payload.sums
-
-    @functools.cached_property
-    def _travelled(self) -> tuple[Move, ...]:
-        """How far what visits has come after 0, 1, ... moves of a cycle."""
-        steps = itertools.accumulate(self.moves, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))
-        return tuple(steps)
-
-
-def ring_schedule(nodes: int, devices_per_node: int, has_keys: bool, keeps: bool = True) -> Schedule:
-    """The ring over all devices, hierarchical where there are several nodes. `has_keys`: statistics are kept per key,
-    and therefore travel with the keys (finished ones, in backward, are only read)."""
-    statistics = ("key statistics",) if has_keys else ()
-    forward, backward = Payload(("keys",), statistics), Payload(("keys", *statistics), ("key gradients",))
-    moves: tuple[Move, ...] = ((0, 1),)
-    if nodes > 1:
-        moves = ((0, 1),) * (devices_per_node - 1) + ((1, 1),)
-    elif devices_per_node == 1:
-        return Schedule("none", 1, 1, (), Payload((), ()), Payload((), ()))
-    return Schedule("ring", nodes, devices_per_node, moves, forward, backward, keeps)
-
-
-def gather_schedule(devices: int, has_keys: bool) -> Schedule:
-    """Everybody sends to everybody: `devices` of one node, at least 2."""
-    statistics = ("key statistics",) if has_keys else ()
-    forward, backward = Payload(("keys",), (), statistics), Payload((), ("key gradients",))
-    return Schedule("gather", 1, devices, ((0, 1),), forward, backward)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sweep:
-    """What a simulated sweep did: the order of visits (query rank, key rank), logits computed in total, transfers."""
-
-    visits: tuple[tuple[int, int], ...]
-    logits: int
+    owners: tuple[Move, ...]
     transfers: int
 
 
-def walk_schedule(
-    schedule: Schedule, shard_sizes: Sequence[tuple[int, int]], has_keys: bool = True
-) -> dict[str, Sweep]:
-    """Run the forward and the backward sweep over shards of (queries, keys) rows, tracking what is in which buffer.
+def walk(table: Table, phases: Mapping[str, Sequence[Step]] | None = None) -> dict[str, Walk]:
+    """Walk the steps of "forward" and "backward" (`phases`: other ones than the table's), tracking what is in which
+    place.
 
-    Proves that each pair of query block and key block is visited exactly once, with the part of the payload that the
-    work needs present and of the right owner, that both ends of each transfer agree, and that every accumulator comes
-    home with the contributions of all ranks. Raises VerificationError saying which of these fails, where.
+    Proves that each rank meets the keys of all ranks exactly once, with what the work needs present, of the right owner
+    and finished; that nothing is read or written while it is on its way; and that all sums come home, or to everybody
+    where backward reads them, with the contribution of every rank. Raises VerificationError saying what fails, where.
     """
-    if len(shard_sizes) != schedule.world_size:
-        raise VerificationError(f"{len(shard_sizes)} shards for a ring of {schedule.world_size}")
-    statistics = ("key statistics",) if has_keys else ()
-    if schedule.transport == "gather":
-        return _simulate_gather(schedule, shard_sizes, statistics)
-    home = [
-        _Held({part: (rank, frozenset()) for part in ("keys", *statistics)})
-        for rank in range(len(shard_sizes))
-    ]
-    forward, away = _sweep(schedule, shard_sizes, "forward", statistics, ("keys", *statistics), home, home)
-    for rank, parts in enumerate(away):  # what is at hand when backward begins
-        for part in statistics:
-            owner, contributors = parts[part]
-            if len(contributors) != len(shard_sizes):
-                raise VerificationError(
-                    f"forward: rank {rank} ends with {part} of rank {owner} that have {len(contributors)} contributions"
-                )
-    fetched = schedule.transport == "ring" and not schedule.keeps
-    if fetched:
-        # Against the forward's last move, by which the sums have come home: finished, or `_sweep` would have raised.
-        away = [dict(parts) for parts in home]
-        _transfer(schedule, "backward", -1, schedule.payload("backward").parcels, away)
-    for rank, parts in enumerate(away):
-        parts["key gradients"] = (schedule.owner(rank, 0, "backward"), frozenset())
-    needs = ("keys", *statistics, "key gradients")
-    backward, _ = _sweep(schedule, shard_sizes, "backward", ("key gradients",), needs, away, home)
-    if fetched:
-        backward = dataclasses.replace(backward, transfers=backward.transfers + len(shard_sizes))
-    return {"forward": forward, "backward": backward}
+    phases = phases or {phase: table.steps(phase) for phase in ("forward", "backward")}
+    held: dict[_Spot, _Content] = {}
+    done = {}
+    for phase, steps in phases.items():
+        rank = _Rank(table, phase, held)
+        for number, step in enumerate(steps):
+            rank.take(number, step)
+        done[phase] = rank.end(steps)
+        held = rank.left()
+    return done
 
 
-# part -> (owner, ranks that have contributed to it so far): what a rank has in its buffers
-_Held = dict[str, tuple[int, frozenset[int]]]
+# A tensor, its place, and of which owner, or from which sender, where a place is of several: relative to the rank.
+_Spot = tuple[str, Place, Move | None]
 
 
-def _sweep(
-    schedule: Schedule,
-    shards: Sequence[tuple[int, int]],
-    phase: str,
-    accumulators: tuple[str, ...],
-    needs: tuple[str, ...],
-    start: Sequence[_Held],
-    home: Sequence[_Held],
-) -> tuple[Sweep, list[_Held]]:
-    """From what each rank holds at the `start`; also what they hold after the last hop, before anything leaves. `home`:
-    what each rank has of its own all the time."""
-    world = schedule.world_size
-    held = [dict(parts) for parts in start]
-    visits: list[tuple[int, int]] = []
-    logits = transfers = 0
-    last: list[_Held] = []
-    for hop in range(world):
-        where = f"{phase} hop {hop}"
-        for rank in range(world):
-            owner = schedule.owner(rank, hop, phase)
-            if phase == "backward" and owner == rank:
-                held[rank] |= home[rank]
-            for part in needs:
-                if part not in held[rank]:
-                    raise VerificationError(f"{where}: rank {rank} has no {part}")
-                if held[rank][part][0] != owner:
-                    raise VerificationError(
-                        f"{where}: rank {rank} holds the {part} of rank {held[rank][part][0]}, not of rank {owner}"
+@dataclasses.dataclass(frozen=True)
+class _Content:
+    """Of whose keys, relative to the rank; `added`: who has contributed to sums, relative to the owner."""
+
+    owner: Move
+    added: set[Move] | None = None
+
+
+class _Rank:
+    """What a rank has in its places, and what is on its way."""
+
+    def __init__(self, table: Table, phase: str, held: dict[_Spot, _Content]) -> None:
+        self._table, self._phase, self._held = table, phase, dict(held)
+        for item in table.named("unchanged", phase):
+            if item.forward != "summed":
+                self._held[item.name, OWN, None] = _Content(HERE)
+        self._where, self._owners, self._sent = f"before {phase}", list[Move](), 0
+        # By step and role: target and what arrives there, and the places that are busy till then.
+        self._coming: dict[tuple[int, str], list[tuple[_Spot, _Content]]] = {}
+        self._received: dict[tuple[int, str], list[_Spot]] = {}
+        self._sending: dict[tuple[int, str], list[_Spot]] = {}
+
+    def take(self, number: int, step: Step) -> None:
+        """One step."""
+        table, phase = self._table, self._phase
+        self._where = f"{phase} step {number}"
+        for name, source, target in step.copies:
+            content = self._read(name, source, step.owner or HERE, None if target == KEPT else HERE)
+            added = None if content.added is None else set(content.added)
+            self._write(self._spot(name, target, content.owner), _Content(content.owner, added))
+        self._arrive(step.unchanged_from, "unchanged")
+        for sent in step.sends:
+            self._send(number, sent)
+        if step.owner is not None:
+            self._owners.append(self._at(step.owner))
+            for item in table.named("unchanged", phase):
+                self._read(item.name, step.unchanged, step.owner, step.owner)
+        self._arrive(step.sums_from, "summed")
+        for item in table.named("summed", phase) if step.owner is not None else ():
+            self._add(item.name, step)
+
+    def end(self, steps: Sequence[Step]) -> Walk:
+        """What must be so after the last step."""
+        self._where = f"end of {self._phase}"
+        if self._coming:
+            raise self._error(f"nobody waits for what step {min(self._coming)[0]} has sent")
+        world = self._table.world_size if steps else 0
+        if len(set(self._owners)) != len(self._owners) or len(self._owners) != world:
+            raise self._error(
+                f"{len(set(self._owners))} different of {len(self._owners)} visits, {world} ranks"
+            )
+        shared = {sent.name for step in steps for sent in step.sends if sent.of is None}
+        for item in self._table.named("summed", self._phase):
+            place = ALL if self._table.transport == "gather" else steps[-1].sums
+            for owner in self._owners if item.name in shared else [HERE]:
+                content = self._held.get(self._spot(item.name, place, owner))
+                if content is None or content.owner != owner:
+                    raise self._error(f"the {item.name} of {owner} are not there")
+                if len(content.added or ()) != world:
+                    raise self._error(
+                        f"the {item.name} of {owner} have {len(content.added or ())} contributions"
                     )
-            for part in accumulators:
-                if rank in held[rank][part][1]:
-                    raise VerificationError(
-                        f"{where}: rank {rank} contributes twice to the {part} of rank {owner}"
-                    )
-                held[rank][part] = (owner, held[rank][part][1] | {rank})
-            visits.append((rank, owner))
-            logits += shards[rank][0] * shards[owner][1]
-        last = [dict(parts) for parts in held]
-        if carries := schedule.carries(phase, hop):
-            _transfer(schedule, phase, hop, carries, held)
-            transfers += world
-    _check_visits(phase, visits, logits, shards)
-    for rank in range(world):
-        for part in accumulators:
-            owner, contributors = held[rank].get(part, (-1, frozenset[int]()))
-            if owner != rank or len(contributors) != world:
-                raise VerificationError(
-                    f"{phase}: the {part} at rank {rank} belong to rank {owner}, {len(contributors)} contributions"
-                )
-    return Sweep(tuple(visits), logits, transfers), last
+            if item.name not in shared:
+                self._held[item.name, OWN, None] = self._held[self._spot(item.name, place, HERE)]
+        return Walk(tuple(self._owners), self._sent)
 
+    def left(self) -> dict[_Spot, _Content]:
+        """What stays for the next phase."""
+        return {spot: content for spot, content in self._held.items() if spot[1] in (OWN, KEPT, ALL)}
 
-def _transfer(schedule: Schedule, phase: str, hop: int, carries: tuple[str, ...], held: list[_Held]) -> None:
-    """The move after a hop (-1: before the first), of every rank at once."""
-    where, moved = f"{phase} hop {hop}" if hop >= 0 else f"before {phase}", []
-    for rank, parts in enumerate(held):
-        receiver = schedule.send_to(rank, hop, phase)
-        if schedule.receive_from(receiver, hop, phase) != rank:
-            raise VerificationError(f"{where}: rank {rank} sends to {receiver}, which receives from another")
-        if receiver == rank:
-            raise VerificationError(f"{where}: rank {rank} sends to itself")
-        if not set(carries) <= set(parts):
-            raise VerificationError(f"{where}: rank {rank} has not all of {', '.join(carries)} to send")
-        moved.append((receiver, {part: parts.pop(part) for part in carries}))
-    for receiver, payload in moved:
-        held[receiver].update(payload)
+    def _at(self, move: Move) -> Move:
+        return move[0] % self._table.nodes, move[1] % self._table.devices_per_node
 
+    def _error(self, text: str) -> VerificationError:
+        return VerificationError(f"{self._where}: {text}")
 
-def _check_visits(
-    phase: str, visits: Sequence[tuple[int, int]], logits: int, shards: Sequence[tuple[int, int]]
-) -> None:
-    pairs = len(shards) ** 2
-    if len(set(visits)) != len(visits) or len(visits) != pairs:
-        raise VerificationError(
-            f"{phase}: {len(set(visits))} different of {len(visits)} visits, {pairs} pairs"
-        )
-    if logits != sum(rows for rows, _ in shards) * sum(keys for _, keys in shards):
-        raise VerificationError(f"{phase}: {logits} logits computed")
+    def _spot(self, name: str, place: Place, owner: Move) -> _Spot:
+        return name, place, self._at(owner) if place in (ALL, RECEIVED) else None
 
+    def _read(self, name: str, place: Place, at: Move, owner: Move | None) -> _Content:
+        """What is in a place, which must be of this owner (None: of any) and finished."""
+        spot = self._spot(name, place, at)
+        content = self._held.get(spot)
+        if self._is_coming(spot):
+            raise self._error(f"the {name} in {place} are on their way")
+        if content is None:
+            raise self._error(f"no {name} in {place}")
+        if owner is not None and content.owner != self._at(owner):
+            raise self._error(f"the {name} in {place} are of {content.owner}, not of {self._at(owner)}")
+        if content.added is not None and len(content.added) != self._table.world_size:
+            raise self._error(f"the {name} in {place} have {len(content.added)} contributions")
+        return content
 
-def _simulate_gather(
-    schedule: Schedule, shards: Sequence[tuple[int, int]], statistics: tuple[str, ...]
-) -> dict[str, Sweep]:
-    """The same for everybody's messages to everybody: nothing is held at first but what is the own."""
-    world = range(schedule.world_size)
-    held = [{(part, rank) for part in ("keys",)} for rank in world]  # what may be read: (part, of whom)
-    sweeps = {}
-    for phase, sums in (("forward", statistics), ("backward", ("key gradients",))):
-        payload, transfers, visits, logits = schedule.payload(phase), 0, list[tuple[int, int]](), 0
-        # added[rank][part, owner]: the ranks whose contributions are in the sums of the owner that this rank has
-        added: list[dict[tuple[str, int], list[int]]] = [{} for _ in world]
-        needs = ("keys", *statistics) if phase == "backward" else ("keys",)
-        for hop in world:
-            for rank in world:
-                owner = schedule.owner(rank, hop, phase)
-                for part in needs:
-                    if (part, owner) not in held[rank]:
-                        raise VerificationError(
-                            f"{phase} hop {hop}: rank {rank} has no {part} of rank {owner}"
-                        )
-                for part in sums:
-                    added[rank].setdefault((part, owner), []).append(rank)
-                visits.append((rank, owner))
-                logits += shards[rank][0] * shards[owner][1]
-            carried = schedule.carries(phase, hop)
-            transfers += len(world) * (len(world) - 1) * len(carried)
-            for part in payload.parcels if set(payload.parcels) <= set(carried) else ():
-                for rank in world:
-                    held[rank] |= {(part, owner) for owner in world}
-            for part in payload.shared if set(payload.shared) <= set(carried) else ():
-                of_all = {
-                    (part, owner): [r for own in added for r in own.get((part, owner), [])] for owner in world
-                }
-                for rank in world:
-                    added[rank] |= of_all
-                    held[rank] |= set(of_all)
-            for part in payload.sums if set(payload.sums) <= set(carried) else ():
-                for rank in world:  # what is on its own keys stays, and is added to there
-                    for owner in set(world) - {rank}:
-                        here = added[owner].setdefault((part, owner), [])
-                        here += added[rank].pop((part, owner), [])
-        _check_visits(phase, visits, logits, shards)
-        for rank, owner, part in itertools.product(world, world, sums):
-            found = added[rank].get((part, owner), [])
-            if (rank == owner or part in payload.shared) and sorted(found) != list(world):
-                raise VerificationError(
-                    f"{phase}: the {part} of rank {owner} at rank {rank} have contributions of {sorted(found)}"
-                )
-        sweeps[phase] = Sweep(tuple(visits), logits, transfers)
-    return sweeps
+    def _write(self, spot: _Spot, content: _Content) -> None:
+        if self._is_busy(spot):
+            raise self._error(f"the {spot[0]} in {spot[1]} are written to while they are on their way")
+        self._held[spot] = content
+
+    def _is_coming(self, spot: _Spot) -> bool:
+        return any(spot in spots for spots in self._received.values())
+
+    def _is_busy(self, spot: _Spot) -> bool:
+        return self._is_coming(spot) or any(spot in spots for spots in self._sending.values())
+
+    def _send(self, number: int, sent: Transfer) -> None:
+        """The rank sends what it has, and receives what the one as far in the other direction has sent."""
+        to = self._at(sent.to)
+        if to == HERE:
+            raise self._error(f"the {sent.name} are sent to the rank itself")
+        key = (number, self._table.role(sent.name, self._phase))
+        for of in self._owners if sent.of is None else [sent.of]:
+            source = self._spot(sent.name, sent.source, of)
+            content = self._held.get(source)
+            if self._is_coming(source):
+                raise self._error(f"the {sent.name} in {sent.source} are sent before they have arrived")
+            if content is None or content.owner != self._at(of):
+                raise self._error(f"no {sent.name} of {self._at(of)} in {sent.source} to send")
+            owner = self._at((of[0] - to[0], of[1] - to[1]))
+            origin = self._at((-to[0], -to[1]))
+            target = self._spot(sent.name, sent.target, origin if sent.target == RECEIVED else owner)
+            if sent.of is None:
+                target = (sent.name, f"{RECEIVED} of {owner}", origin)
+            if target == source or self._is_busy(target):
+                raise self._error(f"the {sent.name} are received in {sent.target} while it is busy")
+            self._coming.setdefault(key, []).append((target, _Content(owner, content.added)))
+            self._received.setdefault(key, []).append(target)
+            self._sending.setdefault(key, []).append(source)
+        self._sent += 1
+
+    def _arrive(self, number: int, role: str) -> None:
+        """What step `number` has sent in this role is here; what has come for sums is added up."""
+        self._received.pop((number, role), None)
+        self._sending.pop((number, role), None)
+        for (name, place, at), content in self._coming.pop((number, role), ()):
+            if not str(place).startswith(RECEIVED):
+                self._held[name, place, at] = content
+                continue
+            own = self._held.get((name, ALL, content.owner))
+            if own is None or own.added is None or content.added is None or own.added & content.added:
+                raise self._error(f"what has come of the {name} of {content.owner} cannot be added")
+            self._held[name, ALL, content.owner] = _Content(content.owner, own.added | content.added)
+
+    def _add(self, name: str, step: Step) -> None:
+        """This rank's contribution."""
+        assert step.owner is not None
+        owner, spot = self._at(step.owner), self._spot(name, step.sums, step.owner)
+        me = self._at((-owner[0], -owner[1]))
+        if step.fresh:
+            self._write(spot, _Content(owner, {me}))
+            return
+        content = self._held.get(spot)
+        if content is None or content.owner != owner or content.added is None:
+            raise self._error(f"no {name} of {owner} in {step.sums} to add to")
+        if me in content.added:
+            raise self._error(f"contributes twice to the {name} of {owner}")
+        self._write(spot, content)
+        content.added.add(me)

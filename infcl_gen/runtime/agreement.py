@@ -6,87 +6,68 @@ Everything is concluded from what all ranks have, so that all raise, or none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import ring as rings
-from .package import Options, Package
-from .ring import Layout
+from .group import Group, Layout, find_group
+from .package import Call, Package
+
+# What ranks compare, by kind. A difference of the first kinds may be why a rank rejects its arguments.
+_FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
+_PACKAGE = ("package digest",)  # the plan says what ranks send to each other
+_ORDER = ("phase", "trips finished", "call number")
+_DIFFERENTIATED = ("differentiated",)  # otherwise backward would wait for ranks that never call it
+_PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
 
 _labels_checked_alone: set[str] = set()  # packages whose labels were looked at once, in a group of one
 _warned: set[str] = set()
 
 
-def layout_alone(package: Package, q: Tensor, k: Tensor, labels: Tensor | None, options: Options) -> Layout:
+def layout_alone(package: Package, call: Call) -> Layout:
     """The layout of a group of one. Raises ValueError for sizes or labels that are wrong."""
-    layout = Layout.alone(q.shape[0], k.shape[0])
-    _check_sizes(package, layout, labels is not None)
-    if labels is not None:
-        _check_labels([_label_range(package, labels, _labels_checked_alone, options)], layout)
-        _remember_labels(package, labels, _labels_checked_alone)
+    layout = Layout.alone(call.q.shape[0], call.k.shape[0])
+    _check_sizes(package, layout, call.options.labelling)
+    if call.labels is not None:
+        _check_labels([_label_range(package, call, _labels_checked_alone)], layout)
+        _remember_labels(package, call, _labels_checked_alone)
     return layout
 
 
-def announce_rejection(package: Package, q: object, k: object, labels: object, options: Options) -> None:
+def announce_rejection(package: Package, call: Call) -> None:
     """Tells the other ranks that this one is about to raise for its own arguments, so that they raise too.
 
     Raises RuntimeError if the reason is one that the ranks can name together (such as differing dtypes).
     """
-    ring = rings.find_ring(options.group_name)
-    if ring is not None:
-        own = header(package, q, k, labels, options, accepted=False)
-        difference = rings.difference(ring.exchange(own))
-        if difference is not None:
-            raise RuntimeError(f"ranks disagree: {difference}")
+    group = find_group(call.options.group_name)
+    if group is not None:
+        headers = group.exchange(header(package, call, accepted=False))
+        problem = _difference(headers, _FINGERPRINT, _ORDER)
+        if problem is not None:
+            raise RuntimeError(f"ranks disagree: {problem}")
 
 
-class OtherSizes(Exception):
-    """The ranks' rows and keys are not those of the last call."""
+def layout_over(package: Package, group: Group, call: Call, gradients: int) -> Layout:
+    """Everybody's sizes, after comparing what must be equal and checking what must fit: before anything is sent.
 
-
-class Agreement:
-    """What ranks tell each other at the start of a forward: told at once, looked at when something depends on it."""
-
-    def __init__(
-        self,
-        package: Package,
-        ring: rings.Ring,
-        q: Tensor,
-        k: Tensor,
-        labels: Tensor | None,
-        options: Options,
-        gradients: int,
-    ) -> None:
-        try:
-            ring.check_device(q.device)
-        except ValueError:
-            announce_rejection(package, q, k, labels, options)
-            raise
-        label_range = _label_range(package, labels, ring.labels_checked, options)
-        self._package, self._ring, self._labels = package, ring, labels
-        self._answers = ring.ask(header(package, q, k, labels, options, gradients, label_range))
-        self._layout: Layout | None = None
-
-    def layout(self) -> Layout:
-        """Everybody's sizes, after comparing what must be equal and checking what must fit."""
-        if self._layout is None:
-            headers, ring = self._answers(), self._ring
-            compare(headers)
-            rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
-            layout = Layout(ring.rank, rows, keys)
-            _check_sizes(self._package, layout, self._labels is not None)
-            _check_labels([(given["first label"], given["last label"]) for given in headers], layout)
-            _remember_labels(self._package, self._labels, ring.labels_checked)
-            ring.layouts[self._package.digest] = self._layout = layout
-        return self._layout
-
-    def expect(self, guess: Layout) -> None:
-        """Raises OtherSizes if the sizes are others, and whatever `layout` raises."""
-        if self.layout() != guess:
-            raise OtherSizes
+    Raises, on every rank, RuntimeError where ranks disagree and ValueError for sizes or labels that are wrong.
+    """
+    try:
+        group.check_device(call.q.device)
+    except ValueError:
+        announce_rejection(package, call)
+        raise
+    label_range = _label_range(package, call, group.labels_checked)
+    headers = group.exchange(header(package, call, gradients, label_range))
+    compare(headers)
+    rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
+    layout = Layout(group.rank, rows, keys)
+    _check_sizes(package, layout, call.options.labelling)
+    _check_labels([(given["first label"], given["last label"]) for given in headers], layout)
+    _remember_labels(package, call, group.labels_checked)
+    return layout
 
 
 def compare(headers: list[dict[str, Any]]) -> None:
@@ -94,29 +75,57 @@ def compare(headers: list[dict[str, Any]]) -> None:
 
     The fingerprint is in every header: two packages that both were agreed on may meet in one call.
     """
-    only_order = not any(given["ranks compared"] for given in headers)
-    problem = rings.difference(headers, only_order) or rings.rejection(headers)
+    compared = any(given["ranks compared"] for given in headers)
+    problem = _difference(headers, _FINGERPRINT if compared else _PACKAGE, _ORDER)
+    problem = problem or _rejection(
+        headers
+    )  # a rank that rejects its arguments asks for no gradients, for one
+    problem = problem or _difference(headers, _PER_CALL if compared else _DIFFERENTIATED)
     if problem is not None:
         raise RuntimeError(f"ranks disagree: {problem}")
 
 
+def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -> str | None:
+    """What the ranks do not have in common, in words, or None: of the first kind in which they differ, since the
+    others may follow from it."""
+    distinct = list({id(header): header for header in headers}.values())
+    if len(distinct) == 1:  # ranks that say the same share one: to look at its fields takes 15 us
+        return None
+    for fields in kinds:
+        different = [field for field in fields if any(h[field] != headers[0][field] for h in distinct)]
+        if different:
+            return "; ".join(
+                f"{field} differs (" + ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) + ")"
+                for field in different
+            )
+    return None
+
+
+def _rejection(headers: Sequence[Mapping[str, Any]]) -> str | None:
+    """Which ranks do not accept their own arguments, in words, or None."""
+    rejecting = [str(rank) for rank, header in enumerate(headers) if not header["accepted"]]
+    return (
+        f"the arguments of rank {', '.join(rejecting)} are invalid (see the error there)"
+        if rejecting
+        else None
+    )
+
+
 def header(
     package: Package,
-    q: object,
-    k: object,
-    labels: object,
-    options: Options,
+    call: Call,
     gradients: int = 0,
     label_range: tuple[int, int] = (0, -1),
     accepted: bool = True,
 ) -> Mapping[str, Any]:
     """What a rank tells the others of its call, by name: whatever must be equal, and the sizes that may differ.
 
-    q, k and labels may be anything where they were not `accepted`.
+    Where they were not `accepted`, the call's q and k may be anything.
     """
+    options = call.options
     # Of what is no tensor nothing differs: that the arguments were not accepted is what the others are to hear.
     features, keys = (
-        x if isinstance(x, Tensor) else torch.empty(0, package.dim, dtype=package.dtype) for x in (q, k)
+        x if isinstance(x, Tensor) else torch.empty(0, package.dim, dtype=package.dtype) for x in call[:2]
     )
     return {
         "accepted": accepted,
@@ -128,7 +137,7 @@ def header(
         ),
         "embedding dimension": features.shape[-1] if features.dim() else 0,
         "ranks compared": options.check_ranks != "never",
-        "labels given": labels is not None,
+        "labels": options.labelling,
         "gradients wanted": gradients,
         "differentiated": gradients != 0,
         "grad_sync": str(options.grad_sync),
@@ -140,7 +149,7 @@ def header(
     }
 
 
-def _check_sizes(package: Package, layout: Layout, labels_given: bool) -> None:
+def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
     """From global figures only, so that every rank comes to the same conclusion."""
     queries, keys = sum(layout.rows), sum(layout.keys)
     if not queries or not keys:
@@ -155,9 +164,23 @@ def _check_sizes(package: Package, layout: Layout, labels_given: bool) -> None:
         raise ValueError(
             f"{package.loss_name} pairs query i with key i, but there are {queries} queries and {keys} keys"
         )
-    if package.labelled and not labels_given and queries > keys:
-        raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
     ranks = len(layout.rows)
+    if package.labelled and labelling == "none":
+        if queries > keys:
+            raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
+        if queries < keys and ranks > 1:
+            raise ValueError(
+                f"there are {queries} queries and {keys} keys on {ranks} ranks: labels must name the "
+                'positives; labels="own" takes the first keys of each rank, in the order of its queries'
+            )
+    if labelling == "own":
+        for rank, (own_queries, own_keys) in enumerate(zip(layout.rows, layout.keys, strict=True)):
+            if own_queries > own_keys:
+                where = f"rank {rank} has" if ranks > 1 else "there are"
+                raise ValueError(
+                    f'labels="own" takes a key of the same rank for each query, but {where} {own_queries} queries and '
+                    f"{own_keys} keys"
+                )
     over = max(layout.rows) > package.rows_per_rank or max(layout.keys) > package.keys_per_rank
     if (over or ranks > package.world_size == 1) and package.digest not in _warned:
         _warned.add(package.digest)
@@ -169,24 +192,24 @@ def _check_sizes(package: Package, layout: Layout, labels_given: bool) -> None:
         )
 
 
-def _label_range(
-    package: Package, labels: Tensor | None, checked: set[str], options: Options
-) -> tuple[int, int]:
+def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, int]:
     """Smallest and largest label of this rank; (0, -1) if there is none, or where looking would stall the device.
 
     Labels on a device are looked at on first use only, unless `check_ranks` is "always"; later an out-of-range label
     gives NaN.
     """
+    labels, always = call.labels, call.options.check_ranks == "always"
     if labels is None or not labels.numel():
         return 0, -1
-    if labels.device.type != "cpu" and package.digest in checked and options.check_ranks != "always":
+    if labels.device.type != "cpu" and package.digest in checked and not always:
         return 0, -1
     first, last = torch.aminmax(labels)
     return int(first), int(last)
 
 
-def _remember_labels(package: Package, labels: Tensor | None, checked: set[str]) -> None:
+def _remember_labels(package: Package, call: Call, checked: set[str]) -> None:
     """Labels on a device have been looked at, and were right."""
+    labels = call.labels
     if labels is not None and labels.numel() and labels.device.type != "cpu":
         checked.add(package.digest)
 

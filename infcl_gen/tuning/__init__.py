@@ -1,1 +1,1 @@
-"""Measuring generated packages on a real device."""
+"""Which settings of a package are the fastest on this machine."""

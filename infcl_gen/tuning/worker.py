@@ -1,41 +1,31 @@
-"""One process of `infcl-gen tune`: one candidate, which can be killed alone.
-
-    python -m infcl_gen.tuning.worker run FOLDER DEVICE          lines of JSON on stdin and stdout, see `run`
-    python -m infcl_gen.tuning.worker compile FOLDER TARGET KERNEL...
-
-It ends when its stdin is closed, also in the middle of work: a tuner that is gone leaves nobody behind.
-"""
+"""One process of `infcl-gen tune`: one candidate, which can be killed alone."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.tuning.process import Answer, Requests, one_line, out_of_memory, serve
+from infcl_gen.bench.point import features, one_line, out_of_memory, training_step
+from infcl_gen.bench.timing import times_ms
+from infcl_gen.processes import Answer, Requests
 
 SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the others, the norms
 
 
-def main() -> None:
-    kind, folder, place, *kernels = sys.argv[1:]
+def compile_kernels(requests: Requests, answer: Answer, folder: str, target: str, *kernels: str) -> None:
+    """Answers what each kernel of the package takes on an architecture."""
+    from infcl_gen.emission import read_package
+    from infcl_gen.verification.aot import compile_variants
 
-    def work(requests: Requests, answer: Answer) -> None:
-        try:
-            if kind == "compile":
-                answer(done="compiled", resources=_compile(Path(folder), place, kernels))
-            else:
-                run(Path(folder), place, requests, answer)
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            answer(failed="out of memory", detail=one_line(error))
-
-    serve(work)
+    with _reported(answer):
+        spec = read_package(folder).spec
+        used = [vars(each) for name in kernels for each in compile_variants(Path(folder), spec, name, target)]
+        answer(done="compiled", resources=used)
 
 
-def run(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
+def run(requests: Requests, answer: Answer, folder: str, device: str) -> None:
     """Import the package ("loaded"), pass the numerics gate ("gated"), then serve requests at the planned size:
 
     {"do": "compare", "file": F, "reference": bool}   results against those in F, or write them there ("compared")
@@ -43,11 +33,25 @@ def run(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
 
     Answers carry `done`, or `failed` (a status of a record) and `detail`.
     """
+    with _reported(answer):
+        _serve(Path(folder), device, requests, answer)
+
+
+@contextlib.contextmanager
+def _reported(answer: Answer) -> Iterator[None]:
+    """Too little memory is an answer; any other exception ends the process."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        answer(failed="out of memory", detail=one_line(error))
+
+
+def _serve(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
     import torch
 
     from infcl_gen.emission import import_package
-    from infcl_gen.tuning.bench import features, training_step
-    from infcl_gen.tuning.timing import times_ms
     from infcl_gen.verification.gate import failures
     from infcl_gen.verification.properties import ROWS, check_package
     from infcl_gen.verification.worker import LARGE_ROWS
@@ -69,7 +73,7 @@ def run(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
                 features(rows, problem["dim"], problem["dtype"], seed, device)
                 for seed, rows in enumerate(sizes)
             )
-            wide = torch.float64 if problem["dtype"] == "fp64" else torch.float32
+            wide = torch.promote_types(q.dtype, torch.float32)
             scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
             step = training_step(module, q, k, scale)
         if request["do"] == "compare":
@@ -125,15 +129,3 @@ def _defect(evidence: dict[str, Any], reference: dict[str, Any], dtype: str) -> 
 def _largest(rows: Any, true: Any) -> Any:
     """The largest row of a difference, relative to the root mean square of the rows."""
     return rows.norm(dim=1).max() / (true.norm() / len(true) ** 0.5)
-
-
-def _compile(folder: Path, target: str, kernels: list[str]) -> list[dict[str, Any]]:
-    from infcl_gen.emission import read_package
-    from infcl_gen.verification.aot import compile_variants
-
-    spec = read_package(folder).spec
-    return [vars(used) for kernel in kernels for used in compile_variants(folder, spec, kernel, target)]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of every kernel of a package for any architecture, without a GPU.
 
-Triton compiles but never compares with a device's limits, so shared memory, registers and spills are checked here.
+Triton compiles but never compares with a device's limits, so shared memory, registers and spills are checked here; so
+is what Triton up to 3.8 may get wrong of asynchronous products (`races`).
 """
 
 from __future__ import annotations
@@ -17,24 +18,16 @@ from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.planning.levels import operand_dtype
+from infcl_gen.kernels import Argument, Kernel, Traits, families
+from infcl_gen.kernels.arguments import KINDS, named_parts
+from infcl_gen.planning.choice import SPLIT_TERMS, embedding_parts
+from infcl_gen.verification.races import races
 
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
 SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # that one block may have
 DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
-HELPERS = {
-    "base2_slope",
-    "load_block",
-    "similarity",
-    "strip_of",
-    "merge_rows",
-    "positive_gradient",
-    "copy_rows",
-}
-FEATURES = {"q", "k", "x", "g", "g_low", "out", "q_out", "k_out"}
-COUNTS = {"queries", "keys", "rows", "inner", "count", "queries_written", "keys_written"}
+HOPPER = "_hopper"  # ends the names of the kernels in hopper.py
 BRANCHES = {"FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
-ANY_COUNTS = {"strip", "parts", "row_parts", "key_parts", "ranks"}  # no multiples of the tiles
 
 
 @dataclass(frozen=True)
@@ -62,13 +55,15 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes: bytes of shared memory a block, registers a thread, bytes of spills a thread."""
+    """What one compiled kernel takes: bytes of shared memory a block, registers a thread, bytes of spills a thread.
+    `races`: how it may overwrite what an asynchronous product still reads (races.py)."""
 
     kernel: str
     target: str
     shared_bytes: int
     registers: int
     spill_bytes: int
+    races: tuple[str, ...]
 
 
 def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
@@ -86,8 +81,12 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
     spec = read_package(package).spec
     if not (Path(package) / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]
-    names = kernel_names(load_kernels(package))
-    return [_row(package, spec, kernel, target) for target in targets for kernel in names]
+    return [_row(package, spec, kernel, target) for target in targets for kernel in kernels_for(spec, target)]
+
+
+def kernels_for(spec: dict[str, Any], target: str) -> list[str]:
+    """The kernels of a package that this target runs: those of hopper.py are for sm_90 alone."""
+    return [name for name in spec["launches"] if target == "sm_90" or not name.endswith(HOPPER)]
 
 
 def variants(spec: dict[str, Any], target: str, kernel: Any) -> list[Inputs]:
@@ -100,7 +99,7 @@ def variants(spec: dict[str, Any], target: str, kernel: Any) -> list[Inputs]:
 def _row(package: Path, spec: dict[str, Any], kernel: str, target: str) -> dict[str, Any]:
     check, limit = f"aot {target} {kernel}", SHARED_BYTES[target]
     found: list[Resources] = []
-    for inputs in variants(spec, target, getattr(load_kernels(package), kernel)):
+    for inputs in variants(spec, target, getattr(load_kernels(package, kernel), kernel)):
         try:
             found.append(compile_kernel(package, spec, kernel, target, inputs))
         except ToolchainError:
@@ -112,12 +111,16 @@ def _row(package: Path, spec: dict[str, Any], kernel: str, target: str) -> dict[
         max(getattr(used, name) for used in found) for name in ("shared_bytes", "registers", "spill_bytes")
     )
     detail = f"shared {shared} of {limit} B, {registers} registers, {spilled} B spilled"
-    return {"check": check, "passed": shared <= limit and spilled == 0, "detail": detail}
+    raced = sorted({line for used in found for line in used.races})
+    if raced:
+        detail += f"; {raced[0]} ({len(raced)} such pairs)"
+    return {"check": check, "passed": shared <= limit and spilled == 0 and not raced, "detail": detail}
 
 
-def load_kernels(package: Path) -> ModuleType:
-    """kernels.py of a package as a module of its own: it needs nothing but triton."""
-    path = Path(package) / "kernels.py"
+def load_kernels(package: Path, kernel: str = "") -> ModuleType:
+    """kernels.py of a package, or the file that holds the kernel of this name, as a module of its own: it needs nothing
+    but triton."""
+    path = Path(package) / ("hopper.py" if kernel.endswith(HOPPER) else "kernels.py")
     spec = importlib.util.spec_from_file_location(f"infcl_kernels_{abs(hash(str(path.resolve())))}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: not a Python module")
@@ -127,19 +130,10 @@ def load_kernels(package: Path) -> ModuleType:
     return module
 
 
-def kernel_names(module: ModuleType) -> list[str]:
-    """The kernels (not the inlined helpers) in the order of the file."""
-    from triton.runtime.jit import JITFunction
-
-    return [
-        name for name, value in vars(module).items() if isinstance(value, JITFunction) and name not in HELPERS
-    ]
-
-
 def compile_variants(package: Path, spec: dict[str, Any], kernel: str, target: str) -> list[Resources]:
     """`compile_kernel` in all ways in which the schedule launches it: on ragged sizes a kernel may spill that fits on
     whole tiles."""
-    ways = variants(spec, target, getattr(load_kernels(package), kernel))
+    ways = variants(spec, target, getattr(load_kernels(package, kernel), kernel))
     return [compile_kernel(package, spec, kernel, target, inputs) for inputs in ways]
 
 
@@ -151,69 +145,88 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = load_kernels(package)
+    module = load_kernels(package, kernel)
     function = getattr(module, kernel)
     launch = spec["launches"][kernel]
     constants: dict[str, Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    known = {argument.name: argument for argument in _declared(package, spec)[kernel].arguments}
     for index, name in enumerate(function.arg_names):
-        kind = _argument_type(name, kernel, spec, module, inputs)
+        if name not in known:
+            raise InputError(f"{kernel} takes {name}, which kernels of this version of the generator do not")
+        kind = _argument_type(known[name], spec, module, inputs)
         if kind == "constexpr":
             constants[name] = _constant(name, inputs, module)
-        elif kind.startswith("*") or (kind == "i32" and _divisible(name, spec, inputs)):
+        elif kind.startswith("*") or (kind == "i32" and _divisible(known[name], spec, inputs)):
             attributes[(index,)] = [["tt.divisibility", 16]]
         signature[name] = kind
     nvidia = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
-    source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
-    return _resources(kernel, target, triton.compile(source, target=gpu, options=options))
+    source = ASTSource(function, signature, constants, attributes)
+    if kernel.endswith(HOPPER):
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source, options["maxnreg"] = (
+            GluonASTSource(function, signature, constants, attributes),
+            module.REGISTERS,
+        )
+    return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
 
 
-def _argument_type(name: str, kernel: str, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:
-    dtype = operand_dtype(spec["problem"]["dtype"], spec["plan"]["split"])
-    if kernel in ("finish", "copy_inputs") or (kernel, name) == ("split", "x"):
-        dtype = spec["problem"]["dtype"]
-    if name.isupper() or name in (
-        "q_depth_stride",
-        "k_depth_stride",
-        "x_depth_stride",
-    ):  # a stride of 1 is a constant
-        return "constexpr"
-    if name == "labels":
-        return "*i64" if spec["positives"] == "label" else "i64"
-    if name == "stash" and kernel == "forward" and inputs.other:  # any tensor where nothing is kept
-        return "*fp32"
-    if name == "stash" and kernel == "forward" and spec["plan"]["descriptors"]:
-        return f"tensordesc<bf16[{module.FORWARD_ROWS.value}, {module.FORWARD_KEYS.value // 2}]>"
-    if name in FEATURES:
-        block = _descriptor_block(name, kernel, module) if inputs.descriptors else None
-        return f"tensordesc<{dtype}[{block[0]}, {block[1]}]>" if block else f"*{dtype}"
-    if name in COUNTS or name in ANY_COUNTS or name.endswith("stride"):
-        return "i32"
-    named = {
-        "stash": "*bf16",
-        "part_sums": "*fp64",
-        "flags": "*i32",
-        "first_key": "i64",
-        "query_weight": "fp32",
-        "key_weight": "fp32",
-    }
-    return named.get(name, "fp32" if name == "weight" else "*fp32")
-
-
-def _divisible(name: str, spec: dict[str, Any], inputs: Inputs) -> bool:
-    """Whether Triton may take this argument for a multiple of 16."""
-    return name not in ANY_COUNTS and (inputs.aligned or _always_aligned(name, spec))
-
-
-def _always_aligned(name: str, spec: dict[str, Any]) -> bool:
-    """Strides that do not depend on the number of rows: of the features, and of the scratch panel, which is padded."""
-    of_features = name in ("q_row_stride", "k_row_stride", "x_row_stride", "x_inner_stride")
-    return name in ("g_stride", "g_row_stride", "stash_stride") or (
-        (of_features or name == "out_stride") and spec["problem"]["dim"] % 16 == 0
+def _declared(package: Path, spec: dict[str, Any]) -> dict[str, Kernel]:
+    """The kernels of a package by name, with their arguments."""
+    plan, module = spec["plan"], load_kernels(package)
+    widths = embedding_parts(spec["problem"]["dim"] * (SPLIT_TERMS if plan["split"] else 1))
+    traits = Traits(
+        strategy=plan["strategy"],
+        has_keys=spec["has_keys"],
+        labels=spec["positives"] == "label",
+        exact=plan["operand_dtype"] == "fp32",
+        split=plan["split"],
+        descriptors=plan["descriptors"],
+        stash=plan["stash_rows"] > 0,
+        replay=plan["replay"],
+        gather="merge_ranks" in spec["launches"],
+        parts=named_parts(widths),
+        keeps_keys=module.forward.arg_names[0] != "q",
+        hopper_stages=plan["hopper_stages"],
     )
+    return {each.name: each for family in families(traits) for each in family.kernels(traits)}
+
+
+def _argument_type(argument: Argument, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:
+    """Its type in Triton."""
+    operands, inputs_dtype = spec["plan"]["operand_dtype"], spec["problem"]["dtype"]
+    kind = KINDS[argument.kind].format(operands=operands, inputs=inputs_dtype)
+    stored = argument.name == "stash" and bool(argument.block)
+    if stored and inputs.other:  # any tensor where nothing is kept
+        return "*fp32"
+    if argument.block and (spec["plan"]["descriptors"] if stored else inputs.descriptors):
+        sizes = ", ".join(str(_size(word, module)) for word in argument.block)
+        layout = f",{getattr(module, argument.layout)!r}" if argument.layout else ""
+        return f"tensordesc<{kind[1:]}[{sizes}]{layout}>"
+    return kind
+
+
+def _size(word: str, module: ModuleType) -> int:
+    """A number, a constant of the module or half of one, or an item of a list there."""
+    if word.isdigit():
+        return int(word)
+    name, _, index = word.rstrip("]").partition("[")
+    if index:
+        item: int = getattr(module, name)[int(index)]
+        return item
+    name, _, divisor = word.partition(" // ")
+    value: int = getattr(module, name).value
+    return value // int(divisor or 1)
+
+
+def _divisible(argument: Argument, spec: dict[str, Any], inputs: Inputs) -> bool:
+    """Whether Triton may take this argument for a multiple of 16."""
+    of_dim = argument.multiple == "dim" and spec["problem"]["dim"] % 16 == 0
+    return argument.multiple == "always" or of_dim or (argument.multiple != "never" and inputs.aligned)
 
 
 def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
@@ -229,31 +242,14 @@ def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
     return (flags | {"STASH": not inputs.other, "FRESH": inputs.other, "DOTS": True, "BLOCK": 1024})[name]
 
 
-def _descriptor_block(name: str, kernel: str, module: ModuleType) -> tuple[int, int] | None:
-    """Block (rows, depth) of the descriptor through which this kernel reads q or k; None where it reads pointers."""
-    if name not in ("q", "k"):
-        return None
-    own_queries = name == "q"
-    family = kernel
-    if family in ("fused_queries", "fused_keys"):
-        own = own_queries == (family == "fused_queries")
-        rows = module.FUSED_ROWS if own else module.FUSED_KEYS
-        return rows.value, module.FUSED_DEPTH.value
-    if family in ("forward", "gradient"):
-        prefix = family.upper()
-        rows = getattr(module, f"{prefix}_{'ROWS' if own_queries else 'KEYS'}")
-        return rows.value, getattr(module, f"{prefix}_DEPTH").value
-    return None
-
-
-def _resources(kernel: str, target: str, compiled: Any) -> Resources:
+def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources:
     shared = int(compiled.metadata.shared)
     if target.startswith("gfx"):
         fields = "vgpr_count|vgpr_spill_count|sgpr_spill_count"
         found = re.findall(rf"\.({fields}):\s+(\d+)", compiled.asm["amdgcn"])
         number = {name: int(value) for name, value in found}
         spilled = 4 * (number.get("vgpr_spill_count", 0) + number.get("sgpr_spill_count", 0))
-        return Resources(kernel, target, shared, number.get("vgpr_count", 0), spilled)
+        return Resources(kernel, target, shared, number.get("vgpr_count", 0), spilled, ())
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -264,7 +260,8 @@ def _resources(kernel: str, target: str, compiled: Any) -> Resources:
         raise ToolchainError(
             "cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton"
         )
-    return Resources(kernel, target, shared, int(usage[1]), int(usage[2]))
+    raced = tuple(races(compiled.asm["ptx"], warps))
+    return Resources(kernel, target, shared, int(usage[1]), int(usage[2]), raced)
 
 
 def _cuobjdump() -> Path:

@@ -38,13 +38,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from infcl_gen.runtime.selftest import product_roundoff
 from infcl_gen.verification.oracle import LossAndGrads, loss_module, oracle, plain_torch
 
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
 PLAIN_CREDIT = 1 / 8
-TF32_ROUNDOFF = 2.0**-10  # tensor cores cut operands to 10 mantissa bits
-SPLIT_ROUNDOFF = 2.0**-16  # of a product of bf16 halves: each operand cut at 2^-18, and low x low left out
 
 
 @dataclass(frozen=True)
@@ -185,13 +184,9 @@ def _error_bound(
     mathematics = loss_module(module)
     dtype = q.dtype
     out = torch.finfo(dtype)
-    statistics = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    statistics = torch.finfo(torch.promote_types(dtype, torch.float32))
     u, v = out.eps / 2, statistics.eps / 2
-    w = v
-    if dtype == torch.float32 and precision == "tf32":
-        w = TF32_ROUNDOFF
-    elif module.SPEC.get("plan", {}).get("split"):
-        w = SPLIT_ROUNDOFF
+    w = product_roundoff(dtype, precision == "tf32", bool(module.SPEC.get("plan", {}).get("split")))
 
     with torch.no_grad():
         q, k = q.to(torch.float64), k.to(torch.float64)

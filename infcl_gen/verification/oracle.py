@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+SLICE_ROWS = 2048
+
 
 class LossAndGrads(NamedTuple):
     """A loss (0-dim) and its gradients: dq (M, D), dk (N, D), dscale and dbias (0-dim)."""
@@ -52,9 +54,8 @@ def plain_torch(
     logits and cross-entropy are fp32, and autograd returns through the same dtypes. fp32 and fp64 stay what they are.
     """
     mathematics = loss_module(module)
-    dtype = q.dtype
-    statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    q, k, scale, bias = _leaves(q, k, scale, bias, dtype, statistics)
+    statistics = torch.promote_types(q.dtype, torch.float32)
+    q, k, scale, bias = _leaves(q, k, scale, bias, q.dtype, statistics)
     x = mathematics.logit((q @ k.T).to(statistics), scale, bias)
     if mathematics.POSITIVES == "label":
         labels = torch.arange(len(q), device=q.device) if labels is None else labels.to(q.device)
@@ -62,6 +63,41 @@ def plain_torch(
     else:
         loss = mathematics.loss_of_logits(x)
     return _gradients(loss, (q, k, scale, bias))
+
+
+def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, labels: Tensor) -> LossAndGrads:
+    """The oracle for batches whose similarities do not fit into memory, a slice of the queries at a time.
+
+    From a package's loss.py alone, and by its derived gradient: autograd would keep every slice.
+    """
+    q, k = q.detach().double(), k.detach().double()
+    factor, zero = (torch.tensor(number, dtype=torch.float64, device=q.device) for number in (scale, 0.0))
+    slices = [slice(start, start + SLICE_ROWS) for start in range(0, len(q), SLICE_ROWS)]
+    r, p = (q.new_empty(len(q)) for _ in range(2))
+    c = q.new_full((len(k),), -torch.inf)
+    for rows in slices:
+        x = mathematics.logit(q[rows] @ k.T, factor, zero)
+        r[rows] = x.logsumexp(1)
+        c = c.logaddexp(x.logsumexp(0))
+        p[rows] = x.gather(1, labels[rows, None])[:, 0]
+    loss = mathematics.query_term(r, p).sum() + (
+        mathematics.key_term(c, p).sum() if mathematics.HAS_KEYS else 0
+    )
+    dq, dk, dscale = torch.zeros_like(q), torch.zeros_like(k), zero.clone()
+    for rows in slices:
+        z = q[rows] @ k.T
+        x = mathematics.logit(z, factor, zero)
+        g = mathematics.QUERY_SHARE * (x - r[rows, None]).exp()
+        if mathematics.HAS_KEYS:
+            g += mathematics.KEY_SHARE * (x - c).exp()
+        g.scatter_add_(1, labels[rows, None], g.new_full((len(g), 1), mathematics.POSITIVE_SHARE))
+        g *= mathematics.dlogit_dz(z, factor, zero)
+        dq[rows] = g @ k
+        dk += g.T @ q[rows]
+        dscale += (q[rows] * dq[rows]).sum()
+    to_features = mathematics.gradient_factor(factor, zero) / len(q)
+    dscale *= mathematics.dscale_factor(factor, zero) / len(q)
+    return LossAndGrads(loss / len(q), dq * to_features, dk * to_features, dscale, zero + mathematics.DBIAS)
 
 
 def loss_module(module: ModuleType) -> Any:

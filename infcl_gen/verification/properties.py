@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.verification.gate import GateRow, gate, truth_of
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
 DIMS = (1, 3, 16, 64, 96, 100, 384, 640, 768, 1152)
 ROWS = (1, 2, 17, 63, 64, 65, 100, 127, 129, 130)
 SCALES = (1e-3, 1.0, 14.3, 100.0, 1000.0)
@@ -167,7 +168,7 @@ def autograd_results(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd, with all four asking for gradients."""
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    statistics = torch.promote_types(q.dtype, torch.float32)
     q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
     numbers = [
         torch.tensor(0.0 if value is None else value, dtype=statistics, device=q.device)

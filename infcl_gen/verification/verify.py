@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from infcl_gen.emission import read_package, rerender
+from infcl_gen.emission.package import PartialPackageError
 from infcl_gen.errors import InfclError, InputError, ToolchainError
+from infcl_gen.processes import ProcessError, run_ranks
 from infcl_gen.version import __version__
 
 SCHEMA_VERSION = 1
+WORKER = "infcl_gen.verification.worker"
 EXAMPLES = {"cpu": 28, "interpreter": 7, "cuda": 56}
 RING_EXAMPLES = {"cpu": 14, "interpreter": 3, "cuda": 28}
 # Each input is of other sizes and strides, for which Triton compiles other kernels, a second or two each: 163 of them
@@ -27,6 +25,18 @@ LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
 MEMORY_WORK = {"cpu": 2e11, "cuda": 2e15}  # FLOPs beyond which the planned size is not run
 MEMORY_INPUTS_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """What processes do with a package: "numerics" (the gate on one device, each for its share of the examples),
+    "memory" (the peak at the planned size), or "ring"."""
+
+    kind: str
+    package: str
+    device: str  # "cpu", "interpreter" (CPU, with TRITON_INTERPRET=1 in the environment), or "cuda"
+    examples: int
+    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ def verify_package(
 def _byte_checks(folder: Path) -> list[dict[str, Any]]:
     try:
         package = read_package(folder)
+    except PartialPackageError:
+        raise
     except InputError as error:
         if not (folder / "manifest.json").is_file():
             raise
@@ -180,76 +192,13 @@ def _run(
     kind: str, folder: Path, place: str, examples: int, processes: int, timeout_s: float
 ) -> list[dict[str, Any]]:
     """Run a job in that many processes and return what they found, or one failed row that says how it ended."""
-    name = {"numerics": "numerics", "memory": "memory", "ring": f"ring of {processes}"}[kind]
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if place == "interpreter" else "0"}
-    source = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
-    with tempfile.TemporaryDirectory(prefix="infcl-gen-verify-") as scratch:
-        job = {
-            "kind": kind,
-            "package": str(folder.resolve()),
-            "device": place,
-            "examples": examples,
-            "folder": scratch,
-            "processes": processes,
-            "timeout_s": timeout_s,
-        }
-        Path(scratch, "job.json").write_text(json.dumps(job))
-        command = [sys.executable, "-P", "-m", "infcl_gen.verification.worker", f"{scratch}/job.json"]
-        logs = [Path(scratch, f"log{rank}") for rank in range(processes)]
-        running: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank, log in enumerate(logs):
-                with log.open("wb") as output:
-                    running.append(
-                        subprocess.Popen(
-                            [*command, str(rank)],
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=output,
-                            env=environment,
-                        )
-                    )
-            failed = _wait(running, timeout_s)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-        if failed is not None:
-            return [_row(name, False, f"{failed}: {_last_line(logs, running)}")]
-        try:
-            found = [json.loads(Path(scratch, f"found{rank}.json").read_text()) for rank in range(processes)]
-        except (OSError, ValueError):
-            return [_row(name, False, f"no result: {_last_line(logs, running)}")]
-        return [row for part in found for row in part]
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> str | None:
-    """Wait for all; None if all ended well, else what went wrong. One failure ends the wait: the others would hang."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        codes = [process.poll() for process in processes]
-        bad = [(rank, code) for rank, code in enumerate(codes) if code]
-        if bad:
-            rank, code = bad[0]
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-            return f"process {rank} {how}"
-        if all(code == 0 for code in codes):
-            return None
-        if time.monotonic() > deadline:
-            return f"not finished after {timeout_s:.0f} s"
-        time.sleep(0.02)
-
-
-def _last_line(logs: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]]) -> str:
-    """The last line that a failed process wrote, in the order of the ranks, or another's if it wrote nothing."""
-    ranked = sorted(range(len(logs)), key=lambda rank: (not processes[rank].returncode, rank))
-    for rank in ranked:
-        lines = logs[rank].read_text(errors="replace").split("\n") if logs[rank].exists() else []
-        written = [line.strip() for line in lines if line.strip()]
-        if written:
-            return written[-1][:500]
-    return "it wrote nothing"
+    job = Job(kind, str(folder.resolve()), place, examples, timeout_s)
+    environment = {"TRITON_INTERPRET": "1" if place == "interpreter" else "0"}
+    try:
+        found = run_ranks(f"{WORKER}:run", asdict(job), processes, timeout_s, environment)
+    except ProcessError as error:
+        return [_row(f"ring of {processes}" if kind == "ring" else kind, False, str(error))]
+    return [row for part in found for row in part]
 
 
 def _row(check: str, passed: bool, detail: str) -> dict[str, Any]:

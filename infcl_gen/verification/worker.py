@@ -1,21 +1,14 @@
-"""One process of `infcl-gen verify`: runs a package's code and writes what it found to a file.
+"""One process of `infcl-gen verify`: runs a package's code and returns what it found.
 
-    python -m infcl_gen.verification.worker JOB.json RANK
-
-A job is a `Job` as JSON; what a process finds it writes to `found{RANK}.json` in the job's folder. Running packages in
-processes of their own keeps a crash, a hang, a leak or an environment variable (TRITON_INTERPRET) out of the process
-that verifies.
+A package runs in a process of its own: a crash, a hang, a leak or an environment variable (TRITON_INTERPRET) stays
+out of the process that verifies.
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import json
-import os
 import random
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,47 +18,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl_gen.emission import import_package
+from infcl_gen.processes import Seat
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import LossAndGrads
 from infcl_gen.verification.properties import ROWS, Case, Inputs, check_package, random_cases, tensors
+from infcl_gen.verification.verify import Job
 
 SMALL_ROWS = (1, 17, 64, 65, 130)  # under the Triton interpreter
 LARGE_ROWS = (*ROWS, 1000, 2049, 4096)  # on a GPU
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to do: "numerics" (the gate on one device, each process for its share of the examples), "memory" (the peak
-    at the planned size), or "ring"."""
-
-    kind: str
-    package: str
-    device: str  # "cpu", "interpreter" (CPU, with TRITON_INTERPRET=1 in the environment), or "cuda"
-    examples: int
-    folder: str  # a scratch folder that the processes of the job share
-    processes: int = 1
-    timeout_s: float = 120.0
-
-
-def main() -> None:
-    job, rank = Job(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
-    torch.set_num_threads(max(1, torch.get_num_threads() // job.processes))
+def run(argument: dict[str, Any], seat: Seat) -> list[dict[str, Any]]:
+    """What this process finds of a `Job`, as rows of its kind."""
+    job = Job(**argument)
+    torch.set_num_threads(max(1, torch.get_num_threads() // seat.ranks))
     module = import_package(Path(job.package))
-    found = {"numerics": numerics, "memory": memory, "ring": ring}[job.kind](job, module, rank)
-    Path(job.folder, f"found{rank}.json").write_text(json.dumps(found))
-    if job.kind == "ring":
-        # gloo's threads may abort a process that tears its group down while a peer is gone already; NCCL's end so too
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    return {"numerics": numerics, "memory": memory, "ring": ring}[job.kind](job, module, seat)
 
 
-def numerics(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
+def numerics(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
     """Of each example and quantity: its error over what is allowed, and the failure, if it is one."""
     sizes = {"cuda": LARGE_ROWS, "interpreter": SMALL_ROWS}.get(job.device, ROWS)
     device = "cpu" if job.device == "interpreter" else job.device
-    share = slice(rank, None, job.processes)
+    share = slice(seat.rank, None, seat.ranks)
     verdicts = check_package(module, device, job.examples, rows=sizes, share=share)
     return [
         {
@@ -78,7 +54,7 @@ def numerics(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     ]
 
 
-def memory(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
+def memory(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
     """The measured peak at the planned size against the predicted one."""
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
     case = Case(
@@ -95,18 +71,11 @@ def memory(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     return [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
 
 
-def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
+def ring(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
     """Of each example, on rank 0: its largest error over what is allowed, and the failures, if there are any."""
-    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=Path(job.folder, "store").absolute().as_uri(),
-        rank=rank,
-        world_size=job.processes,
-        timeout=datetime.timedelta(seconds=job.timeout_s),
-    )
+    device = torch.device("cuda", seat.rank) if job.device == "cuda" else torch.device("cpu")
+    seat.join_group(device.type, job.timeout_s)
+    rank, ranks = seat.rank, seat.ranks
     problem = module.SPEC["problem"]
     cases = random_cases(
         job.examples,
@@ -120,15 +89,18 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
     found = []
     for case in cases:
         inputs = tensors(case, module.SPEC["positives"], device)
-        q_cuts, k_cuts = shards(case, module.SPEC["positives"], job.processes)
+        q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
+        labels = inputs.labels
+        if case.keys > case.queries:  # over several ranks they must be given
+            labels = torch.arange(case.queries, device=device) if labels is None else labels
         result = module.loss_and_grads(
             inputs.q[q_cuts[rank]],
             inputs.k[k_cuts[rank]],
             inputs.scale,
             inputs.bias,
-            labels=None if inputs.labels is None else inputs.labels[q_cuts[rank]],
+            labels=None if labels is None else labels[q_cuts[rank]],
         )
-        parts: list[Any] = [None] * job.processes
+        parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, [tensor.cpu() for tensor in result])
         if rank == 0:
             judged = gate(averaged(parts), _truth(module, inputs))
@@ -136,12 +108,11 @@ def ring(job: Job, module: ModuleType, rank: int) -> list[dict[str, Any]]:
             passed = all(row.passed for row in judged)
             found.append(
                 {
-                    "check": f"ring of {job.processes}",
+                    "check": f"ring of {ranks}",
                     "ratio": max(row.ratio for row in judged),
                     "failure": None if passed else f"{asdict(case)}, rows {rows}: {failures(judged)}",
                 }
             )
-    dist.barrier()
     return found
 
 
@@ -176,7 +147,3 @@ def averaged(parts: list[list[Tensor]]) -> LossAndGrads:
 
 def _truth(module: ModuleType, inputs: Inputs) -> Any:
     return truth_of(module, *inputs, precision=module.SPEC["problem"]["precision"])
-
-
-if __name__ == "__main__":
-    main()

@@ -4,9 +4,11 @@ import ast
 import concurrent.futures
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,8 @@ from infcl_gen.emission.lower import PackageSpec, lower
 from infcl_gen.emission.pipeline import plan_problem
 from infcl_gen.errors import InfclError, InputError, LockTimeoutError
 from infcl_gen.hardware import resolve_cluster
-from infcl_gen.problem import make_problem
+from infcl_gen.inputs.problem import make_problem
+from infcl_gen.planning.records import Found
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = {"batch_size": 256, "dim": 32, "dtype": "fp32", "target": "cpu"}
@@ -107,7 +110,9 @@ def test_lowered_package_is_complete_and_frozen() -> None:
     assert isinstance(spec, PackageSpec) and spec.name == "clip_cpu_d32"
     with pytest.raises(AttributeError):
         spec.name = "other"  # type: ignore[misc]
-    assert {"engine.py", "ring.py", "ops.py", "api.py"} <= set(spec.runtime_files)
+    assert {"engine.py", "table.py", "transport.py", "group.py", "ops.py", "api.py"} <= set(
+        spec.runtime_files
+    )
     assert spec.literals["problem"]["device_profile"] == "cpu"
 
 
@@ -139,9 +144,12 @@ def test_load_generates_once_and_imports() -> None:
     assert infcl_gen.load(**{**SMALL, "dim": 33}) is not module
 
 
-@pytest.mark.parametrize("damage", ["cut", "remove", "add", "empty"])
-def test_damaged_cache_entry_is_generated_again(damage: str) -> None:
-    problem = make_problem(**{**SMALL, "batch_size": 100 + sum(damage.encode()), "dim": 5})
+DAMAGES = ("cut", "remove", "add", "empty", "a file", "a link", "a broken link")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_cache_entry_is_generated_again(damage: str, tmp_path: Path) -> None:
+    problem = make_problem(**{**SMALL, "batch_size": 100 + DAMAGES.index(damage), "dim": 5})
     folder = cache.cache_folder() / cache.cache_key(problem)
     write_package(build(problem), folder)
     if damage == "cut":
@@ -150,6 +158,12 @@ def test_damaged_cache_entry_is_generated_again(damage: str) -> None:
         (folder / "manifest.json").unlink()
     elif damage == "add":
         (folder / "torch.py").write_text("raise SystemExit")
+    elif damage.startswith("a "):
+        shutil.rmtree(folder)
+        if damage == "a file":
+            folder.write_text("")
+        else:
+            folder.symlink_to(tmp_path if damage == "a link" else tmp_path / "nowhere")
     else:
         for file in folder.rglob("*.py"):
             file.write_bytes(b"")
@@ -180,9 +194,9 @@ def test_many_processes_load_at_once(tmp_path: Path) -> None:
 def test_load_gives_up_on_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
     import filelock
 
-    from infcl_gen.emission import package
+    from infcl_gen import files
 
-    monkeypatch.setattr(package, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.2)
     problem = make_problem(**{**SMALL, "dim": 47})
     cache.cache_folder().mkdir(parents=True, exist_ok=True)
     with (
@@ -201,6 +215,47 @@ def test_cache_key_follows_the_content(tmp_path: Path) -> None:
     file.write_text(LOSS_FILE.format(doc="two"))
     assert cache.cache_key(problem) != first
     assert cache.cache_key(make_problem(**SMALL)) != cache.cache_key(make_problem(**{**SMALL, "dim": 31}))
+
+
+def test_cache_key_follows_the_figures_of_the_device(tmp_path: Path) -> None:
+    """Of a profile in a file, whose name stays."""
+    shipped = (ROOT / "infcl_gen/hardware/profiles/h200.toml").read_text()
+    keys = set()
+    for bandwidth in ("4300.0", "4301.0"):
+        file = tmp_path / "mine.toml"
+        file.write_text(
+            shipped.replace("bandwidth_gbs = { value = 4300.0", f"bandwidth_gbs = {{ value = {bandwidth}")
+        )
+        keys.add(cache.cache_key(make_problem(batch_size=256, dim=32, device_profile=str(file))))
+    assert len(keys) == 2
+
+
+def test_cache_key_follows_measured_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(**SMALL)
+    keys = {cache.cache_key(problem)}
+    for stages in ("2", "3"):
+        settings = (("gradient.stages", stages),)
+        found = Found(SimpleNamespace(settings=settings), Path("cpu.json"), plan=None)
+        monkeypatch.setattr(cache, "find_record", lambda _, found=found: found)
+        keys.add(cache.cache_key(problem))
+    assert len(keys) == 3
+
+
+def test_cache_key_follows_the_generator_and_its_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(**SMALL)
+    keys = {cache.cache_key(problem)}
+    for name in ("source", "templates"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    monkeypatch.setattr(cache, "SOURCE", tmp_path / "source")
+    monkeypatch.setattr(cache, "template_folder", lambda: tmp_path / "templates")
+    edits = ("source/a.py", "source/inner/b.py", "source/inner/c.toml", "templates/inner/kernel.py.jinja")
+    for name in edits:
+        for text in ("one", "two"):
+            (tmp_path / name).write_text(text)
+            keys.add(cache.cache_key(problem))
+    assert len(keys) == 1 + 2 * len(edits)
 
 
 def test_rerender_needs_the_problem_only(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 """Writing and reading packages as folders: complete or absent, checked on reading, nothing foreign touched."""
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
 import pytest
 
+from infcl_gen import files
 from infcl_gen.emission import package
 from infcl_gen.emission.package import read_package, write_package
 from infcl_gen.emission.render import content_digest, literal
@@ -85,6 +90,28 @@ def test_force_never_replaces_what_is_not_a_package(tmp_path: Path, kind: str) -
     assert entries(tmp_path) == ["target"]
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "__pycache__/notes.py",
+        "_runtime/__pycache__/data.bin",
+        "__pycache__/mine/x.pyc",
+        "empty/",
+        "_runtime/a/b/",
+    ],
+)
+def test_what_is_not_pythons_bytecode_is_the_users(tmp_path: Path, place: str) -> None:
+    """Also where only caches are, and a folder without files: it is named, and stays."""
+    root = write_package(small_package(), tmp_path / "clip")
+    (root / place).parent.mkdir(parents=True, exist_ok=True)
+    (root / place).mkdir() if place.endswith("/") else (root / place).write_text("mine")
+    with pytest.raises(InputError, match=f"{place} was added"):
+        read_package(root)
+    with pytest.raises(InputError, match="not the package's"):
+        write_package(small_package(), root, force=True)
+    assert (root / place).exists()
+
+
 def test_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "clip").mkdir()
     read_package(write_package(small_package(), tmp_path / "clip"))
@@ -139,7 +166,7 @@ def test_killed_at_any_step_leaves_all_or_nothing(
 
     with monkeypatch.context() as patch:
         for name in ("fsync", "rename"):
-            patch.setattr(package.os, name, dying(getattr(os, name)))
+            patch.setattr(files.os, name, dying(getattr(os, name)))
         with contextlib.suppress(Killed):
             write_package(new, target, force=True)
     if target.exists():
@@ -150,24 +177,110 @@ def test_killed_at_any_step_leaves_all_or_nothing(
         assert not existing
 
 
+@pytest.mark.parametrize("rename", [1, 2])
+def test_what_a_killed_writer_leaves_is_removed_by_the_next(tmp_path: Path, rename: int) -> None:
+    """Killed before its first rename (of the old package), or between the two; another's folder stays."""
+    target = write_package(small_package(), tmp_path / "clip")
+    child = os.fork()
+    if not child:
+        left, renamed = [rename], os.rename
+
+        def dying(*paths: Path) -> None:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            renamed(*paths)
+
+        os.rename = dying  # type: ignore[assignment]
+        write_package(small_package(), target, force=True)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert len(entries(tmp_path)) == 3 - (rename == 2)
+    other = tmp_path / ".clip.infcl-gen-other"
+    other.mkdir()
+    held = os.open(other, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a writer on another machine holds its own
+    write_package(small_package(), target, force=True)
+    assert entries(tmp_path) == [other.name, "clip"]
+    os.close(held)
+    write_package(small_package(), target, force=True)
+    assert entries(tmp_path) == ["clip"]
+
+
+def test_a_folder_that_fills_while_the_lock_is_waited_for_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def occupying(*_: object) -> Iterator[None]:
+        (tmp_path / "clip").mkdir()
+        (tmp_path / "clip" / "thesis.txt").write_text("mine")
+        yield
+
+    monkeypatch.setattr(package, "lock", occupying)
+    with pytest.raises(InputError, match="is not a generated package"):
+        write_package(small_package(), tmp_path / "clip")
+    assert entries(tmp_path / "clip") == ["thesis.txt"]
+
+
+def test_every_file_is_on_the_disk_before_the_package_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+    fsync, rename = os.fsync, os.rename
+
+    def noting(handle: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def checking(fresh: Path, target: Path) -> None:
+        inner = {str(path) for path in fresh.rglob("*")}
+        assert len(inner) == 5 and inner | {str(fresh)} <= synced
+        rename(fresh, target)
+
+    monkeypatch.setattr(files.os, "fsync", noting)
+    monkeypatch.setattr(files.os, "rename", checking)
+    write_package(small_package(), tmp_path / "clip")
+    assert str(tmp_path) in synced
+
+
+def test_the_digest_is_of_paths_and_of_text() -> None:
+    one = {"spec.py": "", "a.py": "x = 1\n", "b.py": "x = 2\n"}
+    for other in (
+        {**one, "a.py": one["b.py"], "b.py": one["a.py"]},
+        {**one, "b.py": "x = 3\n"},
+        {"spec.py": ""},
+    ):
+        assert content_digest(other) != content_digest(one)
+
+
 def test_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(package.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(InputError, match="No space left on device"):
         write_package(small_package(), tmp_path / "clip")
     assert entries(tmp_path) == []
 
 
 def test_two_writers_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "LOCK_TIMEOUT_S", 0.2)
-    lock_file = package._lock_file(tmp_path / "clip")
+    monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.2)
+    lock_file = files.lock_file_of(tmp_path / "clip")
     lock_file.parent.mkdir(exist_ok=True)
     with filelock.FileLock(lock_file), pytest.raises(LockTimeoutError, match="another process") as raised:
         write_package(small_package(), tmp_path / "clip")
     assert raised.value.exit_code == 6
     write_package(small_package(), tmp_path / "clip")
+
+
+def _forge_digest(root: Path) -> None:
+    """A digest that is not the files', in SPEC and, with spec.py's own checksum, in the manifest."""
+    text = (root / "spec.py").read_text().replace(read_package(root).digest, "0" * 64)
+    (root / "spec.py").write_text(text)
+    files = json.loads((root / "manifest.json").read_text())["files"]
+    _edit_manifest(
+        root, digest="0" * 64, files=files | {"spec.py": hashlib.sha256(text.encode()).hexdigest()}
+    )
 
 
 SPOILED = {
@@ -191,6 +304,7 @@ SPOILED = {
     "other schema": lambda root: _edit_manifest(root, schema_version=99),
     "outside": lambda root: _edit_manifest(root, files={"spec.py": "0", "../../etc/passwd": "0"}),
     "absolute": lambda root: _edit_manifest(root, files={"spec.py": "0", "/etc/passwd": "0"}),
+    "both digests forged": lambda root: _forge_digest(root),
     "digests of the wrong type": lambda root: _edit_manifest(root, files={"spec.py": 7}),
 }
 

@@ -36,6 +36,9 @@ PACKAGES = [
     planned("panel", "clip", "bf16", 96, descriptors="off"),
     planned("panel", "clip", "bf16", 1),
     planned("panel", "clip", "bf16", 72),
+    planned("panel", "clip", "bf16", 256),  # hopper.py's kernels, where the GPU has them: these three
+    planned("panel", "clip", "bf16", 200),
+    planned("panel", "clip", "fp16", 144),
     dataclasses.replace(planned("panel", "clip", "bf16", 768), rows=1024),  # smaller tiles
     dataclasses.replace(planned("panel", "infonce", "fp32", 100), rows=1024),
     planned("panel", "clip", "fp16", 640),
@@ -78,7 +81,7 @@ PACKAGES += TUNED
 ONE_OF_EACH = [
     *TUNED,
     planned("panel", "clip", "bf16", 64),
-    planned("panel", "clip", "bf16", 192),  # more than one step
+    planned("panel", "clip", "bf16", 192),  # more than one step; on Hopper hopper.py's kernels
     planned("panel", "infonce", "fp32", 64),
     planned("fused", "clip", "bf16", 64),
     planned("fused", "infonce", "fp16", 64),
@@ -121,6 +124,13 @@ def test_as_accurate_as_the_dtypes_allow(made: Made, case: Case) -> None:
 def test_sums_of_several_ranks() -> None:
     made = planned("panel", "clip", "bf16", 64, transport="gather")
     checks.merged_ranks(dataclasses.replace(made, devices=4), "cuda")
+
+
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+def test_solved_batches_and_large_logits(made: Made) -> None:
+    checks.solved(made, "cuda")
+    if made.dtype != "fp16":  # whose gradients overflow
+        checks.large_logits(made, "cuda")
 
 
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))

@@ -12,7 +12,8 @@ import infcl_gen
 from infcl_gen.emission import pipeline, rerender
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster, load_profile, resolve_cluster
-from infcl_gen.problem import Links, Peak, make_problem, read_cluster
+from infcl_gen.inputs.cluster_file import Links, Peak, read_cluster
+from infcl_gen.inputs.problem import make_problem
 from tests.hardware.test_profiles import profile_text
 
 TEXT = """

@@ -16,7 +16,7 @@ from infcl_gen import cli
 from infcl_gen.hardware import doctor, links
 from infcl_gen.hardware.detection import FoundDevice
 from infcl_gen.hardware.profile import load_profile
-from infcl_gen.problem import make_problem
+from infcl_gen.inputs.problem import make_problem
 
 SETUP_S = 2.0  # what the first copy of a pair takes more
 

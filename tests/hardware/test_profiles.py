@@ -4,6 +4,7 @@ import dataclasses
 import importlib.resources
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import detect, detection, load_profile, profile_names, resolve_cluster
 from infcl_gen.hardware.detection import FoundDevice, match
-from infcl_gen.hardware.profile import MATMUL_KINDS, profile_from_literals
-from infcl_gen.problem import make_problem
+from infcl_gen.hardware.profile import MATMUL_KINDS, Architecture, profile_from_literals
+from infcl_gen.inputs.problem import make_problem
+from infcl_gen.planning import levels
+from infcl_gen.planning.choice import Block
 
 SHARED = {
     "sm_80": 166912,
@@ -50,6 +53,24 @@ def test_profiles_are_sane(name: str) -> None:
     assert peaks["bf16"].value == peaks["fp16"].value >= peaks["tf32"].value >= peaks["fp32"].value
     assert peaks["fp32"].value >= peaks["fp64"].value
     assert profile.link_gbs.value < profile.bandwidth_gbs.value
+
+
+def test_facts_of_architectures() -> None:
+    """Each is one that kernels know, of an architecture that a board has; others get what is common to a vendor."""
+    text = importlib.resources.files("infcl_gen.hardware").joinpath("architectures.toml").read_text()
+    table = tomllib.loads(text)
+    assert set(table) == {*SHARED, "nvidia", "amd"}
+    fields = {field.name for field in dataclasses.fields(Architecture)}
+    assert all({"family"} <= set(facts) <= fields for facts in table.values())
+    assert all(facts["family"] in {family for family, _ in levels._TABLE} for facts in table.values())
+    a100, h200, b200, mi300x = (load_profile(name) for name in ("a100", "h200", "b200", "mi300x"))
+    block = Block(128, 64, 64, 4, 2)
+    lanes = [levels.key_lanes(block, profile) for profile in (a100, h200, b200, mi300x)]
+    assert lanes == [32, 32, 1, 1] and levels.key_lanes(dataclasses.replace(block, rows=32), h200) == 1
+    fused = [levels.fused_wide(profile, block) for profile in (h200, b200)]
+    assert fused == [(32, 8), (16, 8)]
+    unknown = dataclasses.replace(h200, arch="sm_75").architecture
+    assert (unknown.family, unknown.row_lanes, unknown.products_read_shared) == ("small", 0, False)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -199,9 +220,6 @@ def test_cluster_of_a_problem() -> None:
         ({"target": "cuda", "device_profile": "mi300x"}, "--target"),
         ({"target": "cpu", "device_profile": "h200"}, "--target"),
         ({"target": "rocm", "device_profile": "cpu"}, "--target"),
-        ({"dtype": "fp64", "device_profile": "h200"}, "--dtype"),
-        ({"dtype": "fp32", "precision": "tf32", "device_profile": "cpu"}, "--precision"),
-        ({"dtype": "fp32", "precision": "tf32", "device_profile": "mi300x"}, "--precision"),
         ({"device_profile": "h300"}, "--device-profile"),
     ],
 )

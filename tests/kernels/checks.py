@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import math
 import mmap
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infcl_gen.planning.schedule import gather_schedule, ring_schedule
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
 from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, tensors
 from infcl_gen.verification.worker import averaged
 from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
+from tests.planning.tables import gather_table, ring_table
 from tests.runtime.in_process import World
+from tests.runtime.recording import record
 
 
 def numerics(made: Made, case: Case, device: str = "cpu") -> None:
@@ -184,6 +184,56 @@ def small_probabilities(made: Made, device: str = "cpu") -> None:
     assert whole <= 2 * allowed, f"dq as a whole is wrong by {float(whole / theirs.norm()):.1%}"
 
 
+def solved(made: Made, device: str = "cpu") -> None:
+    """Pairs that see nobody else have no loss and no gradient, and nearly solved batches those of the few they see."""
+    package = module(made)
+    dim, dtype = package.SPEC["problem"]["dim"], DTYPES[package.SPEC["problem"]["dtype"]]
+
+    def features(rows: int, seed: int) -> Tensor:
+        x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return (x / x.norm(dim=1, keepdim=True)).to(dtype).to(device)
+
+    # Beside a row's own logit all others are 2^-150 or less: the same as none.
+    alone = [(1, scale) for scale in (1.0, 7.0, 40.0, 100.0, 1000.0)] + [(70, 1e5)]
+    for seed, (rows, scale) in enumerate(alone):
+        x = features(rows, seed)
+        results = package.loss_and_grads(x, x.clone(), scale)
+        for name, found in zip(LossAndGrads._fields, results, strict=True):
+            assert not found.any(), f"{name} of {rows} solved rows at scale {scale} is {found.abs().max()}"
+    eps, smallest = torch.finfo(dtype).eps, torch.finfo(torch.float32).tiny
+    if (
+        package.SPEC["plan"].get("split") or dtype == torch.float64
+    ):  # sums of 16 bits; plain torch is the oracle
+        return
+    for rows, scale in ((2, 7.0), (70, 20.0), (70, 40.0)):
+        x = features(rows, rows)
+        ours = LossAndGrads(*package.loss_and_grads(x, x.clone(), scale))
+        true, plain = (f(package, x, x.clone(), scale) for f in (oracle, plain_torch))
+        for name in ("dq", "dk"):
+            wanted = getattr(true, name)
+            error, allowed = ((getattr(found, name).double() - wanted).norm() for found in (ours, plain))
+            allowed = 1.05 * allowed + eps * wanted.norm() + scale * smallest
+            assert error <= allowed, f"{name} of {rows} rows at scale {scale}: {error:.1e}, not {allowed:.1e}"
+
+
+def large_logits(made: Made, device: str = "cpu", layout: str = "contiguous") -> None:
+    """Logits up to 1e9: fp32 rounds them by up to 64, and all kernels must round them alike."""
+    package = module(made)
+    coarse = 2.0**-7 if package.SPEC["problem"]["dtype"] != "fp32" else 2.0**-15
+    for norm, scale in ((3e3, 1.0), (3e4, 1.0), (1.0, 1e7), (1.0, 1e9)):
+        case = fitting(
+            package, Case(70, 70, 0, layout=layout, seed=80)
+        )  # no row or column has two largest logits
+        inputs = tensors(case, package.SPEC["positives"], device)
+        q, k = (x.mul_(norm) for x in inputs[:2])
+        ours = LossAndGrads(*package.loss_and_grads(q, k, scale, labels=inputs.labels))
+        true = oracle(package, q, k, scale, labels=inputs.labels)
+        for name in ("loss", "dq", "dk"):
+            found, wanted = getattr(ours, name).double(), getattr(true, name)
+            error = float((found - wanted).norm() / wanted.norm())
+            assert error <= coarse, f"{name} is wrong by {error:.1e} at norms {norm} and scale {scale}"
+
+
 def upstream(made: Made, device: str = "cpu") -> None:
     """Gradients are times the incoming one; by a power of two, to the bit where the result is no subnormal number."""
     package = module(made)
@@ -264,6 +314,12 @@ def left_of_a_transform(made: Made, device: str = "cpu") -> None:
     torch.func.grad(total)(inputs.q)
     loss = package.contrastive_loss(kept[0], inputs.k.requires_grad_())
     assert torch.equal(loss, package.contrastive_loss(inputs.q, inputs.k)), loss
+    for wrapped, plain in zip(
+        package.loss_and_grads(kept[0], inputs.k.detach()),  # which autograd does not unwrap
+        package.loss_and_grads(inputs.q, inputs.k.detach()),
+        strict=True,
+    ):
+        assert torch.equal(wrapped, plain), wrapped
 
 
 def refuses_no_rows(made: Made, device: str = "cpu") -> None:
@@ -282,7 +338,7 @@ def refuses_no_rows(made: Made, device: str = "cpu") -> None:
 def copied_inputs(made: Made, device: str = "cpu") -> None:
     """What a recorded graph reads is what it was given: ragged sizes, any strides."""
     package = module(dataclasses.replace(made, settings=(*made.settings, ("replay", "on"))))
-    dtype, dim = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[made.dtype]), made.dim
+    dtype, dim = DTYPES[made.dtype], made.dim
     for rows, keys in ((33, 70), (1, 129)):
         q = torch.randn(dim, rows, device=device).to(dtype).T
         k = torch.randn(2 * keys, 3 * dim, device=device).to(dtype)[::2, 1::3]
@@ -293,11 +349,85 @@ def copied_inputs(made: Made, device: str = "cpu") -> None:
             assert torch.equal(x, y), f"{name} of {rows} x {keys}: copied wrongly"
 
 
+def long_strips(made: Made, device: str = "cpu") -> None:
+    """Programs that walk two row blocks, and one, where small problems give each program one."""
+    package = module(made)
+    two = unittest.mock.patch.object(
+        package._schedule, "strip_blocks", lambda row_blocks, *_: min(2, row_blocks)
+    )
+    with two:
+        guarded(made, [(100, 97)], device=device)
+        if (
+            made.dtype == "fp32"
+        ):  # a column's reference is another in each strip: a positive's must be its own
+            solved(made, device)
+
+
+def many_parts(made: Made, device: str = "cpu") -> None:
+    """More partial sums than a program adds at a time, which are 1 024; terms that cancel are added in fp64."""
+    package = module(made)
+    schedule, launch = package._schedule, package._runtime.launch.launch
+    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+    parts = torch.arange(1.0, 3001.0, device=device)
+    parts[::2] *= -1
+    parts[0], parts[-1] = 2.0**40, -(2.0**40)
+    wanted = float(parts.double().sum())
+    dscale, _ = schedule.scalar_gradients(parts, one, zero, one, 1.0, 1)
+    assert float(dscale) == wanted * 2.0**-schedule.GRADIENT_EXPONENT, f"dscale {dscale}, not {wanted}"
+    if made.strategy != "torch":
+        loss = torch.full((), math.nan, device=device)
+        arguments = {"part_sums": parts.double(), "loss": loss, "parts": len(parts)}
+        launch(package._schedule.kernels.total_loss, (1,), *arguments.values(), BLOCK=1024, num_warps=4)
+        assert float(loss) == wanted, f"loss {loss}, not {wanted}"
+
+
+def flagged_sums(made: Made, device: str = "cpu") -> None:
+    """A strip of the forward is computed again where fp32 loses digits of its sums, and only there.
+
+    That is beyond 2^-80 and 2^100 times 2^reference, which is 10 below the largest y of the sampled rows.
+    """
+    schedule: Any = module(made)._schedule
+    ln2, zero = torch.tensor(math.log(2), device=device), torch.zeros((), device=device)
+    # Row 2 of 96 is not sampled. y is the first feature: scale is the logarithm of 2.
+    for y, flagged in ((-89.0, False), (-91.0, True), (89.0, False), (91.0, True)):
+        q, k = (torch.zeros(rows, made.dim, dtype=DTYPES[made.dtype], device=device) for rows in (96, 1))
+        q[2, 0], k[0, 0] = y, 1.0
+        scratch = schedule.forward_scratch(q, 1)
+        schedule._forward_panel(q, k, 0, 0, ln2, zero, scratch)
+        found = [bool(flag) for flag in scratch.flags[:3]]
+        assert found == [flagged, False, False], f"flags {found} where a row has y = {y}"
+
+
+def flagged_gradients(made: Made, device: str = "cpu") -> None:
+    """A strip of the backward is computed again where the exponent of a row or key lies too low, and only there.
+
+    That is more than 80 below the reference of a block, which is 10 below its largest exponent.
+    """
+    package = module(made)
+    schedule, statistics = package._schedule, package._runtime.statistics
+    one, zero = torch.ones((), device=device), torch.zeros((), device=device)
+    for low, flagged in ((-89.0, False), (-91.0, True)):
+        for side in (0, 1):
+            sides = [torch.zeros(2, 64, device=device) for _ in range(2)]
+            sides[side][0, 5] = low
+            for each in sides:
+                each[1] = 1.0
+            x = torch.zeros(64, made.dim, dtype=DTYPES[made.dtype], device=device)
+            positive = torch.zeros(schedule.POSITIVE_PARTS, 64, device=device)
+            sums = [torch.zeros(64, made.dim, device=device) for _ in range(2)]
+            scratch = schedule.backward_scratch(64, 64, x.device)
+            scratch.flags.zero_()
+            pairs = [statistics.view(each) for each in sides]
+            schedule.backward_block(x, x, one, zero, 0, 0, *pairs, positive, *sums, scratch=scratch)
+            found = bool(scratch.flags.any())
+            assert found == flagged, f"flagged: {found}, where an exponent of side {side} is {low}"
+
+
 def merged_ranks(made: Made, device: str = "cpu") -> None:
     """Sums of several ranks, ragged and of any range, are added up as in double precision, over what was there."""
     package = module(made)
     merge = package._schedule.merge_ranks
-    for ranks, keys in ((1, 1), (2, 70), (5, 129), (40, 300)):
+    for ranks, keys in ((1, 1), (2, 70), (5, 129), (40, 300), (130, 33)):  # a kernel takes 64 at a time
         random = torch.Generator().manual_seed(ranks)
         exponents = torch.randint(-300, 300, (ranks, keys), generator=random).float()
         mantissas = 1.0 + torch.rand(ranks, keys, generator=random)
@@ -313,21 +443,6 @@ def merged_ranks(made: Made, device: str = "cpu") -> None:
         assert bool((errors <= 1e-6).all()), f"{ranks} x {keys}: the sum is off by {errors.max()}"
 
 
-class _Graph:
-    """Stands for a CUDA graph where there is no GPU: replaying it does the work again, into the first results."""
-
-    def __init__(self, work: Callable[[], Any], results: Any) -> None:
-        self.work, self.results, self.broken = work, results, False
-
-    def pool(self) -> None: ...
-
-    def replay(self) -> None:
-        if self.broken:
-            raise ZeroDivisionError
-        for old, new in zip(_flat(self.results), _flat(self.work()), strict=True):
-            old.copy_(new)
-
-
 def over_ranks(
     made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu"
 ) -> None:
@@ -336,9 +451,8 @@ def over_ranks(
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
-    schedule = (gather_schedule if gathers else functools.partial(ring_schedule, 1, keeps=keeps))(
-        world, inner.loss.HAS_KEYS
-    )
+    has_keys, dim = inner.loss.HAS_KEYS, package.SPEC["problem"]["dim"]
+    table = gather_table(world, has_keys, dim) if gathers else ring_table(1, world, has_keys, keeps, dim)
     batches = []
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
@@ -359,7 +473,7 @@ def over_ranks(
     with unittest.mock.patch.object(
         inner.schedule, "backward_scratch", side_effect=backward_scratch
     ) as scratch:
-        results = World(package, world, schedules={world: schedule}).run(job)
+        results = World(package, world, tables={world: table}).run(job)
     working = sum(own > 0 for shards in rows for own in shards)
     assert scratch.call_count == working, f"{scratch.call_count} scratches for {working} sweeps"
     for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
@@ -367,52 +481,49 @@ def over_ranks(
         assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"
 
 
-def _flat(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [x for part in results for x in _flat(part)]
-
-
 def found_in_a_recording(made: Made) -> None:
     """A backward finds its own forward in a recording, or has it computed again, whatever ran in between."""
     package = module(dataclasses.replace(made, settings=(*made.settings, ("replay", "on"))))
     runtime = package.__name__ + "._runtime"
-    engine, replay = (importlib.import_module(f"{runtime}.{name}") for name in ("engine", "replay"))
+    engine, replay, runtime_package = (
+        importlib.import_module(f"{runtime}.{name}") for name in ("engine", "replay", "package")
+    )
     bound, options = package.ContrastiveLoss._package, engine.Options()
     scale, bias, upstream = (torch.tensor(value) for value in (3.0, -1.0, 2.0))
     first, second = (
-        (*tensors(fitting(package, Case(70, 70, 0, seed=seed)), "diagonal", "cpu")[:2], scale, bias, None)
+        runtime_package.Call(
+            *tensors(fitting(package, Case(70, 70, 0, seed=seed)), "diagonal", "cpu")[:2], scale, bias, None
+        )
         for seed in (1, 2)
     )
-
-    def record(work: Callable[[], Any], pool: Any) -> tuple[_Graph, Any]:
-        results = work()
-        return _Graph(work, results), results
 
     def same(found: Any, expected: Any) -> None:
         for name, a, b in zip(LossAndGrads._fields[1:], found, expected, strict=True):
             assert torch.equal(a, b), f"{name} differs from that of a call that is not recorded"
 
     with unittest.mock.patch.object(replay, "_record", record):
-        recorder, kind = replay._Recorder(bound), replay.Kind(70, 70, False, options, 0)
+        recorder, kind = replay._Recorder(bound), replay.Kind(70, 70, options, 0)
         replay._recorders[bound.digest, None] = recorder
         recorder.next(kind)
         recording = recorder.next(kind)
-        loss, saved = recording.forward(*first)
-        expected, kept = engine.forward(bound, *first, options, 0b1111)
+        loss, saved = recording.forward(first)
+        expected, kept = engine.forward(bound, first, 0b1111)
         assert torch.equal(loss, expected)
-        truth = engine.backward(bound, upstream, *first, kept, options)
-        recording.forward(*second)
+        truth = engine.backward(bound, first, kept, upstream)
+        other = recording.forward(second)[1]
         for _ in range(2):
-            same(recording.backward(upstream, *first, saved), truth)
+            same(recording.backward(first, saved, upstream), truth)
+        kept_of_other = engine.forward(bound, second, 0b1111)[1]
+        truth_of_other = engine.backward(bound, second, kept_of_other, upstream)
+        same(recording.backward(second, other, upstream), truth_of_other)
         for capturing, keeps in ((True, True), (False, made.strategy != "stash")):
             with unittest.mock.patch.object(replay, "capturing", lambda device, answer=capturing: answer):
-                replay.unrecorded_forward(bound, *second, options, 0)
+                replay.unrecorded_forward(bound, second, 0)
                 assert recorder.recording is recording
-                replay.unrecorded_forward(bound, *second, options, 0b1111)
+                replay.unrecorded_forward(bound, second, 0b1111)
                 assert (recorder.recording is recording) == keeps, "two stashes at once, or given up for none"
                 recorder.recording = recording
-                same(
-                    replay.backward(bound, upstream, *first, saved, options), truth
-                )  # as without a recording
+                same(replay.backward(bound, first, saved, upstream), truth)  # as without a recording
                 assert (recorder.recording is recording) == keeps, "two stashes at once, or given up for none"
                 recorder.recording = recording
         with contextlib.ExitStack() as on_a_gpu:
@@ -421,14 +532,14 @@ def found_in_a_recording(made: Made) -> None:
             for name, answer in answers.items():
                 patch = unittest.mock.patch.object(replay, name, lambda *_, answer=answer: answer)
                 on_a_gpu.enter_context(patch)
-            assert not replay.forward(bound, *first, options, 0b1111)[1].stash.numel()
+            assert not replay.forward(bound, first, 0b1111)[1].stash.numel()
             with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-                hooked = replay.forward(bound, *first, options, 0b1111)[1]
+                hooked = replay.forward(bound, first, 0b1111)[1]
             assert hooked.stash.shape == kept.stash.shape, "hooks were given a stash that is not there"
             recorder.recording = recording
         recording._forward.broken = True
         with contextlib.suppress(ZeroDivisionError):
-            recorder.attempt(lambda: recording.forward(*second))
+            recorder.attempt(lambda: recording.forward(second))
         assert recorder.recording is None, "a backward could read what is half another call's"
 
 
@@ -546,7 +657,7 @@ def near_exact(made: Made, rows: int, device: str = "cuda") -> None:
     inputs = tensors(fitting(package, Case(rows, rows, 0, scale=100.0, seed=2)), "diagonal", device)
     scale, bias = (torch.tensor(value, device=device) for value in (100.0, 0.0))
     bound = package.ContrastiveLoss._package
-    _, saved = engine.forward(bound, inputs.q, inputs.k, scale, bias, None, engine.Options(), 0)
+    _, saved = engine.forward(bound, engine.Call(inputs.q, inputs.k, scale, bias, None), 0)
     similarity = inputs.q.double() @ inputs.k.double().T
     for pair, axis in ((saved.query_statistics, 1), (saved.key_statistics, 0)):
         error = statistics.log(statistics.view(pair.double())) - torch.logsumexp(100.0 * similarity, axis)
@@ -568,6 +679,59 @@ def split_products_in_parts(made: Made, device: str = "cpu") -> None:
             numerics(made, case, device)
     finally:
         schedule.EXACT_DEPTH = planned
+
+
+def library_rests(made: Made, device: str = "cpu") -> None:
+    """The matrix library gets keys in multiples of 8: sums for dk have room, and a kernel adds the rest for dq.
+
+    Without the rounding, 101 keys reach the library; with `fresh` for the rest, only the rest is left.
+    """
+    schedule: Any = module(made)._schedule
+    counts = set()
+
+    def addmm(total: Tensor, g: Tensor, x: Tensor, beta: int, out: Tensor, **_: torch.dtype) -> None:
+        counts.add(g.shape[1] if g.stride(1) == 1 else g.shape[0])
+        product = g.double() @ x.double()
+        out.copy_(product + total if beta else product)
+
+    legal = unittest.mock.patch.object(schedule, "library_legal", return_value=True)
+    with legal, unittest.mock.patch.object(torch, "addmm", addmm):
+        for rows in (101, 69, 5):  # sums over 5 keys are the kernel's alone
+            numerics(made, Case(rows, rows, 0, scale=14.3, seed=rows), device)
+        assert not any(count % 8 for count in counts), f"{sorted(counts)} keys"
+
+
+def hopper_arguments(made: Made, device: str = "cpu") -> None:
+    """What the schedule gives hopper.py's kernels, by the names of their arguments, is what the ordinary ones take,
+    which are interpreted in their place."""
+    package = module(made)
+    schedule: Any = package._schedule
+    kernels, launch, seen = schedule.kernels, schedule.launch, set()
+
+    def instead(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        name = kernel.__name__.removesuffix("_hopper")
+        if kernel.__name__ == name:
+            launch(kernel, grid, *arguments, **options)
+            return
+        seen.add(name)
+        ordinary = getattr(kernels, name)
+        blocks = options.pop("maxnreg") and importlib.import_module(f"{package.__name__}.hopper")
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        assert set(kernel.arg_names) <= set(given), f"{kernel.__name__} lacks arguments"
+        for side in {"q", "k", "g"} & set(given):
+            assert given[side].block_shape == getattr(blocks, f"{side.upper()}_BLOCK")
+            given[side] = given[side].base
+            given[f"{side}_row_stride"], given[f"{side}_depth_stride"] = given[side].stride()
+        given |= {"g_stride": given["g"].stride(0)} if "g" in given else {}
+        given |= {"DESCRIPTORS": False, "WIDEN": True}
+        ordered = [given[argument] for argument in ordinary.arg_names if argument.islower()]
+        constants = {argument: given[argument] for argument in ordinary.arg_names if argument.isupper()}
+        launch(ordinary, grid, *ordered, **constants, num_warps=4, num_stages=1)
+
+    here = unittest.mock.patch.object(schedule, "runs_hopper_kernels", return_value=True)
+    with here, unittest.mock.patch.object(schedule, "launch", instead):
+        numerics(made, Case(200, 200, 0, scale=14.3), device)
+    assert seen == {"forward", "gradient"}
 
 
 def far_accumulators(made: Made, device: str = "cuda") -> None:

@@ -1,8 +1,9 @@
-"""The interpreter process of a pytest worker, and the folder of the packages that the worker itself generates."""
+"""The interpreter process of a pytest worker; all processes of a run share the packages that they generate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,13 +12,13 @@ from tests.kernels.worker import Interpreter
 
 
 @pytest.fixture(scope="session")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+def interpreted(shared_folder: Path) -> Iterator[Interpreter]:
     """`interpreted(check, *arguments)`: the check, in a process where Triton interprets its kernels on the CPU."""
-    interpreter = Interpreter(tmp_path_factory.mktemp("interpreted"))
+    interpreter = Interpreter(shared_folder)
     yield interpreter
     interpreter.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _packages(tmp_path_factory: pytest.TempPathFactory) -> None:
-    use_folder(tmp_path_factory.mktemp("packages"))
+def _packages(shared_folder: Path) -> None:
+    use_folder(shared_folder)

@@ -26,7 +26,7 @@ UNSET, SET = (
     {"empty", "new_empty", "empty_like"},
     {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"},
 )
-STATISTICS = {"_statistics", "_forward_scratch"}  # functions whose buffers of 2 to 5 rows hold statistics
+STATISTICS = {"_statistics", "forward_scratch"}  # functions whose buffers of 2 to 5 rows hold statistics
 
 
 class Buffer(NamedTuple):

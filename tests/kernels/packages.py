@@ -1,4 +1,4 @@
-"""The packages under test: generated on first use into one folder per process, imported, made small, or spoilt.
+"""The packages under test: generated on first use into one folder for all processes, imported, made small, or spoilt.
 
 A `Made` says what to generate; the same one always gives the same module. `small` gives it tiles and panels so little
 that a hundred rows make several of each, with ragged last ones: for the interpreter. `bug` plants one of
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,8 @@ from typing import Any
 
 import infcl_gen
 from infcl_gen.emission import import_package
-from infcl_gen.planning.levels import padded_dim
+from infcl_gen.files import lock
+from infcl_gen.planning.choice import padded_dim
 
 FUSED_DIMS = (1, 3, 16, 64, 96, 100)
 
@@ -37,14 +39,14 @@ class Made:
 
     @property
     def name(self) -> str:
-        return f"made_{abs(hash(self)):x}"
+        return f"made_{hashlib.sha256(repr(self).encode()).hexdigest()[:16]}"
 
 
 _folder: list[Path] = []
 
 
 def use_folder(folder: Path) -> None:
-    """Where this process generates its packages; no other process may."""
+    """Where this process finds and generates its packages; others may use it, too."""
     _folder[:] = [folder]
 
 
@@ -56,15 +58,24 @@ def folder() -> Path:
 def generated(made: Made) -> Path:
     """The folder of a package, generated (and spoilt) on first use."""
     target = folder() / made.name
+    with lock(folder() / f"{made.name}.lock", f"making {made}"):
+        if not target.exists():
+            _make(made, target)
+    return target
+
+
+def _make(made: Made, target: Path) -> None:
     if made.bug:
         from tests.kernels.planted import BUGS, plant
 
+        spoilt = target.with_suffix(".spoilt")
         original = generated(dataclasses.replace(made, bug=""))
-        shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
-        plant(made.bug, BUGS[made.bug].edits, target)
-        return target
+        shutil.copytree(original, spoilt, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        plant(made.bug, BUGS[made.bug].edits, spoilt)
+        spoilt.rename(target)
+        return
     cpu = made.strategy == "torch"
-    return infcl_gen.generate(
+    infcl_gen.generate(
         output=target,
         loss=made.loss,
         batch_size=made.rows,

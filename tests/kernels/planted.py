@@ -61,23 +61,22 @@ MASKED = "MASKED=m % rows != 0 or n % columns != 0"
 RANKS = (3, [[70, 10, 60]])
 
 BUGS: dict[str, Bug] = {
-    "a ring gives its first panel to the next hop again": Bug(
-        IN_A_RING,
-        (("_runtime/engine.py", "started and (started[0], None), False", "started, False"),),
-        checks.over_ranks,
-        RANKS,
-        "rows ",
-    ),
     "a ring has room for a panel of its own keys only": Bug(
         IN_A_RING,
-        (("_runtime/engine.py", "0, keys), max(layout.keys))", "0, keys), keys)"),),
+        (("_runtime/engine.py", "forward_scratch(q, max(layout.keys))", "forward_scratch(q, keys)"),),
         checks.over_ranks,
         RANKS,
         "overwritten",
     ),
     "a ring's backward has room for a panel of its first keys only": Bug(
         dataclasses.replace(IN_A_RING, loss="infonce"),
-        (("_runtime/engine.py", "backward_scratch(rows, max(layout.keys)", "backward_scratch(rows, valid"),),
+        (
+            (
+                "_runtime/engine.py",
+                "backward_scratch(step, max(layout.keys)",
+                "backward_scratch(step, len(visiting)",
+            ),
+        ),
         checks.over_ranks,
         (3, [[70, 70, 30]]),
         "overwritten",
@@ -253,7 +252,7 @@ BUGS: dict[str, Bug] = {
     ),
     "an expanded row is read as if it had a stride": Bug(
         PANEL,
-        (("schedule.py", "*q_side[1:], *k_side[1:]", "max(q_side[1], DIM), q_side[2], *k_side[1:]"),),
+        (("schedule.py", "q_row_stride=q_side.row_stride", "q_row_stride=max(q_side.row_stride, DIM)"),),
         checks.numerics,
         (case(layout="expanded"),),
     ),
@@ -357,13 +356,46 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "kernels.py",
-                "    return value + POSITIVE_SHARE\n",
-                "    return value.to(tl.bfloat16).to(tl.float32) + POSITIVE_SHARE\n",
+                "((term - total) / total)",
+                "((term / total).to(tl.bfloat16).to(tl.float32) - 1.0)",
             ),
         ),
         checks.numerics,
         (case(100.0, "matched"),),
         "dq|dk",
+    ),
+    "a positive's probability is rounded before 1 is taken off": Bug(
+        PANEL,
+        (
+            (
+                "kernels.py",
+                "QUERY_SHARE * ((term - total) / total)",
+                "QUERY_SHARE / total * term - QUERY_SHARE",
+            ),
+            ("kernels.py", "KEY_SHARE * ((term - total) / total)", "KEY_SHARE / total * term - KEY_SHARE"),
+        ),
+        checks.solved,
+        (),
+        "dq|dk",
+    ),
+    "the loss takes a positive's logit as it is, not as its sum holds it": Bug(
+        PANEL,
+        (("kernels.py", "term >= 2.0**-126", "term < 0.0"),),
+        checks.solved,
+        (),
+        "loss",
+    ),
+    "forward and backward round logits differently": Bug(
+        FUSED,
+        (
+            (
+                "kernels.py",
+                "z = add_products(z, features, visiting, WIDEN)",
+                "z = add_products(z, features, visiting, WIDEN) * (1.0 + 2.0**-22)",
+            ),
+        ),
+        checks.large_logits,
+        (),
     ),
     "fp32 products cut their operands to 10 bits": Bug(
         EXACT,
@@ -426,7 +458,6 @@ BUGS: dict[str, Bug] = {
         Made("panel", "infonce", "fp16"),
         (
             ("kernels.py", "QUERY_SHARE = tl.constexpr(16384.0)", "QUERY_SHARE = tl.constexpr(1.0)"),
-            ("kernels.py", "POSITIVE_SHARE = tl.constexpr(-16384.0)", "POSITIVE_SHARE = tl.constexpr(-1.0)"),
             ("schedule.py", "GRADIENT_EXPONENT = 14", "GRADIENT_EXPONENT = 0"),
         ),
         checks.small_probabilities,
@@ -444,7 +475,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a NaN is swallowed by the backward": Bug(
         FUSED,
-        (("kernels.py", "result = tl.dot(g.to(", "result = tl.dot(tl.where(g == g, g, 0.0).to("),),
+        (("kernels.py", "result = tl.dot(g, ", "result = tl.dot(tl.where(g == g, g, 0.0), "),),
         checks.not_finite,
         ("k", math.nan),
         "dq|dk",
@@ -483,7 +514,7 @@ BUGS: dict[str, Bug] = {
     ),
     "the gradient of the scale is times the rows": Bug(
         PANEL,
-        (("kernels.py", "tl.store(dscale, unit * (", "tl.store(dscale, unit * rows * ("),),
+        (("kernels.py", "tl.store(dscale, unit * ", "tl.store(dscale, unit * rows * "),),
         checks.numerics,
         (case(),),
         "dscale",
@@ -497,7 +528,7 @@ BUGS: dict[str, Bug] = {
     ),
     "memory is used before it is written": Bug(
         PANEL,
-        (("_runtime/engine.py", '"fresh_dk": start == 0', '"fresh_dk": False'),),
+        (("_runtime/engine.py", "trip.fresh and start == 0", "False"),),
         checks.guarded,
         (RAGGED,),
     ),
@@ -531,8 +562,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "_runtime/engine.py",
-                "self.dtype = self._statistics_dtype if unrounded else q.dtype",
-                "self.dtype = q.dtype",
+                "self.dtype = self._statistics_dtype if call.options.unrounded else package.dtype",
+                "self.dtype = package.dtype",
             ),
         ),
         checks.autocast_of_wider_features,
@@ -551,16 +582,20 @@ BUGS: dict[str, Bug] = {
         (),
     ),
     "features that torch.func has left wrapped are taken as they are": Bug(
-        Made(
-            "panel", settings=(("replay", "off"),)
-        ),  # its kernels start before autograd unwraps what it is given
-        (("_runtime/package.py", "return q.to(self.dtype), k.to(self.dtype)", "return q, k"),),
+        Made("panel", settings=(("replay", "off"),)),
+        (
+            (
+                "_runtime/package.py",
+                "_replace(q=q.to(package.dtype), k=k.to(package.dtype)",
+                "_replace(q=q, k=k",
+            ),
+        ),
         checks.left_of_a_transform,
         (),
     ),
     "a process group is needed where scale is a tensor": Bug(
         Made("torch", dtype="fp32"),
-        (("_runtime/ring.py", "if not (dist.is_available() and dist.is_initialized()):", "if False:"),),
+        (("_runtime/group.py", "if not (dist.is_available() and dist.is_initialized()):", "if False:"),),
         checks.upstream,
         (),
     ),

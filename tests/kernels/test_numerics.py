@@ -9,10 +9,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from infcl_gen.verification.properties import BIASES, DIMS, FEATURES, LAYOUTS, SCALES, Case
+from infcl_gen.verification.properties import BIASES, FEATURES, LAYOUTS, SCALES, Case
 from tests.kernels import checks
 from tests.kernels.packages import FUSED_DIMS, Made
-from tests.kernels.tiers import examples
+from tests.kernels.tiers import INTERPRETED_DIMS, examples
 from tests.kernels.worker import Interpreter
 
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",)}
@@ -25,7 +25,7 @@ def made(strategy: str, loss: str) -> st.SearchStrategy[Made]:
         strategy=st.just(strategy),
         loss=st.just(loss),
         dtype=st.sampled_from(DTYPES_OF[strategy]),
-        dim=st.sampled_from(FUSED_DIMS if strategy == "fused" else DIMS),
+        dim=st.sampled_from(FUSED_DIMS if strategy == "fused" else INTERPRETED_DIMS),
     )
 
 
@@ -64,6 +64,39 @@ def test_scales_that_are_not_positive(
     interpreted(checks.numerics, Made(strategy), Case(129, 129, 0, scale=scale, features=features))
 
 
+SOLVED = [
+    Made("panel", dim=72), Made("panel", dtype="fp32", dim=72, precision="exact"), Made("fused", dim=72),
+    Made("stash", dim=72), Made("panel", "infonce", "fp16"), Made("panel", "infonce", "fp32"),
+]  # fmt: skip
+SOLVED_CPU = [
+    Made("torch", loss, dtype, dim=72) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")
+]
+
+
+def named(made: Made) -> str:
+    return f"{made.strategy}-{made.loss}-{made.dtype}-{made.precision}"
+
+
+@pytest.mark.parametrize("made", SOLVED, ids=named)
+def test_solved_batches(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.solved, made)
+
+
+@pytest.mark.parametrize("made", SOLVED_CPU, ids=named)
+def test_solved_batches_of_the_cpu_target(made: Made) -> None:
+    checks.solved(made)
+
+
+@pytest.mark.parametrize("made", SOLVED[:3], ids=named)
+def test_large_logits(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.large_logits, made)
+
+
+def test_large_logits_of_the_cpu_target() -> None:
+    for dtype, layout in (("bf16", "contiguous"), ("fp32", "contiguous"), ("fp32", "strided")):
+        checks.large_logits(Made("torch", dtype=dtype, dim=72), layout=layout)
+
+
 RANKS = [
     ("panel", "clip", "bf16", "ring"), ("panel", "clip", "fp32", "gather"), ("panel", "infonce", "fp16", "gather"),
     ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
@@ -78,6 +111,16 @@ def test_over_ranks(interpreted: Interpreter, strategy: str, loss: str, dtype: s
     interpreted(checks.over_ranks, made, 3, rows)
     if transport == "ring":
         interpreted(checks.over_ranks, made, 2, [[30, 70], [0, 100]], False)
+
+
+@pytest.mark.parametrize("dim", [40, 96, 100])
+def test_embeddings_in_parts(interpreted: Interpreter, dim: int) -> None:
+    """Of which a kernel that holds a whole embedding computes little more than its columns."""
+    depth = (
+        "forward.depth",
+        "64" if dim == 40 else "128",
+    )  # one step: the forward keeps its keys, where it may
+    interpreted(checks.numerics, Made("fused", dim=dim, settings=(depth,)), Case(101, 90, 0, scale=14.3))
 
 
 @pytest.mark.parametrize("precision", ["default", "exact", "tf32"])
@@ -98,8 +141,15 @@ def test_small_probabilities_in_fp16(interpreted: Interpreter, strategy: str) ->
     interpreted(checks.small_probabilities, Made(strategy, "infonce", "fp16"))
 
 
-@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
-def test_selftest_of_the_planned_tiles(interpreted: Interpreter, strategy: str, loss: str) -> None:
+SELFTESTS = [
+    ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
+    ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "loss", "dtype"), SELFTESTS)
+def test_selftest_of_the_planned_tiles(
+    interpreted: Interpreter, strategy: str, loss: str, dtype: str
+) -> None:
     """The blocks and panels that the planner chose, not the small ones."""
-    interpreted(checks.selftest, Made(strategy, loss, dim=64, small=False))
+    interpreted(checks.selftest, Made(strategy, loss, dtype, dim=64, small=False))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +15,17 @@ from tests.kernels.worker import Interpreter
 
 
 @pytest.mark.parametrize("name", [name for name in BUGS if name not in ON_A_GPU])
-def test_a_planted_bug_is_noticed(interpreted: Interpreter, name: str) -> None:
+def test_a_planted_bug_is_noticed(interpreted: Interpreter, shared_folder: Path, name: str) -> None:
     bug = BUGS[name]
     planted = dataclasses.replace(bug.made, bug=name)
     interpreted(generated, planted)  # or the check would fail for want of the text to edit
-    interpreted(bug.check, bug.made, *bug.arguments)
+    passes = (
+        shared_folder
+        / hashlib.sha256(repr((bug.check.__name__, bug.made, bug.arguments)).encode()).hexdigest()
+    )
+    if not passes.exists():  # several bugs are noticed by the same check
+        interpreted(bug.check, bug.made, *bug.arguments)
+        passes.touch()
     with pytest.raises(AssertionError) as caught:
         interpreted(bug.check, planted, *bug.arguments)
     assert re.search(bug.says, str(caught.value)), caught.value

@@ -62,6 +62,15 @@ def test_split_products_in_parts(interpreted: Interpreter) -> None:
     interpreted(checks.split_products_in_parts, Made("panel", dtype="fp32"))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_counts_of_keys_that_the_matrix_library_is_slow_at(interpreted: Interpreter, dtype: str) -> None:
+    interpreted(checks.library_rests, Made("panel", dtype=dtype))
+
+
+def test_what_the_kernels_for_hopper_are_given(interpreted: Interpreter) -> None:
+    interpreted(checks.hopper_arguments, Made("panel", dim=136, rows=8192, small=False))
+
+
 @pytest.mark.parametrize("made", CPU, ids=named)
 def test_the_cpu_target(made: Made) -> None:
     for which in ("q", "k"):

@@ -1,6 +1,8 @@
 """What is derived equals what autograd finds, and what cannot be derived is refused with a reason."""
 
 import math
+import time
+from typing import Any
 
 import hypothesis
 import pytest
@@ -212,10 +214,24 @@ REFUSED = {
         "diagonal",
     ),
     "bias inside the cap": spec(INFONCE_OF(tanh(scale * z + bias)) + mean_over_queries(positive(tanh(X)))),
-    "unknown function": spec(INFONCE_OF(sympy.sin(scale * z))),
-    "a fifth power": spec(INFONCE_OF((scale * z) ** 5)),
-    "infinite": spec(INFONCE_OF(scale * z + sympy.oo)),
-    "complex": spec(INFONCE_OF(sympy.I * scale * z)),
+    "a power too high in the derivative": spec(INFONCE_OF(1 / (scale * z) ** 4)),
+    "scale in the shift, shares that do not cancel": spec(
+        mean_over_queries(logsumexp_over_keys(scale * (z - 1)) - positive(scale * (z - 1)) / 2)
+    ),
+    "bias times z": spec(INFONCE_OF(scale * z + bias * z)),
+    "a weight of nothing": spec(mean_over_queries((logsumexp_over_keys(X) - positive(X)) / 10**20) / 10**20),
+}
+# What the message must say besides the loss's name: what is wrong, and that it is the language that lacks it.
+OUTSIDE = {
+    "unknown function": (sympy.sin(scale * z), "sin is not in the loss language"),
+    "a fifth power": ((scale * z) ** 5, "powers of the loss language are .* not scale"),
+    "a cube root": (z ** sympy.Rational(1, 3), "powers of the loss language"),
+    "a power by z": (2**z, "powers of the loss language"),
+    "infinite": (scale * z + sympy.oo, "numbers of the loss language are .* not oo"),
+    "complex": (sympy.I * scale * z, "numbers of the loss language are .* not I"),
+    "no number": (sympy.nan * z, "numbers of the loss language are .* not nan"),
+    "a slope of nothing": (sympy.Float("1e-50") * z, "numbers of the loss language are .* not 1.0*E-50"),
+    "a slope of everything": (sympy.Integer(10) ** 50 * z, "numbers of the loss language"),
 }
 
 
@@ -224,6 +240,58 @@ def test_refused_with_one_sentence(name: str) -> None:
     with pytest.raises(LossError) as error:
         derive(REFUSED[name])
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("name", sorted(OUTSIDE))
+def test_what_is_not_in_the_language_is_named(name: str) -> None:
+    logit, message = OUTSIDE[name]
+    with pytest.raises(LossError, match=f"^loss mine: .*{message}"):
+        spec(INFONCE_OF(logit))
+
+
+@pytest.mark.parametrize("weight", ["1e-50", "1e-31", "1e31"])
+def test_a_weight_that_fp32_cannot_hold_is_refused(weight: str) -> None:
+    for formula in (sympy.Float(weight) * INFONCE_OF(X), INFONCE_OF(sympy.Float(weight) * z)):
+        with pytest.raises(LossError, match=r"1e-30 to 1e\+30 in magnitude"):
+            spec(formula)
+
+
+@pytest.mark.parametrize(
+    ("nested", "message"),
+    [
+        (lambda u: tanh(u) + u, "at most 1000 parts"),
+        (lambda u: log(u) + u, "at most 1000 parts"),
+        (lambda u: softplus(u) + u, "at most 1000 parts"),
+        (lambda u: (u + z) ** 2, "at most 1000 parts"),
+        (softplus, "more than 10000 characters"),  # which a printer writes with its argument twice
+    ],
+)
+@pytest.mark.parametrize("times", [14, 60])
+def test_nested_functions_are_refused_at_once(nested: Any, message: str, times: int) -> None:
+    """What SymPy and the printers do with them takes time that is exponential in the depth."""
+    start = time.process_time()
+    with pytest.raises(LossError, match=message):
+        logit = scale * z
+        for _ in range(times):
+            logit = nested(logit)
+        derive(spec(INFONCE_OF(logit)))
+    assert time.process_time() - start < 1
+
+
+def test_a_product_of_sums_counts_as_it_is_multiplied_out() -> None:
+    with pytest.raises(LossError, match="at most 1000 parts"):
+        spec(INFONCE_OF(sympy.prod(z + number * scale for number in range(1, 11))))
+
+
+def test_the_largest_formula_takes_a_second() -> None:
+    logit = scale * z
+    for _ in range(6):
+        logit = tanh(logit) + logit
+    start = time.process_time()
+    derive(spec(INFONCE_OF(logit)))
+    assert time.process_time() - start < 2
+    with pytest.raises(LossError, match="at most 1000 parts"):
+        spec(INFONCE_OF(tanh(logit) + logit))
 
 
 @pytest.mark.parametrize(

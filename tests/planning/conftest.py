@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 from infcl_gen.hardware import resolve_cluster
+from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.losses import Derivation, derive, load_loss
 from infcl_gen.planning import Plan, plan
-from infcl_gen.problem import Problem, make_problem
 
 
 @functools.cache

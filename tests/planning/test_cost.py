@@ -10,31 +10,31 @@ from pathlib import Path
 import pytest
 import sympy
 
-from infcl_gen.planning.cost import BATCH_S, MIB, SLOWDOWN, TOGETHER_BYTES, allocated_bytes
-from infcl_gen.planning.terms import (
-    LEGEND,
-    SYMBOLS,
-    Variant,
-    buffer_terms,
-    markdown,
-    time_terms,
-)
-from infcl_gen.tuning.scaling import budget_of
+from infcl_gen.bench.scaling import budget_of
+from infcl_gen.planning.choice import Choice
+from infcl_gen.planning.memory import LEGEND, SYMBOLS, buffer_terms
+from infcl_gen.planning.model import BATCH_S, MIB, SLOWDOWN, allocated_bytes, markdown
+from infcl_gen.planning.work import time_terms
 from tests.planning.conftest import allowed_error, plan_flags
 
-VARIANTS = [
-    Variant(strategy, keys, labels, ring, separate, library)
+CHOICES = [
+    Choice(
+        strategy=strategy, dim=8, has_keys=keys, labels=labels, dtype=dtype, world_size=2 if ring else 1,
+        products="library" if library else "triton", precision="exact" if dtype == "fp32" else "default",
+    )
     for strategy in ("panel", "fused", "torch")
-    for keys, labels, ring, separate, library in itertools.product([True, False], repeat=5)
-] + [Variant("stash"), Variant("panel", separate=False, library=True, replay=True, split=True)]
-VARIANTS += [dataclasses.replace(variant, gather=True) for variant in VARIANTS if variant.ring]
+    for dtype in ("bf16", "fp32")
+    for keys, labels, ring, library in itertools.product([True, False], repeat=4)
+]  # fmt: skip
+CHOICES += [Choice(strategy="stash", dim=8), Choice(strategy="panel", dim=8, dtype="fp32", replay=True)]
+CHOICES += [dataclasses.replace(choice, transport="gather") for choice in CHOICES if choice.ring]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_terms_are_closed_expressions(variant: Variant) -> None:
-    for term in buffer_terms(variant):
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_terms_are_closed_expressions(choice: Choice) -> None:
+    for term in buffer_terms(choice):
         assert sympy.sympify(term.bytes).free_symbols <= set(SYMBOLS.values())
-    for time in time_terms(variant):
+    for time in time_terms(choice):
         for value in (time.flops, time.bytes, time.exponentials, time.efficiency, time.launches):
             assert sympy.sympify(value).free_symbols <= set(SYMBOLS.values())
 
@@ -104,27 +104,31 @@ def test_communication_by_hand() -> None:
     """clip, bf16, D = 768, 65 536 keys over 4 ranks: of what travels only forward's way home is waited for; what is
     hidden slows the work down. Each batch of messages takes its time to start."""
     link, network = 345e9, 50e9  # link_gbs and node_link_gbs of the H200
-    for nodes, last in ((1, link), (2, network), (4, network)):
-        plan = plan_flags(batch_size=65536, devices=4, nodes=nodes, set={"transport": "ring"})
+    for nodes, rates in ((1, [link] * 4), (2, [link, network] * 2), (4, [network] * 4)):  # of each move
+        plan = plan_flags(batch_size=65536, devices=4, nodes=nodes, set={"transport": "ring", "keeps": "on"})
         phases = {phase.name: phase for phase in plan.phases}
         keys, statistics, dk = 16384 * 768 * 2, 16384 * 2 * 4, 16384 * 768 * 4
-        forward, backward = BATCH_S + statistics / last + LATENCY_S, 0.0
-        # 50 MB of sums take 1 ms at 50 GB/s: their hop does not hide them, with the keys. Of the hops before the last
-        # one less than there are nodes.
+
+        def seconds(*parts: tuple[int, float]) -> float:
+            return BATCH_S + sum(size / rate + LATENCY_S for size, rate in parts)
+
+        # Sums follow by the move of the step before; at the last step none of the keys travel.
+        forward = seconds((statistics, rates[3])) + LOST * (
+            seconds((keys, rates[0]))
+            + seconds((statistics, rates[0]), (keys, rates[1]))
+            + seconds((statistics, rates[1]), (keys, rates[2]))
+            + seconds((statistics, rates[2]))
+        )
         names = ("gradient", "dq product", "dk product", "finish", "split")
         hop = sum(phases[name].time_s for name in names if name in phases) / 4
         first = (phases["gradient"].time_s + phases["dq product"].time_s) / 4
-        for rate, moves in ((link, 4 - nodes), (network, nodes - 1)):
-            both = BATCH_S + (keys + statistics) / rate + 2 * LATENCY_S
-            forward += moves * LOST * both
-            home = BATCH_S + dk / rate + LATENCY_S
-            # The last move is the forward's first: inside a node if there are two devices in one. It takes no keys.
-            alone = (rate == link) == (nodes < 4)
-            for count, travels in ((moves - alone, (keys + statistics) / rate + LATENCY_S), (alone, 0.0)):
-                both = home + travels
-                waited = max(0.0, home - first, both - hop)
-                assert rate == network or not waited
-                backward += count * (waited + LOST * (both - waited))
+        # Against the moves of forward. 50 MB of sums take 1 ms at 50 GB/s: their step does not hide them, with keys.
+        backward, both = LOST * seconds((keys + statistics, rates[2])), (keys + statistics, rates[1])
+        for sums, parts in ((rates[2], [both]), (rates[1], []), (rates[0], [])):
+            whole = seconds((dk, sums), *parts)
+            waited = max(0.0, seconds((dk, sums)) - first, whole - hop)
+            assert not waited or network in rates
+            backward += waited + LOST * (whole - waited)
         assert phases["forward communication"].time_s == pytest.approx(forward, rel=1e-5)
         assert phases["backward communication"].time_s == pytest.approx(backward, rel=1e-5)
         assert phases["forward communication"].bytes == 3 * keys + 4 * statistics
@@ -146,6 +150,16 @@ def test_a_hierarchical_ring_uses_all_links_of_a_node() -> None:
     network = keys / 50e9 + dk / 50e9
     beside = LOST * 28 * (keys + dk) / 345e9
     assert exposed["backward communication"] < 4 * network + beside + 33 * BATCH_S + 3e-4 < 31 * network
+
+
+def test_links_that_devices_of_a_node_share_are_slower() -> None:
+    """Two links for 8 devices: what crosses the network takes 4 times as long, and is more than work can hide."""
+    exposed = []
+    for links in (8, 2):
+        cluster = {"nodes": 4, "devices_per_node": 8, "device_profile": "h200", "links_per_node": links}
+        plan = plan_flags(batch_size="32k", cluster=cluster, set={"transport": "ring"})
+        exposed.append({phase.name: phase.time_s for phase in plan.phases}["backward communication"])
+    assert exposed[1] > 1.2 * exposed[0], exposed
 
 
 def test_a_gather_by_hand() -> None:
@@ -180,12 +194,6 @@ def test_rings_are_predicted_as_they_were_measured() -> None:
                 assert abs(error) <= 0.1, (name, row["batch"], row["transport"], error)
                 count += 1
     assert count == 7
-
-
-def test_constants_are_those_of_the_runtime() -> None:
-    from infcl_gen.runtime import ring
-
-    assert ring.TOGETHER_BYTES == TOGETHER_BYTES
 
 
 def test_allocator_slack() -> None:

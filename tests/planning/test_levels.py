@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import load_profile, profile_names
+from infcl_gen.planning.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.planning.levels import (
     KERNELS_OF,
     LARGE,
-    Block,
-    Specialisation,
+    accumulator_registers,
     default_blocks,
-    padded_dim,
+    hopper_stages,
     shared_bytes,
     violations,
 )
@@ -24,8 +24,14 @@ from infcl_gen.planning.levels import (
 GPUS = [name for name in profile_names() if load_profile(name).target != "cpu"]
 
 
-def special(strategy: str, dim: int) -> Specialisation:
-    return Specialisation(strategy, "bf16", dim, descriptors=True)
+def choice(strategy: str, dtype: str, dim: int, descriptors: bool) -> Choice:
+    """Of operands as they are: fp32 is not split."""
+    precision = "exact" if dtype == "fp32" else "default"
+    return Choice(strategy=strategy, dtype=dtype, precision=precision, dim=dim, descriptors=descriptors)
+
+
+def special(strategy: str, dim: int) -> Choice:
+    return choice(strategy, "bf16", dim, True)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -36,12 +42,13 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
         descriptors = profile.tensor_descriptors and dim * (2 if dtype != "fp32" else 4) % 16 == 0
         for strategy in ("panel", "stash", *(["fused"] if dim <= 256 and dtype != "fp32" else [])):
             for size in (1, 512, 1024, 2048, LARGE):
-                made_for = Specialisation(strategy, dtype, dim, descriptors)
+                made_for = choice(strategy, dtype, dim, descriptors)
                 blocks = default_blocks(profile, made_for, size, size)
                 assert tuple(blocks) == KERNELS_OF[strategy]
                 for kernel, block in blocks.items():
                     assert violations(kernel, block, profile, made_for) == ()
-        split = Specialisation("panel", "fp32", dim, profile.tensor_descriptors, split=True)
+        split = Choice(strategy="panel", dtype="fp32", dim=dim, descriptors=profile.tensor_descriptors)
+        assert split.split and split.operand_dtype == "bf16"
         for kernel, block in default_blocks(profile, split).items():
             assert violations(kernel, block, profile, split) == ()
 
@@ -76,7 +83,7 @@ def test_small_batches_have_tiles_for_the_whole_board() -> None:
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_a_stash_has_one_tile_whatever_is_chosen(size: int, descriptors: bool) -> None:
     def found(*chosen: str) -> dict[str, Block]:
-        stash = Specialisation("stash", "bf16", 768, descriptors)
+        stash = choice("stash", "bf16", 768, descriptors)
         return default_blocks(load_profile("h200"), stash, size, size, chosen)
 
     for chosen in ((), ("forward",), ("gradient",), ("forward", "gradient")):
@@ -93,9 +100,9 @@ def test_a_stash_has_one_tile_whatever_is_chosen(size: int, descriptors: bool) -
 
 def test_fused_needs_a_small_embedding() -> None:
     with pytest.raises(InputError, match="no legal block"):
-        default_blocks(load_profile("h200"), Specialisation("fused", "bf16", 257, False))
+        default_blocks(load_profile("h200"), choice("fused", "bf16", 257, False))
     with pytest.raises(InputError, match="valid: bf16, fp16"):
-        default_blocks(load_profile("h200"), Specialisation("fused", "fp32", 128, False))
+        default_blocks(load_profile("h200"), choice("fused", "fp32", 128, False))
 
 
 @given(
@@ -113,7 +120,7 @@ def test_defaults_shrink_to_smaller_boards(name: str, limits: dict[str, int], di
     profile = dataclasses.replace(load_profile(name), **limits)
     descriptors = profile.tensor_descriptors and dim % 8 == 0
     for strategy, described in (("panel", False), ("panel", descriptors), ("stash", descriptors)):
-        made_for = Specialisation(strategy, dtype, dim, described)
+        made_for = choice(strategy, dtype, dim, described)
         blocks = default_blocks(profile, made_for)
         for kernel, block in blocks.items():
             assert violations(kernel, block, profile, made_for) == ()
@@ -139,16 +146,21 @@ def test_tiles_of_a_stash_are_stored_through_shared_memory() -> None:
 def test_keys_are_read_once_where_one_step_covers_their_depth() -> None:
     h200 = load_profile("h200")
     for strategy in ("fused", "panel"):
-        for dim, depth in ((128, 128), (72, 128), (64, 64)):
+        for dim, held, tile in (
+            (128, 128, (64, 256, 128, 4, 3)),
+            (72, 80, (64, 256, 128, 4, 3)),
+            (64, 64, (64, 128, 64, 4, 4)),
+        ):
             block = default_blocks(h200, special(strategy, dim))["forward"]
-            assert block == Block(64, 256, depth, 4, 3)
+            assert block == Block(*tile)
             assert special(strategy, dim).keeps_keys("forward", block)
-            assert shared_bytes("forward", block, special(strategy, dim)) == (3 * 64 + 256) * depth * 2
+            shared = (block.stages * 64 + block.keys) * held * 2
+            assert shared_bytes("forward", block, special(strategy, dim)) == shared
     kept = default_blocks(h200, special("panel", 128))["forward"]
-    for other in (special("panel", 256), Specialisation("panel", "bf16", 100, False)):
+    for other in (special("panel", 256), choice("panel", "bf16", 100, False)):
         assert not other.keeps_keys("forward", kept)
         assert shared_bytes("forward", kept, other) == 3 * (64 + 256) * 128 * 2
-    exact = Specialisation("panel", "fp32", 16, True)
+    exact = choice("panel", "fp32", 16, True)
     assert not exact.keeps_keys("forward", default_blocks(h200, exact)["forward"])
     assert not special("panel", 128).keeps_keys("gradient", kept)
 
@@ -176,11 +188,72 @@ def test_violations(kernel: str, block: Block, message: str) -> None:
     )
 
 
+def test_accumulators_of_a_thread() -> None:
+    """One tile of fp32 numbers over the threads; of fused also its gradient rows, of finish a strip of features."""
+    block = Block(64, 128, 256, 4, 2)
+    assert (
+        accumulator_registers("forward", block, 256, 32)
+        == 64 * 128 // 128
+        == accumulator_registers("gradient", block, 256, 32)
+    )
+    assert accumulator_registers("fused", block, 256, 32) == 64 * (128 + 256) // 128
+    assert accumulator_registers("finish", Block(16, 16, 256, 4, 1), 256, 32) == 16 * 256 // 128
+    assert accumulator_registers("forward", block, 256, 64) == 32  # AMD's warps have 64 threads
+    assert accumulator_registers("forward", Block(16, 16, 16, 4, 2), 256, 64) == 1
+    # Three quarters of 255 registers hold 128, and not 256; fp32 operands take half of them again.
+    board = load_profile("h200")
+    for dtype, most in (("bf16", 128), ("fp32", 64)):
+        pointers = choice("panel", dtype, 512, False)
+        for keys, legal in ((most, True), (2 * most, False)):
+            found = violations("gradient", Block(64, keys, 16, 2, 2), board, pointers)
+            assert (found == ()) == legal, (dtype, keys, found)
+
+
 def test_descriptors_need_aligned_rows() -> None:
     block = Block(64, 64, 64, 4, 2)
-    pointers = Specialisation("panel", "bf16", 100, False)
+    pointers = choice("panel", "bf16", 100, False)
     assert violations("forward", block, load_profile("h200"), pointers) == ()
     assert "16 bytes" in violations("forward", block, load_profile("h200"), special("panel", 100))[0]
+
+
+def test_embeddings_in_parts() -> None:
+    """Powers of two that cover the embedding; at most three, so of 240 columns one of 256."""
+    parts = {dim: embedding_parts(dim) for dim in (1, 16, 40, 64, 96, 100, 128, 200, 240, 256)}
+    assert parts == {
+        1: (16,), 16: (16,), 40: (32, 16), 64: (64,), 96: (64, 32), 100: (64, 32, 16), 128: (128,),
+        200: (128, 64, 16), 240: (256,), 256: (256,),
+    }  # fmt: skip
+    fused = {
+        dim: default_blocks(load_profile("h200"), special("fused", dim))["fused"] for dim in (64, 96, 128)
+    }
+    assert shared_bytes("fused", fused[96], special("fused", 96)) == (64 + 3 * 128) * 96 * 2
+    assert accumulator_registers("fused", fused[96], 96, 32) == 64 * (128 + 96) // 128
+    assert [(block.rows, block.keys) for block in fused.values()] == [(128, 64), (64, 128), (64, 128)]
+
+
+def test_where_the_kernels_for_hopper_are() -> None:
+    """In panels of 2-byte features that descriptors address, of 129 to 256 columns, in tiles of 128 x 128."""
+
+    def stages(made_for: Choice, board: str = "h200", rows: int = 65536) -> int:
+        blocks = default_blocks(load_profile(board), made_for, rows, rows)
+        return hopper_stages(load_profile(board), dataclasses.replace(made_for, blocks=blocks))
+
+    found = {dim: stages(special("panel", dim)) for dim in (128, 136, 192, 200, 256, 264)}
+    assert found == {128: 0, 136: 3, 192: 3, 200: 2, 256: 2, 264: 0}
+    assert stages(choice("panel", "fp16", 256, True)) == 2
+    for other in (
+        special("stash", 256),
+        choice("panel", "bf16", 200, False),
+        choice("panel", "fp32", 256, True),
+        Choice(strategy="panel", dtype="fp32", dim=200, descriptors=True),  # split
+        dataclasses.replace(special("panel", 256), has_keys=False),
+    ):
+        assert stages(other) == 0, other
+    assert not stages(special("panel", 256), board="b200")
+    assert not stages(special("panel", 256), rows=1024)  # of smaller tiles
+    for dim in (192, 256):  # keys, the stages' queries, and the tiles of g that two groups store
+        held = 128 * (1 + found[dim]) * dim * 2 + 128 * 128 * 2
+        assert held + 1024 <= load_profile("h200").shared_bytes_per_block
 
 
 def test_padded_dim() -> None:

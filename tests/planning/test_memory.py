@@ -13,10 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import infcl_gen
 from infcl_gen.planning import Plan
+from infcl_gen.verification.properties import DTYPES
 from tests.runtime.in_process import Echo
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
 
 WORLDS = (2, 3, 8, 64, 4096, 65536)
 
@@ -42,7 +40,7 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 3000, "dim": 256, "dtype": "fp64", "memory_budget": "24MiB"},
         {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce"},
         {"batch_size": 256, "dim": 4096, "dtype": "fp32"},
-        {"batch_size": 512, "dim": 1024, "dtype": "fp32", "memory_budget": "4500kB"},
+        {"batch_size": 512, "dim": 1024, "dtype": "fp32", "memory_budget": "4520kB"},
         {"batch_size": 256, "dim": 1024, "dtype": "bf16", "set": {"panel_rows": "256", "panel_keys": "64"}},
         {"batch_size": 64, "dim": 256, "dtype": "fp64"},
     ],
@@ -59,6 +57,31 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     scale = torch.tensor(3.0, requires_grad=True)
     measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
     assert measured <= predicted <= 1.1 * measured
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+@pytest.mark.parametrize("layout", ["expanded", "constant", "strided", "overlapping", "transposed"])
+def test_strides_that_no_matrix_product_reads_cost_no_memory(layout: str, dtype: str) -> None:
+    """A panel of such features is copied in parts, into scratch that is planned anyway."""
+    rows, dim, size = 300, 200, 4 if dtype == "fp32" else 8
+    budget = (2 * rows * dim + 2 * 64 * 128 + 100 * rows) * size
+    package = infcl_gen.load(target="cpu", batch_size=rows, dim=dim, dtype=dtype, memory_budget=budget)
+    base = torch.randn(2 * rows, 2 * dim, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    features = {
+        "expanded": base[:1, :dim].expand(rows, dim),
+        "constant": base[:rows, :1].expand(rows, dim),
+        "strided": base[::2, ::2],
+        "overlapping": base.view(-1).as_strided((rows, dim), (dim // 2, 1)),
+        "transposed": base[:rows, :dim].T.contiguous().T,
+    }[layout]
+    keys = features.flip(0) if layout == "transposed" else features
+    plain = package.loss_and_grads(features.contiguous(), keys.contiguous(), 0.1)
+    ours: list[Any] = []
+    measured = measured_peak_bytes(lambda: ours.extend(package.loss_and_grads(features, keys, 0.1)))
+    assert measured <= package.SPEC["predicted"]["peak_bytes"] <= budget
+    error = 1e-5 if size == 4 else 1e-13  # dscale of rows that are all equal is a sum that vanishes
+    for value, expected, unit in zip(ours, plain, (1.0, 1.0, 1.0, dim, 1.0), strict=True):
+        torch.testing.assert_close(value / unit, expected / unit, rtol=1e-4, atol=error)
 
 
 @pytest.mark.parametrize("keys", [512, 3000, 16384])
@@ -102,12 +125,21 @@ def test_predicted_peak_is_that_of_few_ranks_in_every_larger_world(rows: int, fl
                 few.panel_rows,
                 few.panel_keys,
             )
-    names = [
-        Counter(buffer.name for buffer in plan_of_ring(rows, world, "on", flags).buffers)
+    # One more buffer for keys in use, then one for keys in flight.
+    slots = [
+        Counter(
+            {
+                buffer.name: buffer.shape[0]
+                for buffer in plan_of_ring(rows, world, "on", flags).buffers
+                if buffer.phase == "backward" and buffer.name in ("visiting keys", "visiting key statistics")
+            }
+        )
         for world in (2, 3, 4)
     ]
-    visiting = {"visiting_keys": 1} | ({"visiting_statistics": 1} if flags.get("loss") != "infonce" else {})
-    assert names[1] - names[0] == names[2] - names[1] == visiting
+    visiting = {"visiting keys": 1} | (
+        {"visiting key statistics": 1} if flags.get("loss") != "infonce" else {}
+    )
+    assert slots[1] - slots[0] == slots[2] - slots[1] == visiting
 
 
 def plan_of_ring(rows: int, world: int, keeps: str, flags: dict[str, Any]) -> Plan:

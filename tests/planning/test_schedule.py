@@ -1,272 +1,201 @@
-"""The ring's schedule: every pair of blocks met once, every accumulator home, and the simulator notices when not."""
+"""The table of communication: every pair of blocks met once, every sum home, and the walk notices when not."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infcl_gen.errors import VerificationError
-from infcl_gen.planning.schedule import Payload, Schedule, gather_schedule, ring_schedule, walk_schedule
+from infcl_gen.planning.schedule import walk
+from infcl_gen.runtime.table import HERE, Step, Table
+from tests.planning.tables import gather_table, ring_table
+
+Phases = dict[str, list[Step]]
 
 
-@st.composite
-def rings(draw: st.DrawFn, largest: int) -> tuple[int, int, list[tuple[int, int]], bool]:
-    nodes = draw(st.integers(1, largest))
-    devices = draw(st.integers(1, largest // nodes))
-    size = st.integers(0, 70)  # uneven, and empty, shards
-    shards = draw(st.lists(st.tuples(size, size), min_size=nodes * devices, max_size=nodes * devices))
-    return nodes, devices, shards, draw(st.booleans())
-
-
-def check(nodes: int, devices: int, shards: list[tuple[int, int]], has_keys: bool) -> None:
+def check(nodes: int, devices: int, has_keys: bool) -> None:
     world = nodes * devices
-    everything = {(rank, owner) for rank in range(world) for owner in range(world)}
     for keeps in (True, False):
-        sweeps = walk_schedule(ring_schedule(nodes, devices, has_keys, keeps), shards, has_keys)
+        walked = walk(ring_table(nodes, devices, has_keys, keeps))
+        everybody = {(node, device) for node in range(nodes) for device in range(devices)}
         for phase in ("forward", "backward"):
-            assert set(sweeps[phase].visits) == everything
-            assert len(sweeps[phase].visits) == world * world
-            assert sweeps[phase].logits == sum(a for a, _ in shards) * sum(b for _, b in shards)
-        # What is not kept is sent once more.
-        assert sweeps["backward"].transfers == (world * (world - keeps) if world > 1 else 0)
-        assert sweeps["forward"].transfers == (world * (world - 1 + has_keys) if world > 1 else 0)
+            assert set(walked[phase].owners) == everybody and len(walked[phase].owners) == world
+        assert walked["forward"].owners == walked["backward"].owners[::-1]
+        # The own keys do not travel home, in backward not at all; what was not kept is sent once more.
+        forward = world - 1 + world * has_keys
+        backward = (1 + has_keys) * (world - 2 + (not keeps)) + world - 1
+        assert walked["forward"].transfers == (forward if world > 1 else 0)
+        assert walked["backward"].transfers == (backward if world > 1 else 0)
 
 
-@given(rings(16))
-def test_each_pair_once_and_accumulators_home(ring: tuple[int, int, list[tuple[int, int]], bool]) -> None:
-    check(*ring)
+@given(st.integers(1, 8), st.integers(1, 8), st.booleans())
+def test_each_pair_once_and_sums_home(nodes: int, devices: int, has_keys: bool) -> None:
+    check(nodes, devices, has_keys)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "devices"),
-    [
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        (1, 8),
-        (1, 31),
-        (1, 64),
-        (2, 1),
-        (2, 2),
-        (3, 2),
-        (2, 3),
-        (8, 8),
-        (7, 9),
-        (64, 1),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 64), (1, 511), (64, 1), (7, 9), (512, 8), (2, 1024)])
 @pytest.mark.parametrize("has_keys", [True, False])
 def test_large_rings(nodes: int, devices: int, has_keys: bool) -> None:
-    check(nodes, devices, [(rank % 5, (3 * rank) % 7) for rank in range(nodes * devices)], has_keys)
+    """One rank stands for all: W steps, where all ranks would take W^2."""
+    check(nodes, devices, has_keys)
 
 
 @pytest.mark.long
-@settings(max_examples=3000, deadline=None)
-@given(rings(64))
-def test_each_pair_once_and_accumulators_home_long(
-    ring: tuple[int, int, list[tuple[int, int]], bool],
-) -> None:
-    check(*ring)
+def test_the_largest_rings() -> None:
+    for nodes, devices in ((8192, 8), (911, 72), (2, 32768)):
+        check(nodes, devices, has_keys=True)
 
 
-class Deaf(Schedule):
-    """Everybody listens to the wrong side."""
-
-    def receive_from(self, rank: int, hop: int, phase: str = "forward") -> int:
-        return self.send_to(rank, hop, phase)
-
-
-class DeafBefore(Schedule):
-    """Everybody listens to the wrong side for what was not kept."""
-
-    def receive_from(self, rank: int, hop: int, phase: str = "forward") -> int:
-        return self.send_to(rank, hop, phase) if hop < 0 else super().receive_from(rank, hop, phase)
-
-
-class Confused(Schedule):
-    """At hop 1 everybody takes the visitors for the own keys."""
-
-    def owner(self, rank: int, hop: int, phase: str = "forward") -> int:
-        return rank if hop == 1 else super().owner(rank, hop, phase)
+@pytest.mark.parametrize("world", range(2, 17))
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_gather_meets_each_pair_once(world: int, has_keys: bool) -> None:
+    """Each batch of messages goes from everybody to everybody else; the own keys come first, in backward last."""
+    table = gather_table(world, has_keys)
+    walked = walk(table)
+    assert walked["forward"].transfers == (world - 1) * (1 + has_keys)
+    assert walked["backward"].transfers == world - 1
+    assert walked["forward"].owners[0] == walked["backward"].owners[-1] == HERE
+    batches = [step for phase in walked for step in table.steps(phase) if step.sends]
+    assert len(batches) == 2 + has_keys
 
 
-class Impatient(Schedule):
-    """Backward goes on in the direction of the forward."""
-
-    def move(self, hop: int, phase: str = "forward") -> tuple[int, int]:
-        return super().move(hop)
-
-
-def fields(schedule: Schedule) -> dict[str, object]:
-    return {field.name: getattr(schedule, field.name) for field in dataclasses.fields(schedule)}
-
-
-def changed(**values: object) -> Callable[[Schedule], Schedule]:
-    return lambda schedule: dataclasses.replace(schedule, **values)  # type: ignore[arg-type]
-
-
-@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=2, max_size=16), st.booleans())
-def test_a_gather_meets_each_pair_once(shards: list[tuple[int, int]], has_keys: bool) -> None:
-    """And each batch of messages goes from everybody to everybody else."""
-    world = len(shards)
-    schedule = gather_schedule(world, has_keys)
-    sweeps = walk_schedule(schedule, shards, has_keys)
-    messages = world * (world - 1)
-    assert sweeps["forward"].transfers == messages * (1 + has_keys)
-    assert sweeps["backward"].transfers == messages
-    assert all(schedule.owner(rank, 0) == rank for rank in range(world))
-    assert all(schedule.owner(rank, world - 1, "backward") == rank for rank in range(world))
-
-
-GATHER_FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
-    (
-        changed(forward=Payload((), (), ("key statistics",))),
-        "forward hop 1: rank 0 has no keys",
-    ),
-    (
-        changed(forward=Payload(("keys",), ("key statistics",))),
-        "backward hop 0: rank 0 has no key statistics",
-    ),
-    (changed(forward=Payload(("keys",), ())), r"statistics of rank 0 at rank 0 have .* of \[0\]"),
-    (changed(backward=Payload((), ())), r"key gradients of rank 0 at rank 0 have contributions of \[0\]"),
-    (changed(moves=((0, 2),)), "different of 16 visits"),
-]
-
-
-@pytest.mark.parametrize(("fault", "message"), GATHER_FAULTS)
-def test_the_simulator_notices_in_a_gather(fault: Callable[[Schedule], Schedule], message: str) -> None:
-    with pytest.raises(VerificationError, match=message):
-        walk_schedule(fault(gather_schedule(4, has_keys=True)), [(3, 3), (0, 0), (1, 1), (5, 5)])
+@pytest.mark.parametrize(("world", "batches"), [(2, 4), (3, 7), (4, 9), (8, 17)])
+def test_batches_of_a_ring(world: int, batches: int) -> None:
+    """2 W + 1, of two 4: between two the kept statistics are not sent on."""
+    table = ring_table(1, world)
+    steps = [step for phase in ("forward", "backward") for step in table.steps(phase)]
+    assert sum(len(table.batches("forward", step, lambda name: 1)) for step in steps) == batches
 
 
 def test_the_network_is_crossed_once_a_cycle() -> None:
-    """By all devices of a node at once: 3 hops of 12 over 3 nodes of 4, where a flat ring needs one link at each. The
+    """By all devices of a node at once: 3 steps of 12 over 3 nodes of 4, where a flat ring needs one link at each. The
     way back needs no last one."""
-    schedule = ring_schedule(3, 4, has_keys=True)
-    assert schedule.moves == ((0, 1), (0, 1), (0, 1), (1, 1))
-    for phase, hops, counts in (
-        ("forward", 12, {"device": 9, "node": 3}),
-        ("backward", 11, {"device": 9, "node": 2}),
+    table = ring_table(3, 4)
+    for phase, name, counts in (
+        ("forward", "key statistics", {"device": 9, "node": 3}),
+        ("backward", "key gradients", {"device": 9, "node": 2}),
     ):
-        moves = [schedule.move(hop, phase) for hop in range(hops)]
-        assert Counter(map(schedule.level, moves)) == counts
-        for hop, move in enumerate(moves):
-            pairs = [(rank // 4, schedule.send_to(rank, hop, phase) // 4) for rank in range(12)]
-            assert all((a != b) == (schedule.level(move) == "node") for a, b in pairs)
-    assert [schedule.send_to(rank, 3) for rank in range(4)] == [5, 6, 7, 4]
-    assert [schedule.send_to(rank, 7, "backward") for rank in range(4, 8)] == [3, 0, 1, 2]
+        moves = [sent.to for step in table.steps(phase) for sent in step.sends if sent.name == name]
+        assert Counter(map(table.level, moves)) == counts
+        for move in moves:
+            pairs = [(rank // 4, table.rank(rank, move) // 4) for rank in range(12)]
+            assert all((a != b) == (table.level(move) == "node") for a, b in pairs)
+    assert [table.rank(rank, (1, 1)) for rank in range(4)] == [5, 6, 7, 4]
+    assert [table.rank(rank, (1, 1), back=True) for rank in range(4, 8)] == [3, 0, 1, 2]
 
 
-@pytest.mark.parametrize("has_keys", [True, False])
-def test_what_moves(has_keys: bool) -> None:
-    statistics = ("key statistics",) if has_keys else ()
-    schedule = ring_schedule(2, 2, has_keys)
-    for hop in range(3):
-        assert schedule.carries("forward", hop) == ("keys", *statistics)
-    assert schedule.carries("forward", 3) == statistics
-    for hop in range(2):
-        assert schedule.carries("backward", hop) == ("keys", *statistics, "key gradients")
-    assert schedule.carries("backward", 2) == ("key gradients",)
-    assert schedule.carries("backward", 3) == ()
-    assert ring_schedule(1, 2, has_keys).carries("backward", 0) == ("key gradients",)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_steps_of_a_kind_cost_the_same(nodes: int) -> None:
+    """As many as there are steps, and no more kinds in a larger ring."""
+    for phase in ("forward", "backward"):
+        for keeps in (True, False):
+            small, large = (ring_table(nodes, devices, keeps=keeps) for devices in (6, 12))
+            assert sum(large.kinds(phase).values()) == len(large.steps(phase))
+            assert set(small.kinds(phase)) == set(large.kinds(phase))
 
 
-FAULTS: list[tuple[Callable[[Schedule], Schedule], str]] = [
-    (lambda s: Confused(**fields(s)), "holds the keys of rank"),  # type: ignore[arg-type]
-    (lambda s: Deaf(**fields(s)), "receives from another"),  # type: ignore[arg-type]
-    (lambda s: Impatient(**fields(s)), "backward hop 1: rank 0 holds the keys of rank"),  # type: ignore[arg-type]
-    (lambda s: DeafBefore(**fields(s) | {"keeps": False}), "before backward: .* receives from another"),  # type: ignore[arg-type]
-    (
-        changed(keeps=False, backward=Payload(("keys",), ("key gradients",))),
-        "backward hop 0: rank 0 holds the key statistics of rank 0",
-    ),
-    (lambda s: Impatient(**fields(s) | {"keeps": False}), "backward hop 0: rank 0 holds the keys"),  # type: ignore[arg-type]
-    (changed(moves=((0, 1), (0, 1), (1, 0))), "belong to rank 2, 6 contributions"),  # ends beside its home
-    (changed(moves=((0, 1),)), "contributes twice"),
-    (changed(moves=((0, 1), (1, 1))), "contributes twice"),
-    (changed(moves=((0, 1), (1, 1), (0, 1), (0, 1))), "contributes twice"),
-    (changed(moves=((0, 3), (0, 1), (1, 1))), "sends to itself"),
-    (changed(forward=Payload(("keys",), ())), "holds the key statistics of rank"),
-    (changed(forward=Payload((), ("key statistics",))), "holds the keys of rank"),
-    (changed(backward=Payload(("keys",), ("key gradients",))), "holds the key statistics of rank"),
-    (changed(forward=Payload(("keys", "key statistics"), ())), "key statistics at rank"),
-    (changed(backward=Payload(("keys", "key statistics", "key gradients"), ())), "key gradients of rank 2, not"),
-    (changed(backward=Payload(("keys", "key statistics"), ("labels",))), "has not all of .*labels"),
-    (changed(nodes=3), "shards for a ring"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("fault", "message"), FAULTS)
-def test_the_simulator_notices(fault: Callable[[Schedule], Schedule], message: str) -> None:
-    broken = fault(ring_schedule(2, 3, has_keys=True))
-    with pytest.raises(VerificationError, match=message):
-        walk_schedule(broken, [(3, 3), (0, 0), (1, 1), (5, 5), (2, 0), (0, 7)])
+def test_sums_travel_apart_from_large_tensors() -> None:
+    table = ring_table(1, 4)
+    step = table.steps("forward")[1]
+    for size, expected in ((1 << 26, [2]), ((1 << 26) + 1, [1, 1])):
+        batches = table.batches("forward", step, lambda name, size=size: size)  # type: ignore[misc]
+        assert [len(batch) for batch in batches] == expected
+        assert batches[0][0].name == "key statistics"  # sums first
 
 
 def test_a_group_of_one_never_communicates() -> None:
-    schedule = ring_schedule(1, 1, True)
-    assert not schedule.moves and not schedule.carries("forward", 0) and not schedule.carries("backward", 0)
-    walk_schedule(schedule, [(3, 3)])
+    for phase, walked in walk(ring_table(1, 1)).items():
+        assert walked.owners == (HERE,) and walked.transfers == 0, phase
 
 
-def proven(schedule: Schedule, has_keys: bool) -> bool:
-    """What `simulate` finds, by algebra: a move is the same shift for every rank, so rank 0 stands for all of them.
-
-    Takes W steps instead of the simulator's W^2, which for 65 536 ranks are 4 294 967 296.
-    """
-    world = schedule.world_size
-    owners = [schedule.owner(0, hop) for hop in range(world)]
-    if owners != [schedule.owner(0, hop, "backward") for hop in reversed(range(world))]:
-        return False  # backward begins with what is there
-    if sorted(owners) != list(range(world)) or owners[0] != 0:  # with one hop per shift each pair is met once
-        return False
-    if world == 1:
-        return not schedule.carries("forward", 0) and not schedule.carries("backward", 0)
-    statistics = {"key statistics"} if has_keys else set()
-    for hop, owner in enumerate(owners):
-        last = hop == world - 1
-        receiver = schedule.send_to(0, hop)
-        if receiver == 0 or schedule.receive_from(receiver, hop) != 0:
-            return False  # both ends of a transfer, which are two ranks
-        if (receiver if last else schedule.owner(receiver, hop + 1)) != owner:
-            return False  # what arrives is what visits next; after the last hop the own
-        read = set() if last else {"keys"}
-        if not read | statistics <= set(schedule.carries("forward", hop)):
-            return False
-    if not schedule.keeps:  # what is sent once more, before the first hop
-        receiver = schedule.send_to(0, -1, "backward")
-        if schedule.receive_from(receiver, -1, "backward") != 0:
-            return False
-        if schedule.owner(receiver, 0, "backward") != 0:
-            return False
-        if not {"keys"} | statistics <= set(schedule.payload("backward").parcels):
-            return False
-    for hop in range(world - 1):
-        receiver = schedule.send_to(0, hop, "backward")
-        if receiver == 0 or schedule.receive_from(receiver, hop, "backward") != 0:
-            return False
-        if schedule.owner(receiver, hop + 1, "backward") != owners[world - 1 - hop]:
-            return False
-        read = {"keys"} | statistics if hop < world - 2 else set()  # the own ones are at home
-        if not read | {"key gradients"} <= set(schedule.carries("backward", hop)):
-            return False
-    return True
+# ---------------------------------------------------------------------------------------------- what must be noticed
 
 
-@pytest.mark.parametrize("has_keys", [True, False])
-def test_the_largest_rings(has_keys: bool) -> None:
-    for nodes, devices in (
-        (1, 1), (1, 2), (1, 8), (1, 4096), (1, 65536), (2, 2), (9, 7), (512, 8), (8192, 8), (911, 72), (2, 32768)
-    ):  # fmt: skip
-        for keeps in (True, False):
-            assert proven(ring_schedule(nodes, devices, has_keys, keeps), has_keys)
+def changed(phase: str, number: int, **fields: Any) -> Callable[[Phases], None]:
+    """Another value in a row of the table."""
+
+    def fault(phases: Phases) -> None:
+        phases[phase][number] = phases[phase][number]._replace(**fields)
+
+    return fault
 
 
-@pytest.mark.parametrize("fault", [fault for fault, message in FAULTS if message != "shards for a ring"])
-def test_the_algebra_notices(fault: Callable[[Schedule], Schedule]) -> None:
-    assert not proven(fault(ring_schedule(2, 3, has_keys=True)), has_keys=True)
+def sent(phase: str, number: int, name: str, **fields: Any) -> Callable[[Phases], None]:
+    """Another transfer of this tensor; without fields: none."""
+
+    def fault(phases: Phases) -> None:
+        step, found = phases[phase][number], []
+        for one in step.sends:
+            if one.name != name or fields:
+                found.append(one._replace(**fields) if one.name == name else one)
+        assert tuple(found) != step.sends, "the fault changes nothing"
+        phases[phase][number] = step._replace(sends=tuple(found))
+
+    return fault
+
+
+RING_FAULTS: list[tuple[Callable[[Phases], None], str]] = [
+    (changed("forward", 2, owner=HERE), "forward step 2: the keys in .* are of"),
+    (changed("forward", 0, copies=()), "forward step 0: no keys of .* in 0 to send"),
+    (sent("forward", 1, "keys", to=(0, 2)), "forward step 2: no keys of .* to send"),
+    (sent("forward", 1, "keys", to=HERE), "sent to the rank itself"),
+    (sent("forward", 1, "keys", to=(2, 3)), "sent to the rank itself"),  # all the way round
+    (sent("forward", 1, "keys", of=(1, 1)), "no keys of .* to send"),
+    (sent("forward", 2, "key statistics"), "no key statistics of .* to add to"),
+    (sent("forward", 1, "keys"), "forward step 2: "),
+    (sent("forward", 2, "key statistics", target=1), "received in 1 while it is busy"),
+    (sent("forward", 1, "keys", target="kept"), "received in kept while it is busy|in kept are on their way"),
+    (changed("forward", 3, unchanged_from=-1), "sent before they have arrived|are on their way"),
+    (changed("forward", 3, sums_from=-1), "on their way|no key statistics of"),
+    (changed("forward", 3, fresh=True), "written to while|are not there|have 3 contributions"),
+    (changed("forward", 6, copies=()), "backward step 0: no key statistics"),
+    (changed("forward", 6, sums_from=-1), "nobody waits for what step 6 has sent"),
+    (changed("forward", 6, sends=()), "end of forward: the key statistics"),
+    (changed("backward", 0, unchanged=0), "backward step 0: the keys in 0 are on their way"),
+    (changed("backward", 2, owner=HERE), "backward step 2: the keys in .* are of"),
+    (sent("backward", 1, "key statistics"), "backward step 2: the key statistics in|no key statistics"),
+    (sent("backward", 2, "key gradients"), "no key gradients of"),
+    (sent("backward", 5, "key gradients", to=(0, 1)), "no key gradients of"),
+    (changed("backward", 5, unchanged=1), "backward step 5: the keys in 1 are of|no keys in 1"),
+    (changed("backward", 5, fresh=True), "written to while|have 1 contributions|on their way"),
+    (lambda phases: phases["backward"].pop(3) and None, "backward step [34]"),
+    (lambda phases: phases["forward"].insert(1, phases["forward"][0]), "forward step 1|visits"),
+]  # fmt: skip
+NOT_KEPT_FAULTS: list[tuple[Callable[[Phases], None], str]] = [
+    (changed("backward", 0, sends=()), "backward step 1: no keys of .* in 0 to send"),
+    (changed("backward", 0, copies=()), "backward step 0: no keys of"),
+    (sent("backward", 0, "keys", to=(0, 1)), "backward step 1: .*not of|no keys of"),
+    (sent("backward", 0, "key statistics"), "no key statistics"),
+    (changed("backward", 1, unchanged_from=-1), "backward step 1: the keys in 0 are on|sent before they have arrived"),
+]  # fmt: skip
+GATHER_FAULTS: list[tuple[Callable[[Phases], None], str]] = [
+    (changed("forward", 0, sends=()), "forward step 1: no keys in all"),
+    (changed("forward", 1, unchanged_from=-1), "the keys in all are on their way"),
+    (changed("forward", 2, owner=(0, 3)), "different of 4 visits|forward step"),
+    (changed("forward", 4, sends=()), "end of forward: the key statistics of .* have 1 contributions"),
+    (changed("forward", 4, sums_from=-1), "nobody waits"),
+    (changed("backward", 3, sends=()), "end of backward: the key gradients of .* have 1 contributions"),
+    (changed("backward", 4, sums_from=-1), "nobody waits for what step 3 has sent"),
+    (sent("backward", 3, "key gradients", of=HERE), "no key gradients of .* to send|cannot be added|while it is busy"),
+    (lambda phases: phases["backward"].pop(1) and None, "visits|no key gradients of"),
+]  # fmt: skip
+FAULTS: list[tuple[Table, Callable[[Phases], None], str]] = [
+    *((ring_table(2, 3), *fault) for fault in RING_FAULTS),
+    *((ring_table(2, 3, keeps=False), *fault) for fault in NOT_KEPT_FAULTS),
+    *((gather_table(4), *fault) for fault in GATHER_FAULTS),
+]
+
+
+@pytest.mark.parametrize(("table", "fault", "message"), FAULTS, ids=range(len(FAULTS)))
+def test_the_walk_notices(table: Table, fault: Callable[[Phases], None], message: str) -> None:
+    phases: dict[str, Sequence[Step]] = {phase: table.steps(phase) for phase in ("forward", "backward")}
+    walk(table, phases)
+    wrong = {phase: list(steps) for phase, steps in phases.items()}
+    fault(wrong)
+    with pytest.raises(VerificationError, match=message):
+        walk(table, wrong)

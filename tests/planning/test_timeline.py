@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 
 import infcl_gen
+from infcl_gen.bench.scaling import beside_measured
 from infcl_gen.emission import simulate_problem
 from infcl_gen.hardware import resolve_cluster
-from infcl_gen.planning import cost
+from infcl_gen.inputs.problem import make_problem
+from infcl_gen.planning.model import HOST_START_S, CostModel
 from infcl_gen.planning.planner import Plan, cost_model
 from infcl_gen.planning.timeline import Interval, Timeline, execute, phase_works
-from infcl_gen.problem import make_problem
-from infcl_gen.tuning.scaling import beside_measured
-from tests.planning.conftest import allowed_error, derivation_of
+from infcl_gen.runtime.table import TOGETHER_BYTES
+from tests.planning.conftest import allowed_error
 
 BENCH = Path(__file__).resolve().parents[2] / "tune" / "bench"
 SLOW_MACHINE = 2.0  # as in test_structure
 
 
-def case(**flags: Any) -> tuple[Plan, cost.CostModel]:
+def case(**flags: Any) -> tuple[Plan, CostModel]:
     """A plan by the ring, unless the flags say otherwise."""
     given = {"device_profile": "h200", "batch_size": 4096, "dim": 768} | flags
     cluster = given.get("cluster", {})
@@ -33,7 +34,7 @@ def case(**flags: Any) -> tuple[Plan, cost.CostModel]:
         given["set"] = {"transport": "ring"} | given.get("set", {})
     problem = make_problem(**given)
     plan = infcl_gen.plan(problem)
-    return plan, cost_model(plan, derivation_of(problem.loss), resolve_cluster(problem))
+    return plan, cost_model(plan, resolve_cluster(problem))
 
 
 def links(**rates: float) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def test_one_device_is_the_work_after_the_start() -> None:
     plan, model = case(batch_size="64k")
     step = execute(plan, model)
     work_s = sum(phase.time_s for phase in plan.phases if phase.name != "host")
-    assert step.step_s == pytest.approx(cost.HOST_START_S + work_s)
+    assert step.step_s == pytest.approx(HOST_START_S + work_s)
     assert step.step_s == pytest.approx(plan.predicted_time_s, rel=1e-3)
     assert (step.bound, step.efficiency) == ("compute", 1.0)
     assert step.busy_s["device link"] == step.busy_s["network"] == 0.0
@@ -118,8 +119,8 @@ def test_work_is_that_of_the_cost_model() -> None:
         counted = sum(phase.time_s for phase in plan.phases if phase.bound != "link" and phase.name != "host")
         assert mine == pytest.approx(counted)
         rows = plan.keys_per_rank * plan.problem.dim
-        assert works["backward"].sums_bytes == 4 * rows
-        assert works["forward"].keys_bytes == rows * (4 if plan.dtype == "fp32" else 2)
+        assert model.sent_bytes("key gradients") == 4 * rows
+        assert model.sent_bytes("keys") == rows * (4 if plan.dtype == "fp32" else 2)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -142,17 +143,17 @@ def test_a_gather_sends_three_batches() -> None:
     ring, step = (execute(*case(batch_size=1024 * world, devices=world, set=s)) for s in ({}, gather))
     assert step.step_s < ring.step_s
     step = execute(*case(batch_size=65536 * world, devices=world, set=gather, memory_budget="32GiB"))
-    names = ["forward, keys", "forward, sums", "backward, sums"]
+    names = ["forward, message 0", "forward, message 8", "backward, message 7"]
     assert [i.name for i in of(step, "device link")] == names
     by = {i.name: i for i in of(step, "device link")}
     work = {i.name: i for i in of(step, "compute")}
-    assert by["forward, keys"].start_s < work["forward, hop 0"].end_s <= work["forward, hop 1"].start_s
-    assert work["forward, hop 1"].start_s >= by["forward, keys"].end_s
-    assert by["forward, sums"].start_s >= work["forward, hop 7"].end_s
-    assert work["backward, hop 6"].end_s <= by["backward, sums"].start_s
-    assert work["backward, hop 7"].start_s < by["backward, sums"].end_s <= work["backward, home"].start_s
+    assert by["forward, message 0"].start_s < work["forward, hop 0"].end_s <= work["forward, hop 1"].start_s
+    assert work["forward, hop 1"].start_s >= by["forward, message 0"].end_s
+    assert by["forward, message 8"].start_s >= work["forward, hop 7"].end_s
+    assert work["backward, hop 6"].end_s <= by["backward, message 7"].start_s
+    assert work["backward, hop 7"].start_s < by["backward, message 7"].end_s <= work["backward, home"].start_s
     size = 65536 * 768 * 4 * (world - 1)
-    sums = by["backward, sums"]
+    sums = by["backward, message 7"]
     assert sums.end_s - sums.start_s == pytest.approx(size / 345e9)
     infonce = case(batch_size=1024 * world, devices=world, loss="infonce", set=gather)
     assert len(of(execute(*infonce), "device link")) == 2
@@ -178,7 +179,7 @@ def test_what_waits_for_what(rows: int, overlap: bool) -> None:
         if resource in ("host", "compute", "device link"):
             ordered = sorted(mine, key=lambda i: i.start_s)
             assert all(a.end_s <= b.start_s + 1e-12 for a, b in itertools.pairwise(ordered))
-    together = plan.keys_per_rank * 768 * 2 <= cost.TOGETHER_BYTES
+    together = plan.keys_per_rank * 768 * 2 <= TOGETHER_BYTES
     for rank, phase in itertools.product(range(world), ("forward", "backward")):
         for hop in range(1, world):
             work = [i for i in by[rank, "compute"] if i.name == f"{phase}, hop {hop}"]
@@ -189,8 +190,8 @@ def test_what_waits_for_what(rows: int, overlap: bool) -> None:
             assert len(work) == 2 and len(message) == (1 if together or alone else 2)
             assert message[0].start_s >= before[-1].end_s - 1e-12
             assert work[1].start_s >= message[0].end_s - 1e-12
-            if not overlap:  # forward launches what does not add to the sums before it sends
-                assert work[1 if phase == "forward" else 0].start_s >= message[-1].end_s - 1e-12
+            if not overlap:  # what does not add to the sums is launched before they are sent
+                assert work[1].start_s >= message[-1].end_s - 1e-12
             keys = [i for i in by[came] if i.name == f"{phase}, message {hop - 1}"]
             assert work[0].start_s >= keys[-1].end_s - 1e-12
         home = [i for i in by[came] if i.name == f"{phase}, message {world}"]
@@ -290,7 +291,7 @@ def test_keys_that_were_not_kept_come_once_more(nodes: int) -> None:
     assert everybody.step_s == pytest.approx(steps[1].step_s, rel=1e-9)
     assert steps[0].step_s < steps[1].step_s
     resource = "network" if nodes > 1 else "device link"
-    assert not of(steps[0], resource, "to the last")
-    (message,) = of(steps[1], resource, "to the last")
+    assert not of(steps[0], resource, "message before")
+    (message,) = of(steps[1], resource, "message before")
     work = of(steps[1], "compute", "backward, hop 0")
     assert work[0].start_s >= message.end_s - 1e-12

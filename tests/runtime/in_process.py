@@ -10,6 +10,7 @@ A transport may do anything to a buffer between `post` and `wait`, and this one 
     send       must hold at the wait what it held at the post
     matching   the n-th send along an edge meets the n-th receive there, as with NCCL: same tag, same size, or it fails
     waiting    both ends wait until the other end has posted: nothing is buffered
+    the first  messages of a group need every rank, as with NCCL: who has none connects before
     the end    a message that nobody takes, or that nobody waits for, is an error
 """
 
@@ -31,8 +32,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from infcl_gen.planning import Schedule
-from infcl_gen.runtime.ring import ALONE
+from infcl_gen.runtime.group import ALONE
+from infcl_gen.runtime.table import Table
 
 TIMEOUT_S = 120.0  # of a run; 64 ranks need 1.5 s. Deadlocks are noticed at once: this is for a computation that hangs
 YIELD_AT_POST = 0.25  # how often a rank gives way after a post: some messages are early, some late
@@ -52,7 +53,7 @@ class Stopped(RuntimeError):
 class World:
     """`size` ranks, and the process groups that some of them form.
 
-    groups: name -> members, in group-rank order; "" is the group of all. `seed` decides who runs when. `schedules`:
+    groups: name -> members, in group-rank order; "" is the group of all. `seed` decides who runs when. `tables`:
     what groups of these sizes do, as if the package had been planned for them; others as it was planned.
     """
 
@@ -62,9 +63,9 @@ class World:
         size: int,
         groups: Mapping[str, Sequence[int]] | None = None,
         seed: int = 0,
-        schedules: Mapping[int, Schedule] | None = None,
+        tables: Mapping[int, Table] | None = None,
     ) -> None:
-        self.size, self.package, self.schedules = size, package, schedules or {}
+        self.size, self.package, self.tables = size, package, tables or {}
         self.failure: BaseException | None = None
         self._rings: dict[tuple[str, int], Ring] = {}
         self.groups = [Group(self, name, m) for name, m in {"": range(size), **(groups or {})}.items()]
@@ -88,7 +89,7 @@ class World:
             threading.Thread(target=self._live, args=(rank, job, results), name=f"rank {rank}", daemon=True)
             for rank in range(self.size)
         ]
-        with _attached(self.package, self.schedules), _uninitialised_memory_is_nan():
+        with _attached(self.package, self.tables), _uninitialised_memory_is_nan():
             for thread in threads:
                 thread.start()
             self._next()
@@ -103,7 +104,7 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def ring(self, rank: int, group_name: str) -> Ring | None:
-        """What `find_ring` answers on this rank."""
+        """What `find_group` answers on this rank."""
         ring = self._rings.get((group_name, rank))
         if ring is None:
             raise RuntimeError(f"rank {rank} is not a member of the process group {group_name!r}")
@@ -180,17 +181,21 @@ class Group:
         self.headers: dict[int, dict[str, Any]] = {}  # of the exchange in progress
         # (to whom, tag, bytes) of what each rank has sent
         self.posted: list[Counter[tuple[int, int, int]]] = [Counter() for _ in members]
-        module = importlib.import_module(f"{world.package.__name__}._runtime.ring")
+        self.met: set[int] = set()  # who has taken part in the first batch, or connected
+        module = importlib.import_module(f"{world.package.__name__}._runtime.group")
         self.trips: Counter[int] = Counter()
         self.as_received = lambda header: module._decode(module._encode(header))
 
     def check_end(self) -> None:
-        """Fails the world if a message has not been taken or not been waited for."""
+        """Fails the world if a message has not been taken or not been waited for, or a rank was not there at first."""
         left = [half for edge in self.edges.values() for half in edge.busy]
         if left:
             reasons = ("nobody has waited for it" if half.other else "it has no other end" for half in left)
             texts = (f"{half.text}: {why}" for half, why in zip(left, reasons, strict=True))
             self.world.fail(TransportError("left at the end: " + "; ".join(texts)))
+        if self.met and len(self.met) < len(self.members):
+            missing = sorted(set(range(len(self.members))) - self.met)
+            self.world.fail(TransportError(f"ranks {missing} took no part in the first batch of messages"))
 
 
 class Edge:
@@ -241,7 +246,9 @@ class Half:
 
 
 class Ring:
-    """Stands in for `infcl_gen.runtime.ring.Ring`."""
+    """Stands in for `infcl_gen.runtime.group.Group`."""
+
+    overlaps = True
 
     def __init__(self, group: Group, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, len(group.members)
@@ -253,7 +260,7 @@ class Ring:
             raise ValueError(f"the in-process transport cannot carry {device.type} tensors")
 
     def connect(self, device: torch.device) -> None:
-        """GPUs only."""
+        self.group.met.add(self.rank)
 
     @property
     def trips(self) -> int:
@@ -286,6 +293,7 @@ class Ring:
 
     def post(self, sends: Sequence[Any], receives: Sequence[Any]) -> list[Half]:
         edges = self.group.edges
+        self.group.met.add(self.rank)
         works = []
         for sent in sends:
             self.group.posted[self.rank][sent.peer, sent.tag, sent.buffer.nbytes] += 1
@@ -302,13 +310,16 @@ class Echo(Ring):
     shards: how many queries, and as many keys, each rank holds; the rank itself holds `shards[0]`.
     """
 
-    def __init__(self, shards: Sequence[int], schedule: Schedule | None = None) -> None:
+    def __init__(self, shards: Sequence[int], table: Table | None = None) -> None:
         self.rank, self.size, self.shards = 0, len(shards), shards
-        self.schedules = {} if schedule is None else {self.size: schedule}
+        self.tables = {} if table is None else {self.size: table}
         self.labels_checked = set()
         self.layouts = {}
 
     trips = 0
+
+    def connect(self, device: torch.device) -> None:
+        """Alone."""
 
     def finish_trip(self) -> None:
         pass
@@ -328,7 +339,7 @@ class Echo(Ring):
     @contextlib.contextmanager
     def attached(self, package: ModuleType) -> Iterator[None]:
         """The package's runtime finds this ring, in the calling thread."""
-        with _attached(package, self.schedules):
+        with _attached(package, self.tables):
             _place.world, _place.rank = self, 0
             try:
                 yield
@@ -353,28 +364,30 @@ def _content(buffer: Tensor) -> bytes:
 
 
 @contextlib.contextmanager
-def _attached(package: ModuleType, schedules: Mapping[int, Schedule]) -> Iterator[None]:
-    """The package's `find_ring` answers threads of a World with their world's rings, and all others as ever; groups of
-    the sizes in `schedules` follow these."""
-    route = importlib.import_module(f"{package.__name__}._runtime.route")
-    planned = {size: route.planned_route(dataclasses.asdict(found)) for size, found in schedules.items()}
-    over = route.Route.over
+def _attached(package: ModuleType, tables: Mapping[int, Table]) -> Iterator[None]:
+    """The package's `find_group` answers threads of a World with their world's rings, and all others as ever; groups of
+    the sizes in `tables` follow these."""
+    module = importlib.import_module(f"{package.__name__}._runtime.table")
+    planned = {size: module.planned_table(dataclasses.asdict(found)) for size, found in tables.items()}
+    over = module.Table.over
     with contextlib.ExitStack() as patches:
         answer = mock.patch.object(
-            route.Route, "over", lambda self, size: planned[size] if size in planned else over(self, size)
+            module.Table, "over", lambda self, size: planned[size] if size in planned else over(self, size)
         )
         patches.enter_context(answer)
-        for name in ("ring", "replay"):  # replay has imported the function by name
+        for name in ("group", "agreement", "engine", "replay"):  # all but the first have imported it by name
             module = importlib.import_module(f"{package.__name__}._runtime.{name}")
-            patches.enter_context(mock.patch.object(module, "find_ring", _found_by_thread(module.find_ring)))
+            patches.enter_context(
+                mock.patch.object(module, "find_group", _found_by_thread(module.find_group))
+            )
         yield
 
 
-def _found_by_thread(find_ring: Callable[[str], Any]) -> Callable[[str], Any]:
+def _found_by_thread(find_group: Callable[[str], Any]) -> Callable[[str], Any]:
     def find(group_name: str) -> Any:
         world: World | Echo | None = getattr(_place, "world", None)
         if world is None or group_name == ALONE:
-            return find_ring(group_name)
+            return find_group(group_name)
         return world.ring(_place.rank, group_name)
 
     return find

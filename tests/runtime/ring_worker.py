@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from infcl_gen.verification.properties import Case, autograd_results, tensors
+from tests.verification.dense import dense_loss
 
 HIDDEN = 5
 GROUPS = (
@@ -142,22 +143,25 @@ class Model(nn.Module):
 class Unpacked(nn.Module):
     """A module that takes its arguments as one tuple, so that it can follow another in a Sequential."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, **keywords: Any) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.keywords = inner, keywords
 
     def forward(self, arguments: tuple[Any, ...]) -> Any:
-        return self.inner(*arguments)
+        return self.inner(*arguments, **self.keywords)
 
 
 def batch(
-    rows: list[int], keys: list[int], labelled: bool, dtype: torch.dtype
+    rows: list[int], keys: list[int], labelled: bool | str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The global batch: inputs of both encoders, and labels."""
+    """The global batch: inputs of both encoders, and labels: drawn, or as labels="own" means them."""
     generator = torch.Generator().manual_seed(sum(rows))
     x, y = (
         torch.randn(sum(n), HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, keys)
     )
+    if labelled == "own":
+        starts = [sum(keys[:rank]) for rank in range(len(keys))]
+        return x, y, torch.cat([torch.arange(at, at + m) for at, m in zip(starts, rows, strict=True)])
     return x, y, torch.randint(sum(keys), (sum(rows),), generator=generator) if labelled else None
 
 
@@ -166,12 +170,12 @@ def shard(x: Tensor | None, sizes: list[int], rank: int) -> Tensor | None:
 
 
 def reference_gradients(
-    package: ModuleType, rows: list[int], keys: list[int], labelled: bool
+    package: ModuleType, rows: list[int], keys: list[int], labelled: bool | str
 ) -> list[Tensor]:
     """loss and its gradients by Model's parameters, for the whole batch in one process, dense, in fp64."""
     model = Model(package.SPEC["problem"]["dim"], torch.float64)
     x, y, labels = batch(rows, keys, labelled, torch.float64)
-    loss = package.reference(*model(x, y), labels=labels)
+    loss = dense_loss(package.ContrastiveLoss._package.loss_name, *model(x, y), labels=labels)
     return [loss.detach(), *gradients_or_zeros(loss, model)]
 
 
@@ -186,7 +190,7 @@ def gradients(
     ranks: tuple[int, ...],
     rows: list[int],
     keys: list[int],
-    labelled: bool = False,
+    labelled: bool | str = False,
     repeats: int = 1,
     how: str = "function",
     **options: Any,
@@ -200,7 +204,7 @@ def gradients(
         None if whole is None else whole.to(_device) for whole in batch(rows, keys, labelled, torch.float64)
     )
     x_own, y_own = shard(x, rows, rank), shard(y, keys, rank)
-    own_labels = shard(labels, rows, rank)
+    own_labels = labelled if labelled == "own" else shard(labels, rows, rank)
     assert x_own is not None and y_own is not None
     results: list[list[Tensor]] = []
     for _ in range(repeats):
@@ -211,7 +215,8 @@ def gradients(
             loss.backward()
             found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
         elif how == "compiled":
-            whole = nn.Sequential(Unpacked(model), Unpacked(module.ContrastiveLoss(group=group, **options)))
+            loss_module = module.ContrastiveLoss(group=group, **options)
+            whole = nn.Sequential(Unpacked(model), Unpacked(loss_module, labels=own_labels))
             loss = torch.compile(whole, fullgraph=True, backend="aot_eager")((x_own, y_own))
             found = gradients_or_zeros(loss, model)
         elif how == "traced":  # without gradients, which the graph then keeps nothing for
@@ -278,7 +283,7 @@ def loss_of(
     dim: int = 8,
     rows: int = 4,
     keys: int | None = None,
-    labels: list[int] | None = None,
+    labels: list[int] | str | None = None,
     grad: bool = False,
     device: str = "cpu",
     scale: Any = 2.0,
@@ -290,15 +295,15 @@ def loss_of(
 ) -> Tensor:
     """The loss of ones. What `torch_version`, `protocol` and `trips` are given for, this rank pretends."""
     module = importlib.import_module(package)
-    ring = importlib.import_module(f"{package}._runtime.ring")
+    groups = importlib.import_module(f"{package}._runtime.group")
     q = torch.ones(rows, dim, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
     k = torch.ones(rows if keys is None else keys, dim, dtype=getattr(torch, dtype), device=device)
-    given = None if labels is None else torch.tensor(labels)
+    given = torch.tensor(labels) if isinstance(labels, list) else labels
     with contextlib.ExitStack() as pretence:
         for place, name, value in (
             (torch, "__version__", torch_version),
-            (ring, "PROTOCOL", protocol),
-            (ring.Ring, "trips", trips),
+            (groups, "PROTOCOL", protocol),
+            (groups.Group, "trips", trips),
         ):
             if value is not None:
                 pretence.enter_context(mock.patch.object(place, name, value))
@@ -348,11 +353,11 @@ def headers(packages: list[str], ranks: tuple[int, ...]) -> bool:
     has its timeout, for several packages in one process, each of which has its own copy of the runtime."""
     group, right = group_of(ranks), True
     for package in [*packages, *packages]:
-        ring = importlib.import_module(f"{package}._runtime.ring")
-        made = ring.Ring(group)
+        groups = importlib.import_module(f"{package}._runtime.group")
+        made = groups.Group(group)
         made._backends = {"cuda": "nccl"}
         header = {
-            field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in ring._HEADER.items()
+            field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in groups._HEADER.items()
         }
         right &= [header["rows"] for header in made.exchange(header)] == dist.get_process_group_ranks(group)
         own, beside = (
@@ -402,7 +407,7 @@ def messages_of(package: str, ranks: tuple[int, ...], rows: list[int]) -> list[t
 @contextlib.contextmanager
 def posts_of(package: str) -> Iterator[list[tuple[Sequence[Any], Sequence[Any]]]]:
     """What the package's rings post while this lasts: messages sent and received."""
-    ring = importlib.import_module(f"{package}._runtime.ring").Ring
+    ring = importlib.import_module(f"{package}._runtime.group").Group
     post, posts = ring.post, []
 
     def noting(self: Any, sends: Sequence[Any], receives: Sequence[Any]) -> Any:
@@ -434,15 +439,15 @@ def struggle(
         "raise": lambda: 1 // 0,
     }
     rows = [4] * len(ranks)
-    ring = importlib.import_module(f"{package}._runtime.ring")
+    groups = importlib.import_module(f"{package}._runtime.group")
     start = time.monotonic()
     with contextlib.ExitStack() as trouble:
         if BESIDE in os.environ:
-            trouble.enter_context(mock.patch.object(ring, "_backends", lambda group: {"cuda": "nccl"}))
-            trouble.enter_context(mock.patch.object(ring.Ring, "check_device", lambda *_: None))
+            trouble.enter_context(mock.patch.object(groups, "_backends", lambda group: {"cuda": "nccl"}))
+            trouble.enter_context(mock.patch.object(groups.Group, "check_device", lambda *_: None))
         if dist.get_rank() == victim:
             schedule = importlib.import_module(f"{package}.schedule")
-            owner, name = (ring.Ring, "ask") if place == "exchange" else (schedule, f"{place}_block")
+            owner, name = (groups.Group, "ask") if place == "exchange" else (schedule, f"{place}_block")
             original, calls = getattr(owner, name), itertools.count()
 
             def acting(*arguments: Any, **options: Any) -> Any:

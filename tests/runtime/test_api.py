@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
 import importlib.util
+import inspect
 import math
 import pickle
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +21,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from tests.verification.dense import dense_loss
 
 Packages = Callable[..., ModuleType]
 
@@ -39,7 +45,7 @@ def test_gradients_equal_the_reference(packages: Packages, reduction: str) -> No
     leaves = (*features(), scalar(3.0), scalar(-1.0))
     loss = package.contrastive_loss(*leaves, reduction=reduction)
     ours = torch.autograd.grad(loss, leaves)
-    reference = package.reference(*leaves) * (20 if reduction == "sum" else 1)
+    reference = dense_loss("clip", *leaves) * (20 if reduction == "sum" else 1)
     torch.testing.assert_close(loss, reference, rtol=1e-13, atol=1e-13)
     for a, b in zip(ours, torch.autograd.grad(reference, leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
@@ -53,6 +59,57 @@ def test_gradients_of_scalars_have_their_dtype(packages: Packages, dtype: torch.
     package.contrastive_loss(q, k, scale, bias).backward()
     assert scale.grad is not None and scale.grad.dtype == dtype and scale.grad != 0
     assert bias.grad is not None and bias.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scale_and_bias_of_one_element_have_gradients_in_their_shape(
+    packages: Packages, compiled: bool
+) -> None:
+    package = packages("clip")
+    q, k = features()
+    (flat, bias), plain = ([scalar(3.0).reshape(1), scalar(-1.0).reshape(1)], [scalar(3.0), scalar(-1.0)])
+    leaves = [flat.detach().requires_grad_(), bias.detach().requires_grad_()]
+    run = torch.compile(package.contrastive_loss, fullgraph=True, backend="aot_eager") if compiled else None
+    loss = (run or package.contrastive_loss)(q, k, *leaves)
+    assert loss.shape == ()
+    expected = torch.autograd.grad(package.contrastive_loss(q, k, *plain), plain)
+    for found, right in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        assert found.shape == (1,) and torch.equal(found[0], right)
+    assert torch.equal(package.loss_and_grads(q, k, *leaves)[3], expected[0])
+    torch.testing.assert_close(package.reference(q, k, *leaves), loss, rtol=1e-13, atol=0)
+
+
+def test_forward_mode_and_vmap_are_refused_in_words(packages: Packages) -> None:
+    """A derivative that is silently missing would count as zero."""
+    package = packages("clip")
+    q, k = features(grad=False)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives: use backward"):
+        torch.func.jvp(lambda x: package.contrastive_loss(x, k), (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        package.contrastive_loss(forward_ad.make_dual(q, q), k)
+    for function in (package.contrastive_loss, torch.func.grad(package.contrastive_loss)):
+        with pytest.raises(RuntimeError, match=r"vmap over batches .* call it once for each"):
+            torch.vmap(lambda x, function=function: function(x, k))(torch.stack([q, q]))
+    shared = torch.vmap(lambda factor: factor * package.contrastive_loss(q, k))(torch.ones(2))
+    assert torch.equal(shared[0], package.contrastive_loss(q, k))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_tensors_in_parts_are_refused_in_words(packages: Packages) -> None:
+    package = packages("clip")
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([X[:2], X[2:]], layout=layout)
+        with pytest.raises(ValueError, match=r"q must be a dense tensor, not a nested one: pass torch.cat"):
+            package.contrastive_loss(nested, nested)
+
+    class Distributed(Tensor):
+        full_tensor = None
+
+    parts = X.as_subclass(Distributed)
+    with pytest.raises(TypeError, match=r"k is a DTensor: pass .*k\.to_local\(\), and its mesh as group"):
+        package.contrastive_loss(X, parts)
+    with pytest.raises(TypeError, match=r"scale is a DTensor: pass scale\.full_tensor\("):
+        package.contrastive_loss(X, X, torch.tensor(2.0).as_subclass(Distributed))
 
 
 def test_torch_func_differentiates_it(packages: Packages) -> None:
@@ -73,6 +130,15 @@ def test_numbers_made_under_a_transform_are_not_kept(packages: Packages) -> None
     assert not torch._C._functorch.is_functorch_wrapped_tensor(kept)
 
 
+def test_numbers_of_inference_serve_training(packages: Packages) -> None:
+    """A number is kept for later calls, and autograd saves no inference tensors."""
+    package, (q, k) = packages("clip"), features()
+    with torch.inference_mode():
+        package.contrastive_loss(q.detach(), k.detach(), 3.140625)
+    package.contrastive_loss(q, k, 3.140625).backward()
+    assert q.grad is not None
+
+
 @pytest.mark.parametrize("wanted", range(1, 16))
 def test_only_what_is_wanted_gets_a_gradient(packages: Packages, wanted: int) -> None:
     package = packages("clip")
@@ -89,32 +155,21 @@ def test_nothing_is_kept_and_no_gradient_computed_without_need(
     package = packages("clip")
     engine = sys.modules[f"{package.__name__}._runtime.engine"]
     monkeypatch.setattr(engine, "backward", None)  # must not be called
+    replay, wanted = sys.modules[f"{package.__name__}._runtime.replay"], list[int]()
+    forward = replay.forward
+
+    def noting(package: Any, call: Any, gradients: int) -> Any:
+        wanted.append(gradients)
+        return forward(package, call, gradients)
+
+    monkeypatch.setattr(replay, "forward", noting)
     q, k = features()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: pytest.fail("a tensor was saved"), lambda x: x):
         with torch.no_grad():
             assert package.contrastive_loss(q, k, 2.0).grad_fn is None
         assert package.contrastive_loss(q.detach(), k.detach(), 2.0).grad_fn is None
         assert not package.ContrastiveLoss().eval()(q.detach(), k.detach(), 2.0).requires_grad
-
-
-def test_the_device_starts_before_autograd_is_asked(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = packages("clip")
-    schedule, ops = package._schedule, sys.modules[f"{package.__name__}._runtime.ops"]
-    order: list[str] = []
-
-    def noting(where: Any, name: str) -> None:
-        inner = getattr(where, name)
-        noted = lambda *args, **options: (order.append(name), inner(*args, **options))[1]  # noqa: E731
-        monkeypatch.setattr(where, name, noted)
-
-    noting(schedule, "start_forward")
-    noting(ops._Loss, "apply")
-    noting(schedule, "forward_block")
-    for wanted in (True, False):
-        package.contrastive_loss(*features(grad=wanted), 2.0)
-    assert order == ["start_forward", "apply", "forward_block", "start_forward", "forward_block"]
+    assert wanted == [0, 0, 0]
 
 
 def test_labels_are_copied_before_the_device_starts(
@@ -123,12 +178,12 @@ def test_labels_are_copied_before_the_device_starts(
     """From pageable memory the copy would wait for the first kernels, and the host with it."""
     package = packages("infonce")
     engine, order = sys.modules[f"{package.__name__}._runtime.engine"], list[str]()
-    for where, name in ((engine, "_labels_on"), (package._schedule, "start_forward")):
+    for where, name in ((engine, "_positives"), (package._schedule, "forward_block")):
         inner = getattr(where, name)
-        noted = lambda *args, name=name, inner=inner: (order.append(name), inner(*args))[1]  # noqa: E731
+        noted = lambda *args, name=name, inner=inner, **how: (order.append(name), inner(*args, **how))[1]  # noqa: E731
         monkeypatch.setattr(where, name, noted)
     package.contrastive_loss(*features(), 2.0, labels=torch.arange(len(features()[0])))
-    assert order == ["_labels_on", "start_forward"]
+    assert order == ["_positives", "forward_block"]
 
 
 @pytest.mark.parametrize("shape", ["expanded", "scaled", "double"])
@@ -225,9 +280,10 @@ def test_gradients_of_wider_features_are_not_rounded_under_autocast(
         return float((found.double() - truth).norm() / truth.norm())
 
     exact = [x.double().requires_grad_() for x in (q, k)]
-    truth = torch.autograd.grad(package.reference(*exact, scale.double()), exact)
+    truth = torch.autograd.grad(dense_loss("clip", *exact, scale.double()), exact)
     run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
-    for dtypes in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2):
+    wide, narrow = torch.float32, torch.bfloat16
+    for dtypes in ((wide, wide), (wide, narrow), (narrow, wide), (narrow, narrow)):
         leaves = [x.detach().to(dtype).requires_grad_() for x, dtype in zip((q, k), dtypes, strict=True)]
         for leaf, found, right in zip(leaves, torch.autograd.grad(run(*leaves), leaves), truth, strict=True):
             assert found.dtype == leaf.dtype
@@ -261,9 +317,21 @@ def test_labels(packages: Packages) -> None:
     labels = torch.randint(31, (20,))
     ours = torch.autograd.grad(package.contrastive_loss(q, k, 3.0, labels=labels), (q, k))
     for a, b in zip(
-        ours, torch.autograd.grad(package.reference(q, k, 3.0, labels=labels), (q, k)), strict=True
+        ours, torch.autograd.grad(dense_loss("infonce", q, k, 3.0, labels=labels), (q, k)), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_own_labels_of_one_device_are_the_first_keys(packages: Packages) -> None:
+    package = packages("infonce")
+    q, k = features(20)[0], features(31)[1]
+    step = lambda q, k: package.contrastive_loss(q, k, 3.0, labels="own")  # noqa: E731
+    expected = package.loss_and_grads(q, k, 3.0, labels=torch.arange(20))[:3]
+    for ours in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        loss = ours(q, k)
+        assert all(map(torch.equal, (loss, *torch.autograd.grad(loss, (q, k))), expected))
+    assert all(map(torch.equal, package.loss_and_grads(q, k, 3.0, labels="own")[:3], expected))
+    torch.testing.assert_close(package.reference(q, k, 3.0, labels="own"), expected[0], rtol=1e-13, atol=0)
 
 
 def test_an_unchecked_wrong_label_gives_nan_everywhere(packages: Packages) -> None:
@@ -295,6 +363,26 @@ def test_module_is_a_drop_in_for_open_clip(packages: Packages) -> None:
     assert list(module.parameters()) == [] and package.__name__.split("_")[0] in repr(module)
 
 
+def test_an_editor_shows_what_a_package_exports(packages: Packages) -> None:
+    """Functions and the class stand in `__init__` with signatures and docstrings, and pickle by name."""
+    package = packages("clip")
+    tree = ast.parse(Path(str(package.__file__)).read_text())
+    written = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert set(written) == set(package.__all__) - {"SPEC", "reference"}
+    for name, node in written.items():
+        exported = getattr(package, name)
+        assert ast.get_docstring(node), name
+        assert pickle.loads(pickle.dumps(exported)) is exported
+    assert list(inspect.signature(package.contrastive_loss).parameters) == [
+        "q", "k", "scale", "bias", "labels", "group", "grad_sync", "reduction", "check_ranks"
+    ]  # fmt: skip
+    assert list(inspect.signature(package.ContrastiveLoss).parameters)[:3] == [
+        "group",
+        "grad_sync",
+        "check_ranks",
+    ]
+
+
 BAD_MODULES = [
     ({"use_horovod": True}, ValueError, "horovod"),
     ({"world_size": 4}, ValueError, "wrong world size"),
@@ -311,6 +399,17 @@ def test_bad_module_arguments(
 ) -> None:
     with pytest.raises(error, match=message):
         packages("clip").ContrastiveLoss(**arguments)
+
+
+def test_a_module_looks_at_its_world_at_each_call(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be made before the process group is."""
+    package = packages("clip")
+    module = package.ContrastiveLoss(world_size=1)
+    monkeypatch.setattr(sys.modules[f"{package.__name__}._runtime.api"], "_place", lambda group: (0, 2))
+    with pytest.raises(ValueError, match="world_size=1 was given, but the process group has 2"):
+        module(X, X, 2.0)
 
 
 X = torch.randn(6, 8, dtype=torch.float64)
@@ -333,14 +432,33 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
         ValueError,
         "at most 300.*infcl-gen generate.*--batch-size 306",
     ),
-    ("clip", (X, X, "big"), {}, TypeError, "scale must be a number or a 0-dim tensor, not str"),
+    ("infonce", (X, X.repeat(51, 1)), {}, ValueError, "and 300 keys, but .* 6 and 306.*--keys 306"),
+    ("clip", (X, X, "big"), {}, TypeError, "scale must be a number or a tensor of one, not str"),
     ("clip", (X, X, True), {}, TypeError, "scale"),
-    ("clip", (X, X, torch.ones(1)), {}, ValueError, r"scale must be a 0-dim .* \(1,\)"),
-    ("clip", (X, X, torch.tensor(True)), {}, ValueError, "scale must be a 0-dim tensor of a real number"),
+    ("clip", (X, X, torch.ones(1, 1)), {}, ValueError, r"scale must be a tensor of one .* \(1, 1\)"),
+    ("clip", (X, X, torch.tensor(True)), {}, ValueError, "scale must be a tensor of one real number"),
+    ("clip", (X, X, torch.tensor(1j)), {}, ValueError, "scale must be a tensor of one real number"),
+    (
+        "infonce",
+        (X, X),
+        {"labels": torch.arange(6, device="meta")},
+        ValueError,
+        "on the host or on cpu, not on meta",
+    ),
     ("clip", (X, X, 10**400), {}, ValueError, "scale must be a number that torch.float64 can hold"),
-    ("clip", (X, X, 1.0, torch.ones(2)), {}, ValueError, "bias must be a 0-dim"),
+    ("clip", (X, X, 1.0, torch.ones(2)), {}, ValueError, r"bias must be a tensor of one .* \(2,\)"),
+    ("clip", (X.to("meta"), X.to("meta")), {}, ValueError, "on the meta device, which holds no values: move"),
     ("clip", (X, X), {"labels": torch.arange(6)}, ValueError, "labels are not supported"),
-    ("infonce", (X, X), {"labels": [0, 1]}, TypeError, "labels must be an int64 tensor"),
+    (
+        "infonce",
+        (X, X),
+        {"labels": [0, 1]},
+        TypeError,
+        'labels must be an int64 tensor, "own" or None, not list',
+    ),
+    ("infonce", (X, X), {"labels": "mine"}, ValueError, "\"own\" or None, not 'mine'"),
+    ("infonce", (X, X[:5]), {"labels": "own"}, ValueError, 'labels="own" .* there are 6 queries and 5 keys'),
+    ("clip", (X, X), {"labels": "own"}, ValueError, "labels are not supported"),
     ("infonce", (X, X), {"labels": torch.arange(6).int()}, ValueError, "int64"),
     ("infonce", (X, X), {"labels": torch.arange(5)}, ValueError, r"shape \(6,\)"),
     (
@@ -374,6 +492,19 @@ def test_bad_arguments(
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_left_out_of_a_call(packages: Packages) -> None:
+    """No bias is one of 0, which the losses of these packages would not show."""
+    package = packages("infonce")
+    module = importlib.import_module(f"{package.__name__}._runtime.api")
+    call = module.accepted(_bound(package), module.Call(X, X, 2, None, None, module.Options()))
+    assert (float(call.scale), float(call.bias), call.labels, call.options.labelling) == (
+        2.0,
+        0.0,
+        None,
+        "none",
+    )
+
+
 def test_more_rows_per_rank_than_planned_are_announced(
     packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +514,7 @@ def test_more_rows_per_rank_than_planned_are_announced(
     layout = agreement.Layout(0, (200,), (200,))
     planned = agreement.Package(**{**vars(_bound(package)), "rows_per_rank": 100})
     with pytest.warns(UserWarning, match="may take more memory than predicted"):
-        agreement._check_sizes(planned, layout, False)
+        agreement._check_sizes(planned, layout, "none")
 
 
 def _bound(package: ModuleType) -> Any:
@@ -413,6 +544,29 @@ def test_compiles_without_a_graph_break(packages: Packages, loss: str) -> None:
     assert torch.equal(plain(q, k), package.contrastive_loss(q, k, 2.0, -1.0, **extra))
 
 
+WRONG_IN_A_GRAPH = {
+    "dimension": ((X[:, :7], X), ValueError, "embedding dimension 7, .*regenerate it with --dim 7$"),
+    "dtype": (
+        (X, X.float()),
+        ValueError,
+        "k has dtype torch.float32, but .* was generated for torch.float64",
+    ),
+    "scale": ((X, X, "big"), TypeError, "scale must be a number or a tensor of one, not str"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_IN_A_GRAPH)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_is_wrong_in_a_full_graph_is_said_in_the_same_words(
+    packages: Packages, kind: str, dynamic: bool | None
+) -> None:
+    arguments, error, message = WRONG_IN_A_GRAPH[kind]
+    module = packages("clip").ContrastiveLoss()
+    run = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    with pytest.raises(error, match=message):
+        run(*arguments, *([1.0] if len(arguments) == 2 else []))
+
+
 def test_compiles_under_autocast(packages: Packages) -> None:
     package = packages("clip", dtype="bf16")
     q, k = features(dtype=torch.float32)
@@ -426,31 +580,36 @@ def test_compiles_under_autocast(packages: Packages) -> None:
 
 @pytest.mark.parametrize("loss", ["clip", "infonce"])
 def test_operators_are_well_formed(packages: Packages, loss: str) -> None:
-    package = packages(loss)
+    """Also of features that were wider before autocast: each gradient is in the dtype of its own."""
+    package = packages(loss, dtype="bf16" if loss == "infonce" else "fp64")
     q, k = features()
+    number = package._schedule.STATISTICS_DTYPE
+    if loss == "infonce":
+        q, k = q.detach().float().requires_grad_(), k.detach().bfloat16().requires_grad_()
     labels = torch.arange(20) if loss == "infonce" else None
-    forward = package.ContrastiveLoss._operators.forward
+    forward = _bound(package).operators.forward
     # The gradient formula is checked above; "aot_dispatch" also differentiates the statistics, which have none.
     torch.library.opcheck(
-        forward, (q, k, scalar(2.0), scalar(0.0), labels, "", "mean", "mean", "first", 15),
+        forward, (q, k, scalar(2.0, number), scalar(0.0, number), labels, "", "mean", "mean", "first", "given", 15),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
     with torch.no_grad():
         loss_value, *saved = forward(
             q,
             k,
-            torch.tensor(2.0).double(),
-            torch.zeros(()).double(),
+            torch.tensor(2.0, dtype=number),
+            torch.zeros((), dtype=number),
             labels,
             "",
             "mean",
             "mean",
             "first",
+            "given",
             15,
         )
-    plain = [x.detach() for x in (loss_value, q, k, scalar(2.0), scalar(0.0))]
+    plain = [x.detach() for x in (loss_value, q, k, scalar(2.0, number), scalar(0.0, number))]
     torch.library.opcheck(
-        package.ContrastiveLoss._operators.backward, (*plain, labels, *saved, "", "mean", "mean", "first"),
+        _bound(package).operators.backward, (*plain, labels, *saved, "", "mean", "mean", "first", "given"),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
 
@@ -506,3 +665,62 @@ def test_threads_share_a_package(packages: Packages) -> None:
 def test_python_floats_need_not_be_finite(packages: Packages) -> None:
     q, k = features()
     assert packages("clip").contrastive_loss(q, k, math.inf).isnan()
+
+
+@pytest.fixture
+def switch() -> Iterator[Any]:
+    """torch's switch for fp32 products on CPUs, as it is in a process that has them rounded to bf16."""
+    switch: Any = torch.backends.mkldnn.matmul
+    before = switch.fp32_precision
+    switch.fp32_precision = "bf16"
+    yield switch
+    switch.fp32_precision = before
+
+
+def test_users_of_the_precision_switch_that_overlap_give_back_the_processs_own(
+    packages: Packages, switch: Any
+) -> None:
+    """Planted: what was there before is noted by every user, and not by the first alone."""
+    engine = sys.modules[f"{packages('clip').__name__}._runtime.engine"]
+    precision = engine._Precision(torch.backends.mkldnn)
+    first, second = precision.of_products("ieee"), precision.of_products("ieee")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert switch.fp32_precision == "ieee", "the second is still at work"
+    second.__exit__(None, None, None)
+    assert switch.fp32_precision == "bf16"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_products_on_cpus_are_never_rounded_as_the_process_has_them(
+    packages: Packages, switch: Any, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Also of bf16 packages, which multiply in fp32 there. Planted: the switch is set for fp32 packages alone."""
+    package, seen = packages("clip", dtype=dtype), []
+    for name in ("forward_block", "backward_block"):
+        block = getattr(package._schedule, name)
+
+        def noting(*args: Any, block: Any = block, **how: Any) -> Any:
+            seen.append(switch.fp32_precision)
+            return block(*args, **how)
+
+        monkeypatch.setattr(package._schedule, name, noting)
+    q, k = (x.to(_bound(package).dtype) for x in features(grad=False))
+    package.loss_and_grads(q, k, 2.0)
+    assert seen == ["ieee", "ieee"] and switch.fp32_precision == "bf16"
+
+
+def test_a_number_is_put_on_a_device_once_for_each_stream(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another stream does not wait for the launch that puts it there. Planted: one constant for all streams."""
+    package = packages("clip")
+    api = importlib.import_module(f"{package.__name__}._runtime.api")
+    streams = iter((1, 1, 2))
+    monkeypatch.setattr(api, "traced", lambda *_: False)
+    monkeypatch.setattr(api.replay, "capturing", lambda device: False)
+    monkeypatch.setattr(api.replay, "raw_stream", lambda device: next(streams))
+    q: Any = types.SimpleNamespace(device=torch.device("cpu"), is_cuda=True)
+    first, again, other = (api._scalar("scale", 2.71875, _bound(package), q) for _ in range(3))
+    assert first is again and first is not other and torch.equal(first, other)

@@ -1,4 +1,4 @@
-"""Calls of one group, one after the other: what a rank does before it knows of the others' sizes, and when they change.
+"""Calls of one group, one after the other, of the same sizes and of others; nothing is done before all have agreed.
 
 As test_in_process.py: threads of one process, over a transport that forgives nothing.
 """
@@ -6,7 +6,6 @@ As test_in_process.py: threads of one process, over a transport that forgives no
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -15,9 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from infcl_gen.planning.schedule import gather_schedule, ring_schedule
+from infcl_gen.runtime.package import Saved
 from tests.kernels.tiers import examples
+from tests.planning.tables import gather_table, ring_table
 
 from .in_process import Ring, World, current_rank
 from .test_in_process import (
@@ -30,16 +31,15 @@ from .test_in_process import (
     check_against_reference,
     step,
 )
-from .test_planted_bugs import ENGINE, Planted
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
-def test_a_rank_begins_before_autograd_is_asked_and_the_others_are_heard(
+def test_nothing_is_done_before_the_others_are_heard(
     packages: Packages, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    """From the second call of the same sizes on; in the first it must hear theirs before. Nothing is sent earlier."""
+    """Their sizes decide on buffers, and a rank that means another call would take what is sent for its own."""
     package = packages("clip")
-    ops = importlib.import_module(f"{package.__name__}._runtime.ops")
+    schedule = package.ContrastiveLoss._package.schedule
     orders: dict[int, list[str]] = {0: [], 1: []}
 
     def noting(where: Any, name: str) -> None:
@@ -55,25 +55,19 @@ def test_a_rank_begins_before_autograd_is_asked_and_the_others_are_heard(
     def heard(answers: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (answers(), orders[current_rank()].append("heard"))[0]
 
-    def job(rank: int) -> list[list[str]]:
-        found = []
-        for _ in range(2):
-            orders[rank].clear()
-            q, k = (torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-            module(q, k, 2.0)
-            found.append(orders[rank][: orders[rank].index("post") + 1])
-        return found
+    def job(rank: int) -> list[str]:
+        q, k = (torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        package.contrastive_loss(q, k, 2.0).backward()
+        return orders[rank]
 
-    module = package.ContrastiveLoss()
-    noting(package.ContrastiveLoss._package.schedule, "start_forward")
-    noting(ops._Loss, "apply")
-    noting(Ring, "ask")
-    noting(Ring, "post")
-    schedule = gather_schedule(2, True) if transport == "gather" else ring_schedule(2, 1, True, True)
-    world = World(package, 2, schedules={2: schedule})
-    for first, second in world.run(job):
-        assert first == ["ask", "heard", "start_forward", "apply", "post"]
-        assert second == ["ask", "start_forward", "apply", "heard", "post"]
+    for where, name in ((schedule, "forward_block"), (Ring, "ask"), (Ring, "post")):
+        noting(where, name)
+    way = gather_table(2) if transport == "gather" else ring_table(2, 1)
+    world = World(package, 2, tables={2: way})
+    for order in world.run(job):
+        assert order[:2] == ["ask", "heard"] and {"forward_block", "post"} <= set(order[2:])
+        asked = order.index("ask", 2)  # before backward
+        assert "post" in order[asked:] and "post" not in order[asked : order.index("heard", asked)]
 
 
 @st.composite
@@ -99,7 +93,6 @@ def calls(draw: st.DrawFn, loss: str) -> list[Batch]:
 
 
 def check_calls(package: ModuleType, batches: Sequence[Batch], turns: int) -> None:
-    """From the second call on a rank begins before it knows of the others' sizes."""
     size = len(batches[0].members)
     has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
     tensors = [batch.tensors(package.SPEC["problem"]["dim"]) for batch in batches]
@@ -107,7 +100,9 @@ def check_calls(package: ModuleType, batches: Sequence[Batch], turns: int) -> No
     def job(rank: int) -> Results:
         return [step(package, batch, given, rank, "") for batch, given in zip(batches, tensors, strict=True)]
 
-    world = World(package, size, seed=turns, schedules={size: batches[0].schedule(has_keys)})
+    world = World(
+        package, size, seed=turns, tables={size: batches[0].table(has_keys, package.SPEC["problem"]["dim"])}
+    )
     for batch, *results in zip(batches, *world.run(job), strict=True):
         check_against_reference(package, batch, results)
 
@@ -119,23 +114,62 @@ def test_calls_of_other_sizes(packages: Packages, loss: str, data: st.DataObject
     check_calls(packages(loss, batch_size=1024), data.draw(calls(loss)), turns)
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("self._begin(self._agreed.layout(), agree=None)", "self._begin(self._layout, agree=None)"),
-        ("guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == (len(q), len(k))",
-         "guess is not None"),
-        ("(guess.rows[ring.rank], guess.keys[ring.rank]) == (len(q), len(k))", "guess.rows[ring.rank] == len(q)"),
-    ],
-    ids=["the second attempt is of the old sizes", "own sizes are guessed", "own keys are guessed"],
-)  # fmt: skip
-def test_a_wrong_guess_of_sizes_is_noticed(
-    packages: Packages, planted: Planted, right: str, wrong: str
+@pytest.mark.parametrize("check_ranks", ["first", "always"])
+def test_ranks_that_want_gradients_of_different_inputs_are_told(packages: Packages, check_ranks: str) -> None:
+    """Planted: gradients wanted are compared as yes or no."""
+    package = packages("clip")
+
+    def job(rank: int) -> Tensor:
+        features = [torch.ones(3, 8, dtype=torch.float64) for _ in range(2)]
+        features[rank].requires_grad_()
+        loss: Tensor = package.contrastive_loss(*features, 2.0, check_ranks=check_ranks)
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"gradients wanted differs \(rank 0: 1, rank 1: 2\)"):
+        World(package, 2).run(job)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("gradients", [0b0000, 0b1111])
+def test_a_traced_graph_keeps_what_a_step_keeps(
+    packages: Packages, world: int, transport: str, loss: str, gradients: int
 ) -> None:
-    first = Batch((0, 1, 2), (5, 2, 3), (5, 2, 3))
-    others = dataclasses.replace(first, rows=(9, 2, 3), keys=(9, 2, 3))
-    elsewhere = dataclasses.replace(first, rows=(9, 2, 3), keys=(1, 2, 11))
-    check_calls(packages("clip"), [first, others, elsewhere], turns=1)
-    name = planted(wrong, "clip", ((ENGINE, right, wrong),))
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_calls(importlib.import_module(name), [first, others, elsewhere], turns=1)
+    """In shape, dtype and device; what it does not know of other ranks is as planned. The layout is on the host.
+
+    Planted: another number of columns, dtype or device in `forward_shapes`.
+    """
+    package = packages(loss)
+    forward = package.ContrastiveLoss._package.operators.forward
+    has_keys = loss == "clip"
+    table = gather_table(world, has_keys) if transport == "gather" else ring_table(1, world, has_keys)
+
+    def job(rank: int) -> None:
+        q, k = (torch.ones(3 + rank, 8, dtype=torch.float64) for _ in range(2))
+        scale, bias = torch.tensor(2.0).double(), torch.tensor(0.0).double()
+        rest = (None, "", "mean", "mean", "first", "none", gradients)
+        step = forward(q, k, scale, bias, *rest)
+        traced = forward(*(x.to("meta") for x in (q, k, scale, bias)), *rest)
+        for name, kept, known in zip(("loss", *Saved._fields), step, traced, strict=True):
+            assert (known.shape, known.dtype) == (kept.shape, kept.dtype), name
+            assert known.device.type == ("cpu" if name == "layout" and world > 1 else "meta"), name
+
+    World(package, world, tables={world: table} if world > 1 else {}).run(job)
+
+
+def test_ranks_hear_of_what_a_full_graph_refuses(packages: Packages) -> None:
+    """What was wrong when the graph was traced is raised where it runs; the others do not wait for that rank."""
+    package = packages("clip")
+
+    def job(rank: int) -> str:
+        x = torch.ones(3, 8, dtype=torch.float64)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            if rank:
+                package.ContrastiveLoss._package.operators.refuse("ValueError", "q is wrong", "")
+            else:
+                package.contrastive_loss(x, x)
+        return str(caught.value)
+
+    heard = "ranks disagree: the arguments of rank 1 are invalid (see the error there)"
+    assert World(package, 2).run(job) == [heard, "q is wrong"]

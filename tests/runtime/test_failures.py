@@ -119,22 +119,41 @@ MISMATCHES = {
     "package": Mismatch({"package": "other"}, r"package digest differs \(rank 0: \w+, .*rank {v}: \w+"),
     "loss": Mismatch({"package": "infonce"}, r"loss differs \(rank 0: clip, .*rank {v}: infonce"),
     "torch version": Mismatch({"torch_version": "2.11.0+cu128"}, r"torch version differs .*rank {v}: 2.11.0\+cu128"),
-    "protocol": Mismatch({"protocol": 1}, r"protocol differs \(rank 0: 7, .*rank {v}: 1"),
+    "protocol": Mismatch({"protocol": 1}, r"protocol differs \(rank 0: 9, .*rank {v}: 1"),
     "grad_sync": Mismatch({"grad_sync": "sum"}, r"grad_sync differs \(rank 0: mean, .*rank {v}: sum"),
-    "an unknown grad_sync": Mismatch({"grad_sync": "average"}, r"grad_sync differs .*rank {v}: average"),
+    "an unknown grad_sync": Mismatch(
+        {"grad_sync": "average"}, "arguments of rank {v} are invalid|grad_sync must be one of"
+    ),
     "reduction": Mismatch({"reduction": "sum"}, r"reduction differs \(rank 0: mean, .*rank {v}: sum"),
     "gradients": Mismatch({"grad": True}, r"gradients wanted differs \(rank 0: 0, .*rank {v}: 1"),
     "gradients of unchecked ranks": Mismatch(
         {"grad": True}, r"differentiated differs \(rank 0: False, .*rank {v}: True", {"check_ranks": "never"}
     ),
     "unchecked ranks": Mismatch({"check_ranks": "never"}, r"ranks compared differs .*rank {v}: False"),
-    "labels": Mismatch(LABELS, r"labels given differs \(rank 0: False, .*rank {v}: True", loss="infonce"),
+    "labels": Mismatch(LABELS, r"labels differs \(rank 0: none, .*rank {v}: given", loss="infonce"),
+    "own labels": Mismatch({"labels": "own"}, r"labels differs \(rank 0: none, .*rank {v}: own", loss="infonce"),
     "too few labels": Mismatch(
         {"labels": [0]}, "arguments of rank {v} are invalid|labels must be int64 of shape", LABELS, "infonce"
     ),
     "scale": Mismatch({"scale": "large"}, "arguments of rank {v} are invalid|scale must be a number"),
+    "scale in training": Mismatch(
+        {"scale": "large"}, "arguments of rank {v} are invalid|scale must be a number", {"grad": True}
+    ),
+    "no tensor in training": Mismatch(
+        {"listed": True}, "arguments of rank {v} are invalid|q must be", {"grad": True}
+    ),
+    "scale of unchecked ranks in training": Mismatch(
+        {"scale": "large"}, "arguments of rank {v} are invalid|scale must be a number",
+        {"grad": True, "check_ranks": "never"},
+    ),
+    "more keys than queries": Mismatch(
+        {"keys": 5}, r"\d+ queries and \d+ keys on \d ranks.*labels=\"own\"", loss="infonce", error="ValueError"
+    ),
+    "fewer keys than own labels": Mismatch(
+        {"keys": 3}, 'labels="own" .*rank {v} has 4 queries and 3 keys', {"labels": "own"}, "infonce", "ValueError"
+    ),
     "no tensor": Mismatch({"listed": True}, "arguments of rank {v} are invalid|q must be"),
-    "device": Mismatch({"device": "meta"}, "arguments of rank {v} are invalid|cannot carry meta tensors"),
+    "device": Mismatch({"device": "meta"}, "arguments of rank {v} are invalid|on the meta device"),
     "a label that is no key": Mismatch(
         {"labels": [0, 1, 2, 99]}, "labels on rank {v} range from 0 to 99", LABELS, "infonce", "ValueError"
     ),
@@ -276,7 +295,7 @@ def assert_told(
         # Whoever gives up first closes its connections: others may name it. Headers are looked at after the first work
         # of backward: they may not have left the victim.
         peer = rf"(?!{rank})\d"
-        told = rf"{failure.place} gather of {world} ranks, [a-z ]+: rank {rank} failed (sending to|receiving from) "
+        told = rf"{failure.place} gather, hop \d of {world}: rank {rank} failed (sending to|receiving from) "
         told += (
             rf"rank {peer}: |control exchange before backward: rank {rank} of {world} failed .* rank {peer} "
         )

@@ -1,25 +1,33 @@
-"""The runtime on CUDA, with the committed packages: no waiting for the device. Rings over NCCL: test_layouts,
+"""The runtime on CUDA, with the golden packages: no waiting for the device. Rings over NCCL: test_layouts,
 test_failures."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from infcl_gen.emission import write_package
+from tests.emission.golden import golden_files
+
 pytestmark = pytest.mark.gpu
-GENERATED = Path(__file__).resolve().parents[2] / "generated"
 PACKAGES = ("clip_h200_d128", "clip_h200_d768", "infonce_a100", "clip_cpu")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("golden")
+    for name in PACKAGES:
+        write_package(golden_files(name), root / name)
+    return root
+
+
 @pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "path", [str(GENERATED), *sys.path])
-    yield
+def _importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
 
 
 @pytest.mark.parametrize("name", PACKAGES)

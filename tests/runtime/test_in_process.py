@@ -17,14 +17,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from infcl_gen.planning.schedule import Schedule, gather_schedule, ring_schedule, walk_schedule
-from infcl_gen.runtime.ring import _HEADER, BackwardRotation, ForwardRotation, Message, Rotation
-from infcl_gen.runtime.route import planned_route
+from infcl_gen.planning.schedule import walk
+from infcl_gen.runtime.group import _HEADER, Layout, Message
+from infcl_gen.runtime.table import RECEIVED, Table, Travelling
+from infcl_gen.runtime.transport import Tensors, Trip
 from tests.kernels.tiers import examples
+from tests.planning.tables import gather_table, ring_table
+from tests.verification.dense import dense
 
 from .in_process import Stopped, TransportError, World, current_rank
-from .test_planted_bugs import BUGS, ENGINE, GATHER, RING, ROUTE, Bug, Planted
+from .test_planted_bugs import BUGS, ENGINE, GROUP, TABLE, TRANSPORT, Bug, Planted
 
 Packages = Callable[..., ModuleType]
 Results = list[list[Tensor]]  # of one group, by its ranks: loss, dq, dk, dscale, dbias
@@ -44,6 +48,7 @@ class Batch:
     rows: tuple[int, ...]
     keys: tuple[int, ...]
     labelled: bool = False
+    own: bool = False  # labels="own"
     scale: float = 3.0
     bias: float = 0.0
     upstream: float = 1.0
@@ -54,11 +59,11 @@ class Batch:
     nodes: int = 1  # 0: a gather
     keeps: bool = True
 
-    def schedule(self, has_keys: bool) -> Schedule:
+    def table(self, has_keys: bool, dim: int) -> Table:
         """As planned for as many ranks as there are members."""
         if not self.nodes:
-            return gather_schedule(len(self.members), has_keys)
-        return ring_schedule(self.nodes, len(self.members) // self.nodes, has_keys, self.keeps)
+            return gather_table(len(self.members), has_keys, dim)
+        return ring_table(self.nodes, len(self.members) // self.nodes, has_keys, self.keeps, dim)
 
     def tensors(self, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """All queries and keys, and the labels if there are any."""
@@ -68,6 +73,10 @@ class Batch:
         )
         if self.transposed:
             q, k = q.T.contiguous().T, k.T.contiguous().T
+        if self.own:
+            starts = [sum(self.keys[:rank]) for rank in range(len(self.keys))]
+            own = [torch.arange(at, at + rows) for at, rows in zip(starts, self.rows, strict=True)]
+            return q, k, torch.cat(own)
         labels = torch.randint(sum(self.keys), (sum(self.rows),), generator=generator)
         return q, k, labels if self.labelled else None
 
@@ -78,14 +87,16 @@ def batches(draw: st.DrawFn, loss: str, members: Sequence[int], nodes: int, keep
     rows = draw(st.lists(st.sampled_from(ROWS), min_size=world, max_size=world))
     if not any(rows) or draw(st.integers(0, 15)) == 15:
         rows[draw(st.integers(0, world - 1))] = draw(st.sampled_from((1, MORE_THAN_A_PANEL)))
-    labelled = loss == "infonce" and draw(st.booleans())
+    labels = draw(st.sampled_from(("none", "own", "given"))) if loss == "infonce" else "none"
     if loss != "infonce" and draw(st.booleans()):
         keys = rows
+    elif labels == "own":
+        keys = [n + draw(st.integers(0, 3)) for n in rows]
     else:  # sharded in another way than the queries
         total = sum(rows)
-        if labelled:
+        if labels == "given":
             total = draw(st.integers(1, total + 9))
-        elif loss == "infonce":
+        elif loss == "infonce" and world == 1:
             total += draw(st.integers(0, 9))
         cuts = sorted(draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1)))
         keys = [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
@@ -93,7 +104,8 @@ def batches(draw: st.DrawFn, loss: str, members: Sequence[int], nodes: int, keep
         tuple(members),
         tuple(rows),
         tuple(keys),
-        labelled,
+        labels == "given",
+        labels == "own",
         scale=draw(st.sampled_from((1.0, 0.07, 4.0, 14.3, -2.0, 0.0))),
         bias=draw(st.sampled_from((0.0, -10.0))),
         upstream=draw(st.sampled_from((1.0, -0.375))),
@@ -167,9 +179,9 @@ def run(package: ModuleType, groups: Sequence[Batch], turns: int = 0) -> tuple[l
     """The results of each group's ranks, in group-rank order."""
     size = sum(len(batch.members) for batch in groups)
     has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
-    schedules = {len(batch.members): batch.schedule(has_keys) for batch in groups if len(batch.members) > 1}
-    world = World(package, size, {str(i): batch.members for i, batch in enumerate(groups)}, turns, schedules)
     dim = package.SPEC["problem"]["dim"]
+    tables = {len(batch.members): batch.table(has_keys, dim) for batch in groups if len(batch.members) > 1}
+    world = World(package, size, {str(i): batch.members for i, batch in enumerate(groups)}, turns, tables)
     tensors = [batch.tensors(dim) for batch in groups]
     places = {
         member: (i, rank) for i, batch in enumerate(groups) for rank, member in enumerate(batch.members)
@@ -199,7 +211,8 @@ def step(
     leaves += [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (batch.scale, batch.bias)]
     module = package.ContrastiveLoss(grad_sync=batch.grad_sync)
     module.options = module.options._replace(group_name=group_name, reduction=batch.reduction)
-    loss = module(*leaves, labels=None if labels is None else labels[own])
+    given = None if labels is None else labels[own]
+    loss = module(*leaves, labels="own" if batch.own else given)
     (loss * batch.upstream).backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -217,14 +230,10 @@ def check_against_reference(package: ModuleType, batch: Batch, results: Results)
     """Loss and gradients to 1e-12 of their size, or of that of the terms that cancel in them."""
     q, k, labels = batch.tensors(package.SPEC["problem"]["dim"])
     z = float((q @ k.T).abs().max())
-    leaves = [q.requires_grad_(), k.requires_grad_()]
-    leaves += [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (batch.scale, batch.bias)]
-    arguments = {} if labels is None else {"labels": labels}
     weight = float(len(q)) if batch.reduction == "sum" else 1.0
-    loss = package.reference(*leaves, **arguments) * weight
-    truth = [
-        loss.detach(), *torch.autograd.grad(loss * batch.upstream, leaves, materialize_grads=True)
-    ]  # fmt: skip
+    name = package.ContrastiveLoss._package.loss_name
+    truth = dense(name, q, k, batch.scale, batch.bias, labels, weight * batch.upstream)
+    truth = truth._replace(loss=weight * truth.loss)
     unit = weight * abs(batch.upstream)
     slope = abs(batch.scale) * unit / len(q)
     terms = [
@@ -243,63 +252,41 @@ def check_against_reference(package: ModuleType, batch: Batch, results: Results)
 
 
 def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, visits: Visits) -> None:
-    """Blocks are met in the order, and messages sent in the numbers, of the simulated schedule."""
+    """Blocks are met in the order of the table, which is proven; and its messages are sent, and no others."""
     size, dim = len(batch.members), package.SPEC["problem"]["dim"]
-    has_keys = package.ContrastiveLoss._package.loss.HAS_KEYS
-    schedule = batch.schedule(has_keys)
-    simulated = walk_schedule(schedule, list(zip(batch.rows, batch.keys, strict=True)), has_keys)
+    table = batch.table(package.ContrastiveLoss._package.loss.HAS_KEYS, dim)
+    if max(batch.keys) > -(
+        -package.SPEC["problem"]["batch_size"] // size
+    ):  # no room for what forward ends with
+        table = dataclasses.replace(table, keeps=False)
+    walked = walk(table)
     firsts = [sum(batch.keys[:owner]) for owner in range(size)]
-    for phase in ("forward", "backward"):
-        expected: dict[int, list[int]] = {rank: [] for rank in range(size)}
-        for rank, owner in simulated[phase].visits:
-            if batch.rows[rank] and batch.keys[owner]:
-                expected[rank].append(firsts[owner])
-        for rank, member in enumerate(batch.members):
-            assert visits.get((member, phase), []) == expected[rank], (phase, rank)
     group = next(group for group in world.groups if group.name == str(index))
-    for rank in range(size):
-        if schedule.transport == "gather":
-            expected_messages = gathered_messages(schedule, batch, rank, dim)
-        else:
-            kept = schedule.keeps and max(batch.keys) <= -(-package.SPEC["problem"]["batch_size"] // size)
-            expected_messages = rotated_messages(schedule, batch, rank, dim, kept)
-        assert group.posted[rank] == expected_messages, rank
+    for rank, member in enumerate(batch.members):
+        for phase in ("forward", "backward"):
+            owners = [table.rank(rank, move) for move in walked[phase].owners]
+            met = [firsts[owner] for owner in owners if batch.rows[rank] and batch.keys[owner]]
+            assert visits.get((member, phase), []) == met, (phase, rank)
+        assert group.posted[rank] == expected_messages(table, batch, rank), rank
 
 
-Messages = Counter[tuple[int, int, int]]  # (to whom, tag, bytes)
-
-
-def rotated_messages(schedule: Schedule, batch: Batch, rank: int, dim: int, kept: bool) -> Messages:
-    """Always of the largest shard. What forward has ended with, if it was not `kept`, goes there again."""
-    largest = max(batch.keys)
-    sizes = {"keys": 8 * largest * dim, "key statistics": 16 * largest, "key gradients": 8 * largest * dim}
-    messages: Messages = Counter()
+def expected_messages(table: Table, batch: Batch, rank: int) -> Counter[tuple[int, int, int]]:
+    """(to whom, tag, bytes). Of a ring always of the largest shard. Of a gather of as many rows as the owner has keys,
+    where one end has keys and the other queries; sums for all keys, to whoever has either."""
+    messages: Counter[tuple[int, int, int]] = Counter()
+    tags = {item.name: (tag, 8 * item.columns) for tag, item in enumerate(table.travelling)}
     for phase in ("forward", "backward"):
-        payload = schedule.payload(phase)
-        tags = payload.parcels + payload.sums
-        for hop in range(schedule.world_size):
-            peer = schedule.send_to(rank, hop, phase)
-            messages.update((peer, tags.index(part), sizes[part]) for part in schedule.carries(phase, hop))
-    if not kept:
-        last = next(
-            other for other in range(schedule.world_size) if schedule.owner(other, 0, "backward") == rank
-        )
-        messages.update((last, tag, sizes[part]) for tag, part in enumerate(schedule.backward.parcels))
-    return messages
-
-
-def gathered_messages(schedule: Schedule, batch: Batch, rank: int, dim: int) -> Messages:
-    """Of as many rows as the owner has keys, where one end has keys and the other queries; sums for all keys."""
-    messages: Messages = Counter()
-    forward, backward = schedule.forward, schedule.backward
-    for other in set(range(schedule.world_size)) - {rank}:
-        own, theirs = batch.keys[rank], batch.keys[other]
-        if own and batch.rows[other]:
-            messages.update((other, 0, 8 * own * dim) for _ in forward.parcels)
-        if theirs and batch.rows[rank]:
-            messages.update((other, 2, 8 * theirs * dim) for _ in backward.sums)
-        if batch.rows[rank] and (batch.rows[other] or theirs):
-            messages.update((other, 1, 16 * sum(batch.keys)) for _ in forward.shared)
+        for sent in (sent for step in table.steps(phase) for sent in step.sends):
+            to, (tag, size) = table.rank(rank, sent.to), tags[sent.name]
+            if table.transport == "ring":
+                count = max(batch.keys)
+            elif sent.of is None:
+                count = sum(batch.keys) if batch.rows[rank] and (batch.rows[to] or batch.keys[to]) else 0
+            else:
+                worker = rank if sent.target == RECEIVED else to
+                count = batch.keys[table.rank(rank, sent.of)] if batch.rows[worker] else 0
+            if count:
+                messages[to, tag, size * count] += 1
     return messages
 
 
@@ -344,6 +331,25 @@ def test_64_ranks(packages: Packages, loss: str, nodes: int) -> None:
     check(package_of(packages, example), example)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(("loss", "nodes"), [("clip", 1), ("clip", 2), ("infonce", 1)])
+def test_sums_do_not_wait_for_large_keys(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, loss: str, nodes: int, keeps: bool
+) -> None:
+    """Keys above the limit travel in a batch of their own, beside one of sums. Planted: the sums are not sent."""
+    package = packages(loss, batch_size=1024)
+    table = importlib.import_module(f"{package.__name__}._runtime.table")
+    assert table.TOGETHER_BYTES > 0
+    rows = (5, 0, 9, 1)
+    example = Example(loss, 8, (Batch((0, 1, 2, 3), rows, rows, nodes=nodes, keeps=keeps),), turns=1)
+    (together,) = check(package, example)
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "TOGETHER_BYTES", 0)
+        (apart,) = check(package, example)
+        for one, other in zip(together, apart, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 @examples(ci=20, long=200)
 @given(data=st.data(), turns=st.integers(0, 2**31))
@@ -362,56 +368,191 @@ def test_results_do_not_depend_on_the_order_of_events(
 
 @examples(ci=40, long=400)
 @given(
-    nodes=st.integers(1, 8),
+    nodes=st.integers(0, 8),
     devices=st.integers(2, 8),
     parcels=st.integers(1, 3),
     accumulates=st.booleans(),
+    keeps=st.booleans(),
     turns=st.integers(0, 99),
 )
-def test_parcels_visit_everybody_and_accumulators_come_home(
-    packages: Packages, nodes: int, devices: int, parcels: int, accumulates: bool, turns: int
+def test_parcels_visit_everybody_and_sums_come_home(
+    packages: Packages, nodes: int, devices: int, parcels: int, accumulates: bool, keeps: bool, turns: int
 ) -> None:
-    """The rotations alone: at each hop what the schedule says, contributions added in the order of the hops."""
-    schedule, world = ring_schedule(nodes, devices, has_keys=True), nodes * devices
-    route = planned_route(dataclasses.asdict(schedule))
-    package = packages("clip")
+    """The trips alone: at each step what the table says, contributions of all ranks; twice, as of a retained graph."""
+    names = [f"parcel {part}" for part in range(parcels)]
+    world = max(nodes, 1) * devices
+    travels = [Travelling(name, 3, "features", "unchanged", "unchanged") for name in names]
+    travels += [Travelling("log", world, "statistics", "summed", "summed")] * accumulates
+    table = Table("ring" if nodes else "gather", max(nodes, 1), devices, keeps and nodes > 0, tuple(travels))
+    walked = walk(table)
 
-    def parcel(owner: int) -> list[Tensor]:
-        return [torch.full((2, 3), 100.0 * part + owner) for part in range(parcels)]
+    def parcel(owner: int) -> dict[str, Tensor]:
+        return {
+            name: torch.full((2, 3), 100.0 * part + owner, dtype=torch.float64)
+            for part, name in enumerate(names)
+        }
 
-    def follow(rotation: Rotation, rank: int) -> None:
-        # hosts[hop][owner]: whom the keys of the owner visit
-        hops = range(world)
-        hosts = [{schedule.owner(r, hop, rotation.phase): r for r in range(world)} for hop in hops]
+    def follow(phase: str, rank: int, tensors: Tensors) -> None:
+        trip = Trip(place.ring(rank, ""), table, phase, Layout(rank, (1,) * world, (2,) * world), tensors)
         found = []
-        for hop, owner in enumerate(rotation):
-            assert all(map(torch.equal, rotation.parcels, parcel(owner)))
-            if rotation.accumulator is not None:
-                rotation.arrive()
-                rotation.accumulator[hop] = rank
+        for hop, owner in enumerate(trip):
+            assert all(torch.equal(trip[name], part) for name, part in parcel(owner).items())
+            if accumulates:
+                trip.arrive()
+                if trip.fresh:
+                    trip["log"].zero_()
+                trip["log"][:, rank] += hop
             found.append(owner)
-        rotation.arrive()
-        assert found == [schedule.owner(rank, hop, rotation.phase) for hop in hops]
-        if rotation.accumulator is not None:
-            assert rotation.accumulator.tolist() == [host[rank] for host in hosts]
+        assert found == [table.rank(rank, move) for move in walked[phase].owners]
+        if accumulates:
+            hops = {table.rank(rank, move, back=True): hop for hop, move in enumerate(walked[phase].owners)}
+            assert trip.home("log").tolist() == [[hops[guest] for guest in range(world)]] * 2
 
     def job(rank: int) -> None:
-        ring = place.ring(rank, "")
-        own, last = parcel(rank), [torch.empty(2, 3) for _ in range(parcels)]
-        log, seen = (
-            torch.full((world,), -1.0) if accumulates else None for _ in range(2)
-        )  # who was here, in order
-        follow(ForwardRotation(ring, route, own, 2, last, log, seen), rank)
-        assert all(map(torch.equal, last, parcel(schedule.owner(rank, world - 1))))
-        if seen is not None:
-            assert sorted(seen.tolist()) == list(range(world)) and seen[-1] == rank
-        for kept in (last, None, last):  # twice: what was kept is there again
-            log = torch.full((world,), -1.0) if accumulates else None
-            away = parcel(rank) if kept is None else ()
-            follow(BackwardRotation(ring, route, own, kept, away, log), rank)
+        kept = {name: torch.full((2 if nodes else 2 * world, 3), -1.0, dtype=torch.float64) for name in names}
+        dtypes = {"features": torch.float64, "statistics": torch.float64}
+        tensors = Tensors(parcel(rank), kept, dtypes)
+        follow("forward", rank, tensors)
+        for _ in range(2):
+            follow("backward", rank, tensors)
 
-    place = World(package, world, seed=turns)
+    place = World(packages("clip"), world, seed=turns)
     place.run(job)
+
+
+SHARDS = [((3, 2), (4, 1)), ((5, 0, 2), (1, 3, 0)), ((0, 4, 1, 2), (3, 0, 2, 2))]
+
+
+@pytest.mark.parametrize(("rows", "keys"), SHARDS)
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+def test_a_loss_with_gradients_in_the_forward_sweep_travels(
+    packages: Packages, transport: str, rows: tuple[int, ...], keys: tuple[int, ...]
+) -> None:
+    """Pointwise: the sum of softplus over all pairs. No statistics, one trip, and the sums for dk are home after it."""
+    travels = (
+        Travelling("keys", 4, "features", forward="unchanged"),
+        Travelling("key gradients", 4, "statistics", forward="summed"),
+    )
+    table = Table(transport, 1, len(rows), transport == "ring", travels)
+    assert walk(table)["backward"].owners == () and not table.steps("backward")
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(sum(n), 4, generator=generator, dtype=torch.float64) for n in (rows, keys))
+
+    def job(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        mine, own = q.split(rows)[rank], k.split(keys)[rank]
+        loss, dq = mine.new_zeros(()), torch.zeros_like(mine)
+        kept = {"keys": k.new_empty(k.shape)} if transport == "gather" else {}
+        tensors = Tensors({"keys": own}, kept, {"features": k.dtype, "statistics": k.dtype})
+        trip = Trip(place.ring(rank, ""), table, "forward", Layout(rank, rows, keys), tensors)
+        for _ in trip:
+            visiting = trip["keys"]
+            if not (len(mine) and len(visiting)):
+                continue
+            z = mine @ visiting.T
+            loss += torch.nn.functional.softplus(z).sum()
+            dq += z.sigmoid() @ visiting
+            trip.arrive()
+            if trip.fresh:
+                trip["key gradients"].zero_()
+            trip["key gradients"].add_(z.sigmoid().T @ mine)
+        return loss, dq, trip.home("key gradients").clone()
+
+    place = World(packages("clip"), len(rows))
+    losses, dq, dk = zip(*place.run(job), strict=True)
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    truth = torch.nn.functional.softplus(leaves[0] @ leaves[1].T).sum()
+    torch.testing.assert_close(sum(losses), truth.detach(), rtol=1e-12, atol=1e-12)
+    for ours, exact in zip((torch.cat(dq), torch.cat(dk)), torch.autograd.grad(truth, leaves), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "keys"), SHARDS)
+@pytest.mark.parametrize(("transport", "keeps"), [("ring", True), ("ring", False), ("gather", False)])
+def test_a_loss_with_an_id_of_each_key_travels(
+    packages: Packages, transport: str, keeps: bool, rows: tuple[int, ...], keys: tuple[int, ...]
+) -> None:
+    """The sum over keys of log(1 + sum of exp over queries with another id): int64 ids are read in both sweeps."""
+    travels = (
+        Travelling("keys", 4, "features", "unchanged", "unchanged"),
+        Travelling("ids", 1, "int64", "unchanged", "unchanged"),
+        Travelling("sums", 1, "statistics", "summed", "unchanged"),
+        Travelling("key gradients", 4, "statistics", backward="summed"),
+    )
+    table, largest = Table(transport, 1, len(rows), keeps, travels), max(keys)
+    walk(table)
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(sum(n), 4, generator=generator, dtype=torch.float64) for n in (rows, keys))
+    q_ids, k_ids = (torch.randint(3, (len(x), 1), generator=generator) for x in (q, k))
+
+    def job(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        mine, ids = q.split(rows)[rank], q_ids.split(rows)[rank]
+        own = {"keys": k.split(keys)[rank], "ids": k_ids.split(keys)[rank]}
+        count = len(k) if transport == "gather" else largest
+        kept = {
+            "keys": k.new_empty(count, 4),
+            "ids": k_ids.new_empty(count, 1),
+            "sums": k.new_empty(count, 1),
+        }
+        layout, dtypes = Layout(rank, rows, keys), {"features": k.dtype, "statistics": k.dtype}
+        add_up = lambda parts, total: total.copy_(parts.sum(0))  # noqa: E731
+        tensors = Tensors(own, kept if keeps or transport == "gather" else {}, dtypes, add_up)
+        trip = Trip(place.ring(rank, ""), table, "forward", layout, tensors)
+        for _ in trip:
+            if not (len(mine) and len(trip["keys"])):
+                continue
+            e = (mine @ trip["keys"].T).exp() * (ids != trip["ids"].T)
+            trip.arrive()
+            if trip.fresh:
+                trip["sums"].zero_()
+            trip["sums"].add_(e.sum(0)[:, None])
+        finished = trip.home("sums").clone()
+        dq = torch.zeros_like(mine)
+        tensors = tensors._replace(own={**own, "sums": finished})
+        trip = Trip(place.ring(rank, ""), table, "backward", layout, tensors)
+        for _ in trip:
+            visiting = trip["keys"]
+            if not (len(mine) and len(visiting)):
+                continue
+            g = (mine @ visiting.T).exp() * (ids != trip["ids"].T) / (1 + trip["sums"].T)
+            dq += g @ visiting
+            trip.arrive()
+            if trip.fresh:
+                trip["key gradients"].zero_()
+            trip["key gradients"].add_(g.T @ mine)
+        return (1 + finished).log().sum(), dq, trip.home("key gradients").clone()
+
+    place = World(packages("clip"), len(rows))
+    losses, dq, dk = zip(*place.run(job), strict=True)
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    pairs = (leaves[0] @ leaves[1].T).exp() * (q_ids != k_ids.T)
+    truth = (1 + pairs.sum(0)).log().sum()
+    torch.testing.assert_close(sum(losses), truth.detach(), rtol=1e-12, atol=1e-12)
+    for ours, exact in zip((torch.cat(dq), torch.cat(dk)), torch.autograd.grad(truth, leaves), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("nodes", "keeps"), [(1, True), (1, False), (0, False)])
+def test_only_messages_are_started_beside_the_work(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, nodes: int, keeps: bool
+) -> None:
+    """On a GPU that is a stream of its own, for which the work does not wait: a buffer that is made, copied or zeroed
+    there is read too early. Planted: buffers are looked up when messages start."""
+    package = packages("clip", batch_size=1024)
+    moment = importlib.import_module(f"{package.__name__}._runtime.transport").Moment
+
+    class Nothing(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, *_: Any) -> Any:
+            raise AssertionError(f"{function} beside the work")
+
+    def enter(self: Any) -> None:
+        self.refusing = Nothing()
+        self.refusing.__enter__()
+
+    monkeypatch.setattr(moment, "__enter__", enter)
+    monkeypatch.setattr(moment, "__exit__", lambda self, *_: self.refusing.__exit__(None, None, None))
+    for rows in ((5, 0, 9), (4, 3)):
+        batch = Batch(tuple(range(len(rows))), rows, rows, nodes=nodes, keeps=keeps)
+        check(package, Example("clip", 8, (batch,), turns=1))
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -431,7 +572,7 @@ def test_backward_again(packages: Packages, world: int, keeps: bool) -> None:
         first, second = (torch.autograd.grad(loss, (q, k), retain_graph=True) for _ in range(2))
         assert all(map(torch.equal, first, second))
 
-    World(package, world, schedules={world: ring_schedule(1, world, True, keeps)}).run(job)
+    World(package, world, tables={world: ring_table(1, world, True, keeps, dim)}).run(job)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 0])
@@ -562,41 +703,50 @@ def test_ranks_that_disagree_all_fail(packages: Packages, turns: int) -> None:
     assert not any(world.groups[0].posted)
 
 
+APART = (TABLE, "TOGETHER_BYTES = 64 << 20", "TOGETHER_BYTES = 0")
+KEYS_ARE_THERE = (TRANSPORT, '            self._wait(step.unchanged_from, "unchanged")\n', "")
+HOME = '        self._wait(self._step.sums_from, "summed")\n        return self._rooms.home'
 MORE_BUGS = {
     "a shard's keys are numbered from its end": Bug(
-        ((RING, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
+        ((GROUP, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
     ),
     "every shard is taken to be as long as the own": Bug(
-        ((ENGINE, "valid = layout.keys[owner]", "valid = layout.keys[layout.rank]"),)
+        ((TRANSPORT, "self._slot(name, place), self._layout.keys[owner]",
+          "self._slot(name, place), self._layout.keys[self._layout.rank]"),)
     ),
     "an empty rank does not take part in backward": Bug(
-        ((ENGINE, "        route = self.package.route.over(ring.size)\n",
+        ((ENGINE, "        table = _table(package, layout, bool(self.saved.stash.numel()))\n",
           "        if not len(q):\n            return q.clone(), k.clone()\n"
-          "        route = self.package.route.over(ring.size)\n"),)
+          "        table = _table(package, layout, bool(self.saved.stash.numel()))\n"),)
     ),
     "sums are added to before they have arrived": Bug(
         ((ENGINE, '"arrive": trip.arrive', '"arrive": lambda: None'),)
     ),
-    "a buffer is used before its message has arrived": Bug(
-        ((RING, "                    self._keys.wait()\n", "                    pass\n"),), rows=(40, 40)
-    ),
+    "a buffer is used before its message has arrived": Bug((KEYS_ARE_THERE,), rows=(40, 40)),
     "keys stay on their side when they change the node": Bug(
-        ((ROUTE, "sign * device_step)", "sign * device_step * (not node_step))"),),
-        rows=(5, 0, 9, 1, 2, 3),
-        nodes=2,
+        ((TABLE, "+ [(1, 1)]", "+ [(1, 0)]"),), rows=(5, 0, 9, 1, 2, 3), nodes=2
     ),
     "keys are not where backward begins": Bug(
-        ((RING, "        self._send((self._away, self.parcels), self._ends(self.ring.size - 1), None)\n"
-          "        assert self._keys is not None\n        self._keys.wait()\n", ""),),
-        rows=(5, 2, 9), keeps=False
+        ((TABLE, "Step(None, sends=away, ", "Step(None, "),), rows=(5, 2, 9), keeps=False
     ),
     "keys go on backwards as they came": Bug(
-        ((RING, "return self.route.receive_from(self.ring.rank, hop), self.route.send_to(self.ring.rank, hop)",
-          "return self.route.send_to(self.ring.rank, hop), self.route.receive_from(self.ring.rank, hop)"),),
-        rows=(5, 2, 9, 1),
+        ((TABLE, "[_back(move) for move in _moves(table)]", "_moves(table)"),), rows=(5, 2, 9, 1)
     ),
     "the gradient of the keys is taken before it has come home": Bug(
-        ((RING, "# where no work has\n            self.arrive()\n", "\n"),)
+        ((TRANSPORT, "                self.arrive()  # where there was no work\n", ""),)
+    ),
+    "sums are not sent beside large keys": Bug((APART, (TABLE, "return [sums, rest]", "return [rest]"))),
+    "large keys are not sent beside sums": Bug(
+        (APART, (TABLE, "return [sums, rest]", "return [sums]")), rows=(5, 2, 9, 1)
+    ),
+    "large keys are not waited for": Bug((APART, KEYS_ARE_THERE), rows=(5, 2, 9, 1)),
+    "a rank with nothing to send stays out of a gather's first batch": Bug(
+        ((TRANSPORT, "if not self._rooms.padded:",
+          "if not self._rooms.padded and self._layout.rows[self._layout.rank]:"),),
+        rows=(5, 0, 9), nodes=0,
+    ),
+    "nobody connects before a gather": Bug(
+        ((TRANSPORT, "self._group.connect(self._device)", "pass"),), rows=(5, 0, 9), nodes=0
     ),
     "sums of statistics are added to what memory held": Bug(
         ((ENGINE, '"fresh_keys": trip.fresh', '"fresh_keys": False'),), nodes=0
@@ -605,29 +755,37 @@ MORE_BUGS = {
         ((ENGINE, '"fresh_keys": trip.fresh', '"fresh_keys": True'),)
     ),
     "what comes home is added twice": Bug(
-        ((GATHER, "            self._own.add_(part)\n", "            self._own.add_(part).add_(part)\n"),), nodes=0
+        ((TRANSPORT, "            own.add_(part)\n", "            own.add_(part).add_(part)\n"),), nodes=0
     ),
-    "sums for the first owner are sent to all": Bug(
-        ((GATHER, "Message(parts[owner], owner, 2)", "Message(self._sums[: len(parts[owner])], owner, 2)"),),
+    "sums for one owner are sent to all": Bug(
+        ((TRANSPORT, "return self._own_sums(name)[self._table.rank(sender, sent.of)]",
+          "return self._own_sums(name)[(sender + 1) % len(self._layout.keys)]"),),
         rows=(5, 2, 9), nodes=0,
     ),
     "one rank's sums of statistics are left out": Bug(
-        ((GATHER, "self._add_up(self._sums, view", "self._add_up(self._sums[1:], view"),), rows=(5, 2, 9), nodes=0
+        ((TRANSPORT, "add_up(received, ", "add_up(received[1:], "),), rows=(5, 2, 9), nodes=0
     ),
     "a rank with keys and no queries does not get its sums": Bug(
-        ((GATHER, "layout.rows[rank] or layout.keys[rank]", "layout.rows[rank]"),),
+        ((TRANSPORT, "bool(self._layout.rows[rank] or self._layout.keys[rank])", "bool(self._layout.rows[rank])"),),
         rows=(5, 0, 9), keys=(5, 5, 4), nodes=0,
     ),
     "sums of statistics are added before they have come": Bug(
-        ((GATHER, 'receives).wait()', 'receives)'),), nodes=0
+        ((TRANSPORT, HOME, f'        if self._phase == "backward":\n    {HOME}'),), nodes=0
     ),
-    "keys are worked on before they have come": Bug(((GATHER, "self._keys.wait()", "pass"),), nodes=0),
+    "keys are worked on before they have come": Bug((KEYS_ARE_THERE,), nodes=0),
     "a rank without queries keeps what its memory held": Bug(
-        ((GATHER, "if layout.rows[ring.rank] else gathered.new_zeros", "if True else gathered.new_zeros"),),
+        ((TRANSPORT, "own = self._new(name, layout.keys[here], zero=not layout.rows[here])",
+          "own = self._new(name, layout.keys[here])"),),
         rows=(5, 0, 9), keys=(5, 5, 4), nodes=0,
     ),
+    "a rank of a ring without queries passes on what its memory held": Bug(
+        ((TRANSPORT, ", zero=not self._layout.rows[self._layout.rank]", ""),), rows=(5, 0, 9), keys=(5, 5, 4)
+    ),
     "sums are added before they have come home": Bug(
-        ((GATHER, "            self._home.wait()\n", "            pass\n"),), nodes=0
+        ((TRANSPORT, HOME, f'        if self._phase == "forward":\n    {HOME}'),), nodes=0
+    ),
+    "what forward ends with is kept before the last work": Bug(
+        ((TABLE, "Copy(name, last % 2, KEPT)", "Copy(name, (last + 1) % 2, KEPT)"),), rows=(5, 2, 9)
     ),
 }  # fmt: skip
 NOT_THIS_TRANSPORT = {"the group is hard-wired"}  # an edit of what it stands in for
@@ -642,5 +800,5 @@ def test_planted_bugs_are_noticed(packages: Packages, planted: Planted, name: st
     batch = Batch(ranks, bug.rows, keys, labelled=bug.loss == "infonce", nodes=bug.nodes, keeps=bug.keeps)
     example = Example(bug.loss, 8, (batch,), turns=1)
     check(packages(bug.loss), example)
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises((AssertionError, KeyError, RuntimeError)):
         check(importlib.import_module(planted(name, bug.loss, bug.edits)), example)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infcl_gen.planning.schedule import ring_schedule
+from tests.planning.tables import ring_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ torch.set_num_threads(1)
 batches = []
 
 def noting(package):
-    ring = importlib.import_module(f"{package.__name__}._runtime.ring").Ring
+    ring = importlib.import_module(f"{package.__name__}._runtime.group").Group
     post = ring.post
 
     def noted(self, *messages):  # sent, and received
@@ -73,19 +73,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_rank_1237_of_512_nodes_of_8_follows_the_schedule(found: Any) -> None:
-    schedule, world = ring_schedule(512, 8, has_keys=True), 4096
+    table = ring_table(512, 8)
     expected = []
-    for phase in ("forward", "backward"):
-        payload = schedule.payload(phase)
-        for hop in range(world + 1):  # what the hop before has added to, and the keys for the next
-            moves = [
-                (move, set(schedule.carries(phase, move)) & set(parts))
-                for move, parts in ((hop - 1, payload.sums), (hop, payload.parcels))
-                if 0 <= move < world
-            ]
-            steps = (schedule.send_to, schedule.receive_from)
-            batch = [[step(1237, move, phase) for move, parts in moves for _ in parts] for step in steps]
-            expected += [batch] if any(batch) else []
+    for step in (*table.steps("forward"), *table.steps("backward")):
+        if step.sends:
+            expected.append(
+                [[table.rank(1237, sent.to, back) for sent in step.sends] for back in (False, True)]
+            )
     assert found["batches"] == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from infcl_gen.runtime import launch
-from infcl_gen.runtime.launch import Descriptor, descriptor, operands
+from infcl_gen.runtime.launch import Descriptor, descriptor, descriptor_legal, library_legal, operands
+from infcl_gen.runtime.strips import strip_blocks
 
 pytest.importorskip("triton")
 
@@ -71,6 +73,14 @@ def test_the_second_launch_takes_addresses_and_calls_nobody() -> None:
     assert compiled.runs == [wanted] * 2
 
 
+def test_arguments_by_name_may_come_in_any_order() -> None:
+    kernel, x, k = Kernel(), torch.zeros(64), torch.zeros(64)
+    launch.launch(kernel, (5,), x, k, 48, **OPTIONS)
+    launch.launch(kernel, (5,), n=48, k=k, **OPTIONS, x=x)
+    (compiled,) = kernel.compiled
+    assert compiled.runs[0][-5:] == (x.data_ptr(), k.data_ptr(), 48, True, False)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -79,10 +89,22 @@ def test_the_second_launch_takes_addresses_and_calls_nobody() -> None:
         (torch.zeros(64), 1, 47),
         (torch.zeros(64), 47, 48),
         (torch.zeros(64), 1 << 36, 48),
+        (torch.zeros(64), 1 << 31, (1 << 31) - 48),
+        (torch.zeros(64), -(1 << 31) - 16, -(1 << 31)),
         (torch.zeros(64), -(1 << 36), 48),
         (torch.zeros(64), 48.0, 48),
     ],
-    ids=["dtype", "alignment", "one", "divisibility", "wide", "wide and negative", "float"],
+    ids=[
+        "dtype",
+        "alignment",
+        "one",
+        "divisibility",
+        "wide",
+        "wide and negative",
+        "just wide",
+        "just wide and negative",
+        "float",
+    ],
 )
 def test_what_triton_specialises_on_is_compiled_anew(other: tuple[Any, Any, int]) -> None:
     kernel, k = Kernel(), torch.zeros(64)
@@ -153,3 +175,49 @@ def test_a_descriptor_has_what_this_tritons_launchers_read() -> None:
         assert getattr(ours, name) == getattr(theirs, name)
     plain, given = (driver.make_tensordesc_arg(one, None) for one in (theirs, ours))
     assert plain[0] is given[0] and plain[1:] == given[1:]
+
+
+def test_what_the_matrix_library_takes_in_place() -> None:
+    """Planted: rows that overlap, of which torch would make a copy beside the plan."""
+    memory = torch.zeros(400)
+
+    def legal(stride: int, depth_stride: int = 1) -> set[bool]:
+        """Of such rows on a GPU, and of their transpose."""
+        x = memory.as_strided((8, 16), (stride, depth_stride))
+        both = (
+            types.SimpleNamespace(is_cuda=True, shape=each.shape, stride=each.stride) for each in (x, x.T)
+        )
+        return {library_legal(each) for each in both}  # type: ignore[arg-type]
+
+    assert legal(16) == legal(24) == {True}
+    assert legal(15) == legal(0) == legal(40, 2) == {False}
+
+
+def test_what_a_descriptor_addresses() -> None:
+    """Planted: a base that is not aligned to 16 bytes."""
+    memory = torch.zeros(400, dtype=torch.bfloat16)
+
+    def rows(stride: int, start: int = 0, depth_stride: int = 1, count: int = 8) -> torch.Tensor:
+        return memory.as_strided((count, 16), (stride, depth_stride), start)
+
+    for legal in (rows(16), rows(24), rows(16, start=8)):
+        assert descriptor_legal(legal)
+    for illegal in (rows(16, start=1), rows(20), rows(0), rows(40, depth_stride=2), rows(16, count=0)):
+        assert not descriptor_legal(illegal)
+
+
+def test_what_a_matrix_product_reads_in_place() -> None:
+    x = torch.zeros(64, 32)
+    for one in (x, x.T, x[:, :16], x[::2], x[:1]):
+        assert launch.read_in_place(one) and not launch.library_legal(one), one.stride()
+    for one in (x[:1].expand(64, 32), x[:, ::2], x.as_strided((8, 8), (4, 1))):
+        assert not launch.read_in_place(one), one.stride()
+
+
+def test_no_block_of_keys_gets_more_strips_than_there_is_room_for() -> None:
+    """Planted: the shortest strip rounded down, whose partial sums are written out of bounds."""
+    for row_blocks in range(1, 70):
+        for most in (1, 2, 3, 7, 64):
+            for key_blocks, programs in ((1, 1), (5, 132), (64, 264)):
+                strip = strip_blocks(row_blocks, key_blocks, most, programs)
+                assert 1 <= strip <= row_blocks and -(-row_blocks // strip) <= most

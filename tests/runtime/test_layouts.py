@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import infcl_gen
-from infcl_gen.problem import make_problem
+from infcl_gen.inputs.problem import make_problem
 from infcl_gen.verification.gate import Truth, failures, gate, truth_of
 from infcl_gen.verification.properties import Case, tensors
 from infcl_gen.verification.worker import averaged

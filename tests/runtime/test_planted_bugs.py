@@ -16,8 +16,8 @@ from . import pool as pools
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
 
-AGREEMENT, ENGINE, RING, ROUTE, GATHER, API = (
-    f"_runtime/{name}.py" for name in ("agreement", "engine", "ring", "route", "gather", "api")
+AGREEMENT, API, ENGINE, GROUP, TABLE, TRANSPORT = (
+    f"_runtime/{name}.py" for name in ("agreement", "api", "engine", "group", "table", "transport")
 )
 
 
@@ -55,42 +55,38 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "in trip:\n            valid = layout.keys[owner]\n            if not (rows and valid):\n"
-          "                continue\n            block", "in trip if rows else ():\n"
-          "            valid = layout.keys[owner]\n            block"),),
+        ((ENGINE, "for owner in trip:", "for owner in trip if rows else ():"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
-        ((ENGINE, "panel(trip.parcels[0], 0, valid), layout", "trip.parcels[0], layout"),
-         (ENGINE, "view(trip.accumulator).panel(0, valid)", "view(trip.accumulator)")),
+        ((TRANSPORT, "self._slot(name, place), self._layout.keys[owner])",
+          "self._slot(name, place), self._largest if owner != self._layout.rank else self._layout.keys[owner])"),),
         (0, 1),
         (3, 8),
     ),
     "statistics of the visiting keys do not travel": Bug(
-        ((ENGINE, "kept = saved.key_statistics[:, keys : keys + largest]",
-          "kept = k.new_zeros((2, largest), dtype=dq_sum.dtype)"),
-         (ENGINE, "away[1][:, :keys].copy_(own[1])", "away[1].zero_()"))
+        ((TABLE, "finished = tuple(Copy(name, last % 2, KEPT) for name in sums if name in read)", "finished = ()"),
+         (TABLE, "Copy(name, OWN, 1) for name in names)", "Copy(name, OWN, 1) for name in names[:1])"))
     ),
     "the accumulator does not come home": Bug(
-        ((RING, "        self._swap_accumulators()\n        self._send_hop()\n        self.ring.finish_trip()\n",
-          "        self.ring.finish_trip()\n"),)
+        ((TABLE, "follow(last), -1, last + 1, finished", "(), -1, -1, finished"),)
     ),
     "keys go the wrong way round": Bug(
-        ((RING, "return self.route.send_to(self.ring.rank, hop), self.route.receive_from(self.ring.rank, hop)",
-          "return self.route.receive_from(self.ring.rank, hop), self.route.send_to(self.ring.rank, hop)"),),
+        ((TRANSPORT, "to, origin = self._table.rank(here, sent.to), self._table.rank(here, sent.to, back=True)",
+          "origin, to = self._table.rank(here, sent.to), self._table.rank(here, sent.to, back=True)"),),
     ),
     "a label counts from this rank's own first key": Bug(
-        ((ENGINE, "    return labels\n", "    return labels + layout.key_offset(layout.rank)\n"),),
+        ((ENGINE, "    return call.labels", "    return layout.key_offset(layout.rank) + call.labels"),),
         loss="infonce",
     ),
     "a shard's keys are numbered from zero": Bug(
-        ((RING, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"
+        ((GROUP, "return sum(self.keys[:owner])", "return 0"),), loss="infonce"
     ),
 }  # fmt: skip
 
 OTHER_BUGS: dict[str, tuple[Edit, ...]] = {
     "mismatched ranks are not noticed": ((AGREEMENT, "if problem is not None:", "if False:"),),
-    "a group of one sends to itself": ((RING, "if dist.get_world_size(group) == 1:", "if False:"),),
+    "a group of one sends to itself": ((GROUP, "if dist.get_world_size(process_group) == 1:", "if False:"),),
 }
 
 

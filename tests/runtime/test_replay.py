@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from infcl_gen.runtime import replay
-from infcl_gen.runtime.package import Options
+from infcl_gen.runtime.package import Call, Options
+
+from .recording import Recorded, as_recording
 
 
 @dataclasses.dataclass
@@ -25,7 +30,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def kind(rows: int, stream: int = 0, **options: str) -> replay.Kind:
-    return replay.Kind(rows, rows, False, Options(**options), stream)
+    return replay.Kind(rows, rows, Options(**options), stream)
 
 
 def test_the_second_call_of_a_kind_is_recorded_and_later_ones_replay_it(recorder: Any) -> None:
@@ -35,7 +40,10 @@ def test_the_second_call_of_a_kind_is_recorded_and_later_ones_replay_it(recorder
     assert all(recorder.next(kind(8)) is first for _ in range(5))
 
 
-@pytest.mark.parametrize("other", [kind(9), kind(8, 1), kind(8, reduction="sum"), kind(8, grad_sync="sum")])
+@pytest.mark.parametrize(
+    "other",
+    [kind(9), kind(8, 1), kind(8, reduction="sum"), kind(8, grad_sync="sum"), kind(8, labelling="given")],
+)
 def test_another_kind_of_call_gives_the_recording_back_first(recorder: Any, other: replay.Kind) -> None:
     recorder.next(kind(8))
     recorder.next(kind(8))
@@ -59,32 +67,104 @@ def test_sizes_that_alternate_are_recorded_ever_more_rarely(recorder: Any) -> No
     assert waits == [3, 5, 9, 17, 33, 65, 65, 65, 65, 65]
 
 
-@dataclasses.dataclass
-class Package:
-    replay: bool = True
-    digest: str = "of test_replay"
+@pytest.fixture
+def on_gpu(packages: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """A package that records steps where there is no GPU: to this one, tensors of the CPU are on the device."""
+    return as_recording(packages("infonce"), monkeypatch)
 
 
-class OnGpu:
-    device = torch.device("cuda", 0)
+def test_nothing_is_recorded_where_it_is_not_planned_or_not_possible(
+    on_gpu: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, plain, labelled = on_gpu.package, batch(1), batch(1, labelling="given")
+    assert labelled.labels is not None
+    not_planned = dataclasses.replace(planned, replay=False)
+    assert on_gpu.replay._recorder(planned, plain) is not None
+    assert on_gpu.replay._recorder(not_planned, plain) is None
+    assert on_gpu.replay._recorder(planned, labelled) is not None
+    # Labels of the host are looked at, and so are others where that was asked for.
+    assert on_gpu.replay._recorder(planned, labelled._replace(labels=labelled.labels.to("meta"))) is None
+    assert on_gpu.replay._recorder(planned, batch(1, labelling="given", check_ranks="always")) is None
+    monkeypatch.setattr(on_gpu.replay, "_recordable", lambda device: False)
+    assert on_gpu.replay._recorder(planned, plain) is None
 
 
-def test_nothing_is_recorded_off_the_gpu_or_where_it_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "capturing", lambda device: False)
     monkeypatch.setattr(replay, "_clear_workspaces", lambda: None)
-    gpu: Any = OnGpu()
-    planned, not_planned = (cast(Any, Package(wanted)) for wanted in (True, False))
-    assert replay._recorder(planned, gpu, None, Options()) is not None
-    assert replay._recorder(not_planned, gpu, None, Options()) is None
-    monkeypatch.setattr(replay.engine, "start", lambda *arguments: "started")
-    assert replay.start(not_planned, gpu, gpu, gpu, gpu, None, Options(), 1) == "started"
-    assert replay.start(planned, gpu, gpu, gpu, gpu, None, Options(), 1) is None, "it may be recorded"
-    assert replay._recorder(planned, torch.zeros(4, 2), None, Options()) is None
-    assert (
-        replay._recorder(planned, gpu, torch.zeros(4), Options()) is None
-    )  # labels of the host are looked at
+    gpu = torch.device("cuda", 0)
+    assert replay._recordable(gpu)
+    assert not replay._recordable(torch.device("cpu"))
     monkeypatch.setattr(replay, "capturing", lambda device: True)
-    assert replay._recorder(planned, gpu, None, Options()) is None
+    assert not replay._recordable(gpu), "in somebody's own graph"
+    monkeypatch.setattr(replay, "capturing", lambda device: False)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert not replay._recordable(gpu), "torch asks the device for memory, which ends a recording"
+
+
+def batch(seed: int, **options: str) -> Call:
+    """Five rows, with labels if they are "given"."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    scale, bias = (torch.tensor(float(value), dtype=torch.float64) for value in (seed, -seed))
+    labels = torch.randint(5, (5,), generator=generator) if options.get("labelling") == "given" else None
+    return Call(q, k, scale, bias, labels, Options(**options))
+
+
+def test_what_a_graph_depends_on_tells_calls_apart(on_gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, keys, options and stream. Planted: each of them left out of `_kind`."""
+    call = batch(1)
+    calls = [call, call._replace(q=call.q[:4]), call._replace(k=call.k[:4]), batch(1, reduction="sum")]
+    kinds = {on_gpu.replay._kind(each) for each in [*calls, batch(2)]}
+    monkeypatch.setattr(on_gpu.replay, "raw_stream", lambda device: 7)
+    assert len(kinds | {on_gpu.replay._kind(call)}) == 5
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_backwards_come_in_any_order(on_gpu: Recorded, order: tuple[int, ...]) -> None:
+    """A recording holds one forward's statistics: another's are copied in, and it must then not be taken for the first.
+
+    Planted: `self._handed = ...` left out of `_Recording.backward`.
+    """
+    batches, upstream = [batch(seed) for seed in range(1, 5)], torch.tensor(0.5, dtype=torch.float64)
+    on_gpu.forward(batches[3])  # the second call of a kind is recorded
+    saved = [on_gpu.forward(call)[1] for call in batches[:3]]
+    for index in order:
+        expected = on_gpu.unrecorded(batches[index], upstream)[1]
+        ours = on_gpu.backward(batches[index], saved[index], upstream)
+        assert all(map(torch.equal, ours, expected)), index
+    on_gpu.forward(batches[3])  # what the last backward has read is in the recording no longer
+    assert all(map(torch.equal, on_gpu.backward(batches[index], saved[index], upstream), expected))
+    assert on_gpu.graphs == 2
+
+
+def test_calls_with_other_labels_are_not_replayed_without(on_gpu: Recorded) -> None:
+    """None, own and given labels, each recorded and replayed.
+
+    Planted: a kind without its options.
+    """
+    for labelling in ("none", "given", "none", "own", "given"):
+        for seed in range(1, 7):
+            call = batch(seed, labelling=labelling)
+            loss, saved = on_gpu.forward(call)
+            upstream = torch.ones_like(loss)
+            expected, gradients = on_gpu.unrecorded(call, upstream)
+            assert torch.equal(loss, expected), labelling
+            assert all(map(torch.equal, on_gpu.backward(call, saved, upstream), gradients)), labelling
+    assert on_gpu.graphs > 2
+
+
+@pytest.mark.parametrize("check_ranks", ["first", "always"])
+def test_labels_on_the_device_are_looked_at_as_often_as_asked(on_gpu: Recorded, check_ranks: str) -> None:
+    """Planted: `check_ranks` left out of `_recorder`, then "always" replays a graph that looks at nothing."""
+    for seed in range(1, 4):
+        on_gpu.forward(batch(seed, labelling="given", check_ranks=check_ranks))
+    assert on_gpu.graphs == (check_ranks == "first")
+    wrong = batch(4, labelling="given", check_ranks="always")
+    assert wrong.labels is not None
+    wrong.labels[2] = 5
+    with pytest.raises(ValueError, match="labels range from"):
+        on_gpu.forward(wrong)
 
 
 def test_calls_that_alternate_with_others_outside_are_recorded_rarely(recorder: Any) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import datetime
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from infcl_gen.planning.schedule import ring_schedule, walk_schedule
-from infcl_gen.runtime import ring as rings
+from infcl_gen.planning.schedule import walk
+from infcl_gen.runtime import group as groups
+from infcl_gen.runtime.table import planned_table
+from tests.planning.tables import ring_table
 
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
@@ -137,20 +140,13 @@ def test_a_package_planned_for_two_nodes_of_two(
 
 def test_peers_of_two_nodes_of_two(pool: Pool, names: dict[str, str]) -> None:
     """What each of four processes asks torch.distributed for, hop by hop: the planned schedule's peers."""
-    ranks, schedule = (0, 1, 2, 3), ring_schedule(2, 2, has_keys=True)
+    ranks, table = (0, 1, 2, 3), ring_table(2, 2)
     seen = results(pool.run("peers", ranks, package=names["clip on 2 x 2"], ranks=ranks, rows=[4] * 4))
     for rank in ranks:
         expected = []
-        for phase in ("forward", "backward"):
-            payload = schedule.payload(phase)
-            for hop in range(5):  # what the hop before has added to, and the keys for the next
-                moves = [
-                    (move, set(schedule.carries(phase, move)) & set(parts))
-                    for move, parts in ((hop - 1, payload.sums), (hop, payload.parcels))
-                    if 0 <= move < 4
-                ]
-                for step in (schedule.send_to, schedule.receive_from):
-                    expected += [step(rank, move, phase) for move, parts in moves for _ in parts]
+        for step in (*table.steps("forward"), *table.steps("backward")):
+            for back in (False, True):
+                expected += [table.rank(rank, sent.to, back) for sent in step.sends]
         assert seen[rank] == expected
 
 
@@ -180,6 +176,17 @@ def test_a_gather(
     }
     ours = pool.run("gradients", ranks, labelled=labelled, repeats=2, **arguments)
     assert_equal(average(results(ours)), truth)
+
+
+@pytest.mark.parametrize("how", ["function", "compiled", "loss_and_grads"])
+@pytest.mark.parametrize("package", ["infonce", "infonce gather of 3"])
+def test_own_labels_with_hard_negatives_behind_the_positives(
+    pool: Pool, packages: Packages, names: dict[str, str], package: str, how: str
+) -> None:
+    rows, keys, ranks = [5, 0, 3], [12, 1, 3], (0, 1, 2)
+    truth = ring_worker.reference_gradients(packages("infonce"), rows, keys, "own")
+    arguments = {"package": names[package], "ranks": ranks, "rows": rows, "keys": keys, "labelled": "own"}
+    assert_equal(average(results(pool.run("gradients", ranks, how=how, **arguments))), truth)
 
 
 @pytest.mark.parametrize("package", ["clip", "clip on 2 x 2", "clip gather of 4"])
@@ -302,38 +309,16 @@ def test_a_process_outside_the_group_is_told_so(pool: Pool, names: dict[str, str
     assert "not a member" in answers[0][1] and "not a member" in answers[3][1]
 
 
-def test_the_ring_follows_the_planned_schedule() -> None:
-    """The hop loop and the planner's schedule, which is checked by simulation, say the same."""
-    from infcl_gen.runtime.ring import BackwardRotation, ForwardRotation
-    from infcl_gen.runtime.route import Route, planned_route
-
-    class Place:
-        def __init__(self, rank: int, size: int) -> None:
-            self.rank, self.size = rank, size
-
-        def finish_trip(self) -> None: ...
-
-        def post(self, sends: object, receives: object) -> list[dist.Work]:
-            return []
-
+def test_a_table_survives_its_package_and_a_group_of_another_size() -> None:
+    """It is planned as text, and flat where there are more or fewer ranks than planned."""
     for nodes, devices in itertools.product(range(1, 5), repeat=2):
-        size, hops = nodes * devices, range(nodes * devices)
-        if size == 1:
-            continue
-        schedule = ring_schedule(nodes, devices, has_keys=True)
-        walk_schedule(schedule, [(1, 1)] * size)
-        route = planned_route(dataclasses.asdict(schedule))
-        assert route.over(size) == route and route.over(size + 1) == Route.flat(size + 1, keeps=True)
-        for rank in range(size):
-            place = Place(rank, size)
-            forward = ForwardRotation(place, route, [], 0)  # type: ignore[arg-type]
-            backward = BackwardRotation(place, route, [], [])  # type: ignore[arg-type]
-            assert list(forward) == [schedule.owner(rank, hop) for hop in hops]
-            assert list(backward) == [schedule.owner(rank, hop, "backward") for hop in hops]
-            for step in ("send_to", "receive_from"):
-                assert all(
-                    getattr(route, step)(rank, hop) == getattr(schedule, step)(rank, hop) for hop in hops
-                )
+        table, size = ring_table(nodes, devices), nodes * devices
+        again = planned_table(ast.literal_eval(repr(dataclasses.asdict(table))))
+        assert again == table and again.over(size) == table
+        flat = again.over(size + 1)
+        assert flat == dataclasses.replace(ring_table(1, size + 1), keeps=table.keeps)
+        walk(flat)
+        assert again.over(1).transport == "none" and not again.over(1).keeps
 
 
 def test_headers_survive_the_trip() -> None:
@@ -341,9 +326,9 @@ def test_headers_survive_the_trip() -> None:
         [True, False], ["", "2.13.0+cpu", "x" * 14], [0, -1, 2**62]
     ):
         header = {
-            field: {bool: accepted, str: text, int: number}[kind] for field, kind in rings._HEADER.items()
+            field: {bool: accepted, str: text, int: number}[kind] for field, kind in groups._HEADER.items()
         }
-        assert rings._decode(rings._encode(header)) == header
+        assert groups._decode(groups._encode(header)) == header
 
 
 class Work:
@@ -375,12 +360,35 @@ class Control:
         return self.sent[peer]
 
 
+def test_every_rank_takes_part_in_the_first_batch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with a message to the next and one from the rank before. Planted: only ranks with something to send."""
+    posted: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch, "zeros", lambda count, device: torch.ones(count))
+
+    class Ring(groups.Group):
+        rank, size = 3, 4  # type: ignore[assignment]
+        _connected = False
+
+        def __init__(self) -> None: ...
+
+        def post(self, sends: Any, receives: Any) -> list[Any]:
+            posted.extend((sent.peer, got.peer) for sent, got in zip(sends, receives, strict=True))
+            return []
+
+    ring = Ring()
+    ring.connect(torch.device("cpu"))
+    assert not posted
+    for _ in range(2):
+        ring.connect(torch.device("cuda"))
+    assert posted == [(0, 2)]
+
+
 @pytest.mark.parametrize("addressing", [True, False])
 def test_who_notices_a_death_still_tells_the_others(addressing: bool) -> None:
     """Or one that calls late waits for this rank's header until the timeout, and names this rank, not the dead one."""
     control = Control(addressing)
 
-    class Ring(rings.Ring):
+    class Ring(groups.Group):
         rank, size, trips = 3, 4, 0  # type: ignore[assignment]
         _timeout = datetime.timedelta(seconds=5)  # type: ignore[assignment]
 
@@ -389,7 +397,7 @@ def test_who_notices_a_death_still_tells_the_others(addressing: bool) -> None:
         def _control_group(self) -> Control:
             return control
 
-    answers = Ring().ask({field: kind() for field, kind in rings._HEADER.items()})
+    answers = Ring().ask({field: kind() for field, kind in groups._HEADER.items()})
     with pytest.raises(
         RuntimeError, match=r"rank 3 of 4 failed (addressing|waiting for) rank 2 .*Connection closed"
     ):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from infcl_gen.runtime.statistics import LN2, Statistics, clear, log, merge, merge_parts, view
+from infcl_gen.runtime.statistics import LN2, Statistics, clear, excess, log, merge, merge_parts, view
 
 EXPONENTS = st.floats(-1e6, 1e6) | st.floats(-3.0, 3.0)
 
@@ -61,6 +61,24 @@ def test_parts_at_once_are_parts_one_by_one(parts: list[list[float | None]], dty
     assert torch.equal(at_once.mantissa > 0, seen)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(log(at_once)[seen], log(one_by_one)[seen], rtol=8 * eps, atol=1e-6)
+
+
+def test_exponents_of_which_not_every_integer_is_a_number() -> None:
+    """Of fp32 beyond 2^24: a sum of four equal terms is four times one of them."""
+    one, four = empty(1, torch.float32), empty(1, torch.float32)
+    far = torch.tensor([2.0**30 + 128.0])
+    merge(one, far, torch.tensor([1.5]))
+    for _ in range(4):
+        merge(four, far, torch.tensor([1.5]))
+    assert float(log(four) - log(one)) == pytest.approx(2 * LN2, rel=1e-6)
+
+
+def test_one_number_has_one_logarithm_and_no_excess_over_itself() -> None:
+    plain, shifted = (view(torch.tensor([[3.0 + n] * 999, [1.37 / 2**n] * 999])) for n in (0, 5))
+    assert torch.equal(log(plain), log(shifted))
+    assert not excess(plain, slice(0, 9), torch.stack(shifted)[:, :9]).any()
+    half = view(torch.tensor([[4.0], [1.37]]))
+    assert excess(half, slice(None), torch.stack(plain)[:, :1]) == -0.5
 
 
 def test_nan_of_any_part_stays() -> None:

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from infcl_gen.planning.records import Settings
-from infcl_gen.tuning.search import Case, Limits, Outcome, tune
+from infcl_gen.tuning.family import Case, Limits
+from infcl_gen.tuning.search import Outcome, tune
 
 LIMITS = Limits(minutes=1, rounds=2, repeats=1)
 OTHER: Settings = (("panel_keys", "64"), ("panel_rows", "64"))

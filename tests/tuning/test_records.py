@@ -1,14 +1,12 @@
 """Tuning records: written whole, found by their key, and a miss explains itself. Nothing here is timed."""
 
 import dataclasses
-import importlib
 import json
 import logging
 import os
-import shutil
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,16 @@ from click.testing import CliRunner
 
 from infcl_gen import cli
 from infcl_gen.emission import build, plan_problem, read_package, rerender, write_package
-from infcl_gen.emission.pipeline import find_record, work_digest
+from infcl_gen.emission.pipeline import find_record
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import resolve_cluster
+from infcl_gen.inputs.overrides import parse_overrides
+from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.losses import load_loss
-from infcl_gen.planning import records, strategies
+from infcl_gen.planning import candidates, levels, records
 from infcl_gen.planning.records import Candidate, Found, Key, Missing, Record, read_records, store
-from infcl_gen.problem import Problem, make_problem
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# By name: `infcl_gen.emission` has functions that are called alike.
-lower, render = (importlib.import_module(f"infcl_gen.emission.{name}") for name in ("lower", "render"))
 SETTINGS = (("gradient.stages", "2"), ("products", "triton"))
 
 
@@ -45,16 +42,14 @@ def key_of(problem: Problem) -> Key:
     return records.record_key(problem, load_loss(problem.loss), resolve_cluster(problem))
 
 
-def work_of(problem: Problem, settings: records.Settings = SETTINGS) -> str:
-    problem = dataclasses.replace(problem, settings=records.measured_settings(problem.settings, settings))
-    return work_digest(problem, load_loss(problem.loss), resolve_cluster(problem))
-
-
 def record_of(problem: Problem, settings: records.Settings = SETTINGS, **changes: Any) -> Record:
+    """What a run that found `settings` would have stored."""
     candidate = Candidate("gradient", settings, "timed", "", 1.5, (1.0, 1.25))
-    work = changes.pop("work", None) or work_of(problem, settings)
+    measured = records.measured_settings(problem.settings, changes.pop("planned", settings))
+    plan, _ = plan_problem(dataclasses.replace(problem, settings=measured))
     record = Record(
-        key_of(problem), settings, "d" * 64, work, True, ("gradient",), {"torch": "2.11"}, (candidate,)
+        *(key_of(problem), settings, "d" * 64, records.timed_settings(plan), records.revisions(plan)),
+        *(True, ("gradient",), {"torch": "2.11"}, (candidate,)),
     )
     return dataclasses.replace(record, **changes)
 
@@ -82,7 +77,7 @@ def test_a_record_is_read_as_it_was_written(folder: Path) -> None:
     store(replaced, folder)
     assert set(map(repr, read_records(file))) == {repr(replaced), repr(second)}
     assert [path.name for path in folder.iterdir()] == ["h200.json"]
-    assert json.loads(file.read_text())["schema_version"] == 2
+    assert json.loads(file.read_text())["schema_version"] == 3
 
 
 def test_a_record_that_fits_gives_its_settings_and_the_reasons_say_so(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +85,9 @@ def test_a_record_that_fits_gives_its_settings_and_the_reasons_say_so(folder: Pa
     assert isinstance(find_record(h200()), Found)
     plan, _ = plan_problem(h200())
     assert plan.products == "triton" and plan.blocks["gradient"].stages == 2
-    assert plan.problem.settings == tuple(sorted((*SETTINGS, ("records", "measured"), ("strategy", "panel"))))
+    assert plan.problem.settings.pairs == tuple(
+        sorted((*SETTINGS, ("records", "measured"), ("strategy", "panel")))
+    )
     level3 = [reason for reason in plan.reasons if reason.level == 3]
     assert level3 and all(reason.why.startswith("measured on h200") for reason in level3)
     files = build(h200())
@@ -114,6 +111,10 @@ def test_a_miss_says_what_differs(folder: Path, caplog: pytest.LogCaptureFixture
     assert near == "no record on h200 fits; in the nearest: batch_size is 32768, there 16384"
     assert "memory_budget_bytes is None, there 1073741824" in reason(h200(memory_budget="auto"))
     assert "settings is ()" in reason(h200(set={}))
+    single = {"dtype": "fp32", "set": {}}
+    store(record_of(h200(**single)), folder)
+    for precision in ("tf32", "exact"):
+        assert f"precision is {precision!r}, there 'default'" in reason(h200(**single, precision=precision))
     assert "loss is 'infonce'" in reason(h200(loss="infonce"))
     assert reason(h200(device_profile="a100")) == "no problem has been tuned on a100"
     assert "sets gradient.warps itself" in reason(h200(set={"gradient.warps": 8}))
@@ -123,80 +124,82 @@ def test_a_miss_says_what_differs(folder: Path, caplog: pytest.LogCaptureFixture
     assert near in caplog.text
 
 
+def test_as_many_keys_as_queries_are_the_same_problem_however_they_are_given(folder: Path) -> None:
+    store(record_of(h200()), folder)
+    assert isinstance(find_record(h200(keys="16k")), Found)
+    assert key_of(h200(loss="infonce", keys="8k")) != key_of(h200(loss="infonce"))
+
+
 def test_a_stale_record_is_explained_and_not_used(folder: Path) -> None:
     by_model = build(h200())
-    store(record_of(h200(), work="0" * 16), folder)
-    assert "stale" in reason(h200()) and "0000" in reason(h200())
+    store(record_of(h200(), timed=(("products", "library"),)), folder)
+    assert "is stale: " in reason(h200()) and "products was library, now triton" in reason(h200())
     assert build(h200()) == by_model
     flags = ("--batch-size", "16k", "--dim", "768", "--device-profile", "h200", "--memory-budget", "1GiB")
     done = CliRunner().invoke(cli.main, ["plan", *flags, "--set", "strategy=panel"])
     assert done.exit_code == 0 and "no measured settings: the record in h200.json is stale" in done.stdout
 
 
-@pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of what packages are made of: the folders `runtime` and `templates`."""
-    for name, folder in (("runtime", lower.RUNTIME_FOLDER), ("templates", render.template_folder())):
-        shutil.copytree(folder, tmp_path / name)
-    for module in (lower, render):
-        monkeypatch.setattr(module, "RUNTIME_FOLDER", tmp_path / "runtime")
-    monkeypatch.setattr(render, "template_folder", lambda: tmp_path / "templates")
-    render._environment.cache_clear()
-    yield tmp_path
-    render._environment.cache_clear()
-
-
-def appended(file: Path) -> None:
-    """Code, not a comment: a schedule is digested without its comments."""
-    file.write_text(file.read_text() + "\n\ndef another():\n    pass\n")
-
-
-def test_a_record_outlives_changes_of_the_hosts_code(folder: Path, sources: Path) -> None:
-    store(record_of(h200()), folder)
-    before = build(h200())
-    appended(sources / "runtime" / "engine.py")
-    appended(sources / "templates" / "triton" / "schedule.py.jinja")
-    assert isinstance(find_record(h200()), Found) and build(h200()) != before
-
-
-@pytest.mark.parametrize("change", ["kernel", "launch", "panel", "programs", "strips"])
-def test_a_record_of_other_work_of_the_device_is_stale(
-    folder: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, change: str
+@pytest.mark.parametrize(
+    ("strategy", "dim", "kernels"),
+    [
+        ("panel", 768, {"forward", "gradient", "product"}),
+        ("panel", 256, {"forward", "gradient", "product", "hopper"}),
+        ("fused", 128, {"forward", "fused"}),
+        ("stash", 128, {"forward", "gradient", "product", "stash"}),
+    ],
+)
+def test_a_record_is_of_one_revision_of_its_kernels(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, dim: int, kernels: set[str]
 ) -> None:
-    problem = h200(set={"strategy": "panel", "products": "triton"})
+    problem = h200(dim=dim, set={"strategy": strategy})
+    store(record_of(problem, ()), folder)
+    for family, revision in records.REVISIONS.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(records.REVISIONS, family, revision + 1)
+            if family in kernels:
+                assert f"is stale: revision of {family} was {revision}, now {revision + 1}" in reason(problem)
+            else:
+                assert isinstance(find_record(problem), Found)
+
+
+def test_measured_settings_are_not_the_users_own() -> None:
+    own = parse_overrides({"strategy": "panel", "replay": "off", "products": "library"})
+    measured = records.measured_settings(parse_overrides({"strategy": "panel"}), SETTINGS)
+    assert records.own_settings(measured) == parse_overrides({"strategy": "panel"})
+    assert records.own_settings(own) == own
+    assert records.own_settings(parse_overrides({"records": "off", "panel_rows": 64})).panel_rows == 64
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "message"),
+    [
+        (candidates, "PANEL_CAP", 4096, "panel_keys was 16384, now 4096"),
+        (candidates, "FORWARD_CAP", 4096, "forward_keys was 16384, now 4096"),
+        (levels, "DEEP", 4096, "forward.keys was 128, now 64|forward.rows was 256, now 128"),
+    ],
+)
+def test_a_record_of_another_plan_is_stale(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: int, message: str
+) -> None:
+    problem = h200(set={"strategy": "panel", "products": "triton"}, memory_budget="4GiB")
     store(record_of(problem, ()), folder)
     assert isinstance(find_record(problem), Found)
-    if change == "kernel":
-        appended(sources / "templates" / "triton" / "gradient.py.jinja")
-    elif change == "launch":
-        monkeypatch.setitem(lower.KERNEL_FAMILIES["statistics"], "merge", 8)
-    elif change == "panel":
-        monkeypatch.setattr(strategies, "PANEL_CAP", 4096)
-    elif change == "programs":
-        resident = lower.resident_programs
-        monkeypatch.setattr(lower, "resident_programs", lambda *given: 2 * resident(*given))
-    else:
-        appended(sources / "runtime" / "strips.py")
-    assert "is stale: what the device does has changed" in reason(problem)
+    monkeypatch.setattr(module, name, value)
+    assert re.search(message, reason(problem)), reason(problem)
 
 
-def test_without_kernels_a_record_is_of_the_sweep(folder: Path, sources: Path) -> None:
+def test_without_kernels_a_record_is_of_the_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(batch_size="4k", dim=64, target="cpu")
-    record = record_of(problem, (("panel_rows", "128"), ("panel_keys", "128")))
-    store(record, folder)
-    appended(sources / "runtime" / "engine.py")
+    store(record_of(problem, (("panel_rows", "128"), ("panel_keys", "128"))), folder)
     assert isinstance(find_record(problem), Found)
-    appended(sources / "runtime" / "statistics.py")
-    assert "is stale" in reason(problem)
-    store(record_of(problem, record.settings), folder)
-    assert isinstance(find_record(problem), Found)
-    appended(sources / "templates" / "torch" / "schedule.py.jinja")
-    assert "is stale" in reason(problem)
+    monkeypatch.setitem(records.REVISIONS, "sweep", 2)
+    assert "revision of sweep was 1, now 2" in reason(problem)
 
 
 def test_a_record_that_is_illegal_today_is_not_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     by_model = build(h200())
-    store(record_of(h200(), (("gradient.rows", "8192"),), work="0" * 16), folder)
+    store(record_of(h200(), (("gradient.rows", "8192"),), planned=()), folder)
     with caplog.at_level(logging.INFO, "infcl_gen"):
         assert build(h200()) == by_model
     assert "does not give a plan any more" in caplog.text and "gradient.rows" in caplog.text
@@ -212,7 +215,7 @@ def test_a_damaged_file_is_explained_kept_and_replaced(folder: Path, damage: str
     damaged = {
         "cut": text[: len(text) // 2],
         "edited": text.replace('"triton"', '"library"', 1),
-        "schema": text.replace('"schema_version": 2', '"schema_version": 99'),
+        "schema": text.replace('"schema_version": 3', '"schema_version": 99'),
         "list": "[1]",
         "unknown": json.dumps(table),
         "nothing": "",
@@ -256,7 +259,7 @@ def test_generation_with_a_record_needs_neither_torch_nor_a_gpu(folder: Path) ->
         "from infcl_gen.planning import records\n"
         "records.record_folders = lambda: (Path(sys.argv[1]),)\n"
         "from infcl_gen.emission import build\n"
-        "from infcl_gen.problem import make_problem\n"
+        "from infcl_gen.inputs.problem import make_problem\n"
         "files = build(make_problem(batch_size='16k', dim=768, device_profile='h200', memory_budget='1GiB',"
         " set={'strategy': 'panel'}))\n"
         "print(hashlib.sha256(repr(files).encode()).hexdigest(), 'measured on h200' in files['spec.py'])\n"
@@ -275,5 +278,6 @@ def test_committed_records_are_intact() -> None:
     assert files
     for file in files:
         for record in read_records(file):
-            assert record.key.board == file.stem
+            assert record.key.board == file.stem and record.timed
+            assert set(record.revisions) <= set(records.REVISIONS)
             assert all(candidate.status in records.STATUSES for candidate in record.candidates)

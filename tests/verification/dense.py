@@ -1,14 +1,56 @@
-"""A stand-in for a generated package: its loss.py alone, with the results of a chosen dense computation."""
+"""The tests' own dense losses, and a stand-in for a generated package: its loss.py alone, with chosen results."""
 
 import sys
 import types
 
 import jinja2
 import torch
+from torch import Tensor
 
 from infcl_gen.emission.render import template_folder
 from infcl_gen.losses import LossSpec, derive, loss_template_context
 from infcl_gen.verification.oracle import LossAndGrads
+
+
+def dense_loss(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    scale: Tensor | float = 1.0,
+    bias: Tensor | float = 0.0,
+    labels: Tensor | None = None,
+) -> Tensor:
+    """A loss as its definition says it, over all pairs, differentiable, in the dtype of its arguments.
+
+    Nothing here comes from the generator: neither formulas nor code. "soft" is clip with logits capped at 20.
+    """
+    own = torch.arange(len(q), device=q.device) if labels is None else labels
+    logits = scale * (q @ k.T)
+    logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias
+    by_query = torch.nn.functional.cross_entropy(logits, own)
+    if name == "infonce":
+        return by_query
+    assert name in ("clip", "soft") and labels is None
+    return (by_query + torch.nn.functional.cross_entropy(logits.T, own)) / 2.0
+
+
+def dense(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    scale: float = 1.0,
+    bias: float | None = None,
+    labels: Tensor | None = None,
+    factor: float = 1.0,
+) -> LossAndGrads:
+    """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k)]
+    leaves += [
+        torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True)
+        for x in (scale, bias)
+    ]
+    loss = dense_loss(name, *leaves, labels=labels)
+    return LossAndGrads(loss.detach(), *torch.autograd.grad(factor * loss, leaves, materialize_grads=True))
 
 
 def dense_package(spec: LossSpec) -> types.ModuleType:
@@ -42,7 +84,7 @@ def by_shares(
 ) -> LossAndGrads:
     """What a correct kernel computes: the derived gradient in the statistics' dtype, g rounded to the features'."""
     loss = package.loss
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    statistics = torch.promote_types(q.dtype, torch.float32)
     number = {"dtype": statistics}
     scale, bias = torch.tensor(scale, **number), torch.tensor(bias or 0.0, **number)
     upcast_q, upcast_k = q.to(statistics), k.to(statistics)

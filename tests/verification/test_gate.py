@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import hypothesis
 import pytest
@@ -18,8 +19,8 @@ from infcl_gen.losses.language import (
     tanh,
     z,
 )
-from infcl_gen.verification.gate import failures, gate, truth_of
-from infcl_gen.verification.oracle import LossAndGrads
+from infcl_gen.verification.gate import Truth, failures, gate, truth_of
+from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
 from infcl_gen.verification.properties import (
     BIASES,
     DTYPES,
@@ -28,6 +29,7 @@ from infcl_gen.verification.properties import (
     SCALES,
     Case,
     Inputs,
+    check_case,
     random_cases,
     tensors,
 )
@@ -180,6 +182,85 @@ def test_one_bad_element_fails(bad: float, quantity: str) -> None:
     value = getattr(right, quantity).clone()
     value.view(-1)[-1] = bad
     assert judged(PACKAGES["clip"], inputs, right._replace(**{quantity: value})) == {quantity}
+
+
+@pytest.mark.parametrize("quantity", LossAndGrads._fields)
+@pytest.mark.parametrize("source", ["plain torch's error", "the bound", "what plain torch is credited with"])
+def test_twice_each_part_of_the_tolerance_is_allowed_and_no_more(quantity: str, source: str) -> None:
+    """Where plain torch is all error, an eighth of the magnitude stands for its error."""
+    zero = LossAndGrads(*(torch.zeros(shape).double() for shape in ((), (3, 2), (4, 2), (), ())))
+    at_one = zero._replace(**{quantity: torch.ones_like(getattr(zero, quantity))})
+    plain = {"plain torch's error": 1.0, "the bound": 0.0}.get(source, 1e6)
+    truth = Truth(
+        reference=zero,
+        plain=LossAndGrads(*(plain * x for x in at_one)),
+        bound=at_one if source == "the bound" else zero,
+        magnitude=LossAndGrads(*(8.0 * x for x in at_one)),
+    )
+    for error, allowed in ((1.99, True), (-1.99, True), (2.01, False), (-2.01, False)):
+        rows = gate(LossAndGrads(*(error * x for x in at_one)), truth)
+        assert [row.quantity for row in rows if not row.passed] == ([] if allowed else [quantity])
+
+
+def test_each_row_has_its_own_tolerance() -> None:
+    zero = LossAndGrads(*(torch.zeros(shape).double() for shape in ((), (3, 2), (4, 2), (), ())))
+    bound = torch.tensor([[1.0, 0.0], [10.0, 0.0], [1.0, 0.0]]).double()
+    truth = Truth(zero, zero, zero._replace(dq=bound), zero)
+    for first, passed in ((1.99, True), (2.01, False)):
+        dq = torch.tensor([[0.0, first], [0.0, 0.0], [0.0, 0.0]]).double()
+        assert gate(zero._replace(dq=dq), truth)[1].passed == passed
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce"])
+def test_plain_torch_is_the_loss_that_was_asked_for(loss: str) -> None:
+    """In fp64 it is the oracle to the last digits: labels, scale and bias are its own."""
+    case = Case(33, 33 if loss == "clip" else 20, 8, "fp64", 3.0, -1.0, seed=1)
+    inputs = tensors(case, PACKAGES[loss].loss.POSITIVES)
+    assert (inputs.labels is None) == (loss == "clip")
+    for a, b in zip(plain_torch(PACKAGES[loss], *inputs), oracle(PACKAGES[loss], *inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_products_of_halves_have_a_tolerance_of_their_own() -> None:
+    """q and k cut to 16 bits pass only where a package multiplies halves; cut to 14 they pass nowhere."""
+    package = PACKAGES["clip"]
+    halves = dense_package(CLIP)
+    halves.SPEC["plan"] = {"split": True}
+    inputs = example("fp32", 128, 14.3, dim=64)
+
+    def failing(bits: int, module: types.ModuleType) -> set[str]:
+        mask = ~((1 << (24 - bits)) - 1)
+        cut = [(x.view(torch.int32) & mask).view(torch.float32) for x in (inputs.q, inputs.k)]
+        return judged(module, inputs, by_shares(package, *cut, *inputs[2:]))
+
+    assert not failing(16, halves)
+    assert "loss" in failing(16, package) and "loss" in failing(14, halves)
+    assert {"dq", "dk", "dscale"} <= failing(13, halves)
+
+
+def test_a_probability_is_not_wronger_than_by_its_own_size() -> None:
+    """However wrong its logit may be: at scale 1e8 the roundings of one amount to 20."""
+    truth = truth_of(PACKAGES["clip"], *example("fp32", scale=1e8))
+    assert truth.bound.dq.norm() < 2 * truth.magnitude.dq.norm()
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_cases_with_odd_seeds_go_through_autograd(seed: int) -> None:
+    asked = []
+
+    def loss_and_grads(q, k, scale, bias, *, labels):
+        asked.append("loss_and_grads")
+        return by_shares(PACKAGES["clip"], q, k, scale, bias, labels)
+
+    def contrastive_loss(q, k, scale, bias, *, labels):
+        asked.append("autograd")
+        assert all(x.requires_grad for x in (q, k, scale, bias))
+        return PACKAGES["clip"].reference(q, k, scale, bias, dtype=q.dtype)
+
+    module = dense_package(CLIP)
+    module.loss_and_grads, module.contrastive_loss = loss_and_grads, contrastive_loss
+    verdict = check_case(module, Case(20, 20, 8, "fp64", seed=seed))
+    assert verdict.passed and asked == ["autograd" if seed % 2 else "loss_and_grads"]
 
 
 def test_nan_must_come_out_where_it_went_in() -> None:

@@ -1,8 +1,13 @@
 """The meter counts what is live at once, beyond what was there before."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import infcl_gen
+from infcl_gen.emission import import_package
+from infcl_gen.verification import worker
 from infcl_gen.verification.memory import PeakMeter
 
 MIB = 2**20
@@ -37,6 +42,27 @@ def test_nothing_is_nothing_and_errors_pass_through() -> None:
     assert meter.peak_bytes == 0
     with pytest.raises(KeyError), PeakMeter("cpu"):
         raise KeyError
+
+
+def test_verify_allows_what_was_predicted_and_not_a_page_more(tmp_path: Path) -> None:
+    folder = infcl_gen.generate(
+        loss="clip", batch_size=600, dim=64, dtype="fp32", target="cpu", output=tmp_path / "package"
+    )
+    job = worker.Job("memory", str(folder), "cpu", 1, str(tmp_path))
+    module = import_package(folder, "measured_package")
+    (right,) = worker.memory(job, module, 0)
+    assert right["passed"], right
+    predicted, run = module.SPEC["predicted"]["peak_bytes"], module.loss_and_grads
+    for beyond, passed in ((-4096, True), (4096, False)):
+
+        def with_an_allocation(*arguments: object, beyond: int = beyond, **more: object) -> object:
+            held = torch.empty(predicted + beyond, dtype=torch.uint8)
+            del held
+            return run(*arguments, **more)
+
+        module.loss_and_grads = with_an_allocation  # type: ignore[attr-defined]
+        (row,) = worker.memory(job, module, 0)
+        assert row["passed"] == passed, row
 
 
 @pytest.mark.gpu

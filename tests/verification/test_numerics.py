@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 import infcl_gen
-from infcl_gen.problem import make_problem
+from infcl_gen.inputs.problem import make_problem
 from infcl_gen.verification.gate import failures
 from infcl_gen.verification.properties import (
     BIASES,
@@ -113,6 +113,7 @@ INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that
 ]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("strategy", "loss", "dtype", "dim"), INTERPRETED)
 def test_the_kernels_under_the_interpreter(
     tmp_path: Path, strategy: str, loss: str, dtype: str, dim: int

@@ -11,9 +11,11 @@ import infcl_gen
 from infcl_gen.emission.package import manifest_text, read_package
 from infcl_gen.emission.render import content_digest
 from infcl_gen.errors import InputError
-from infcl_gen.problem import make_problem
+from infcl_gen.inputs.problem import make_problem
 from infcl_gen.verification import verify
 from infcl_gen.verification.verify import verify_package
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +112,8 @@ def test_no_package_is_an_input_error(tmp_path: Path, good: Path) -> None:
 PLANTED = {  # edits of a good package's text, each a bug that a peer has had, and what must notice it
     "a positive of too little weight": (
         "loss.py",
-        "POSITIVE_SHARE = -1.0",
-        "POSITIVE_SHARE = -0.98",
+        "POSITIVE_REST = 0.0",
+        "POSITIVE_REST = 0.02",
         "numerics dq",
     ),
     "a wrong share of the keys": ("loss.py", "KEY_SHARE = 0.5", "KEY_SHARE = 0.51", "numerics dk"),
@@ -152,12 +154,12 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     act = "time.sleep(1000)" if how == "hang" else "os._exit(3)"
     engine = copy / "_runtime" / "engine.py"
     text = engine.read_text()
-    head = "    ring = rings.find_ring(options.group_name)\n"
+    head = "    group = find_group(call.options.group_name)\n"
     assert 0 < text.find(head) < text.find("def backward("), "the forward of a ring"
     engine.write_text(
         text.replace(
             head,
-            f"{head}    import os, time\n    if ring is not None and ring.rank == 1:\n        {act}\n",
+            f"{head}    import os, time\n    if group is not None and group.rank == 1:\n        {act}\n",
             1,
         )
     )
@@ -167,4 +169,4 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     (row,) = verify._run("ring", copy, "cpu", examples=1, processes=2, timeout_s=limit_s)
     assert time.monotonic() - started < limit_s + 10
     assert not row["passed"]
-    assert ("not finished after 12 s" if how == "hang" else "process 1 exited with 3") in row["detail"]
+    assert ("not finished after 12 s" if how == "hang" else "rank 1 of 2: exit code 3") in row["detail"]

@@ -1,12 +1,14 @@
-"""The public face of a generated package: argument checks, the functions, the module, the self-test."""
+"""What a generated package exports, for any package: argument checks, the functions, the module, the self-test."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,12 @@ from torch import Tensor, nn
 
 from . import replay
 from .agreement import announce_rejection
+from .group import ALONE, resolve
 from .launch import INTERPRETED
-from .ops import Operators, differentiable, register, traced, wanted
-from .package import Options, Package
-from .ring import ALONE, resolve
-from .route import planned_route
+from .ops import differentiable, register, traced
+from .package import Call, Options, Package
+from .selftest import selftest as run_selftest
+from .table import planned_table
 
 _CHOICES = {
     "grad_sync": ("mean", "sum"),
@@ -28,112 +31,77 @@ _CHOICES = {
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-class Api(NamedTuple):
-    """What a package exports, besides SPEC and `reference`."""
-
-    ContrastiveLoss: type[ContrastiveLoss]
-    contrastive_loss: Callable[..., Tensor]
-    loss_and_grads: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
-    selftest: Callable[..., dict[str, Any]]
-
-
-def build_api(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Api:
-    """Binds the runtime to one package: its SPEC, its loss.py and its schedule.py (the device sweep)."""
-    package = _package(spec, loss, schedule)
-    operators = register(package)
-
-    def contrastive_loss(
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor | float = 1.0,
-        bias: Tensor | float | None = None,
-        *,
-        labels: Tensor | None = None,
-        group: Any = None,
-        grad_sync: str = "mean",
-        reduction: str = "mean",
-        check_ranks: str = "first",
-    ) -> Tensor:
-        """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
-
-        q            (M, D) queries of this rank and k (N, D) keys, any strides, in the package's dtype (under autocast
-                     to that dtype, others are cast; their gradients are in their own dtype, not rounded in between). M
-                     and N differ between ranks as they like, and may be 0.
-        scale, bias  numbers or 0-dim tensors. A host tensor with a device batch makes backward wait for the device.
-        labels       int64 (M,), the index of each query's positive among all keys of the group; None means the same
-                     global row. Host labels are checked on every call, labels on a device on first use (later, one that
-                     names no key gives NaN).
-        group        a ProcessGroup, a 1-D DeviceMesh, or None: the default group if there is one, else this device.
-        grad_sync    "mean": gradients are right after averaging over the ranks (DDP, FSDP); "sum": after summing.
-        reduction    "mean", or "sum": M times as much.
-        check_ranks  "never": ranks are not compared, except that all are in the same call. Else every call compares
-                     package, versions and arguments (they travel with the sizes); labels on a device are looked at on
-                     "first" use, or "always".
-
-        Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree.
-        """
-        return _differentiable(
-            package,
-            operators,
-            q,
-            k,
-            scale,
-            bias,
-            labels,
-            Options(_group_name(group), grad_sync, reduction, check_ranks),
-        )
-
-    def loss_and_grads(
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor | float = 1.0,
-        bias: Tensor | float | None = None,
-        *,
-        labels: Tensor | None = None,
-        group: Any = None,
-        grad_sync: str = "mean",
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(loss, dq, dk, dscale, dbias), without a graph. Arguments as for `contrastive_loss`; None as bias is 0."""
-        with torch.no_grad():
-            return _loss_and_grads(package, q, k, scale, bias, labels, Options(_group_name(group), grad_sync))
-
-    def selftest(device: torch.device | str | None = None) -> dict[str, Any]:
-        """Runs small batches on one device against `reference` in fp64.
-
-        Returns {"ok": bool, "package", "device", "dtype", "repeatable": bool, "cases": [...]}; a case names its sizes
-        and scale, and for loss, dq, dk, dscale has the relative norm error and the largest one allowed.
-        """
-        return _selftest(package, torch.device(device or _default_device(package)))
-
-    bound = type(
-        "ContrastiveLoss",
-        (ContrastiveLoss,),
-        {"_package": package, "_operators": operators, "__doc__": ContrastiveLoss.__doc__},
+def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Package:
+    """The package of this SPEC, loss.py and schedule.py (the device sweep), as the runtime sees it."""
+    problem, plan = spec["problem"], spec["plan"]
+    batch_size = problem["batch_size"]
+    package = Package(
+        name=spec["name"],
+        digest=spec["digest"],
+        loss_name=problem["loss"],
+        dtype=_DTYPES[problem["dtype"]],
+        dim=problem["dim"],
+        batch_size=batch_size,
+        key_count=batch_size if problem["keys"] is None else problem["keys"],
+        world_size=plan["world_size"],
+        table=planned_table(plan["schedule"]),
+        rows_per_rank=plan["rows_per_rank"],
+        keys_per_rank=plan["keys_per_rank"],
+        any_device=plan["strategy"] == "torch" or INTERPRETED,
+        replay=plan["replay"],
+        product_precision=plan["input_precision"],
+        split=bool(plan["split"]),
+        regenerate=spec["regenerate"],
+        loss=loss,
+        schedule=schedule,
     )
-    for item in (contrastive_loss, loss_and_grads, selftest, bound):
-        item.__module__, item.__qualname__ = (
-            package_module(schedule),
-            item.__name__,
-        )  # so that they pickle by name
-    return Api(bound, contrastive_loss, loss_and_grads, selftest)
+    return dataclasses.replace(package, operators=register(package))
 
 
-def package_module(schedule: ModuleType) -> str:
-    """The import name of the generated package that `schedule` is part of."""
-    return schedule.__name__.rpartition(".")[0] or schedule.__name__
+def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks: str = "first") -> Options:
+    """How a call wants its result. Raises TypeError or ValueError for what is no group of this process."""
+    return Options(_group_name(group), grad_sync, reduction, check_ranks)
+
+
+def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
+    """`contrastive_loss` of a `Call`'s arguments."""
+    call = Call(*arguments)
+    if torch.compiler.is_compiling():
+        try:
+            call = accepted(package, call)
+        except (TypeError, ValueError) as error:  # torch's own error for it names neither argument nor remedy
+            kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
+            refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
+            return refused
+    else:
+        call = _agreed(package, call)
+    return differentiable(package, call)
+
+
+def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`loss_and_grads` of a `Call`'s arguments."""
+    with torch.no_grad():
+        given = _agreed(package, Call(*arguments))
+        call = given.cast(package)
+        loss, saved = replay.forward(package, call, gradients=0b1111)
+        dq, dk, dscale, dbias = replay.backward(package, call, saved, torch.ones_like(loss))
+        return loss, dq.to(given.q.dtype), dk.to(given.k.dtype), dscale, dbias
+
+
+def selftest(package: Package, device: torch.device | str | None) -> dict[str, Any]:
+    """`selftest` of a package."""
+
+    def compute(q: Tensor, k: Tensor, scale: float, bias: float) -> tuple[Tensor, ...]:
+        return loss_and_grads(package, q, k, scale, bias, None, Options(ALONE))
+
+    default = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+    return run_selftest(package, torch.device(device or default), compute, package.split)
 
 
 class ContrastiveLoss(nn.Module):
-    """The contrastive loss of a global batch, as a module: `forward(image_features, text_features, logit_scale)`.
-
-    group, grad_sync, check_ranks as for `contrastive_loss`. The remaining arguments are those of open_clip's ClipLoss:
-    rank and world_size, if given, must be the group's; local_loss, gather_with_grad and cache_labels are accepted and
-    have no effect (nothing is gathered, gradients are always exact, positives need no label tensor); use_horovod is
-    refused.
-    """
+    """The module of any package: each has a class of its own, with its documentation, that says which."""
 
     _package: ClassVar[Package]
-    _operators: ClassVar[Operators]
 
     def __init__(
         self,
@@ -151,7 +119,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         if use_horovod:
             raise ValueError("use_horovod=True is not supported: ranks communicate through torch.distributed")
-        self.options = Options(_group_name(group), grad_sync, "mean", check_ranks)
+        self.options = options_of(group, grad_sync, "mean", check_ranks)
         self.expected_rank, self.expected_world_size = rank, world_size
         _check_choices(self.options)
         self._check_world()
@@ -164,21 +132,13 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
         *,
-        labels: Tensor | None = None,
+        labels: Tensor | str | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
         if self.expected_world_size is not None or self.expected_rank is not None:
             self._check_world()
-        loss = _differentiable(
-            self._package,
-            self._operators,
-            image_features,
-            text_features,
-            logit_scale,
-            logit_bias,
-            labels,
-            self.options,
-        )
+        arguments = (image_features, text_features, logit_scale, logit_bias, labels, self.options)
+        loss = differentiable_loss(self._package, *arguments)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def extra_repr(self) -> str:
@@ -197,80 +157,65 @@ class ContrastiveLoss(nn.Module):
             )
 
 
-def _differentiable(
-    package: Package,
-    operators: Operators,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    bias: Tensor | float | None,
-    labels: Tensor | None,
-    options: Options,
-) -> Tensor:
-    tensors = _prepare(package, q, k, scale, bias, labels, options)
-    return differentiable(package, operators, *tensors, labels, options)
-
-
-def _loss_and_grads(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    bias: Tensor | float | None,
-    labels: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, scale, bias = _prepare(package, q, k, scale, bias, labels, options)
-    options = wanted(package, q, k, options)
-    tensors = (*package.cast(q, k), scale, bias)
-    loss, saved = replay.forward(package, *tensors, labels, options, gradients=0b1111)
-    dq, dk, dscale, dbias = replay.backward(package, torch.ones_like(loss), *tensors, labels, saved, options)
-    return loss, dq.to(q.dtype), dk.to(k.dtype), dscale, dbias
-
-
-def _prepare(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    bias: Tensor | float | None,
-    labels: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments as the engine wants them (differentiably), or one clear TypeError or ValueError. In a group the
-    other ranks learn of it, so that none of them waits for this one."""
+def _agreed(package: Package, call: Call) -> Call:
+    """`accepted`. In a group the other ranks learn of a rejection, so that none of them waits for this one."""
     try:
-        _check_choices(options)
-        return _converted(package, q, k, scale, bias, labels)
+        return accepted(package, call)
     except Exception:  # also torch's own, such as RuntimeError for a device or for want of memory
-        if not torch.compiler.is_compiling():
-            announce_rejection(package, q, k, labels, options)
+        announce_rejection(package, call)
         raise
 
 
-def _converted(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float,
-    bias: Tensor | float | None,
-    labels: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def accepted(package: Package, call: Call) -> Call:
+    """The call with its arguments as the engine wants them, converted differentiably, features of any dtype that can be
+    cast. Raises one clear TypeError or ValueError."""
+    q, k, scale, bias, labels, options = call
+    _check_choices(options)
+    _check_features(package, call)
+    if labels is not None:
+        own = isinstance(labels, str) and labels == "own"
+        _check_labels(package, q, labels)
+        labels, options = None if own else labels, options._replace(labelling="own" if own else "given")
+    scale = _scalar("scale", scale, package, q)
+    bias = _scalar("bias", 0.0 if bias is None else bias, package, q)
+    return Call(q, k, scale, bias, labels, options)
+
+
+def _check_choices(options: Options) -> None:
+    for name, choices in _CHOICES.items():
+        value = getattr(options, name)
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _check_features(package: Package, call: Call) -> None:
+    for name, value in zip(Call._fields[:5], call, strict=False):
+        _check_whole(name, value)
+    q, k = call.q, call.k
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-        if x.dim() != 2:
-            raise ValueError(f"{name} must have shape (rows, {package.dim}), not {tuple(x.shape)}")
-        if x.shape[1] != package.dim:
+        if x.is_nested:
             raise ValueError(
-                f"{name} has embedding dimension {x.shape[1]}, but {package.name} was generated for {package.dim}; "
-                f"regenerate it with --dim {x.shape[1]}"
+                f"{name} must be a dense tensor, not a nested one: pass torch.cat({name}.unbind())"
+            )
+        if x.dim() != 2:
+            raise ValueError(f"{name} must have shape (rows, {package.dim}), not {_shape(x)}")
+        if x.shape[1] != package.dim:
+            dim = operator.index(x.shape[1])
+            raise ValueError(
+                f"{name} has embedding dimension {dim}, but {package.name} was generated for {package.dim}; "
+                f"regenerate it with --dim {dim}"
             )
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, not {x.layout}")
     if q.device != k.device:
         raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
     device = q.device.type
+    if device == "meta" and not torch.compiler.is_compiling():
+        raise ValueError(
+            "q and k are on the meta device, which holds no values: move them to a device that does"
+        )
     if device != "cuda" and not package.any_device:
         raise ValueError(
             f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu"
@@ -281,13 +226,21 @@ def _converted(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "regenerate the package with another --dtype"
             )
-    if labels is not None:
-        _check_labels(package, q, labels)
-    scale, bias = (
-        _scalar("scale", scale, package, q),
-        _scalar("bias", 0.0 if bias is None else bias, package, q),
-    )
-    return q, k, scale, bias
+
+
+def _check_whole(name: str, value: object) -> None:
+    """A DTensor is told by its method: its module takes long to import."""
+    if type(value) is not Tensor and isinstance(value, Tensor) and hasattr(type(value), "full_tensor"):
+        if name in ("scale", "bias"):
+            whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
+        else:
+            whole = f"the rows of this rank, {name}.to_local(), and its mesh as group"
+        raise TypeError(f"{name} is a DTensor: pass {whole}")
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    """In numbers, also of a graph that is traced for any."""
+    return tuple(map(operator.index, x.shape))
 
 
 def _autocast_to(package: Package, device: str) -> bool:
@@ -295,36 +248,41 @@ def _autocast_to(package: Package, device: str) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == package.dtype
 
 
-def _check_labels(package: Package, q: Tensor, labels: Tensor) -> None:
-    if not isinstance(labels, Tensor):
-        raise TypeError(f"labels must be an int64 tensor, not {type(labels).__name__}")
+def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
     if not package.labelled:
         raise ValueError(
             f"{package.loss_name} pairs query i with key i: labels are not supported (infonce takes them)"
         )
+    if isinstance(labels, str):
+        if labels == "own":
+            return
+        raise ValueError(f'labels must be an int64 tensor, "own" or None, not {labels!r}')
+    if not isinstance(labels, Tensor):
+        raise TypeError(f'labels must be an int64 tensor, "own" or None, not {type(labels).__name__}')
     if labels.dtype != torch.int64 or labels.shape != q.shape[:1]:
-        shape = tuple(labels.shape)
+        rows = _shape(q)[0]
         raise ValueError(
-            f"labels must be int64 of shape ({q.shape[0]},), not {labels.dtype} of shape {shape}"
+            f"labels must be int64 of shape ({rows},), not {labels.dtype} of shape {_shape(labels)}"
         )
     if labels.device.type != "cpu" and labels.device != q.device:
         raise ValueError(f"labels must be on the host or on {q.device}, not on {labels.device}")
 
 
 def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Tensor:
-    """A number or 0-dim tensor as a 0-dim tensor of the statistics dtype beside q; differentiable."""
+    """A number or a tensor of one as a 0-dim tensor of the statistics dtype beside q; differentiable."""
     dtype = package.schedule.STATISTICS_DTYPE
     if isinstance(value, Tensor):
-        if value.dim() or value.is_complex() or value.dtype == torch.bool:
-            shape = tuple(value.shape)
+        if value.shape not in ((), (1,)) or value.is_complex() or value.dtype == torch.bool:
             raise ValueError(
-                f"{name} must be a 0-dim tensor of a real number, not {value.dtype} of shape {shape}"
+                f"{name} must be a tensor of one real number, 0-dim or of shape (1,), not {value.dtype} of shape "
+                f"{_shape(value)}"
             )
-        return value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
+        value = value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
+        return value.reshape(()) if value.dim() else value
     if type(value) is not float and (  # asking for a real number in general takes 5 us
         isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
     ):
-        raise TypeError(f"{name} must be a number or a 0-dim tensor, not {type(value).__name__}")
+        raise TypeError(f"{name} must be a number or a tensor of one, not {type(value).__name__}")
     # Not kept: what is made under a transform of torch.func, or in somebody's graph, is of no use outside of it.
     if traced(q) or torch._C._are_functorch_transforms_active() or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
@@ -343,13 +301,6 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device, stream: in
     know."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
-
-
-def _check_choices(options: Options) -> None:
-    for name, choices in _CHOICES.items():
-        value = getattr(options, name)
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def _group_name(group: Any) -> str:
@@ -382,91 +333,3 @@ def _place(group_name: str) -> tuple[int, int]:
         return 0, 1
     group = resolve(group_name)
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _package(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Package:
-    problem, plan = spec["problem"], spec["plan"]
-    batch_size = problem["batch_size"]
-    keys = batch_size if problem["keys"] is None else problem["keys"]
-    return Package(
-        name=spec["name"],
-        digest=spec["digest"],
-        loss_name=problem["loss"],
-        dtype=_DTYPES[problem["dtype"]],
-        dim=problem["dim"],
-        batch_size=batch_size,
-        key_count=keys,
-        world_size=plan["world_size"],
-        route=planned_route(plan["schedule"]),
-        rows_per_rank=plan["rows_per_rank"],
-        keys_per_rank=plan["keys_per_rank"],
-        any_device=plan["strategy"] == "torch" or INTERPRETED,
-        replay=plan["replay"],
-        product_precision="tf32" if problem["precision"] == "tf32" else "ieee",
-        regenerate=spec["regenerate"],
-        loss=loss,
-        schedule=schedule,
-    )
-
-
-def _default_device(package: Package) -> str:
-    return "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-
-
-# Rows, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference would underflow.
-_SELFTEST_CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
-
-
-def _selftest(package: Package, device: torch.device) -> dict[str, Any]:
-    cases: list[dict[str, Any]] = []
-    repeatable = True
-    for rows, keys, scale in _SELFTEST_CASES:
-        keys = keys if package.labelled else rows
-        if rows > package.batch_size or keys > package.key_count:
-            continue
-        generator = torch.Generator().manual_seed(rows)
-        q, k = (
-            nn.functional.normalize(
-                torch.randn(n, package.dim, generator=generator, dtype=torch.float64), dim=1
-            )
-            for n in (rows, keys)
-        )
-        q, k = q.to(device, package.dtype), k.to(device, package.dtype)
-        first, second = (_loss_and_grads(package, q, k, scale, None, None, Options(ALONE)) for _ in range(2))
-        repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        exact, plain = (_dense(package, q, k, scale, dtype) for dtype in (torch.float64, package.dtype))
-        # The size of each result; dscale is a sum of terms of either sign, whose size is that of the terms.
-        sizes = [float(torch.linalg.vector_norm(x)) for x in exact]
-        sizes[3] = float((q.double() * exact[1]).abs().sum()) / scale
-        sizes = [size or 1.0 for size in sizes]  # of a pair alone all of them are zero
-        errors, allowed = {}, {}
-        names = ("loss", "dq", "dk", "dscale")
-        for name, ours, truth, naive, size in zip(names, first, exact, plain, sizes, strict=False):
-            errors[name] = _distance(ours, truth) / size
-            # Twice what plain torch loses in the same dtype, a few roundings of the result, and the truth's own error.
-            rounding = 8.0 * torch.finfo(package.dtype).eps + 8.0 * scale * torch.finfo(torch.float64).eps
-            allowed[name] = 2.0 * _distance(naive, truth) / size + rounding
-        ok = all(errors[name] <= allowed[name] for name in errors)
-        cases.append(
-            {"rows": rows, "keys": keys, "scale": scale, "ok": ok, "errors": errors, "allowed": allowed}
-        )
-    return {
-        "ok": repeatable and all(case["ok"] for case in cases),
-        "package": package.name,
-        "device": str(device),
-        "dtype": str(package.dtype).removeprefix("torch."),
-        "repeatable": repeatable,
-        "cases": cases,
-    }
-
-
-def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """loss, dq, dk, dscale of the dense reference, computed in `dtype`."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k)]
-    leaves.append(torch.tensor(scale, dtype=dtype, device=q.device, requires_grad=True))
-    loss = package.loss.reference(*leaves, dtype=dtype)
-    return (loss.detach(), *torch.autograd.grad(loss, leaves))
-
-
-def _distance(value: Tensor, truth: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.double() - truth))

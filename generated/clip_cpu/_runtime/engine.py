@@ -1,8 +1,8 @@
-"""Forward and backward of the loss over one device or over the ring, through the package's device sweep.
+"""Forward and backward of the loss over one device or several, through the package's device sweep.
 
-The device sweep is the package's `schedule` module; this file decides which blocks of queries and keys it is given,
-where accumulators live, and what the results are weighted with. A group of one never communicates, never copies its
-inputs and, on CUDA, never waits for the device.
+The device sweep is the package's `schedule` module. This file gives it the blocks of queries and keys that the table of
+communication names, and decides what is kept for backward and what the results are weighted with. A group of one never
+communicates, never copies its inputs and, on CUDA, never waits for the device.
 
 Gradient convention. The loss of the whole batch is L = 1/M * (sum of terms of queries and of keys). Rank p returns
 W * (the terms of its own rows) with grad_sync="mean": averaging parameter gradients over ranks, as DDP and FSDP do,
@@ -11,218 +11,87 @@ then gives exactly the gradient of L, for uneven ranks and for scale and bias to
 
 from __future__ import annotations
 
-import abc
 import contextlib
+import dataclasses
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import agreement
-from . import ring as rings
-from .gather import BackwardGather, ForwardGather
+from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
-from .package import Options, Package, Saved
-from .ring import Layout
-from .route import Route
+from .package import Call, Options, Package, Saved
 from .statistics import Statistics, clear, view
+from .table import Table
+from .transport import Tensors, Trip
 
 
-class Started(abc.ABC):
-    """A forward whose first kernels are at work (none of a package in plain torch); `finish` does the rest.
-
-    Before them comes only what they need, but for two things: labels on the host are copied (later the copy would wait
-    for these kernels), and in a ring the others are told, for their answers take 0.2 ms.
-    """
-
-    def __init__(
-        self, package: Package, inputs: tuple[Tensor, ...], labels: Tensor | None, options: Options
-    ) -> None:
-        """inputs: q, k, scale and bias, cast."""
-        self._package, self._inputs, self._options = package, inputs, options
-        self._labels = _labels_on(inputs[0].device, labels)
-        self._started: Any = None
-
-    @abc.abstractmethod
-    def finish(self) -> tuple[Tensor, Saved]:
-        """The result of `forward`."""
-
-    def _start(self, k: Tensor, most_keys: int, stash: Tensor | None = None) -> None:
-        """Starts the first block; later ones may be of up to `most_keys`."""
-        q, _, scale, bias = self._inputs
-        self._started = self._package.schedule.start_forward(q, k, scale, bias, most_keys, stash)
-
-    def _take_started(self) -> Any:
-        """What `start_forward` gave, of which nothing is held here any longer: it goes when the blocks are done."""
-        started, self._started = self._started, None
-        return started
-
-
-class _StartedAlone(Started):
-    """The forward of a group of one."""
-
-    def __init__(
-        self,
-        package: Package,
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        options: Options,
-        gradients: int,
-    ) -> None:
-        self._layout = agreement.layout_alone(package, q, k, labels, options)
-        with _device_state(package, q.device):
-            q, k = package.cast(q, k)
-            super().__init__(package, (q, k, scale, bias), labels, options)
-            kept, self._columns = kept_sizes(package, 1, q.shape[0], k.shape[0], bool(gradients))
-            self._stash = None if 0 in kept else q.new_empty(kept)
-            self._start(k, k.shape[0], self._stash)
-
-    def finish(self) -> tuple[Tensor, Saved]:
-        q, _, scale, bias = self._inputs
-        package, layout, schedule = self._package, self._layout, self._package.schedule
-        with _device_state(package, q.device):
-            positives = _positives(package, layout, self._labels, q.device)
-            query_statistics, key_statistics = _statistics(package, q, self._columns)
-            queries, positive = view(query_statistics), query_statistics[2:]
-            keys = view(key_statistics) if package.loss.HAS_KEYS else None
-            arguments = (*self._inputs, positives, 0, queries, keys, positive)
-            how = {"fresh_queries": True, "fresh_keys": True, "stash": self._stash}
-            schedule.forward_block(*arguments, **how, started=self._take_started())
-            loss = _loss(package, layout, queries, keys, positive, scale, bias, self._options)
-        stash = q.new_empty(0) if self._stash is None else self._stash
-        return loss, Saved(query_statistics, key_statistics, stash, q.new_empty((0, 3), dtype=torch.int64))
-
-
-class _StartedInRing(Started):
-    """The forward of one rank of a ring, begun on its own keys: at once if its sizes are those of its last call
-    (whether the others' are, too, is heard before anything is sent), else when all have been heard."""
-
-    def __init__(
-        self,
-        package: Package,
-        ring: rings.Ring,
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        options: Options,
-        gradients: int,
-    ) -> None:
-        self._ring, self._differentiated, self._call = ring, bool(gradients), ring.trips
-        with torch.no_grad():
-            q, k = package.cast(q, k)
-        super().__init__(package, (q, k, scale, bias), labels, options)
-        self._agreed = agreed = agreement.Agreement(package, ring, q, k, labels, options, gradients)
-        with _device_state(package, q.device):
-            guess = ring.layouts.get(package.digest)
-            if guess is not None and (guess.rows[ring.rank], guess.keys[ring.rank]) == (len(q), len(k)):
-                self._begin(guess, agree=lambda: agreed.expect(guess))
-            else:
-                self._begin(agreed.layout(), agree=None)
-
-    def _begin(self, layout: Layout, agree: rings.Agreeing | None) -> None:
-        """Starts the work on the own keys. `agree`: if the others have not been heard."""
-        q, k, *_ = self._inputs
-        package, ring, self._layout = self._package, self._ring, layout
-        rows, keys = q.shape[0], k.shape[0]
-        kept, columns = kept_sizes(package, ring.size, rows, keys, self._differentiated)
-        self._query_statistics, self._key_statistics = _statistics(package, q, columns)
-        self._stash = q.new_empty(kept)
-        self._trip: rings.ForwardRotation | ForwardGather | None = _forward_trip(
-            package, ring, layout, k, self._key_statistics, self._stash, self._differentiated, agree
-        )
-        if rows and keys:
-            self._start(panel(self._trip.parcels[0], 0, keys), max(layout.keys))
-        else:
-            clear(self._query_statistics[:2])
-
-    def finish(self) -> tuple[Tensor, Saved]:
-        with _device_state(self._package, self._inputs[0].device):
-            with contextlib.suppress(agreement.OtherSizes):
-                return self._finish()
-            self._stash = self._inputs[0].new_empty(0)  # its memory is for the next one
-            self._begin(self._agreed.layout(), agree=None)
-            return self._finish()
-
-    def _finish(self) -> tuple[Tensor, Saved]:
-        q, k, scale, bias = self._inputs
-        package, layout, schedule = self._package, self._layout, self._package.schedule
-        query_statistics, key_statistics = self._query_statistics, self._key_statistics
-        rows, keys = q.shape[0], k.shape[0]
-        trip, self._trip = self._trip, None  # of which nothing is held here any longer
-        assert trip is not None
-        positives = _positives(package, layout, self._labels, q.device)
-        queries, positive = view(query_statistics), query_statistics[2:]
-        started, fresh = self._take_started(), bool(rows and keys)
-        for owner in trip:
-            valid = layout.keys[owner]
-            if not (rows and valid):
-                continue
-            block = None if trip.accumulator is None else view(trip.accumulator).panel(0, valid)
-            visiting, offset = panel(trip.parcels[0], 0, valid), layout.key_offset(owner)
-            arguments = (q, visiting, scale, bias, positives, offset, queries, block, positive)
-            how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive}
-            schedule.forward_block(*arguments, **how, started=started)
-            started, fresh = started and (started[0], None), False
-        del started  # its memory is for the loss
-        trip.arrive()
-        own = None
-        if trip.accumulator is not None:
-            own = view(trip.accumulator).panel(0, keys)
-            if isinstance(trip, rings.Rotation) or not self._differentiated:
-                panel_columns(key_statistics, 0, keys).copy_(panel_columns(trip.accumulator, 0, keys))
-        loss = _loss(package, layout, queries, own, positive, scale, bias, self._options)
-        sizes = torch.tensor(
-            list(zip(layout.rows, layout.keys, [self._call] * self._ring.size, strict=True)),
-            dtype=torch.int64,
-        )
-        return loss, Saved(query_statistics, key_statistics, self._stash, sizes)
-
-
-def start(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-) -> Started:
-    """The `forward` with these arguments, begun; q and k may be of any dtype: they are cast. Errors of `forward` come
-    here or at `finish`."""
-    ring = rings.find_ring(options.group_name)
-    arguments = (q, k, scale, bias, labels, options, gradients)
-    return _StartedAlone(package, *arguments) if ring is None else _StartedInRing(package, ring, *arguments)
-
-
-def forward(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-) -> tuple[Tensor, Saved]:
+def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """This rank's loss (0-dim, statistics dtype) and what backward needs.
 
-    q (m, D), k (n, D) of the package's dtype on one device, any strides, m and n possibly 0 in a ring; scale, bias
-    0-dim, statistics dtype, on that device; labels int64 (m,), global, or None; `gradients`: bits of the inputs that
-    want one, 0 if none does. Raises, on every rank, ValueError for sizes that the package cannot take and RuntimeError
-    where ranks disagree.
+    `call` is cast; over several ranks m and n may be 0. `gradients`: bits of q, k, scale and bias for those that want
+    one. Raises, on every rank, ValueError for sizes that the package cannot take and RuntimeError where ranks disagree.
     """
-    return start(package, q, k, scale, bias, labels, options, gradients).finish()
+    q, k, scale, bias = call[:4]
+    group = find_group(call.options.group_name)
+    if group is None:
+        layout, trips = agreement.layout_alone(package, call), 0
+    else:
+        trips = group.trips
+        layout = agreement.layout_over(package, group, call, gradients)
+    rows, keys, size = q.shape[0], k.shape[0], len(layout.rows)
+    with _device_state(package, q.device):
+        # First, before any kernel: a copy of labels from the host would wait for it.
+        positives = _positives(package, call, layout)
+        shape, columns = kept_sizes(package, size, rows, keys, bool(gradients))
+        query_statistics, key_statistics = _statistics(package, q, columns)
+        stash = q.new_empty(shape)
+        queries, positive, own = view(query_statistics), query_statistics[2:], None
+        table = _table(package, layout, bool(gradients))
+        tensors = _tensors(package, table, layout, k, key_statistics, stash)
+        trip = Trip(group, table, "forward", layout, tensors)
+        scratch, fresh = package.schedule.forward_scratch(q, max(layout.keys)), True
+        tiles = stash if group is None and 0 not in shape else None
+        for owner in trip:
+            visiting = trip["keys"]
+            if not (rows and visiting.shape[0]):
+                continue
+            block = view(trip["key statistics"]) if package.loss.HAS_KEYS else None
+            arguments = (
+                q,
+                visiting,
+                scale,
+                bias,
+                positives,
+                layout.key_offset(owner),
+                queries,
+                block,
+                positive,
+            )
+            how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive, "stash": tiles}
+            package.schedule.forward_block(*arguments, **how, scratch=scratch)
+            fresh = False
+        if fresh:
+            clear(query_statistics[:2])  # no block has written to them
+        if package.loss.HAS_KEYS:
+            finished, mine = trip.home("key statistics"), panel_columns(key_statistics, 0, keys)
+            if table.transport == "ring":
+                mine.copy_(finished)
+            own = view(finished)
+        del scratch, trip, tensors  # their memory is for the loss
+        loss = _loss(package, call, layout, queries, own, positive)
+    if group is None:
+        sizes = q.new_empty((0, 3), dtype=torch.int64)
+    else:
+        sizes = torch.tensor(
+            list(zip(layout.rows, layout.keys, [trips] * size, strict=True)), dtype=torch.int64
+        )
+    return loss, Saved(query_statistics, key_statistics, stash, sizes)
 
 
 def _statistics(package: Package, q: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -236,53 +105,51 @@ def _statistics(package: Package, q: Tensor, columns: int) -> tuple[Tensor, Tens
 
 def _loss(
     package: Package,
+    call: Call,
     layout: Layout,
     queries: Statistics,
     keys: Statistics | None,
     positive: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    options: Options,
 ) -> Tensor:
     """This rank's part of the loss, from the statistics of its rows and keys."""
     if package.labelled:
         # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
         queries.mantissa.add_(positive[0] * 0.0)
-    weight = _weight(layout, options)
-    loss: Tensor = package.schedule.loss_terms(queries, keys, positive, scale, bias, weight, weight)
+    weight = _weight(layout, call.options)
+    loss: Tensor = package.schedule.loss_terms(queries, keys, positive, call.scale, call.bias, weight, weight)
     return loss
 
 
-def _forward_trip(
-    package: Package,
-    ring: rings.Ring,
-    layout: Layout,
-    k: Tensor,
-    key_statistics: Tensor,
-    stash: Tensor,
-    gradients: bool,
-    agree: rings.Agreeing | None,
-) -> rings.ForwardRotation | ForwardGather:
-    """How the keys of all ranks come to this one: as the plan has it, where there are as many ranks as planned."""
-    dtype, route = package.schedule.STATISTICS_DTYPE, package.route.over(ring.size)
-    if route.transport == "gather":
-        if not gradients:  # nothing is kept
-            stash = k.new_empty((sum(layout.keys), package.dim))
-            key_statistics = k.new_empty((2, sum(layout.keys)), dtype=dtype)
-        statistics, add_up = None, None
-        if package.loss.HAS_KEYS:
-            statistics, add_up = key_statistics, package.schedule.merge_ranks
-        return ForwardGather(ring, layout, k, stash, statistics, add_up, agree)
-    keys, largest = k.shape[0], max(layout.keys)
-    kept = gradients and route.keeps and largest <= _room(package, ring.size)
-    sums = finished = None
+def _table(package: Package, layout: Layout, kept: bool) -> Table:
+    """Who sends what when, for as many ranks as there are; `kept`: forward keeps what backward reads, or has kept it.
+    The same on every rank."""
+    table = package.table.over(len(layout.rows))
+    if table.keeps and not (kept and max(layout.keys) <= _room(package, table.world_size)):
+        return dataclasses.replace(table, keeps=False)
+    return table
+
+
+def _tensors(
+    package: Package, table: Table, layout: Layout, k: Tensor, key_statistics: Tensor, stash: Tensor
+) -> Tensors:
+    """What travels, and where it stays for backward: in `Saved.key_statistics` and `Saved.stash`."""
+    keys, own, kept = k.shape[0], {"keys": k}, {}
     if package.loss.HAS_KEYS:
-        sums = k.new_empty((2, largest), dtype=dtype)
-        if not layout.rows[ring.rank]:  # no work replaces what it holds
-            clear(sums)
-        finished = key_statistics[:, keys : keys + largest] if kept else None
-    last = [stash[:largest]] if kept else None
-    return rings.ForwardRotation(ring, route, [k], largest, last, sums, finished, agree)
+        own["key statistics"] = panel_columns(key_statistics, 0, keys)
+    dtypes = {"features": k.dtype, "statistics": package.schedule.STATISTICS_DTYPE}
+    if table.keeps:
+        largest = max(layout.keys)
+        kept["keys"] = panel(stash, 0, largest)
+        if package.loss.HAS_KEYS:
+            kept["key statistics"] = key_statistics[:, keys : keys + largest]
+    if table.transport != "gather":
+        return Tensors(own, kept, dtypes)
+    total = sum(layout.keys)
+    if not stash.numel():  # nothing stays
+        stash = k.new_empty((total, package.dim))
+        key_statistics = k.new_empty((2, total), dtype=dtypes["statistics"])
+    kept = {"keys": stash, "key statistics": key_statistics}
+    return Tensors(own, kept, dtypes, lambda parts, sums: package.schedule.merge_ranks(parts, view(sums)))
 
 
 def _room(package: Package, ranks: int) -> int:
@@ -303,84 +170,53 @@ def kept_sizes(
     if gradients and ranks == 1:
         shape = package.schedule.stash_shape(rows, keys)
     elif gradients:
-        route, room = package.route.over(ranks), _room(package, ranks)
-        if route.transport == "gather":
+        table, room = package.table.over(ranks), _room(package, ranks)
+        if table.transport == "gather":
             shape, keys = (package.key_count, package.dim), package.key_count
-        elif route.keeps:
+        elif table.keeps:
             shape, keys = (room, package.dim), keys + room
     return shape or (0,), keys if package.loss.HAS_KEYS else 0
 
 
 def backward(
-    package: Package,
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    saved: Saved,
-    options: Options,
+    package: Package, call: Call, saved: Saved, upstream: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq (m, D), dk (n, D) in the features' dtype or `unrounded`, dscale, dbias 0-dim in the statistics dtype), times
     `upstream`, the gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it, in
     one order where there are several; else all raise RuntimeError."""
-    ring = rings.find_ring(options.group_name)
-    rows, keys = q.shape[0], k.shape[0]
-    if ring is None:
-        layout = Layout.alone(rows, keys)
-    else:
+    group, rows = find_group(call.options.group_name), call.q.shape[0]
+    layout, agree = Layout.alone(rows, call.k.shape[0]), None
+    if group is not None:
         sizes = saved.layout.tolist()
-        layout = Layout(ring.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
+        layout = Layout(group.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
 
-        def ask() -> rings.Agreeing:
+        def agree() -> None:
             # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
-            header = agreement.header(package, q, k, labels, options)
-            answers = ring.ask(header, "backward", call=sizes[0][2])
-            return lambda: agreement.compare(answers())
+            header = agreement.header(package, call)
+            agreement.compare(group.ask(header, "backward", call=sizes[0][2])())
 
-    with _device_state(package, q.device):
-        weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
-        positives = _positives(package, layout, _labels_on(q.device, labels), q.device)
-        sweep = _Backward(package, q, k, scale, bias, positives, saved)
-        if ring is None:
-            dq, dk = sweep.alone(weighting)
-        else:
-            dq, dk = sweep.over(weighting, ring, layout, ask)
+    with _device_state(package, call.q.device):
+        weighting = _Weighting(package, call, layout, upstream)
+        sweep = _Backward(package, call, _positives(package, call, layout), saved)
+        dq, dk = sweep.gradients(weighting, group, layout, agree)
         return dq, dk, *weighting.scalars(rows)
 
 
-def gradient_sums(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    saved: Saved,
-) -> tuple[Tensor, Tensor]:
+def gradient_sums(package: Package, call: Call, saved: Saved) -> tuple[Tensor, Tensor]:
     """The part of `backward` before `weighted`, of a group of one and for all rows at once: the sums for dq (m, D) and
     dk (n, D), in the statistics dtype."""
-    with _device_state(package, q.device):
-        layout = Layout.alone(q.shape[0], k.shape[0])
-        positives = _positives(package, layout, _labels_on(q.device, labels), q.device)
-        return _Backward(package, q, k, scale, bias, positives, saved).sums()
+    with _device_state(package, call.q.device):
+        layout = Layout.alone(call.q.shape[0], call.k.shape[0])
+        return _Backward(package, call, _positives(package, call, layout), saved).sums()
 
 
 def weighted(
-    package: Package,
-    sums: tuple[Tensor, Tensor],
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    options: Options,
+    package: Package, call: Call, sums: tuple[Tensor, Tensor], upstream: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rest of `backward`: its results, in fresh tensors, from what `gradient_sums` gave for the same inputs."""
-    layout = Layout.alone(q.shape[0], k.shape[0])
+    q, k = call.q, call.k
     with _device_state(package, q.device):
-        weighting = _Weighting(package, q, scale, bias, upstream, _weight(layout, options), options.unrounded)
+        weighting = _Weighting(package, call, Layout.alone(q.shape[0], k.shape[0]), upstream)
         dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k))
         weighting.queries(sums[0], q, dq)
         weighting.keys(sums[1], k, dk)
@@ -393,29 +229,20 @@ class _Weighting:
     `dtype` is that of dq and dk.
     """
 
-    def __init__(
-        self,
-        package: Package,
-        q: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        upstream: Tensor,
-        weight: float,
-        unrounded: bool,
-    ) -> None:
+    def __init__(self, package: Package, call: Call, layout: Layout, upstream: Tensor) -> None:
         self._schedule, self._statistics_dtype = package.schedule, package.schedule.STATISTICS_DTYPE
-        self._arguments = (q, scale, bias, upstream, weight)
-        self.dtype = self._statistics_dtype if unrounded else q.dtype
+        self._call, self._upstream, self._weight = call, upstream, _weight(layout, call.options)
+        self.dtype = self._statistics_dtype if call.options.unrounded else package.dtype
 
     # Made at first use, behind the sweep's launches: before them they take the host 30 us.
     @functools.cached_property
     def _factors(self) -> tuple[Tensor, Tensor, Tensor, float]:
-        _, scale, bias, upstream, weight = self._arguments
-        return scale, bias, upstream.to(self._statistics_dtype).contiguous(), weight
+        upstream = self._upstream.to(self._statistics_dtype).contiguous()
+        return self._call.scale, self._call.bias, upstream, self._weight
 
     @functools.cached_property
     def _dots(self) -> Tensor:
-        q = self._arguments[0]
+        q = self._call.q
         return q.new_empty(-(-q.shape[0] // self._schedule.FINISH_ROWS), dtype=self._statistics_dtype)
 
     def queries(self, total: Tensor, q: Tensor, out: Tensor, start: int = 0) -> None:
@@ -433,143 +260,94 @@ class _Weighting:
         return found
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Backward:
     """The arguments of the backward sweep, and its drivers."""
 
     package: Package
-    q: Tensor
-    k: Tensor
-    scale: Tensor
-    bias: Tensor
+    call: Call
     positives: Tensor | int
     saved: Saved
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """One device, all rows at once: the unweighted sums."""
-        rows, keys = self.q.shape[0], self.k.shape[0]
-        total = self.q.new_empty((keys + rows, self.q.shape[1]), dtype=self.package.schedule.STATISTICS_DTYPE)
-        dk_sum, dq_sum = total[:keys], total[keys:]
+        rows, keys = self.call.q.shape[0], self.call.k.shape[0]
+        room = self._room(keys)
+        total = self.call.q.new_empty(
+            (room + rows, self.call.q.shape[1]), dtype=self.package.schedule.STATISTICS_DTYPE
+        )
+        dk_sum, dq_sum = total[:room], total[room:]
         stash = self.saved.stash if self.saved.stash.numel() else None
         how = {"fresh_dq": True, "fresh_dk": True, "stash": stash}
-        self._block(0, rows, self.k, 0, self._key_statistics(), dq_sum, dk_sum, **how)
-        return dq_sum, dk_sum
+        self._block(0, rows, self.call.k, 0, self._key_statistics(), dq_sum, dk_sum, **how)
+        return dq_sum, panel(dk_sum, 0, keys)
 
-    def alone(self, weighting: _Weighting) -> tuple[Tensor, Tensor]:
-        """One device. The query gradient of PANEL_ROWS rows at a time accumulates in the statistics dtype."""
-        schedule, q, k = self.package.schedule, self.q, self.k
-        step = min(schedule.PANEL_ROWS, q.shape[0])
-        # By shape, not `empty_like`: results are contiguous, and inputs need not be.
-        dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k))
-        in_place = weighting.dtype == schedule.STATISTICS_DTYPE
-        dk_sum, dq_panel = dk, None
-        if not in_place:  # one allocation: the allocator may round each up by 1 MiB
-            sums = q.new_empty((k.shape[0] + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
-            dk_sum, dq_panel = sums[: k.shape[0]], sums[k.shape[0] :]
-        keys, scratch = self._key_statistics(), schedule.backward_scratch(step, k.shape[0], q.device)
-        for start in range(0, q.shape[0], step):
-            stop = min(start + step, q.shape[0])
-            out = dq[start:stop]
-            total = out if dq_panel is None else dq_panel[: stop - start]
-            tiles = self.saved.stash[start:stop]
-            how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": tiles if tiles.numel() else None}
-            self._block(start, stop, k, 0, keys, total, dk_sum, scratch=scratch, **how)
-            weighting.queries(total, q[start:stop], out, start)
-        weighting.keys(dk_sum, k, dk)
-        return dq, dk
-
-    def _key_statistics(self) -> Statistics | None:
-        return view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
-
-    def over(
-        self, weighting: _Weighting, ring: rings.Ring, layout: Layout, ask: Callable[[], rings.Agreeing]
+    def gradients(
+        self, weighting: _Weighting, group: Group | None, layout: Layout, agree: Callable[[], None] | None
     ) -> tuple[Tensor, Tensor]:
-        """Several ranks. Sums for all rows, then the results: of the queries while a gather's sums for dk come home."""
-        q, k = self.q, self.k
-        dq_sum = q.new_empty(q.shape, dtype=self.package.schedule.STATISTICS_DTYPE)
-        route = self.package.route.over(ring.size)
-        if (
-            route.transport == "gather" and not self.saved.stash.numel()
-        ):  # a graph that was traced without gradients
-            route = Route.flat(ring.size, keeps=False)
-        if route.transport == "gather":
-            home = self._gather(ring, layout, ask, dq_sum)
+        """dq and dk. On one device the sums for dq are of PANEL_ROWS rows at a time. Over several ranks they are of all
+        rows; the queries' results are written while a gather's sums for dk come home."""
+        package, schedule, q, k = self.package, self.package.schedule, self.call.q, self.call.k
+        rows, keys, alone = q.shape[0], k.shape[0], group is None
+        step = min(schedule.PANEL_ROWS, rows) if alone else rows
+        table = _table(package, layout, bool(self.saved.stash.numel()))
+        if table.transport == "gather" and not self.saved.stash.numel():  # traced without gradients
+            table = dataclasses.replace(table, transport="ring")
+        tensors = _tensors(package, table, layout, k, self.saved.key_statistics, self.saved.stash)
+        in_place = weighting.dtype == schedule.STATISTICS_DTYPE
+        if alone:
+            # By shape, not `empty_like`: results are contiguous, and inputs need not be.
+            total, room = q.new_empty(q.shape, dtype=weighting.dtype), self._room(keys)
+            dq, sums = total, k.new_empty((room if in_place else keys, k.shape[1]), dtype=weighting.dtype)
+            dk = panel(sums, 0, keys)
+            if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
+                both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+                sums, total = both[:room], both[room:]
+            tensors = tensors._replace(own={**tensors.own, "key gradients": panel(sums, 0, keys)})
         else:
-            home = self._rotate(ring, route, layout, ask, dq_sum)
-        in_place = weighting.dtype == dq_sum.dtype
-        dq = dq_sum if in_place else q.new_empty(q.shape)
-        if q.shape[0]:
-            weighting.queries(dq_sum, q, dq)
-        dk_sum = home()
-        del home
-        dk = dk_sum if in_place else k.new_empty(k.shape)
-        if k.shape[0]:
+            total = q.new_empty(q.shape, dtype=schedule.STATISTICS_DTYPE)
+        trip, scratch, fresh = Trip(group, table, "backward", layout, tensors, agree), None, True
+        del tensors
+        for owner in trip:
+            visiting = trip["keys"]
+            if not (rows and visiting.shape[0]):
+                continue
+            if scratch is None:
+                scratch = schedule.backward_scratch(step, max(layout.keys), q.device)
+            statistics = view(trip["key statistics"]) if package.loss.HAS_KEYS else None
+            dk_sum, offset = sums if alone else trip["key gradients"], layout.key_offset(owner)
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                own = panel(total, start if len(total) == rows else 0, stop - start)
+                tiles = self.saved.stash[start:stop] if alone else None
+                how = {"fresh_dq": fresh, "fresh_dk": trip.fresh and start == 0, "arrive": trip.arrive}
+                how["stash"] = tiles if tiles is not None and tiles.numel() else None
+                self._block(start, stop, visiting, offset, statistics, own, dk_sum, **how, scratch=scratch)
+                if alone:
+                    weighting.queries(own, q[start:stop], dq[start:stop], start)
+            fresh = False
+        del scratch  # its memory is for the results
+        if not alone:
+            if fresh:
+                total.zero_()  # no block has written to it
+            dq = total if in_place else q.new_empty(q.shape)
+            if rows:
+                weighting.queries(total, q, dq)
+        dk_sum = trip.home("key gradients")
+        del trip
+        if not alone:
+            dk = dk_sum if in_place else k.new_empty(k.shape)
+        if keys:
             weighting.keys(dk_sum, k, dk)
         return dq, dk
 
-    def _rotate(
-        self,
-        ring: rings.Ring,
-        route: Route,
-        layout: Layout,
-        ask: Callable[[], rings.Agreeing],
-        dq_sum: Tensor,
-    ) -> Callable[[], Tensor]:
-        """Unweighted sums for dq; what gives those for dk, which are home."""
-        k, keys, largest, saved = self.k, self.k.shape[0], max(layout.keys), self.saved
-        has_keys, own, last, away = self.package.loss.HAS_KEYS, [k], None, []
-        if has_keys:
-            own.append(saved.key_statistics[:, :keys])
-        if saved.stash.numel() and largest <= _room(self.package, ring.size):
-            last = [panel(saved.stash, 0, largest)]
-            if has_keys:
-                kept = saved.key_statistics[:, keys : keys + largest]
-                # Between two ranks it does not travel; rows of more columns are not contiguous.
-                last.append(kept.contiguous() if ring.size > 2 else kept)
-        else:
-            away = [k.new_empty((largest, self.package.dim))]
-            away[0][:keys].copy_(k)
-            if has_keys:
-                away.append(k.new_empty((2, largest), dtype=dq_sum.dtype))
-                away[1][:, :keys].copy_(own[1])
-        # The first work replaces what the sums hold; a rank without queries has none.
-        new = k.new_empty if self.q.shape[0] else k.new_zeros
-        dk_sum = new((largest, self.package.dim), dtype=dq_sum.dtype)
-        rotation = rings.BackwardRotation(ring, route, own, last, away, dk_sum, agree=lambda: ask()())
-        del own, last, away, dk_sum
-        self._sweep(rotation, layout, dq_sum)
+    def _room(self, keys: int) -> int:
+        """Rows of the sums for dk of so many keys, with what library products write behind them."""
+        multiple: int = self.package.schedule.LIBRARY_MULTIPLE
+        return -(-keys // multiple) * multiple
 
-        def home() -> Tensor:
-            assert rotation.accumulator is not None
-            return rotation.accumulator[:keys]
-
-        return home
-
-    def _gather(
-        self, ring: rings.Ring, layout: Layout, ask: Callable[[], rings.Agreeing], dq_sum: Tensor
-    ) -> Callable[[], Tensor]:
-        """The same, from the keys that the forward has kept."""
-        statistics = self.saved.key_statistics if self.package.loss.HAS_KEYS else None
-        gather = BackwardGather(ring, layout, self.saved.stash, statistics, dq_sum.dtype, ask)
-        self._sweep(gather, layout, dq_sum)
-        return gather.settle
-
-    def _sweep(self, trip: rings.BackwardRotation | BackwardGather, layout: Layout, dq_sum: Tensor) -> None:
-        rows, fresh, scratch = self.q.shape[0], True, None
-        for owner in trip:
-            valid = layout.keys[owner]
-            if not (rows and valid):
-                continue
-            assert trip.accumulator is not None
-            statistics = view(trip.parcels[1]).panel(0, valid) if self.package.loss.HAS_KEYS else None
-            visiting, total = panel(trip.parcels[0], 0, valid), panel(trip.accumulator, 0, valid)
-            if scratch is None:
-                scratch = self.package.schedule.backward_scratch(rows, max(layout.keys), self.q.device)
-            how = {"arrive": trip.arrive, "fresh_dq": fresh, "fresh_dk": trip.fresh, "scratch": scratch}
-            self._block(0, rows, visiting, layout.key_offset(owner), statistics, dq_sum, total, **how)
-            fresh = False
-        if fresh:
-            dq_sum.zero_()  # no block has written to it
+    def _key_statistics(self) -> Statistics | None:
+        return view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
 
     def _block(
         self,
@@ -585,26 +363,22 @@ class _Backward:
         positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
         statistics, rows = self.saved.query_statistics, stop - start
         self.package.schedule.backward_block(
-            panel(self.q, start, rows), k, self.scale, self.bias, positives, key_offset,
+            panel(self.call.q, start, rows), k, self.call.scale, self.call.bias, positives, key_offset,
             view(statistics).panel(start, rows), keys, panel_columns(statistics[2:], start, rows),
             dq_sum, dk_sum, **how,
         )  # fmt: skip
 
 
-def _labels_on(device: torch.device, labels: Tensor | None) -> Tensor | None:
-    """The labels on this device, contiguous: kernels read them one after another."""
-    return None if labels is None else labels.to(device).contiguous()
-
-
-def _positives(package: Package, layout: Layout, labels: Tensor | None, device: torch.device) -> Tensor | int:
-    """The global index of each query's positive: an int64 tensor, or for "diagonal" losses that of local row 0.
-    `labels`, if given, are on `device`."""
-    offset = layout.row_offset()
+def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:
+    """The global index of each query's positive: an int64 tensor beside the features, contiguous since kernels read one
+    after another, or for "diagonal" losses that of local row 0."""
+    own = call.options.labelling == "own"
+    offset = layout.key_offset(layout.rank) if own else layout.row_offset()
     if not package.labelled:
         return offset
-    if labels is None:
-        return torch.arange(offset, offset + layout.rows[layout.rank], device=device)
-    return labels
+    if call.labels is None:
+        return torch.arange(offset, offset + call.q.shape[0], device=call.q.device)
+    return call.labels.to(call.q.device).contiguous()
 
 
 def _weight(layout: Layout, options: Options) -> float:

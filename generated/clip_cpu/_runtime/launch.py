@@ -3,6 +3,7 @@ kernel starts."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -51,20 +52,43 @@ class Descriptor(NamedTuple):
     block_shape: list[int]
     padding: str = "zero"
     round_f32_to_tf32: bool = False
+    layout: Any = None  # of a block in shared memory, which Gluon's kernels are told
 
 
-def descriptor(x: Tensor, block: list[int]) -> Descriptor:
+def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Descriptor:
     """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns)."""
-    return Descriptor(x, x.shape, x.stride(), block)
+    return Descriptor(x, x.shape, x.stride(), block, layout=layout)
 
 
 def _checked(x: Any) -> Any:
     """A kernel's argument as Triton takes it where it compiles and interprets."""
     if type(x) is not Descriptor:
         return x
+    if x.layout is not None:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        return GluonDescriptor(x.base, list(x.shape), list(x.strides), x.block_shape, x.layout)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x.base, x.shape, x.strides, x.block_shape)
+
+
+@functools.cache
+def runs_hopper_kernels(device: torch.device) -> bool:
+    """Whether this is a Hopper GPU and the installed Triton has Gluon under the names that hopper.py uses: 3.6 and 3.7
+    do. Elsewhere the kernels of kernels.py do its work."""
+    if (
+        INTERPRETED
+        or device.type != "cuda"
+        or torch.version.hip
+        or torch.cuda.get_device_capability(device) != (9, 0)
+    ):
+        return False
+    try:
+        from triton.experimental.gluon.language.nvidia.hopper import tma
+    except ImportError:
+        return False
+    return hasattr(tma, "async_copy_global_to_shared")
 
 
 def panel(x: Tensor, start: int, rows: int) -> Tensor:
@@ -90,12 +114,17 @@ def operands(
     return Operand(q, q.stride(0), q.stride(1)), Operand(k, k.stride(0), k.stride(1)), False
 
 
-def library_legal(x: Tensor) -> bool:
-    """Whether the matrix library takes `x` as it is; otherwise torch would copy it, outside the memory plan."""
+def read_in_place(x: Tensor) -> bool:
+    """Whether a matrix product reads `x` as it is; otherwise torch would copy it, outside the memory plan."""
     rows, columns = x.shape
     return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (
         x.stride(0) == 1 and x.stride(1) >= max(1, rows)
     )
+
+
+def library_legal(x: Tensor) -> bool:
+    """Whether the GPU's matrix library takes `x`; the interpreter runs the kernel instead."""
+    return x.is_cuda and read_in_place(x)
 
 
 Launcher = Callable[[tuple[int, int, int], int, list[Any]], None]  # of a grid, a stream and arguments
@@ -105,13 +134,15 @@ _launchers: dict[tuple[Any, ...], tuple[Launcher, Any]] = {}  # with the kernel,
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)` of tensors on the current device, faster from the second time on: small
-    batches wait for the host.
+    batches wait for the host. Arguments may all be given by name, in any order.
 
     Triton binds, specialises and looks up anew at every launch; here the compiled kernel is kept for all arguments that
     it would specialise alike: integers that are 1, divisible by 16 or wider than 32 bits, and type and alignment of
     pointers (on ROCm also whether 32-bit offsets reach all of it). On the host of an H200 that has waited for its
     device a launch takes 14 to 40 us; of tensors, and through Triton's hooks, it took 20 to 67.
     """
+    if not arguments:
+        arguments = tuple([options.pop(name) for name in kernel.arg_names if not name.isupper()])
     if INTERPRETED:
         kernel[grid](*map(_checked, arguments), **options)
         return

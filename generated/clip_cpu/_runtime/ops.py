@@ -15,71 +15,74 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import engine, replay
-from .package import Options, Package, Saved
-from .ring import group_size
+from . import agreement, engine, replay
+from .group import group_size
+from .package import Call, Options, Package, Saved
 
 _FORWARD = (
     "(Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, str group_name, str grad_sync, str reduction, "
-    "str check_ranks, int gradients) -> (Tensor loss, Tensor query_statistics, Tensor key_statistics, Tensor stash, "
-    "Tensor layout)"
+    "str check_ranks, str labelling, int gradients) -> (Tensor loss, Tensor query_statistics, Tensor key_statistics, "
+    "Tensor stash, Tensor layout)"
 )
 _BACKWARD = (
     "(Tensor upstream, Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, Tensor query_statistics, "
     "Tensor key_statistics, Tensor stash, Tensor layout, str group_name, str grad_sync, str reduction, "
-    "str check_ranks) "
-    "-> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
+    "str check_ranks, str labelling) -> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
 )
 
+
+_REFUSE = "(str error, str message, str group_name) -> Tensor"
 
 _libraries: list[torch.library.Library] = []  # operators live as long as theirs
 
 
 class Operators(NamedTuple):
-    """`forward` is differentiable in q, k, scale and bias, once. Arguments as in the schemas above."""
+    """`forward` is differentiable in q, k, scale and bias, once. `refuse` raises, when a graph runs, what was wrong
+    with the arguments at its tracing. Arguments as in the schemas above."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    refuse: Callable[..., Any]
 
 
-class _Loss(torch.autograd.Function):
-    """The loss of plain tensors, differentiable in q, k, scale and bias, once."""
+class _OfOneBatch(torch.autograd.Function):
+    """A function that says what to do instead of what it cannot."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        package: Package,
-        options: Options,
-        gradients: int,
-        started: engine.Started | None,
-    ) -> Tensor:
+    def vmap(*_: object) -> Any:
+        raise RuntimeError("vmap over batches of the loss is not supported: call it once for each batch")
+
+    @staticmethod
+    def jvp(*_: object) -> Any:
+        raise NotImplementedError(
+            "the loss has no forward-mode derivatives: use backward, torch.func.grad or vjp"
+        )
+
+
+class _Loss(_OfOneBatch):
+    """The loss of plain tensors, differentiable in q, k, scale and bias, once. Inputs: a `Call`'s, the package, and
+    bits of the gradients wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         # With `ctx` here, and no setup_context, torch does not look up this signature at each call: 65 us of the host.
-        if started is None:
-            features = package.cast(q, k)
-            loss, saved = replay.forward(package, *features, scale, bias, labels, options, gradients)
-        else:
-            loss, saved = started.finish()
+        *call, package, gradients = inputs
+        loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, scale, bias, labels, *saved)
-        ctx.package, ctx.options = package, options
+        ctx.save_for_backward(*call[:5], *saved)
+        ctx.options, ctx.package = call[5], package
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *unused: object) -> Any:
-        q, k, scale, bias, labels, *saved = ctx.saved_tensors
+        tensors = ctx.saved_tensors
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        package: Package = ctx.package
-        tensors = (upstream, *package.cast(q, k), scale, bias)
+        call = Call(*(*tensors[:5], ctx.options)).cast(ctx.package)
         if torch.is_grad_enabled():  # create_graph
-            gradients: Any = _Gradients.apply(*tensors, labels, package, Saved(*saved), ctx.options)
+            gradients: Any = _Gradients.apply(upstream, *call, ctx.package, Saved(*tensors[5:]))
         else:
-            gradients = replay.backward(package, *tensors, labels, Saved(*saved), ctx.options)
+            gradients = replay.backward(ctx.package, call, Saved(*tensors[5:]), upstream)
         wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
         return (*wanted, *(None,) * (len(ctx.needs_input_grad) - 4))
 
@@ -89,8 +92,8 @@ class _TransformedLoss(_Loss):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        q, k = inputs[5].cast(*inputs[:2])
-        loss, saved = replay.forward(inputs[5], q, k, *inputs[2:5], *inputs[6:])
+        *call, package, gradients = inputs
+        loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
         return (loss, *saved)
 
     @staticmethod
@@ -98,29 +101,20 @@ class _TransformedLoss(_Loss):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:5], *output[1:])
-        ctx.package, ctx.options = inputs[5:7]
+        ctx.options, ctx.package = inputs[5:7]
 
 
-class _Gradients(torch.autograd.Function):
-    """The gradients of the loss, which have none of their own."""
+class _Gradients(_OfOneBatch):
+    """The gradients of the loss, which have none of their own. Inputs: upstream, a `Call`'s, the package, `Saved`."""
 
     @staticmethod
-    def forward(
-        upstream: Tensor,
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        package: Package,
-        saved: Saved,
-        options: Options,
-    ) -> tuple[Tensor, ...]:
-        return replay.backward(package, upstream, q, k, scale, bias, labels, saved, options)
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        upstream, *call, package, saved = inputs
+        return replay.backward(package, Call(*call), saved, upstream)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.name = inputs[6].name
+        ctx.name = inputs[-2].name
 
     @staticmethod
     def backward(ctx: Any, *unused: object) -> Any:
@@ -131,49 +125,24 @@ def _twice(name: str) -> RuntimeError:
     return RuntimeError(f"trying to differentiate {name} twice: its gradient has no derivative")
 
 
-def differentiable(
-    package: Package,
-    operators: Operators,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """The loss of arguments that were checked and converted. Features of another dtype than the package's are cast, and
-    have their gradients in their own, not rounded to the package's in between."""
+def differentiable(package: Package, call: Call) -> Tensor:
+    """The loss of an accepted call. Features of another dtype than the package's are cast, and have their gradients in
+    their own, not rounded to the package's in between."""
     gradients = 0
     if torch.is_grad_enabled():
-        for bit, tensor in enumerate((q, k, scale, bias)):
+        for bit, tensor in enumerate(call[:4]):
             gradients |= int(tensor.requires_grad) << bit
     loss: Tensor
-    if traced(q, k, scale, bias):
-        loss = operators.forward(q, k, scale, bias, labels, *_in_schema(options), gradients)[0]
-        return loss
-    options = wanted(package, q, k, options)
-    if gradients or forward_ad._current_level >= 0:  # the function refuses forward-mode derivatives
-        inputs = (q, k, scale, bias, labels, package, options, gradients)
-        if torch._C._are_functorch_transforms_active():
-            loss = _TransformedLoss.apply(*inputs)[0]
-        else:
-            # First: autograd takes the host as long as it takes to start the first kernels.
-            started = replay.start(package, q, k, scale, bias, labels, options, gradients)
-            loss = _Loss.apply(*inputs, started)
+    if traced(*call[:4]):
+        # What else there is among the options follows from the features' dtype.
+        loss = package.operators.forward(*call[:5], *call.options[:5], gradients)[0]
+    elif torch._C._are_functorch_transforms_active():
+        loss = _TransformedLoss.apply(*call, package, gradients)[0]
+    elif gradients or forward_ad._current_level >= 0:  # the function refuses forward-mode derivatives
+        loss = _Loss.apply(*call, package, gradients)
     else:
-        loss = replay.forward(package, *package.cast(q, k), scale, bias, labels, options, gradients)[0]
+        loss = replay.forward(package, call.cast(package), gradients)[0]
     return loss
-
-
-def wanted(package: Package, q: Tensor, k: Tensor, options: Options) -> Options:
-    """The options for features as they are before they are cast."""
-    unrounded = not q.dtype == k.dtype == package.dtype
-    return options if unrounded == options.unrounded else options._replace(unrounded=unrounded)
-
-
-def _in_schema(options: Options) -> tuple[str, ...]:
-    """What an operator is given; the rest follows from the features' dtype."""
-    return options[:4]
 
 
 def traced(*tensors: Tensor) -> bool:
@@ -190,66 +159,27 @@ def register(package: Package) -> Operators:
     """The operators of a package, registered at its first import."""
     namespace = f"infcl_{package.digest[:16]}"
     registered = getattr(torch.ops, namespace)
-    if not (hasattr(registered, "forward") and hasattr(registered, "backward")):
+    if not all(hasattr(registered, name) for name in Operators._fields):
         _define(package, namespace)
-    return Operators(registered.forward.default, registered.backward.default)
+    return Operators(*(getattr(registered, name).default for name in Operators._fields))
 
 
 def _define(package: Package, namespace: str) -> None:
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        group_name: str,
-        grad_sync: str,
-        reduction: str,
-        check_ranks: str,
-        gradients: int,
-    ) -> tuple[Tensor, ...]:
-        options = Options(group_name, grad_sync, reduction, check_ranks)
-        features = package.cast(q, k)
-        loss, saved = replay.unrecorded_forward(package, *features, scale, bias, labels, options, gradients)
-        return (loss, *saved)
-
-    def backward(
-        upstream: Tensor,
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        query_statistics: Tensor,
-        key_statistics: Tensor,
-        stash: Tensor,
-        layout: Tensor,
-        group_name: str,
-        grad_sync: str,
-        reduction: str,
-        check_ranks: str,
-    ) -> tuple[Tensor, ...]:
-        saved = Saved(query_statistics, key_statistics, stash, layout)
-        options = wanted(package, q, k, Options(group_name, grad_sync, reduction, check_ranks))
-        inputs = (upstream, *package.cast(q, k), scale, bias, labels, saved, options)
-        dq, dk, *scalars = engine.backward(package, *inputs)
-        return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
-
     statistics = package.schedule.STATISTICS_DTYPE
 
-    def forward_shapes(
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        group_name: str,
-        grad_sync: str,
-        reduction: str,
-        check_ranks: str,
-        gradients: int,
-    ) -> tuple[Tensor, ...]:
-        size = group_size(group_name)
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        call = Call(*(*inputs[:5], Options(*inputs[5:10])))
+        loss, saved = replay.unrecorded_forward(package, call.cast(package), inputs[10])
+        return (loss, *saved)
+
+    def backward(*inputs: Any) -> tuple[Tensor, ...]:
+        upstream, q, k, *rest = inputs
+        call = Call(*(q, k, *rest[:3], Options(*rest[7:]))).cast(package)
+        dq, dk, *scalars = engine.backward(package, call, Saved(*rest[3:7]), upstream)
+        return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
+
+    def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        size, gradients = group_size(inputs[3]), inputs[-1]
         kept, columns = engine.kept_sizes(package, size, q.shape[0], k.shape[0], bool(gradients))
         return (
             q.new_empty((), dtype=statistics),
@@ -261,11 +191,14 @@ def _define(package: Package, namespace: str) -> None:
             ),
         )
 
-    def backward_shapes(
-        upstream: Tensor, q: Tensor, k: Tensor, scale: Tensor, *unused: object
-    ) -> tuple[Tensor, ...]:
+    def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:
         scalars = (q.new_empty((), dtype=statistics), q.new_empty((), dtype=statistics))
         return (q.new_empty(q.shape), k.new_empty(k.shape), *scalars)
+
+    def refuse_arguments(error: str, message: str, group_name: str) -> Tensor:
+        unknown: list[Any] = [*[None] * 5, Options(group_name)]
+        agreement.announce_rejection(package, Call(*unknown))
+        raise {"TypeError": TypeError, "ValueError": ValueError}[error](message)
 
     # By hand: `torch.library.custom_op` checks every result for aliases, which takes 1.4 ms a call in torch 2.11.
     library = torch.library.Library(namespace, "FRAGMENT")
@@ -273,6 +206,7 @@ def _define(package: Package, namespace: str) -> None:
     for name, schema, implementation, shapes in (
         ("forward", _FORWARD, forward, forward_shapes),
         ("backward", _BACKWARD, backward, backward_shapes),
+        ("refuse", _REFUSE, refuse_arguments, lambda *_: torch.empty((), dtype=statistics)),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, implementation, "CompositeExplicitAutograd")
@@ -290,10 +224,10 @@ def _define(package: Package, namespace: str) -> None:
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # torch's own error for a second backward without retain_graph
         if upstream is None:
-            return (None,) * 10
+            return (None,) * 11
         gradients = operators.backward.default(upstream, *tensors, *ctx.options)
         wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*wanted, *(None,) * 6)
+        return (*wanted, *(None,) * 7)
 
     def refuse(ctx: Any, *unused: object) -> None:
         raise _twice(package.name)

@@ -1,4 +1,4 @@
-"""What a generated package is to the runtime, how a call wants its result, and what backward needs of forward."""
+"""What a generated package is to the runtime, what a call is given, and what backward needs of forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .route import Route
+from .table import Table
 
 
 @dataclass(frozen=True)
@@ -23,36 +23,59 @@ class Package:
     batch_size: int
     key_count: int
     world_size: int  # planned
-    route: Route  # for that many ranks
+    table: Table  # of what these ranks send to each other
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
     replay: bool  # recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
+    split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
     loss: Any
     schedule: Any
+    operators: Any = None  # `ops.Operators`, which are made of the rest
 
     @property
     def labelled(self) -> bool:
         return bool(self.loss.POSITIVES == "label")
 
-    def cast(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The features in the package's dtype. By `to` also where they have it: it undoes what torch.func may have left
-        wrapped."""
-        return q.to(self.dtype), k.to(self.dtype)
-
 
 class Options(NamedTuple):
     """How a call wants its result: `grad_sync` "mean" or "sum" (docstring of engine.py); `reduction` "mean" or "sum"
-    (times M); `check_ranks` "first", "always" or "never" (`contrastive_loss`); `unrounded`: dq and dk in the statistics
-    dtype, as they are accumulated, for features that were wider before autocast."""
+    (times M); `check_ranks` "first", "always" or "never" (`contrastive_loss`); `labelling`: a query's positive is the
+    key of its global row ("none"), of its row of this rank ("own"), or what a tensor of labels says ("given");
+    `unrounded`: dq and dk in the statistics dtype, as they are accumulated, for features that were wider before
+    autocast."""
 
     group_name: str = ""
     grad_sync: str = "mean"
     reduction: str = "mean"
     check_ranks: str = "first"
+    labelling: str = "none"
     unrounded: bool = False
+
+
+class Call(NamedTuple):
+    """What a call is given on this rank. At first whatever the user has passed; `api.accepted` makes it what follows.
+
+    q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`
+    scale, bias          0-dim, in the statistics dtype, on that device
+    labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: Tensor
+    bias: Tensor
+    labels: Tensor | None
+    options: Options = Options()
+
+    def cast(self, package: Package) -> Call:
+        """The call with features in the package's dtype. Gradients of features that were wider are not rounded to it.
+        By `to` also where they have that dtype: it undoes what torch.func may have left wrapped."""
+        q, k, unrounded = self.q, self.k, not self.q.dtype == self.k.dtype == package.dtype
+        options = self.options._replace(unrounded=unrounded)
+        return self._replace(q=q.to(package.dtype), k=k.to(package.dtype), options=options)
 
 
 class Saved(NamedTuple):

@@ -8,7 +8,9 @@ LONGEST_STRIP = 32  # row blocks; longer ones are not faster, and visit more key
 
 
 @functools.cache
-def strip_blocks(row_blocks: int, key_blocks: int, strips: int, programs: int) -> int:
+def strip_blocks(
+    row_blocks: int, key_blocks: int, strips: int, programs: int, longest: int = LONGEST_STRIP
+) -> int:
     """Row blocks that one program walks: at most `strips` programs for each block of keys, in few and full rounds.
 
     A round is `programs` programs: as many as run at once, or for a ring, whose messages take multiprocessors away from
@@ -16,7 +18,7 @@ def strip_blocks(row_blocks: int, key_blocks: int, strips: int, programs: int) -
     end.
     """
     shortest = cdiv(row_blocks, strips)
-    longest = max(shortest, min(row_blocks, LONGEST_STRIP))
+    longest = max(shortest, min(row_blocks, longest))
 
     def cost(strip: int) -> float:
         return cdiv(key_blocks * cdiv(row_blocks, strip), programs) * (strip + 0.5)

@@ -13,6 +13,7 @@ would be lost.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .package import Options, Package, Saved
-from .ring import find_ring
+from .group import find_group
+from .package import Call, Options, Package, Saved
 
 # Equal calls before another recording; it doubles with each, from 1, so that alternating sizes record rarely.
 LONGEST_WAIT = 64
@@ -32,100 +33,51 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """What a graph depends on. Strides are not in it: it reads contiguous copies."""
+    """What a graph depends on: `options` also say whether there are labels. Strides are not in it: the graph reads
+    contiguous copies."""
 
     rows: int
     keys: int
-    labelled: bool
     options: Options
     stream: int
 
 
-def start(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-) -> engine.Started | None:
-    """The forward of a package that records nothing, begun; else None."""
-    if package.replay:
-        return None
-    return engine.start(package, q, k, scale, bias, labels, options, gradients)
-
-
-def forward(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-) -> tuple[Tensor, Saved]:
+def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """`engine.forward`, recorded where that is planned and possible."""
-    recorder = _recorder(package, q, labels, options)
-    if recorder is None or (_hooked() and _keeps_tiles(package, q, k, options)):
-        return unrecorded_forward(package, q, k, scale, bias, labels, options, gradients)
+    recorder = _recorder(package, call)
+    if recorder is None or (_hooked() and _keeps_tiles(package, call)):
+        return unrecorded_forward(package, call, gradients)
     with recorder.lock:
-        recording = recorder.next(_kind(q, k, labels, options))
+        recording = recorder.next(_kind(call))
         if recording is None:
-            return engine.forward(package, q, k, scale, bias, labels, options, gradients)
-        with _plain_tensors(q.device):
-            return recorder.attempt(lambda: recording.forward(q, k, scale, bias, labels))
+            return engine.forward(package, call, gradients)
+        with _plain_tensors(call.q.device):
+            return recorder.attempt(lambda: recording.forward(call))
 
 
-def unrecorded_forward(
-    package: Package,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    options: Options,
-    gradients: int,
-) -> tuple[Tensor, Saved]:
+def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """`engine.forward`. A recording that has a stash is given up for that of this call: the plan has one of them."""
-    recorder = _recorders.get((package.digest, q.device.index))
-    if (
-        recorder is not None
-        and gradients
-        and _keeps_tiles(package, q, k, options)
-        and not capturing(q.device)
-    ):
+    device = call.q.device
+    recorder = _recorders.get((package.digest, device.index))
+    if recorder is not None and gradients and _keeps_tiles(package, call) and not capturing(device):
         with recorder.lock:
             recorder.give_up()
-    return engine.forward(package, q, k, scale, bias, labels, options, gradients)
+    return engine.forward(package, call, gradients)
 
 
-def backward(
-    package: Package,
-    upstream: Tensor,
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    labels: Tensor | None,
-    saved: Saved,
-    options: Options,
-) -> Gradients:
+def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
     """`engine.backward`, recorded if the last forward was recorded for such a batch; that may have been another one."""
-    recorder = _recorder(package, q, labels, options)
+    recorder = _recorder(package, call)
     if recorder is not None and not saved.stash.numel():
         with recorder.lock:
-            recording = recorder.found(_kind(q, k, labels, options))
+            recording = recorder.found(_kind(call))
             if recording is not None:
-                with _plain_tensors(q.device):
-                    inputs = (upstream, q, k, scale, bias, labels, saved)
-                    return recorder.attempt(lambda: recording.backward(*inputs))
-    if package.replay and not saved.stash.numel() and _keeps_tiles(package, q, k, options):
+                with _plain_tensors(call.q.device):
+                    return recorder.attempt(lambda: recording.backward(call, saved, upstream))
+    if package.replay and not saved.stash.numel() and _keeps_tiles(package, call):
         # They went with a recording that was given up.
-        saved = unrecorded_forward(package, q, k, scale, bias, labels, options, 0b1111)[1]
-    return engine.backward(package, upstream, q, k, scale, bias, labels, saved, options)
+        saved = unrecorded_forward(package, call, 0b1111)[1]
+    return engine.backward(package, call, saved, upstream)
 
 
 class _Recording:
@@ -133,10 +85,9 @@ class _Recording:
 
     def __init__(self, package: Package, kind: Kind) -> None:
         self.kind = kind
-        self._package, self._options = package, kind.options
-        self._inputs: list[Tensor] = []  # q, k, scale, bias
-        self._labels: Tensor | None = None
-        # The graphs, and what they write, which is there when they are.
+        self._package = package
+        # What the graphs read and write, which is there when they are.
+        self._call: Call
         self._forward: torch.cuda.CUDAGraph | None = None
         self._loss: Tensor
         self._saved: Saved
@@ -144,13 +95,11 @@ class _Recording:
         self._sums: tuple[Tensor, Tensor]
         self._handed: Tensor | None = None  # statistics that came of what the graph's tensors hold now
 
-    def forward(
-        self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, labels: Tensor | None
-    ) -> tuple[Tensor, Saved]:
+    def forward(self, call: Call) -> tuple[Tensor, Saved]:
         if self._forward is None:
-            self._inputs = [x.new_empty(x.shape) for x in (q, k, scale, bias)]
-            self._labels = None if labels is None else labels.new_empty(labels.shape)
-        self._load(q, k, scale, bias, labels)
+            tensors: list[Any] = [None if x is None else x.new_empty(x.shape) for x in call[:5]]
+            self._call = Call(*(*tensors, call.options))
+        self._load(call)
         if self._forward is None:
             self._forward, (self._loss, self._saved) = _record(self._compute_forward, pool=None)
         self._forward.replay()
@@ -158,24 +107,15 @@ class _Recording:
         loss, query_statistics, key_statistics = (x.new_empty(x.shape) for x in results)
         torch._foreach_copy_([loss, query_statistics, key_statistics], results)
         self._handed = query_statistics.detach()
-        stash = q.new_empty(0)
+        stash = call.q.new_empty(0)
         return loss, self._saved._replace(
             query_statistics=query_statistics, key_statistics=key_statistics, stash=stash
         )
 
-    def backward(
-        self,
-        upstream: Tensor,
-        q: Tensor,
-        k: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        labels: Tensor | None,
-        saved: Saved,
-    ) -> Gradients:
+    def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
         if self._handed is None or saved.query_statistics.data_ptr() != self._handed.data_ptr():
-            self._load(q, k, scale, bias, labels)
+            self._load(call)
             if self._saved.stash.numel():
                 self._forward.replay()
             else:
@@ -185,20 +125,18 @@ class _Recording:
         if self._backward is None:
             self._backward, self._sums = _record(self._compute_sums, self._forward.pool())
         self._backward.replay()
-        return engine.weighted(self._package, self._sums, upstream, q, k, scale, bias, self._options)
+        return engine.weighted(self._package, call, self._sums, upstream)
 
-    def _load(self, q: Tensor, k: Tensor, scale: Tensor, bias: Tensor, labels: Tensor | None) -> None:
-        self._package.schedule.copy_inputs(q, k, scale, bias, *self._inputs)
-        if labels is not None and self._labels is not None:
-            self._labels.copy_(labels)
+    def _load(self, call: Call) -> None:
+        self._package.schedule.copy_inputs(*call[:4], *self._call[:4])
+        if call.labels is not None and self._call.labels is not None:
+            self._call.labels.copy_(call.labels)
 
     def _compute_forward(self) -> tuple[Tensor, Saved]:
-        q, k, scale, bias = self._inputs
-        return engine.forward(self._package, q, k, scale, bias, self._labels, self._options, gradients=0b1111)
+        return engine.forward(self._package, self._call, gradients=0b1111)
 
     def _compute_sums(self) -> tuple[Tensor, Tensor]:
-        q, k, scale, bias = self._inputs
-        return engine.gradient_sums(self._package, q, k, scale, bias, self._labels, self._saved)
+        return engine.gradient_sums(self._package, self._call, self._saved)
 
 
 class _Recorder:
@@ -248,15 +186,26 @@ _streams: dict[int, torch.cuda.Stream] = {}  # by device, to record on: the libr
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
 
-def _recorder(package: Package, q: Tensor, labels: Tensor | None, options: Options) -> _Recorder | None:
+def _recorder(package: Package, call: Call) -> _Recorder | None:
     """None where a call cannot be recorded: in a ring, in somebody's own graph, with labels to look at."""
-    if not package.replay or q.device.type != "cuda" or _clear_workspaces is None:
+    device, labels, options = call.q.device, call.labels, call.options
+    if not package.replay or not _recordable(device):
         return None
-    if labels is not None and (labels.device.type == "cpu" or options.check_ranks == "always"):
+    if labels is not None and (labels.device != device or options.check_ranks == "always"):
         return None
-    if find_ring(options.group_name) is not None or capturing(q.device):
+    if find_group(options.group_name) is not None:
         return None
-    return _recorders.setdefault((package.digest, q.device.index), _Recorder(package))
+    return _recorders.setdefault((package.digest, device.index), _Recorder(package))
+
+
+def _recordable(device: torch.device) -> bool:
+    """Whether what the device is given can be recorded: its memory must come from torch's cache."""
+    return (
+        device.type == "cuda"
+        and _clear_workspaces is not None
+        and not any(f"PYTORCH_NO_{name}_MEMORY_CACHING" in os.environ for name in ("CUDA", "HIP"))
+        and not capturing(device)
+    )
 
 
 @contextlib.contextmanager
@@ -272,11 +221,10 @@ def _hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _keeps_tiles(package: Package, q: Tensor, k: Tensor, options: Options) -> bool:
+def _keeps_tiles(package: Package, call: Call) -> bool:
     """Whether a forward with gradients keeps a stash."""
-    return find_ring(options.group_name) is None and bool(
-        package.schedule.stash_shape(q.shape[0], k.shape[0])
-    )
+    shape = package.schedule.stash_shape(call.q.shape[0], call.k.shape[0])
+    return bool(shape) and find_group(call.options.group_name) is None
 
 
 def capturing(device: torch.device) -> bool:
@@ -292,8 +240,8 @@ def raw_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
-def _kind(q: Tensor, k: Tensor, labels: Tensor | None, options: Options) -> Kind:
-    return Kind(q.shape[0], k.shape[0], labels is not None, options, raw_stream(q.device))
+def _kind(call: Call) -> Kind:
+    return Kind(call.q.shape[0], call.k.shape[0], call.options, raw_stream(call.q.device))
 
 
 def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -19,8 +19,9 @@ LOG2E = 1.0 / LN2
 
 
 class Statistics(NamedTuple):
-    """``mantissa * 2**exponent`` per row: integer-valued exponents, ``1 <= mantissa < 2``; a sum over nothing has
-    the mantissa 0, whatever its exponent. NaN in either part means that the row saw a NaN (or an infinite logit)."""
+    """``mantissa * 2**exponent`` per row: integer-valued exponents, ``1 <= mantissa < 2``; a sum over nothing has the
+    mantissa 0, whatever its exponent. NaN in either part means that the row saw a NaN (or an infinite logit). Where not
+    every integer is a number of the exponents' dtype (beyond 2^24 in fp32) mantissas take up what exponents cannot."""
 
     exponent: Tensor
     mantissa: Tensor
@@ -51,9 +52,9 @@ def merge(into: Statistics, exponent: Tensor, total: Tensor) -> None:
     own = torch.where(into.mantissa == 0, lowest, into.exponent)
     reference = torch.maximum(own, exponent).clamp_(min=lowest)  # -inf - -inf would be NaN
     merged = into.mantissa * torch.exp2(own - reference) + total * torch.exp2(exponent - reference)
-    fraction, shift = torch.frexp(merged)  # exact: fraction in [0.5, 1)
-    into.mantissa.copy_(fraction.mul_(2.0))
-    into.exponent.copy_(reference + (shift - 1))
+    carried = reference + (torch.frexp(merged)[1] - 1)
+    into.mantissa.copy_(merged * torch.exp2(reference - carried))  # beyond 2^24 the sum above is rounded
+    into.exponent.copy_(carried)
 
 
 def merge_parts(into: Statistics, exponents: Tensor, totals: Tensor) -> None:
@@ -65,6 +66,17 @@ def merge_parts(into: Statistics, exponents: Tensor, totals: Tensor) -> None:
     merge(into, reference, (totals * torch.exp2(own - reference)).sum(0))
 
 
-def log(statistics: Statistics) -> Tensor:
-    """Natural logarithm of the sums: the log-sum-exp of each row."""
-    return (statistics.exponent + torch.log2(statistics.mantissa)).mul_(LN2)
+def excess(sums: Statistics, places: slice | Tensor, term: Tensor) -> Tensor:
+    """p - 1 of terms (2, rows), exponents and mantissas, in the sums at `places`: exactly 0 where a sum is its term.
+
+    As (term - sum) / sum: p would be rounded, and the difference of 1 and a rounded p is not what the others add up to.
+    """
+    mantissa = sums.mantissa[places]
+    return (term[1] * torch.exp2(term[0] - sums.exponent[places])).sub_(mantissa).div_(mantissa)
+
+
+def log(statistics: Statistics, places: slice = slice(None)) -> Tensor:
+    """Natural logarithm of the sums at `places`, the log-sum-exps, in fp64: of one number one result, whatever its
+    exponent."""
+    fraction, shift = torch.frexp(statistics.mantissa[places].double())
+    return (statistics.exponent[places].double() + shift + torch.log2(fraction)).mul_(LN2)

@@ -1,0 +1,428 @@
+"""The table of communication, executed: where tensors are that travel, when messages start, and who waits for them.
+
+All that is sent and received is in this file. On CUDA the host waits for no message: they run on the backend's stream,
+behind what they depend on, and the current stream waits for them where the table says so.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .group import Group, Layout, Message
+from .launch import panel, panel_columns
+from .table import KEPT, OWN, RECEIVED, Place, Step, Table, Transfer
+
+T = TypeVar("T")
+_streams: dict[int, torch.cuda.Stream] = {}  # by device: what messages are started on
+
+
+class Tensors(NamedTuple):
+    """What a trip is given, by the names of the table.
+
+    own     of this rank's keys; on one device the summed ones, too
+    kept    what forward leaves for backward. Of a ring, the keys that forward ends with: as many as the largest shard
+            has. Of a gather, those of all ranks, in rank order; also where sums go that everybody gets
+    dtypes  torch's dtypes of "features" and "statistics"
+    add_up  add_up(parts, total): writes to `total`, of all keys, what `parts` (ranks, ...) holds of each rank with
+            queries, added up in this order
+    """
+
+    own: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    add_up: Callable[[Tensor, Tensor], None] | None = None
+
+
+class Trip:
+    """One phase of the table, on this rank. Iterating yields the ranks whose keys are worked on, in the table's order.
+
+    The work goes into the loop's body. It reads `trip[name]` of the unchanged tensors and adds to that of the summed
+    ones, after `arrive()`: of the visited rank, as many keys as it has. Messages start when the work calls `arrive`
+    (where the host computes: before the work), and wait for the work of earlier steps only. Afterwards `home(name)` are
+    the sums for the own keys, with the contributions of all ranks.
+
+    agree  called before anything is sent, once
+    group  None: one device, and no messages
+
+    Where a transfer fails RuntimeError names phase, hop and peers.
+    """
+
+    def __init__(
+        self,
+        group: Group | None,
+        table: Table,
+        phase: str,
+        layout: Layout,
+        tensors: Tensors,
+        agree: Callable[[], None] | None = None,
+    ) -> None:
+        self._group, self._table, self._phase, self._layout, self._agree = group, table, phase, layout, agree
+        self._rooms = (_Shards if table.transport == "gather" else _Slots)(table, phase, layout, tensors)
+        self._device = next(iter(tensors.own.values())).device
+        self._step, self._hop, self._owner = Step(None), -1, layout.rank
+        self._pending: tuple[int, list[_Ends], Moment] | None = (
+            None  # messages of this step that have not started
+        )
+        self._under_way: dict[tuple[int, str], Batch] = {}  # by the step that has started it, and the role
+
+    def __iter__(self) -> Iterator[int]:
+        for number, step in enumerate(self._table.steps(self._phase)):
+            self._step = step
+            for name, source, target in step.copies:
+                self._rooms.copy(name, source, target)
+            self._wait(step.unchanged_from, "unchanged")
+            if step.owner is not None:
+                self._hop, self._owner = self._hop + 1, self._table.rank(self._layout.rank, step.owner)
+            if step.sends:
+                beside = self._group is not None and self._group.overlaps
+                # Buffers first: what is launched to make them is not launched beside the work.
+                self._pending = number, self._ends(step), Moment(self._device, beside)
+                if step.owner is None or self._device.type != "cuda":
+                    self._start()
+            if step.owner is not None:
+                yield self._owner
+                self.arrive()  # where there was no work
+        self._rooms.release(self._step.sums)
+        if self._group is not None:
+            self._group.finish_trip()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing was added to the visited rank's sums: work may replace what they hold."""
+        return self._step.fresh
+
+    def __getitem__(self, name: str) -> Tensor:
+        summed = self._table.role(name, self._phase) == "summed"
+        return self._rooms.of(name, self._step.sums if summed else self._step.unchanged, self._owner)
+
+    def arrive(self) -> None:
+        """Starts this step's messages, behind the work of earlier steps; then waits for the sums. Does so once."""
+        self._start()
+        self._wait(self._step.sums_from, "summed")
+
+    def home(self, name: str) -> Tensor:
+        """The sums for this rank's keys, when all have been worked on."""
+        self._wait(self._step.sums_from, "summed")
+        return self._rooms.home(name, self._step.sums)
+
+    def _start(self) -> None:
+        """Starts this step's messages if they have not started: behind `_pending`, and not behind the work since."""
+        pending, self._pending = self._pending, None
+        if pending is None or self._group is None:
+            return
+        agree, self._agree = self._agree, None
+        if agree is not None:
+            agree()
+        if not self._rooms.padded:
+            self._group.connect(self._device)
+        number, batches, moment = pending
+        table = self._table
+        what = f"{self._phase} {table.transport}, hop {max(self._hop, 0)} of {table.world_size}"
+        with moment:
+            for roles, sends, receives in batches:
+                batch = Batch(self._group, what, sends, receives)
+                self._under_way |= {(number, role): batch for role in roles}
+
+    def _ends(self, step: Step) -> list[_Ends]:
+        """This rank's ends of a step's batches."""
+        found = []
+        for batch in self._table.batches(self._phase, step, self._rooms.size):
+            ends = [self._rooms.ends(sent) for sent in batch]
+            sends, receives = (
+                [message for message in some if message is not None] for some in zip(*ends, strict=True)
+            )
+            found.append(_Ends({self._table.role(sent.name, self._phase) for sent in batch}, sends, receives))
+        return found
+
+    def _wait(self, number: int, role: str) -> None:
+        """For what step `number` has started in this role."""
+        batch = self._under_way.pop((number, role), None)
+        if batch is not None:
+            batch.wait()
+
+
+class _Ends(NamedTuple):
+    """A batch as this rank takes part in it; the roles of what travels."""
+
+    roles: set[str]
+    sends: list[Message]
+    receives: list[Message]
+
+
+class _Rooms(abc.ABC):
+    """Where the tensors of a trip are."""
+
+    padded: bool  # whether a message is as long as for the largest shard, and sent even if nothing is in it
+
+    def __init__(self, table: Table, phase: str, layout: Layout, tensors: Tensors) -> None:
+        self._table, self._phase, self._layout, self._tensors = table, phase, layout, tensors
+        self._items = {item.name: item for item in table.travelling}
+        self._tags = {name: tag for tag, name in enumerate(self._items)}
+
+    @abc.abstractmethod
+    def of(self, name: str, place: Place, owner: int) -> Tensor:
+        """What is there of the owner's keys, as many as it has."""
+
+    @abc.abstractmethod
+    def copy(self, name: str, source: Place, target: Place) -> None:
+        """A step's copy."""
+
+    @abc.abstractmethod
+    def size(self, name: str) -> int:
+        """Bytes of a transfer."""
+
+    @abc.abstractmethod
+    def ends(self, sent: Transfer) -> tuple[Message | None, Message | None]:
+        """What is sent, and received; None: nothing."""
+
+    @abc.abstractmethod
+    def home(self, name: str, place: Place) -> Tensor:
+        """The finished sums of the own keys."""
+
+    @abc.abstractmethod
+    def release(self, place: Place) -> None:
+        """Gives up everything but the finished sums, which are, or will be, in this place: memory for the results."""
+
+    def _new(self, name: str, keys: int, ranks: int | None = None, zero: bool = False) -> Tensor:
+        """Room for so many keys, from each of so many ranks."""
+        item, like = self._items[name], next(iter(self._tensors.own.values()))
+        dtype = self._tensors.dtypes.get(item.dtype) or getattr(torch, item.dtype)
+        each = (item.columns, keys) if item.across else (keys, item.columns)
+        shape = each if ranks is None else (ranks, *each)
+        return like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
+
+    def _first(self, name: str, x: Tensor, keys: int) -> Tensor:
+        """The part of the first keys."""
+        return panel_columns(x, 0, keys) if self._items[name].across else panel(x, 0, keys)
+
+
+class _Slots(_Rooms):
+    """Of a ring: buffers for the largest shard, used by turns. Of one device: its own tensors."""
+
+    padded = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._largest = max(self._layout.keys)
+        self._slots: dict[tuple[str, Place], Tensor] = {}
+
+    def of(self, name: str, place: Place, owner: int) -> Tensor:
+        return self._first(name, self._slot(name, place), self._layout.keys[owner])
+
+    def copy(self, name: str, source: Place, target: Place) -> None:
+        given = self._slot(name, source)
+        keys = given.shape[1 if self._items[name].across else 0]
+        self._first(name, self._slot(name, target), keys).copy_(given)
+
+    def size(self, name: str) -> int:
+        item = self._items[name]
+        dtype = self._tensors.dtypes.get(item.dtype) or getattr(torch, item.dtype)
+        return self._largest * item.columns * dtype.itemsize
+
+    def ends(self, sent: Transfer) -> tuple[Message, Message]:
+        here, tag = self._layout.rank, self._tags[sent.name]
+        buffers = (self._slot(sent.name, place, whole=True) for place in (sent.source, sent.target))
+        to, origin = self._table.rank(here, sent.to), self._table.rank(here, sent.to, back=True)
+        return Message(next(buffers), to, tag), Message(next(buffers), origin, tag)
+
+    def home(self, name: str, place: Place) -> Tensor:
+        return self.of(name, place, self._layout.rank)
+
+    def release(self, place: Place) -> None:
+        read = {item.name for item in self._table.named("unchanged", self._phase)}
+        self._slots = {
+            key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] == place
+        }
+
+    def _slot(self, name: str, place: Place, whole: bool = False) -> Tensor:
+        """`whole`: as it is sent, in one piece."""
+        slot = self._slots.get((name, place))
+        if slot is None:
+            if place == OWN:
+                slot = self._tensors.own[name]
+            elif place == KEPT and name in self._tensors.kept:  # else backward does not read it
+                slot = self._tensors.kept[name]
+            else:  # a rank without queries adds nothing to what the first work would replace
+                slot = self._new(name, self._largest, zero=not self._layout.rows[self._layout.rank])
+            self._slots[name, place] = slot
+        if whole and not slot.is_contiguous():
+            slot = self._slots[name, place] = slot.contiguous()
+        return slot
+
+
+class _Shards(_Rooms):
+    """Of a gather: the tensors of all ranks' keys, of which each has as many as its owner has keys. A message goes only
+    where one end has queries and the other keys; sums of all keys, to whom has queries or keys."""
+
+    padded = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        rows, keys, here = self._layout.rows, self._layout.keys, self._layout.rank
+        self._workers = [rank for rank, count in enumerate(rows) if count]
+        self._guests = [rank for rank in self._workers if keys[here] and rank != here]  # add to the own sums
+        self._read: dict[str, Sequence[Tensor]] = {}
+        self._sums: dict[str, Sequence[Tensor]] = {}
+        self._received: dict[str, Tensor] = {}
+
+    def of(self, name: str, place: Place, owner: int) -> Tensor:
+        if place == OWN:
+            return self._tensors.own[name]
+        summed = self._table.role(name, self._phase) == "summed"
+        return (self._own_sums(name) if summed else self._all(name))[owner]
+
+    def copy(self, name: str, source: Place, target: Place) -> None:
+        self.of(name, target, self._layout.rank).copy_(self.of(name, source, self._layout.rank))
+
+    def size(self, name: str) -> int:
+        return 0  # of one kind in each batch
+
+    def ends(self, sent: Transfer) -> tuple[Message | None, Message | None]:
+        here, tag = self._layout.rank, self._tags[sent.name]
+        to, origin = self._table.rank(here, sent.to), self._table.rank(here, sent.to, back=True)
+        send = receive = None
+        if self._is_sent(sent, here):
+            send = Message(self._buffer(sent, here, receives=False), to, tag)
+        if self._is_sent(sent, origin):
+            receive = Message(self._buffer(sent, origin, receives=True), origin, tag)
+        return send, receive
+
+    def home(self, name: str, place: Place) -> Tensor:
+        here, received = self._layout.rank, self._received.pop(name, None)
+        if self._is_shared(name):
+            if received is not None and self._is_concerned(here) and self._tensors.add_up is not None:
+                keys = sum(self._layout.keys)
+                self._tensors.add_up(received, self._first(name, self._tensors.kept[name], keys))
+            self._sums.pop(name, None)
+            return self._all(name)[here]
+        own = self._own_sums(name)[here]
+        del self._sums[name]  # the memory of what was sent is for the results
+        for part in () if received is None else received:
+            own.add_(part)
+        return own
+
+    def release(self, place: Place) -> None:
+        self._read = {}
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether everybody gets the sums of all keys."""
+        sends = self._table.steps(self._phase)[-1].sends
+        return any(sent.name == name and sent.of is None for sent in sends)
+
+    def _is_concerned(self, rank: int) -> bool:
+        return bool(self._layout.rows[rank] or self._layout.keys[rank])
+
+    def _is_sent(self, sent: Transfer, sender: int) -> bool:
+        """Whether there is anything in what this rank sends."""
+        rows, receiver = self._layout.rows, self._table.rank(sender, sent.to)
+        if sent.of is None:
+            return bool(rows[sender]) and self._is_concerned(receiver)
+        worker = sender if sent.target == RECEIVED else receiver
+        return bool(rows[worker] and self._layout.keys[self._table.rank(sender, sent.of)])
+
+    def _buffer(self, sent: Transfer, sender: int, receives: bool) -> Tensor:
+        """What a rank has sent, or where it is received."""
+        name = sent.name
+        if sent.target != RECEIVED:
+            assert sent.of is not None
+            return self._all(name)[self._table.rank(sender, sent.of)]
+        if sent.of is None:
+            return self._of_all(name)[self._workers.index(sender)]
+        if not receives:
+            return self._own_sums(name)[self._table.rank(sender, sent.of)]
+        if name not in self._received:
+            self._received[name] = self._new(name, self._layout.keys[self._layout.rank], len(self._guests))
+        return self._received[name][self._guests.index(sender)]
+
+    def _all(self, name: str) -> Sequence[Tensor]:
+        """What is read of each owner."""
+        if name not in self._read:
+            self._read[name] = self._split(name, self._tensors.kept[name])
+        return self._read[name]
+
+    def _own_sums(self, name: str) -> Sequence[Tensor]:
+        """What this rank has added for each owner."""
+        if name not in self._sums:
+            layout, here = self._layout, self._layout.rank
+            if self._is_shared(name):
+                parts = self._of_all(name)
+                added = parts[self._workers.index(here)] if layout.rows[here] else self._new(name, 0)
+                self._sums[name] = self._split(name, added)
+            else:  # apart: the own ones stay when those of others have been sent
+                own = self._new(name, layout.keys[here], zero=not layout.rows[here])
+                counts = [0 if rank == here else count for rank, count in enumerate(layout.keys)]
+                counts = counts if layout.rows[here] else [0] * len(counts)
+                shards = list(self._new(name, sum(counts)).split(counts))
+                shards[here] = own
+                self._sums[name] = shards
+        return self._sums[name]
+
+    def _of_all(self, name: str) -> Tensor:
+        """The sums of all keys of each rank with queries."""
+        if name not in self._received:
+            self._received[name] = self._new(name, sum(self._layout.keys), len(self._workers))
+        return self._received[name]
+
+    def _split(self, name: str, x: Tensor) -> Sequence[Tensor]:
+        """The part of each rank's keys, all at once: a view takes the host up to 13 us."""
+        axis = 1 if self._items[name].across else 0
+        keys = self._layout.keys if x.shape[axis] else [0] * len(self._layout.keys)
+        shards: tuple[Tensor, ...] = x.split((*keys, x.shape[axis] - sum(keys)), axis)
+        return shards
+
+
+class Batch:
+    """Messages that travel together, from now on. Errors, here and at `wait`, begin with `what` and name the peers: the
+    very one where the backend tells messages apart (gloo)."""
+
+    def __init__(
+        self, group: Group, what: str, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> None:
+        self._start = f"{what}: rank {group.rank} failed"
+        self._ends = [f"sending to rank {message.peer}" for message in sends]
+        self._ends += [f"receiving from rank {message.peer}" for message in receives]
+        self._buffers = [message.buffer for message in (*sends, *receives)]
+        self._works = self._named(lambda: group.post(sends, receives), self._ends) if self._ends else []
+
+    def wait(self) -> None:
+        """Until all of them have arrived: on CUDA the current stream waits, and not the host."""
+        works, self._works = self._works, []
+        apart = len(works) == len(self._ends)
+        for work, end in zip(works, self._ends, strict=False):
+            self._named(work.wait, [end] if apart else self._ends)
+        self._buffers = []  # they were busy
+
+    def _named(self, step: Callable[[], T], ends: Sequence[str]) -> T:
+        try:
+            return step()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._start} {' or '.join(dict.fromkeys(ends))}: {error}") from error
+
+
+class Moment:
+    """A context in which transfers wait for what the device has been given up to now, and not for what comes later;
+    unless `beside` the work, for both."""
+
+    def __init__(self, device: torch.device, beside: bool = True) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda" and beside:
+            self._stream = torch.cuda.current_stream(device)
+            self._event = self._stream.record_event()
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            device = self._stream.device
+            if device.index not in _streams:
+                _streams[device.index] = torch.cuda.Stream(device)
+            stream = _streams[device.index]
+            stream.wait_event(self._event)
+            torch.cuda.set_stream(stream)  # torch.cuda.stream takes the host 40 us to look at devices first
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)

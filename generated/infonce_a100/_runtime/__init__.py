@@ -1,1 +1,0 @@
-"""What ships inside every generated package: validation, custom operators, the ring. Needs torch only."""

@@ -1,0 +1,1 @@
+"""Measuring generated packages, alone and beside other libraries."""

@@ -1,0 +1,230 @@
+"""What a GPU's own meters say of a step: power and clock (NVIDIA's management library), counters of kernels (ncu)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.bench.point import bare_products, empty_row, features, point_of, training_step
+from infcl_gen.emission import import_package, read_package
+from infcl_gen.errors import ToolchainError
+from infcl_gen.processes import own_environment
+
+WARM_S = 0.25
+MEASURED_S = 0.5  # joules are then known to some 15 %: the counter moves in steps of up to 0.1 s
+ASKED_EVERY_S = 0.03
+ROUNDS = 3
+METRICS = {
+    "time_us": "gpu__time_duration.sum",
+    "clock_ghz": "smsp__cycles_elapsed.avg.per_second",
+    "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "l2_percent": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "occupancy_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "special_percent": "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
+    "shared_percent": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
+    "issue_percent": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "fma_percent": "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
+    "alu_percent": "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
+    "l1_percent": "l1tex__data_bank_reads.avg.pct_of_peak_sustained_elapsed",
+}
+UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "hz": 1e-9, "mhz": 1e-3, "ghz": 1.0, "%": 1.0}
+TIMEOUT_S = 300.0
+LEAST_US = 20.0  # shorter launches are left out: they are bound by starting
+
+
+def power(packages: Sequence[Path], scale: float) -> list[dict[str, Any]]:
+    """A row for each package ("step") and for its bare products ("products"), repeated without a pause, in turns.
+
+    Beside the fields of the measurement format: `what`, `limit_w`, and of one repetition `joules`; `watts`, the median
+    `clock_mhz`, and `held_down`, the share of moments at which the board held its clock down for power. Raises
+    ToolchainError without the management library.
+    """
+    board = _Board()
+    runs: dict[int, Callable[[], object]] = {}
+    rows: list[dict[str, Any]] = []
+    for folder in packages:
+        step, products, row = _prepared(folder, scale)
+        for what, run in (("step", step), ("products", products)):
+            runs[len(rows)] = run
+            rows.append({**row, "what": what, "limit_w": board.limit_w})
+    found: dict[int, list[dict[str, float]]] = {number: [] for number in runs}
+    for round_ in range(ROUNDS):
+        for number in random.Random(round_).sample(list(runs), len(runs)):
+            found[number].append(_measured(runs[number], board))
+    for number, measured in found.items():
+        rows[number] |= {name: round(statistics.median(m[name] for m in measured), 3) for name in measured[0]}
+        rows[number]["repeats"] = ROUNDS
+    return rows
+
+
+def counters(package: Path, scale: float) -> list[dict[str, Any]]:
+    """A row for each launch of one step, in order: its `kernel`, and METRICS, percentages of what the hardware can do.
+
+    ncu runs each kernel several times by itself: the board is cooler than in a step, and the caches are cold. Raises
+    ToolchainError without ncu, or where it may not read the counters.
+    """
+    row = _empty_row(package, scale)
+    return [{**row, **launch} for launch in _launches(package, scale) if launch["time_us"] >= LEAST_US]
+
+
+def _prepared(
+    folder: Path, scale: float
+) -> tuple[Callable[[], object], Callable[[], object], dict[str, Any]]:
+    """A package's step, its bare products, and its row."""
+    import torch
+
+    row = _empty_row(folder, scale)
+    module = import_package(folder)
+    q, k = (features(row["batch"], row["dim"], row["dtype"], seed) for seed in (0, 1))
+    temperature = torch.tensor(scale, device="cuda", requires_grad=True)
+    products = bare_products(module.SPEC["plan"], q.detach(), k.detach())
+    return training_step(module, q, k, temperature), products, row
+
+
+def _empty_row(folder: Path, scale: float) -> dict[str, Any]:
+    package = read_package(folder)
+    point = point_of([package], scale=scale)
+    return {**empty_row(point, point.packages[0]), "strategy": package.spec["plan"]["strategy"]}
+
+
+class _Board:
+    """The GPU that torch uses, as the management library sees it."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise ToolchainError("power is read by pynvml; pip install nvidia-ml-py") from error
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ToolchainError("power is that of a GPU; torch sees none on this machine")
+        self._library = pynvml
+        pynvml.nvmlInit()
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        )
+        self.limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1e3
+
+    def joules(self) -> float:
+        """Since the driver was loaded."""
+        return float(self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+
+    def clock_mhz(self) -> int:
+        return int(self._library.nvmlDeviceGetClockInfo(self._handle, self._library.NVML_CLOCK_SM))
+
+    def held_down(self) -> bool:
+        """Whether the clock is below its highest for the sake of the power limit."""
+        reasons = self._library.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+        return bool(reasons & self._library.nvmlClocksThrottleReasonSwPowerCap)
+
+
+def _measured(run: Callable[[], object], board: _Board) -> dict[str, float]:
+    """Of `run` alone, over and over."""
+    import torch
+
+    def repeat(seconds: float) -> int:
+        """Runs in about that time; the host waits for the device now and then, or it would be seconds ahead."""
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            for _ in range(at_once):
+                run()
+            torch.cuda.synchronize()
+            count += at_once
+        return count
+
+    run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    at_once = max(1, round(0.1 / (time.perf_counter() - begin)))
+    repeat(WARM_S)
+    clocks: list[int] = []
+    held: list[bool] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.wait(ASKED_EVERY_S):
+            clocks.append(board.clock_mhz())
+            held.append(board.held_down())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        joules, begin = board.joules(), time.perf_counter()
+        count = repeat(MEASURED_S)
+        seconds, joules = time.perf_counter() - begin, board.joules() - joules
+    finally:
+        done.set()
+        asking.join()
+    return {
+        "median_ms": 1e3 * seconds / count,
+        "joules": joules / count,
+        "watts": joules / seconds,
+        "clock_mhz": statistics.median(clocks),
+        "held_down": statistics.fmean(held),
+    }
+
+
+def _launches(package: Path, scale: float) -> list[dict[str, Any]]:
+    command = ["ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none"]
+    command += ["--metrics", ",".join(METRICS.values())]
+    command += [sys.executable, "-P", "-m", "infcl_gen.bench.board", str(package), str(scale)]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=own_environment()
+        )
+    except FileNotFoundError as error:
+        raise ToolchainError("ncu is not installed; it comes with CUDA's Nsight Compute") from error
+    except subprocess.TimeoutExpired as error:
+        raise ToolchainError(f"ncu took more than {TIMEOUT_S:g} s") from error
+    start = run.stdout.find('"ID"')
+    if run.returncode or start < 0:
+        raise ToolchainError(f"ncu read no counters: {(run.stdout + run.stderr).strip()[-500:]}")
+    return read_counters(run.stdout[start:])
+
+
+def read_counters(text: str) -> list[dict[str, Any]]:
+    """A row for each launch in ncu's CSV, columns in the order of METRICS. Raises ToolchainError if it lacks some."""
+    names = {metric: name for name, metric in METRICS.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for line in csv.DictReader(io.StringIO(text)):
+        blank = {"kernel": line["Kernel Name"].partition("(")[0]} | dict.fromkeys(METRICS)
+        row = found.setdefault(line["ID"], blank)
+        if line["Metric Name"] in names:
+            value, unit = line["Metric Value"].replace(",", ""), line["Metric Unit"].lower()
+            if unit not in UNITS or not value.replace(".", "", 1).isdigit():
+                raise ToolchainError(f"ncu gives {line['Metric Name']} as {value!r} {unit!r}")
+            row[names[line["Metric Name"]]] = round(float(value) * UNITS[unit], 3)
+    missing = sorted({name for row in found.values() for name in METRICS if row[name] is None})
+    if missing:
+        raise ToolchainError(f"ncu gives no {', '.join(METRICS[name] for name in missing)}")
+    return list(found.values())
+
+
+def main() -> None:
+    """What ncu runs: one forward and backward between the profiler's start and stop, after one that compiles."""
+    import torch
+
+    step, _, _ = _prepared(Path(sys.argv[1]), float(sys.argv[2]))
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The README's tables of measured and simulated rows, written from the .json files of tune/bench between markers.
+
+python -m infcl_gen.bench.figures            rewrites README.md
+python -m infcl_gen.bench.figures --check    exits with 1 if it does not show what the files hold
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.bench.scaling import HEADER, cells
+from infcl_gen.files import checksum
+
+ROOT = Path(__file__).resolve().parents[2]
+Rows = list[dict[str, Any]]
+COMPARED = (65536, 768)  # batch and dim
+BESIDE_PEERS = ("h200-grid.json", "h200-scale100.json", "h200-autocast-speed.json")
+MIB = 2**20
+
+
+def main() -> int:
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    fresh = text
+    for kind in ("measured", "simulated"):
+        begin, end = f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
+        before, _, rest = fresh.partition(begin)
+        fresh = f"{before}{begin}\n{tables(kind)}{end}{rest.partition(end)[2]}"
+    if "--check" in sys.argv[1:]:
+        return int(fresh != text)
+    readme.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+def tables(kind: str) -> str:
+    """Those of each measured or simulated file, in the order of their names. Raises ValueError for a wrong checksum."""
+    parts = []
+    for path in sorted((ROOT / "tune" / "bench").glob("*.json")):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows = results["rows"]
+        if checksum(rows) != results["checksum"]:
+            raise ValueError(f"{path.name}: its rows do not match its checksum")
+        if results.get("simulated", False) != (kind == "simulated"):
+            continue
+        versions = (f"{name} {version}" for name, version in sorted(results["versions"].items()))
+        parts.append(
+            f"\n`tune/bench/{path.name}`: {results['board']}; {', '.join(versions)}; `{results['command']}`\n"
+        )
+        if path.name in BESIDE_PEERS:
+            parts.append(beside_peers(rows))
+        parts += _tables(rows, results.get("absent", {}), kind == "simulated")
+    return "".join(parts)
+
+
+def _tables(rows: Rows, absent: dict[str, str], simulated: bool) -> list[str]:
+    if simulated:
+        return [_table(HEADER, map(cells, rows))]
+    if "kernel" in rows[0]:
+        return [counters(rows)]
+    if "joules" in rows[0]:
+        return [power(rows)]
+    if all(row["median_ms"] is None and row["error"] is None for row in rows):
+        return [accuracies(rows)]
+    if all(row["impl"] == "infcl" for row in rows):
+        return [budgets(rows)]
+    rings = any(row["package"] == "no communication" for row in rows)
+    return [*([efficiencies(rows)] if rings else []), comparisons(rows, absent)]
+
+
+def _table(head: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n" + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+def beside_peers(rows: Rows) -> str:
+    """How much longer than the fastest package the peers take at the point to compare at."""
+    one = [row for row in rows if (row["batch"], row["dim"]) == COMPARED and row["error"] is None]
+    least_ms = min(row["queued_ms"] for row in one if row["impl"] == "infcl")
+    peers = sorted((row for row in one if row["impl"] != "infcl"), key=lambda row: row["queued_ms"])
+    beside = ", ".join(f"{row['impl']} {row['queued_ms'] / least_ms:.1f}" for row in peers)
+    return (
+        f"\n* At B = {COMPARED[0]}, D = {COMPARED[1]}, scale {one[0]['scale']:g}, behind other work, relative to the "
+        f"fastest package ({least_ms:.1f} ms): {beside}.\n"
+    )
+
+
+def comparisons(rows: Rows, absent: dict[str, str]) -> str:
+    """A table for each loss, dim, dtype with precision, and scale: who by batch, milliseconds and MiB; below, who was
+    not there."""
+    groups: dict[tuple[str, int, str, float], Rows] = {}
+    for row in rows:
+        numbers = row["dtype"] if row["precision"] == "default" else f"{row['dtype']}, {row['precision']}"
+        groups.setdefault((row["loss"], row["dim"], numbers, row["scale"]), []).append(row)
+    parts = []
+    for (loss, dim, numbers, scale), group in groups.items():
+        batches = sorted({row["batch"] for row in group})
+        by_name: dict[str, dict[int, dict[str, Any]]] = {}
+        for row in group:
+            by_name.setdefault(_who(row), {})[row["batch"]] = row
+        lines, floors = [], []
+        for who, points in by_name.items():
+            errors = [
+                row["err"]["dq"] for row in points.values() if row["err"] and row["err"]["dq"] is not None
+            ]
+            error = f"{max(errors):.1e}" if errors else ""
+            lines.append((who, *(_cell(points.get(batch)) for batch in batches), error))
+            bare = {batch: row for batch, row in points.items() if row.get("floor_ms") is not None}
+            if bare:
+                times = {batch: _times(row, "floor_ms", "queued_floor_ms") for batch, row in bare.items()}
+                floors.append((f"products of {who}", *(times.get(batch, "") for batch in batches), ""))
+        what = f"{loss}, D = {dim}, {numbers}, scale {scale:g}: ms (queued), MiB"
+        parts.append(_table((what, *batches, "error of dq"), [*lines, *floors]))
+    if absent:
+        parts.append(f"\nAbsent: {'; '.join(f'{name} ({why})' for name, why in sorted(absent.items()))}.\n")
+    return "".join(parts)
+
+
+def efficiencies(rows: Rows) -> str:
+    """A line for each ring: beside the same work without communication, without overlap, and beside its peers."""
+    head = (
+        "GPUs", "rows each", "keys travel by", "work alone / this (queued)", "without overlap / this (queued)",
+        "Inf-CL / this (queued)", "OpenCLIP / this (queued)", "memory, OpenCLIP / this",
+    )  # fmt: skip
+    lines = []
+    alike: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        who = row["package"] or "as it is" if row["impl"] == "infcl" else row["impl"]
+        key = (row["ranks"], row["batch"], row["transport"], row["budget_bytes"])
+        alike.setdefault(key, {})[who] = row
+    for (ranks, batch, *_), found in alike.items():
+        if "as it is" not in found:
+            continue
+        own = found["as it is"]
+        peers = {row["impl"]: row for row in rows if (row["ranks"], row["batch"]) == (ranks, batch)}
+
+        def times(other: dict[str, Any] | None, own: dict[str, Any] = own, digits: int = 1) -> str:
+            if other is None:
+                return ""
+            both = (f"{other[name] / own[name]:.{digits}f}" for name in ("median_ms", "queued_ms"))
+            return "{} ({})".format(*both)
+
+        compared = [peers.get(name) for name in ("inf_cl", "open_clip")]
+        how = _who(own).removeprefix("infcl, by ").removesuffix(f", {ranks} GPUs")
+        lines.append((
+            ranks, batch // ranks, how, times(found.get("no communication"), digits=3),
+            times(found.get("no overlap"), digits=2), *map(times, compared),
+            f"{compared[1]['peak_bytes'] / own['peak_bytes']:.1f}" if compared[1] else "",
+        ))  # fmt: skip
+    return _table(head, lines)
+
+
+def _who(row: dict[str, Any]) -> str:
+    package, ranks = row.get("package"), row.get("ranks", 1)
+    who = row["impl"] if package in (None, "generated") else f"{row['impl']}, {package}"
+    how = f", by {row['transport']}" if row.get("transport") else ""
+    if how and row["budget_bytes"] != row["predicted_peak_bytes"]:  # else the plan without a budget
+        how += f", {row['budget_bytes'] / 1e6:.0f} MB"
+    return who if ranks == 1 else f"{who}{how}, {ranks} GPUs"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row["error"]:
+        return str(row["error"]).partition(":")[0]
+    return f"{_times(row, 'median_ms', 'queued_ms', 'std_ms')}, {row['peak_bytes'] / MIB:.0f}"
+
+
+def _times(row: dict[str, Any], idle: str, queued: str, spread: str | None = None) -> str:
+    """ "11.15 ± 0.67 (10.48)": from an idle device, and where it was measured behind other work."""
+    text = f"{row[idle]:.2f}" + (f" ± {row[spread]:.2f}" if spread else "")
+    return text + (f" ({row[queued]:.2f})" if row.get(queued) is not None else "")
+
+
+def counters(rows: Rows) -> str:
+    """A line for each kernel of a step: medians of its launches; what was not counted is blank."""
+    figures = {
+        "us": "time_us", "GHz": "clock_ghz", "tensor cores, %": "tensor_percent",
+        "special functions, %": "special_percent", "shared memory, %": "shared_percent", "L2, %": "l2_percent",
+        "memory, %": "dram_percent", "issue slots, %": "issue_percent", "warps, %": "occupancy_percent",
+    }  # fmt: skip
+    kernels: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        kernels.setdefault(tuple(row[name] for name in ("batch", "dim", "strategy", "kernel")), []).append(
+            row
+        )
+
+    def medians(launches: Rows) -> list[str]:
+        names = [name if name in launches[0] else None for name in figures.values()]
+        return [f"{statistics.median(row[name] for row in launches):.4g}" if name else "" for name in names]
+
+    head = ("B", "D", "strategy", "kernel", "launches", *figures)
+    return _table(head, ((*kernel, len(own), *medians(own)) for kernel, own in kernels.items()))
+
+
+def power(rows: Rows) -> str:
+    """A line for each plan, and for its products."""
+    head = ("B", "D", "plan", "of it", "W allowed", "ms", "J", "W", "MHz", "held down for power, %")
+    figures = {"limit_w": 0, "median_ms": 1, "joules": 1, "watts": 0, "clock_mhz": 0}
+    return _table(head, (
+        (row["batch"], row["dim"], row["strategy"], row["what"],
+         *(f"{row[name]:.{digits}f}" for name, digits in figures.items()), f"{100 * row['held_down']:.0f}")
+        for row in rows
+    ))  # fmt: skip
+
+
+def accuracies(rows: Rows) -> str:
+    """Errors alone."""
+    names = ("loss", "dq", "dk", "dscale")
+    return _table(("errors: loss", "B", "D", "scale", "who", *names), (
+        (row["loss"], row["batch"], row["dim"], row["scale"], _who(row), *(f"{row['err'][name]:.1e}" for name in names))
+        for row in rows
+    ))  # fmt: skip
+
+
+def budgets(rows: Rows) -> str:
+    """Packages alone: times beside their products, memory beside the plan."""
+    head = (
+        "loss", "B", "D", "dtype", "strategy", "ms (median ± std; queued)", "product floor, ms", "budget, MiB",
+        "predicted peak, MiB", "measured peak, MiB", "error of dq",
+    )  # fmt: skip
+
+    def line(row: dict[str, Any]) -> Sequence[Any]:
+        start = [row[name] for name in ("loss", "batch", "dim", "dtype", "strategy")]
+        if row["error"] is not None:
+            return [*start, f"no figure: {row['error']}", "", "", "", "", ""]
+        sizes = (f"{row[name] / MIB:.1f}" for name in ("budget_bytes", "predicted_peak_bytes", "peak_bytes"))
+        floor = "" if row["floor_ms"] is None else _times(row, "floor_ms", "queued_floor_ms")
+        error = f"{row['err']['dq']:.1e}" if row["err"] else ""
+        return [*start, _times(row, "median_ms", "queued_ms", "std_ms"), floor, *sizes, error]
+
+    return _table(head, map(line, rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The group of commands: whatever goes wrong gives one line and an exit code (see `infcl_gen.errors`).
+
+Results go to stdout (with `--json` as one object), messages to stderr. A defect of the program itself gives one line
+too, and its traceback with `-v`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import click
+
+from infcl_gen.errors import InfclError, InfeasibleError
+from infcl_gen.version import __version__
+
+SCHEMA_VERSION = 1
+INTERRUPTED = 130
+_OPTIONAL = ("torch", "triton")
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout, say
+
+
+class Reported(Exception):
+    """An error whose result (with `--json`, the one object) is on stdout already."""
+
+    def __init__(self, error: InfclError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def show(flags: Mapping[str, Any], result: Mapping[str, Any], text: Callable[[], str]) -> None:
+    """Print a command's result: as one object with --json, as text, or not at all with --quiet."""
+    if flags["json"]:
+        click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2, default=str))
+    elif not flags["quiet"]:
+        click.echo(text())
+
+
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM is an interrupt as well, so that workers are ended and temporary folders removed."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where alone a handler may be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Group(click.Group):
+    """The group whose `main` turns every exception into one line and an exit code."""
+
+    def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
+        # click's own `main` prints usage errors on several lines, and swallows interrupts and broken pipes.
+        try:
+            code = self._outcome(list(sys.argv[1:] if args is None else args))
+            if args is None:
+                _ignore_interrupts()
+        except KeyboardInterrupt:  # as the command ended
+            if args is None:
+                _ignore_interrupts()
+            click.echo("infcl-gen: error: interrupted", err=True)
+            code = INTERRUPTED
+        sys.exit(code)
+
+    def _outcome(self, arguments: list[str]) -> int:
+        """Run a command and return its exit code; whatever went wrong is reported."""
+        shown = {"json": "--json" in arguments, "verbose": bool({"-v", "--verbose"} & set(arguments))}
+        started = time.monotonic()
+        code = 1
+        try:
+            try:
+                with (
+                    _termination_interrupts(),
+                    self.make_context("infcl-gen", arguments, obj=shown) as context,
+                ):
+                    self.invoke(context)
+                code = 0
+                logging.getLogger("infcl_gen").info("finished in %.2f s", time.monotonic() - started)
+            except BaseException as error:
+                code = _report(error, shown["json"], shown["verbose"])
+            if sys.stdout is not None:  # closed by whoever started this
+                sys.stdout.flush()
+        except (
+            OSError
+        ):  # the reader (head, less) has gone, or the disk is full: what is left has nowhere to go
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = code or 1
+        return code
+
+
+def _ignore_interrupts() -> None:
+    """The outcome stands and the process is about to end: an interrupt must not change its exit code."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@click.group(
+    cls=_Group,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def main() -> None:
+    """A compiler for contrastive losses: plans and writes loss packages specialised to one problem.
+
+    Exit codes: 0 ok, 1 internal error, 2 invalid input, 3 no plan fits the budget, 4 missing hardware or
+    toolchain, 5 verification failed, 6 lock timeout, 130 interrupted.
+    """
+
+
+def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
+    """Print one line for `error` (with `--json` also an object on stdout) and return its exit code."""
+    from infcl_gen.inputs.text import clean
+
+    reported = isinstance(error, Reported)
+    if isinstance(error, Reported):
+        error = error.error
+    details: dict[str, Any] = {}
+    if isinstance(error, BrokenPipeError):
+        raise error
+    if isinstance(error, click.exceptions.Exit):  # --help and --version
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt | click.Abort):
+        code, message = INTERRUPTED, "interrupted"
+    elif isinstance(error, click.ClickException):
+        code, message = 2, error.format_message().rstrip(".") + "; see infcl-gen --help"
+    elif isinstance(error, InfeasibleError):
+        code, message = error.exit_code, _infeasible_message(error)
+        details = {
+            "smallest_budget_bytes": error.smallest_budget_bytes,
+            "largest_batch": error.largest_batch,
+        }
+    elif isinstance(error, InfclError):
+        code, message = error.exit_code, str(error)
+    elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
+        code, message = 2, f"writing the result failed ({error.strerror}); make room, or write elsewhere"
+    elif isinstance(error, ImportError) and (error.name or "").split(".")[0] in _OPTIONAL:
+        code, message = (
+            4,
+            f"{error.name} is not installed here, and this command needs it; see infcl-gen doctor",
+        )
+    elif isinstance(error, Exception):
+        if verbose:
+            traceback.print_exception(error, file=sys.stderr)
+        hint = "" if verbose else " (-v shows where)"
+        code, message = 1, f"internal error: {type(error).__name__}: {error}{hint}"
+    else:
+        raise error  # SystemExit
+    message = clean(" ".join(message.split()))
+    if as_json and not reported:
+        payload = {"error": {"kind": type(error).__name__, "exit_code": code, "message": message, **details}}
+        with contextlib.suppress(OSError):  # a full disk behind stdout may be what is reported
+            click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2))
+    click.echo(f"infcl-gen: error: {message}", err=True)
+    return code
+
+
+def _infeasible_message(error: InfeasibleError) -> str:
+    """The planner's message, with whichever of the two figures it does not state itself."""
+    from infcl_gen.inputs.text import bytes_text
+
+    message = str(error)
+    budget, batch = error.smallest_budget_bytes, error.largest_batch
+    if budget is not None and str(budget) not in message:
+        message += f"; smallest feasible --memory-budget: {budget} ({bytes_text(budget)})"
+    if batch is not None and str(batch) not in message:
+        message += f"; largest feasible --batch-size: {batch}"
+    return message

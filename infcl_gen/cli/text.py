@@ -1,0 +1,174 @@
+"""Results as text: what the commands print on stdout where they are not asked for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infcl_gen.bench.campaign import Found
+    from infcl_gen.inputs.problem import Problem
+    from infcl_gen.planning.planner import Plan
+    from infcl_gen.tuning.search import Outcome
+
+
+def record_text(problem: Problem) -> str:
+    """Whether measured settings are used, and why not."""
+    from infcl_gen.emission.pipeline import find_record
+    from infcl_gen.planning.records import Found
+
+    found = find_record(problem)
+    if isinstance(found, Found):
+        chosen = ", ".join(f"{key}={value}" for key, value in found.record.settings)
+        return f"measured settings of {found.file}: {chosen or 'the defaults'}"
+    return f"no measured settings: {found.reason}"
+
+
+def bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files: Path | None) -> str:
+    from infcl_gen.bench.contest import table
+
+    header, lines = table(list(rows))
+    return "\n".join(
+        [
+            table_text(header, lines),
+            *(f"absent: {name}: {why}" for name, why in absent.items()),
+            *(f"wrote {file}" for file in files if file is not None),
+        ]
+    )
+
+
+def campaign_text(found: Found, *files: Path | None) -> str:
+    """The rows; how many points are left; and what is broken."""
+    more = [f"{found.left} points left: run it again"] * bool(found.left)
+    return "\n".join([bench_text(found.rows, found.absent, *files), *more, *found.broken])
+
+
+def tuning_text(outcome: Outcome) -> str:
+    import statistics
+
+    record = outcome.record
+    rows = []
+    for candidate in record.candidates:
+        if candidate.status not in ("illegal", "not timed"):
+            chosen = " ".join(f"{key}={value}" for key, value in candidate.settings) or "default"
+            times = candidate.times_ms
+            median = f"{statistics.median(times):.4g} ms" if times else "-"
+            rows.append((candidate.family, chosen, candidate.status, median, candidate.detail))
+    winner = " ".join(f"{key}={value}" for key, value in record.settings) or "the defaults"
+    more = "" if record.complete else "; the time was up: run it again to go on"
+    table = table_text(("family", "settings", "status", "median", "detail"), rows)
+    return f"{table}\nfastest: {winner}{more}\nwrote {outcome.package} and {outcome.file}"
+
+
+def plan_text(plan: Plan) -> str:
+    from infcl_gen.inputs.text import bytes_text
+
+    problem = plan.problem
+    sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
+    devices = f"{plan.world_size} device" + ("s" if plan.world_size > 1 else "")
+    title = f"{problem.loss}: {sizes}, on {devices} ({plan.target}); strategy {plan.strategy}"
+    blocks = [(name, _block_text(block)) for name, block in plan.blocks.items()]
+    buffers = [
+        (b.name, b.phase, bytes_text(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why)
+        for b in plan.buffers
+    ]
+    phases = [
+        (p.name, time_text(p.time_s), p.bound, count_text(p.flops) + "FLOP", bytes_text(round(p.bytes)))
+        for p in plan.phases
+    ]
+    allowed = f"a budget of {bytes_text(plan.allowed_bytes)}"
+    if problem.memory_budget_bytes is None:
+        allowed += f" (auto: a part of {problem.device_profile}'s memory)"
+    queued = f", {time_text(plan.predicted_queued_s)} behind other work" * bool(plan.blocks)
+    parts = [
+        title,
+        "Tiles\n"
+        + table_text(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
+        "Blocks\n" + table_text(("kernel", "block"), blocks) if blocks else "",
+        "Memory per device, beyond the inputs\n"
+        + table_text(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
+        + f"\npeak {bytes_text(plan.predicted_peak_bytes)} of {allowed}"
+        + f"; smallest budget for this problem {bytes_text(plan.smallest_budget_bytes)}"
+        + f"; largest batch for this budget {plan.largest_batch}",
+        "Time\n"
+        + table_text(("phase", "time", "bound by", "work", "traffic"), phases)
+        + f"\npredicted {time_text(plan.predicted_time_s)} for forward and backward"
+        + queued,
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _block_text(block: Any) -> str:
+    tile = f"{block.rows} rows x {block.keys} keys x {block.depth} deep"
+    return f"{tile}, {block.warps} warps, {block.stages} stages"
+
+
+def package_text(
+    spec: Mapping[str, Any],
+    kernels: Sequence[Mapping[str, Any]],
+    sizes: Mapping[str, int],
+    missing: Sequence[str] = (),
+) -> str:
+    parts = []
+    for key, value in spec.items():
+        if isinstance(value, Mapping):
+            parts.append(f"{key}\n" + table_text((), list(_flatten(value))))
+            parts += [
+                f"{key}: {name}\n"
+                + table_text(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
+                for name, items in value.items()
+                if _is_table(items)
+            ]
+    scalars = [(key, _cell(value)) for key, value in spec.items() if not isinstance(value, Mapping)]
+    parts.insert(0, table_text((), scalars))
+    if kernels:
+        rows = [(kernel["name"], str(kernel["line"]), kernel["summary"]) for kernel in kernels]
+        parts.append("kernels\n" + table_text(("kernel", "line", "what it does"), rows))
+    parts.append("files\n" + table_text((), [(path, str(size)) for path, size in sizes.items()]))
+    if missing:
+        parts.append(f"partial: cannot be imported; left out: {', '.join(missing)}")
+    return "\n\n".join(parts)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            rows += _flatten(value, f"{prefix}{key}.")
+        elif not _is_table(value):
+            rows.append((f"{prefix}{key}", _cell(value)))
+    return rows
+
+
+def _is_table(value: object) -> bool:
+    """A list of records with the same fields, as a plan's buffers, phases and reasons are."""
+    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
+        return False
+    return all(isinstance(item, Mapping) and item.keys() == value[0].keys() for item in value)
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, indented by two; the last column is not padded. Text in cells cannot break lines."""
+    from infcl_gen.inputs.text import clean
+
+    lines = [[clean(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
+    if not lines:
+        return "  (none)"
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def count_text(value: float) -> str:
+    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {unit}"
+    return f"{value:.3g} "

@@ -1,0 +1,156 @@
+"""Files and folders that are complete or absent at every moment, and locks between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.errors import InputError, LockTimeoutError
+
+LOCK_TIMEOUT_S = 120.0
+_UNFINISHED = ".infcl-gen-"  # in the names of folders that are being written, or replaced
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file at once: a reader sees what was there before, or all of `content`. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            _write_synced(stream, content)
+            os.fchmod(stream.fileno(), 0o644)  # mkstemp's files are private
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a folder of files at once, in place of what is there. What killed writers left beside it is removed.
+
+    All files are on the disk before the folder gets its name, so that a crash of the machine leaves no part of it.
+    The caller holds a lock of `target`. Raises OSError.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(target)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}{_UNFINISHED}", dir=target.parent))
+    claim = os.open(fresh, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # where folders cannot be locked none is taken for left behind
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        umask = os.umask(0)
+        os.umask(umask)
+        fresh.chmod(0o777 & ~umask)  # mkdtemp's folders are private
+        for path, content in contents.items():
+            file = fresh / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(file, "wb") as stream:
+                _write_synced(stream, content)
+        for inner in sorted({fresh, *((fresh / path).parent for path in contents)}):
+            _sync_folder(inner)
+        _rename_into_place(fresh, target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        os.close(claim)
+
+
+@contextlib.contextmanager
+def lock(path: Path, doing: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Hold an inter-process lock; LockTimeoutError after `timeout_s` (LOCK_TIMEOUT_S) says what was being done.
+
+    Raises InputError if there can be no such file.
+    """
+    import filelock
+
+    timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = filelock.FileLock(path)
+        held.acquire(timeout=timeout_s)
+    except filelock.Timeout as error:
+        raise LockTimeoutError(
+            f"{doing}: another process has held the lock {path} for {timeout_s:g} s; wait for it, or end it"
+        ) from error
+    except OSError as error:
+        raise InputError(f"{doing}: cannot lock {path} ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def lock_file(name: str) -> Path:
+    """Where this user's lock of that name is, kept apart from what is locked: nothing else appears there."""
+    return Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / f"{name}.lock"
+
+
+def lock_file_of(target: Path) -> Path:
+    """This user's lock file for an absolute path."""
+    return lock_file(hashlib.sha256(os.fsencode(target)).hexdigest()[:16])
+
+
+def checksum(value: Any) -> str:
+    """sha256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Raises InputError unless files can be written to the folder, which need not exist."""
+    try:
+        existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+        with tempfile.TemporaryFile(dir=existing):
+            return
+    except OSError as error:
+        raise InputError(
+            f"{flag}: {str(folder)!a} cannot be written to ({error.strerror}); give a folder of yours"
+        ) from error
+
+
+def _remove_unfinished(target: Path) -> None:
+    """Remove what writers of `target` left that were killed; their locks on it went with them."""
+    prefix = f".{target.name}{_UNFINISHED}"
+    for entry in [entry for entry in target.parent.iterdir() if entry.name.startswith(prefix)]:
+        with contextlib.suppress(OSError):  # another machine is writing there
+            claim = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(entry, ignore_errors=True)
+            finally:
+                os.close(claim)
+
+
+def _rename_into_place(fresh: Path, target: Path) -> None:
+    if not target.exists() or not any(target.iterdir()):
+        os.rename(fresh, target)  # POSIX: an empty folder is replaced
+    else:
+        retired = Path(tempfile.mkdtemp(prefix=f".{target.name}{_UNFINISHED}", dir=target.parent))
+        os.rename(target, retired)
+        try:
+            os.rename(fresh, target)
+        except BaseException:
+            os.rename(retired, target)
+            raise
+        shutil.rmtree(retired, ignore_errors=True)
+    _sync_folder(target.parent)
+
+
+def _write_synced(stream: Any, content: bytes) -> None:
+    stream.write(content)
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,150 @@
+"""Text from users and text for them: sizes, counts, small files; messages on one line that name the flag."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable
+from typing import Any
+
+from infcl_gen.errors import InputError
+
+_MAX_TEXT = 1024
+
+_MAX_FILE_BYTES = 2**20
+
+
+def check_text(flag: str, value: object) -> str:
+    """`value` if it is a printable, non-empty text of moderate length; control characters, newlines and
+    invisible direction marks are refused because the text may be shown, or written into a package as a
+    literal."""
+    if not isinstance(value, str):
+        raise InputError(f"{flag}: expected text, got {show(value)}")
+    if not value or len(value) > _MAX_TEXT or not value.isprintable():
+        raise InputError(
+            f"{flag}: {show(value)} is empty, longer than {_MAX_TEXT}, or has unprintable characters"
+        )
+    return value
+
+
+def check_integer(flag: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{flag}: expected an integer from {low} to {high}, got {show(value)}")
+    if not low <= value <= high:
+        raise InputError(f"{flag}: {_short_integer(value)} is out of range; valid: {low} to {high}")
+
+
+def check_word(flag: str, value: object, valid: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in valid:
+        raise InputError(f"{flag}: {show(value)} is unknown; valid: {', '.join(valid)}")
+
+
+def parse_count(value: object, flag: str = "count") -> int:
+    """65536, "65536", "64k" or "4M" (k = 1024) as an integer >= 0. Raises InputError naming `flag`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", value) if isinstance(value, str) else None
+    if match is None:
+        raise InputError(
+            f"{flag}: {show(value)} is not a count; give for example 65536, 64k or 4M (k = 1024)"
+        )
+    return int(match[1]) << 10 * (" kmg".index(match[2].lower() or " "))
+
+
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in ((letter + "ib", 1024), (letter + "b", 1000))
+}
+
+
+def parse_bytes(value: object, flag: str = "size") -> int:
+    """512 (bytes), "512MiB", "1.5GiB" or "1GB" (10**9) as bytes. Raises InputError naming `flag`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = (
+        re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})? ?([A-Za-z]{0,3})", value)
+        if isinstance(value, str)
+        else None
+    )
+    factor: int | None = _BYTE_UNITS.get(match[3].lower()) if match else None
+    if match is None or factor is None:
+        raise InputError(f"{flag}: {show(value)} is not a size; give for example 512MiB, 2GiB or 1GB")
+    if match[2] and factor == 1:
+        raise InputError(f"{flag}: {show(value)} is a fraction of a byte; give a unit, for example 1.5GiB")
+    fraction = match[2][1:] if match[2] else ""
+    return int(match[1] + fraction) * factor // int(10 ** len(fraction))
+
+
+def bytes_text(size: int) -> str:
+    """A size for people: "512 B", "1.5 GiB"."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{math.ceil(10 * size / factor) / 10:g} {unit}"  # rounded up: a budget of it is enough
+    return f"{size} B"
+
+
+def read_text_file(flag: str, path: str | os.PathLike[str]) -> str:
+    """The text of a small regular UTF-8 file. Raises InputError naming `flag` (also for a device or a pipe,
+    which would block)."""
+    name = check_text(flag, os.fspath(path))
+    try:
+        mode = os.stat(name).st_mode
+        if not stat.S_ISREG(mode):
+            raise InputError(f"{flag}: {show(name)} is not a regular file")
+        with open(name, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{flag}: cannot read {show(name)}: {error.strerror or error}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise InputError(f"{flag}: {show(name)} is larger than {_MAX_FILE_BYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{flag}: {show(name)} is not UTF-8 text (byte {error.start})") from None
+
+
+def read_toml(flag: str, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The table in a TOML file. Raises InputError naming the flag that named the file."""
+    import msgspec
+
+    text = read_text_file(flag, path)
+    try:
+        table: dict[str, Any] = msgspec.toml.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"{flag}: {show(os.fspath(path))} is not valid TOML: {error}") from None
+    return table
+
+
+def flag_name(name: str) -> str:
+    """ "batch_size" -> "--batch-size", as it is shown in messages."""
+    return "--" + clean(name.removesuffix("_bytes")).replace("_", "-")
+
+
+def show(value: object) -> str:
+    """`value` for a message: its repr, on one line, printable and not too long."""
+    try:
+        text = clean(repr(value))
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 120 else text[:80] + "..." + text[-30:]
+
+
+def clean(text: str) -> str:
+    """`text` with everything unprintable escaped: safe to write to a terminal, and one line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?" or the list of what is valid."""
+    known = list(known)
+    close = difflib.get_close_matches(name[:64], known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(known)}"
+
+
+def _short_integer(value: int) -> str:
+    # str() of an integer beyond 4300 digits raises.
+    return str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"

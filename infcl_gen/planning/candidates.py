@@ -1,0 +1,389 @@
+"""What a plan may be made of: the strategies that a problem allows, with their blocks and transports, and the sizes
+that each may have. What does not apply, or cannot be, is refused here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from infcl_gen.errors import InputError
+from infcl_gen.inputs.overrides import BLOCK_FIELDS, Overrides
+from infcl_gen.inputs.problem import DTYPE_BYTES
+from infcl_gen.losses.printers import display
+from infcl_gen.planning.choice import Choice, Sizes
+from infcl_gen.planning.levels import (
+    FUSED_DIM_LIMIT,
+    KERNELS_OF,
+    PANEL_UNIT,
+    default_blocks,
+    hopper_stages,
+    violations,
+)
+from infcl_gen.planning.model import CostModel
+from infcl_gen.runtime.table import Table
+
+if TYPE_CHECKING:
+    from infcl_gen.hardware import Cluster
+    from infcl_gen.inputs.problem import Problem
+    from infcl_gen.losses import Derivation
+
+PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
+# Of the forward, which keeps no panel: a quarter of its launches. At B = 65 536, D = 128 on an H200 from an idle device
+# 10.5 ms for 11.9 of panels of 16 384, behind other work 10.0 for 10.1.
+FORWARD_CAP = 32768
+# Kernels address a tile of a panel with 32 bits: 256 rows of this many elements stay below 2^31.
+PANEL_LIMIT = 1 << 22
+SPLIT_CAP = 4096  # tensor cores cut sums: gradients good to 6e-6, in 145 ms at B = 65 536, D = 768; 2e-5, 129 at 16 384
+FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
+# Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one; of 7.7 to 16 ms (B = 32 768,
+# D = 512 to 1 152) only 0.1, and nothing behind other work. A stash has taken far more memory than they keep, and its
+# steps begin later: of 12 ms they saved 0.6.
+REPLAY_LIMIT_S, STASH_REPLAY_LIMIT_S = 5e-3, 50e-3
+TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
+# What a gather must be predicted to save, since its memory grows with the number of ranks. On 2 H200s with 64k rows
+# each it took 0.9 % less than a ring from an idle device, and as much behind other work; with 16k rows 5 to 6 % more.
+GATHER_GAIN = 0.01
+GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A choice with sizes: its predicted time from an idle device and peak. `order`: of the choice, by preference."""
+
+    time_s: float
+    peak_bytes: int
+    order: int
+    model: CostModel
+    sizes: Sizes
+
+
+def choices_of(problem: Problem, derivation: Derivation, cluster: Cluster) -> list[Choice]:
+    """The strategies that problem, device and settings allow, in order of preference at equal predicted time.
+
+    Raises InputError for a setting that is impossible here, or that applies to none of them.
+    """
+    wanted, given = problem.settings.strategy, problem.settings.keys
+    profile = cluster.profile
+    if wanted is None:
+        names = ("torch",) if profile.target == "cpu" else ("fused", "panel", "stash")
+    else:
+        names = (wanted,)
+        reason = _impossible(wanted, problem, derivation, cluster)
+        if reason:
+            raise InputError(f"--set strategy: {wanted} {reason}")
+    possible = [name for name in names if not _impossible(name, problem, derivation, cluster)]
+    if not possible:
+        raise InputError(f"--loss: {profile.name} {_impossible('panel', problem, derivation, cluster)}")
+    usable = [name for name in possible if given <= _settings_of(name)]
+    if not usable:
+        name = possible[-1] if wanted is None and len(possible) == 1 else wanted or "panel"
+        extra = sorted(given - _settings_of(name)) or sorted(given)
+        raise InputError(
+            f"--set {extra[0]}: does not apply to the strategies possible here"
+            f" ({', '.join(possible)}); valid: {', '.join(sorted(set().union(*map(_settings_of, possible))))}"
+        )
+    if problem.settings.stash_rows:
+        usable = [name for name in usable if name == "stash"]
+    elif problem.memory_budget_bytes is None and wanted is None:
+        usable = [name for name in usable if name != "stash"]
+    found: list[Choice] = []
+    transports = _transports(problem, cluster)
+    replay = problem.settings.replay
+    for name in usable:
+        try:
+            choice = _choice(name, problem, derivation, cluster)
+        except InputError:
+            if name == usable[-1] and not found:
+                raise
+            continue
+        if not replay:
+            found += (
+                dataclasses.replace(choice, transport=transport, keeps=keeps)
+                for transport, keeps in transports
+            )
+        if _recordable(name, cluster) and (_short(name, problem, cluster) if replay is None else replay):
+            found.append(dataclasses.replace(choice, replay=True))
+    if not found:
+        raise InputError(
+            "--set replay: on needs kernels, an NVIDIA GPU and --devices 1, not"
+            f" {' or '.join(usable)} on {cluster.devices} x {cluster.profile.name}; valid: off"
+        )
+    return found
+
+
+def _transports(problem: Problem, cluster: Cluster) -> tuple[tuple[str, bool], ...]:
+    """How keys may travel, by a ring or all at once among few devices of one node; and whether a ring keeps those that
+    visit last."""
+    wanted, keeps, devices = problem.settings.transport, problem.settings.keeps, cluster.devices
+    if keeps is not None and (devices == 1 or wanted == "gather"):
+        raise InputError(
+            "--set keeps: is for a ring of several devices; give --devices, and no other transport"
+        )
+    if wanted is not None and devices == 1:
+        raise InputError("--set transport: keys travel between devices, and there is one; give --devices")
+    impossible = None
+    if cluster.nodes > 1:
+        impossible = f"not between {cluster.nodes} nodes"
+    elif devices > GATHER_LIMIT:
+        impossible = f"at most {GATHER_LIMIT} devices, not {devices}"
+    if wanted == "gather" and impossible:
+        raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
+    if devices == 1:
+        return (("none", False),)
+    rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep))
+    gathers = () if impossible or keeps is not None else (("gather", False),)
+    return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
+
+
+def _short(name: str, problem: Problem, cluster: Cluster) -> bool:
+    """Whether the host's start is so much of a step that recordings, which keep their memory, are worth a thought."""
+    flops = 8 * problem.batch_size * problem.total_keys * problem.dim
+    limit_s = STASH_REPLAY_LIMIT_S if name == "stash" else REPLAY_LIMIT_S
+    return flops < limit_s * cluster.profile.matmul_tflops[problem.dtype].value * 1e12
+
+
+def _recordable(name: str, cluster: Cluster) -> bool:
+    """Whether CUDA graphs may be recorded: of kernels, on one NVIDIA GPU."""
+    return name != "torch" and cluster.profile.target == "cuda" and cluster.devices == 1
+
+
+def _choice(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> Choice:
+    choice = Choice(
+        strategy=name,
+        dim=problem.dim,
+        dtype=problem.dtype,
+        precision=problem.precision,
+        target=cluster.profile.target,
+        has_keys=bool(derivation.has_keys),
+        labels=derivation.spec.positives == "label",
+        affine=derivation.slope is not None,
+        products=_products(name, problem, cluster),
+        world_size=cluster.devices,
+    )
+    if name != "torch":
+        choice = dataclasses.replace(choice, descriptors=_descriptors(problem, cluster, choice.split))
+    rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
+    chosen = {kernel for kernel, _, _ in problem.settings.blocks}
+    blocks = default_blocks(cluster.profile, choice, rows, keys, chosen)
+    for kernel, field, count in problem.settings.blocks:
+        blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: count})
+    if name == "stash":  # the forward keeps the backward's tiles
+        if {"rows", "keys"} & problem.settings.block("forward").keys():
+            raise InputError(
+                "--set forward.rows, forward.keys: a stash keeps the gradient's tiles; set gradient.* instead"
+            )
+        tile = blocks["gradient"]
+        blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
+    for kernel, field, _ in problem.settings.blocks:
+        for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
+            found = violations(changed, blocks[changed], cluster.profile, choice)
+            if found:
+                raise InputError(
+                    f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}"
+                )
+    choice = dataclasses.replace(choice, blocks=blocks)
+    return dataclasses.replace(choice, hopper_stages=hopper_stages(cluster.profile, choice))
+
+
+def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
+    """Why a strategy cannot be used, as the end of a sentence; None if it can."""
+    if name == "torch":
+        return None
+    if cluster.profile.target == "cpu":
+        return "needs a GPU target; on the CPU the strategy is torch"
+    if derivation.slope is None:
+        logit = (
+            f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
+        )
+        return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
+    if name == "fused" and problem.dim > FUSED_DIM_LIMIT:
+        return f"holds the whole embedding in one block: --dim at most {FUSED_DIM_LIMIT}, not {problem.dim}"
+    if name == "fused" and DTYPE_BYTES[problem.dtype] != 2:
+        return f"keeps a whole gradient row in registers, too many of them for {problem.dtype}; valid: bf16, fp16"
+    if name == "stash" and cluster.devices > 1:
+        return "keeps tiles of the rank's own keys, and needs --devices 1"
+    if name == "stash" and problem.total_keys > PANEL_LIMIT:
+        return f"addresses its rows with 32 bits: --keys at most {PANEL_LIMIT}, not {problem.total_keys}"
+    if name == "stash" and problem.dtype != "bf16":
+        return (
+            f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
+        )
+    return None
+
+
+def _settings_of(name: str) -> set[str]:
+    """The keys of `--set` that mean something to a strategy."""
+    keys = {"strategy", "panel_rows", "records", "transport", "keeps"}
+    keys |= {f"{kernel}.{field}" for kernel in KERNELS_OF[name] for field in BLOCK_FIELDS}
+    if name != "fused":
+        keys |= {"panel_keys"}
+    if name != "torch":
+        keys |= {"descriptors", "replay"}
+    if name in ("panel", "stash"):
+        keys |= {"products"}
+    return keys | {"stash_rows"} if name == "stash" else keys
+
+
+def _products(name: str, problem: Problem, cluster: Cluster) -> str:
+    if name in ("torch", "fused"):
+        return {"torch": "torch", "fused": "triton"}[name]
+    wanted = problem.settings.products
+    if wanted == "library" and cluster.profile.target != "cuda":
+        raise InputError(
+            f"--set products: {cluster.profile.target} has no library product with fp32 output; valid: triton"
+        )
+    return wanted or ("library" if cluster.profile.target == "cuda" else "triton")
+
+
+def _descriptors(problem: Problem, cluster: Cluster, split: bool) -> bool:
+    aligned = split or problem.dim * DTYPE_BYTES[problem.dtype] % 16 == 0  # split operands are padded
+    wanted = problem.settings.descriptors
+    if wanted and not cluster.profile.tensor_descriptors:
+        raise InputError(f"--set descriptors: {cluster.profile.name} has no tensor descriptors; valid: off")
+    if wanted and not aligned:
+        raise InputError(
+            f"--set descriptors: a row of {problem.dim} {problem.dtype} is not a multiple of 16 bytes; valid: off"
+        )
+    by_default = cluster.profile.architecture.products_read_shared
+    return (by_default if wanted is None else wanted) and cluster.profile.tensor_descriptors and aligned
+
+
+def table_of(choice: Choice, derivation: Derivation, cluster: Cluster) -> Table:
+    """What the cluster's devices send to each other."""
+    travelling = derivation.travelling(choice.dim)
+    return Table(choice.transport, cluster.nodes, cluster.devices_per_node, choice.keeps, travelling)
+
+
+def model_of(choice: Choice, problem: Problem, cluster: Cluster, table: Table) -> CostModel:
+    """The cost model of a choice."""
+    rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
+    return CostModel(choice, cluster, rows, keys, table)
+
+
+def smallest_peak(model: CostModel, settings: Overrides) -> int:
+    """The least memory that any sizes need: the peak grows with each of them."""
+    row_unit, key_unit = _units(model.choice)
+    rows = _fixed(settings, "panel_rows", row_unit, model.rows) or row_unit
+    keys = _fixed(settings, "panel_keys", key_unit, model.keys) or key_unit
+    keys = _padded(model.keys, key_unit) if model.choice.strategy == "fused" else keys
+    return min(map(model.peak_bytes, _with_stash(model, settings, rows, keys, smallest=True)))
+
+
+def sizes_of(model: CostModel, settings: Overrides) -> Iterator[Sizes]:
+    """All candidates, the smallest among them."""
+    strategy = model.choice.strategy
+    row_unit, key_unit = _units(model.choice)
+    cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
+    cap = SPLIT_CAP if model.choice.split else cap
+    fixed_rows = _fixed(settings, "panel_rows", row_unit, model.rows)
+    fixed_keys = _fixed(settings, "panel_keys", key_unit, model.keys)
+    all_rows = [fixed_rows] if fixed_rows else _splits(model.rows, row_unit, cap)
+    if strategy == "fused":
+        all_keys = [_padded(model.keys, key_unit)]  # a program walks all keys
+    else:
+        all_keys = [fixed_keys] if fixed_keys else _splits(model.keys, key_unit, cap)
+    if strategy == "stash":
+        # A third dimension: coarser steps in the other two, the smallest kept.
+        all_rows, all_keys = (
+            sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys)
+        )
+    for rows in all_rows:
+        for keys in all_keys:
+            # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
+            lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
+            smallest = (rows, keys) == (all_rows[-1], all_keys[-1])
+            if not lean or smallest or strategy == "fused":
+                yield from _with_stash(model, settings, rows, keys, smallest=False)
+
+
+def _units(choice: Choice) -> tuple[int, int]:
+    """What panel rows and panel keys are multiples of: whole blocks of every kernel that walks a panel."""
+    if choice.strategy == "torch":
+        return 64, 64
+    # The forward's do not count: it has panels of its own, or, with a stash, the gradient's tiles.
+    b = choice.blocks
+    if choice.strategy == "fused":
+        return max(PANEL_UNIT, b["fused"].rows), b["fused"].keys
+    rows = max(PANEL_UNIT, b["gradient"].rows, b["product"].rows, b["product"].depth)
+    return rows, max(b["gradient"].keys, b["product"].rows, b["product"].depth)
+
+
+def _with_stash(
+    model: CostModel, settings: Overrides, rows: int, keys: int, smallest: bool
+) -> Iterator[Sizes]:
+    if model.choice.strategy != "stash":
+        yield _with_forward(model, rows, keys, 0)
+        return
+    slices = -(-model.rows // rows)
+    stash = settings.stash_rows
+    if stash is not None:
+        asked = settings.panel_rows or rows  # a panel as set may be longer than the problem, and is cut to it
+        if stash % asked == 0:
+            yield _with_forward(model, rows, keys, min(stash, slices * rows))
+        elif smallest or settings.panel_rows:
+            raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {asked}")
+    else:
+        counts = {1} if smallest else {1, slices, *(slices * step // 6 or 1 for step in range(1, 6))}
+        for count in sorted(counts):
+            yield _with_forward(model, rows, keys, count * rows)
+
+
+def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> Sizes:
+    """The largest forward panel whose buffers take no more than the backward phase, which is there anyway.
+
+    A stash is filled by whole panels of the backward sweep; the torch strategy uses one panel for both.
+    """
+    if model.choice.strategy in ("torch", "stash"):
+        return Sizes(rows, keys, rows, keys, stash_rows)
+    block = model.choice.blocks["forward"]
+    row_unit, key_unit = block.rows, block.keys
+    row_cap = key_cap = FORWARD_CAP
+    while True:
+        forward = (_split(model.rows, row_unit, row_cap), _split(model.keys, key_unit, key_cap))
+        sizes = Sizes(*forward, rows, keys, 0)
+        if model.forward_fits(sizes) or (row_cap, key_cap) == (row_unit, key_unit):
+            return sizes
+        row_cap, key_cap = (
+            (row_cap, max(key_unit, key_cap // 2)) if key_cap >= row_cap and key_cap > key_unit
+            else (max(row_unit, row_cap // 2), key_cap)
+        )  # fmt: skip
+
+
+def _padded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def _split(count: int, unit: int, cap: int) -> int:
+    """Rows of equal panels, each at most `cap` (a multiple of `unit`), that cover `count` rows."""
+    panels = -(-count // cap)
+    return _padded(-(-count // panels), unit)
+
+
+def _splits(count: int, unit: int, cap: int) -> list[int]:
+    """Panel sizes to consider, largest first, down to the unit: equal panels, in ever larger steps of their number.
+
+    Large panels are rounded to an eighth of the next lower power of two: whole waves of blocks suit matrix products.
+    """
+    found = []
+    panels = -(-count // cap)
+    while True:
+        rows = -(-count // panels)
+        rows = min(_padded(rows, max(unit, (1 << rows.bit_length() - 1) // 8)), _padded(count, unit))
+        found.append(rows)
+        if rows == unit:
+            return sorted(set(found), reverse=True)
+        panels = max(panels + 1, panels * 4 // 3)
+
+
+def _fixed(settings: Overrides, key: str, unit: int, count: int) -> int | None:
+    """The panel size that `--set` asks for, never more than the padded problem; None if it does not."""
+    value: int | None = getattr(settings, key)
+    if value is None:
+        return None
+    if value % unit:
+        raise InputError(f"--set {key}: {value} must be a multiple of {unit}, the blocks that walk a panel")
+    if min(value, count) > PANEL_LIMIT:
+        raise InputError(f"--set {key}: at most {PANEL_LIMIT}; {PANEL_CAP} is already as fast")
+    return min(value, _padded(count, unit))

@@ -1,0 +1,172 @@
+"""What a plan is made of: one choice of how to compute the loss, with its blocks, and the sizes of its panels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from infcl_gen.inputs.problem import DTYPE_BYTES
+
+SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
+SIMILARITIES = (
+    "forward",
+    "gradient",
+    "positive",
+)  # kernels whose depth runs over the terms of split operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Tile of one program. forward, gradient: `rows` queries x `keys` keys, `depth` of the embedding at a time.
+
+    product (g times features): `rows` x `keys` of the output, `depth` along the panel. fused: `rows` owned x `keys`
+    visiting, `depth` is the whole padded embedding. positive: the diagonal of a tile of `rows` = `keys`. finish:
+    `rows` x `depth` of an accumulator (`keys` has no meaning there).
+    """
+
+    rows: int
+    keys: int
+    depth: int
+    warps: int
+    stages: int
+
+    def as_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Rows and keys of a forward and a backward panel, and rows of the stash, which is 0 without one."""
+
+    forward_rows: int
+    forward_keys: int
+    panel_rows: int
+    panel_keys: int
+    stash_rows: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a loss is computed on one kind of device; what kernels, their blocks and the cost model depend on.
+
+    strategy     "panel", "fused", "stash" or "torch".
+    dtype        of the features; the rules for all other numbers follow from it and `precision`, below.
+    has_keys     keys have statistics, too; `labels`: positives are named; `affine`: the logit is slope * z + shift.
+    products     by the matrix "library", by "triton" or by "torch".
+    replay       steps are recorded as CUDA graphs.
+    transport    how keys reach the queries of other ranks: "ring", "gather", or "none" on one device.
+    keeps        of a ring: the keys that visit last in forward stay for backward.
+    blocks       of each kernel that has one; none for torch.
+    hopper_stages  tiles on their way in the kernels of hopper.py; 0 without them.
+    """
+
+    strategy: str
+    dim: int
+    dtype: str = "bf16"
+    precision: str = "default"
+    target: str = "cuda"
+    has_keys: bool = True
+    labels: bool = False
+    affine: bool = True
+    products: str = "triton"
+    descriptors: bool = False
+    replay: bool = False
+    world_size: int = 1
+    transport: str = "none"
+    keeps: bool = False
+    blocks: Mapping[str, Block] = dataclasses.field(default_factory=dict, hash=False)
+    hopper_stages: int = 0
+
+    @property
+    def split(self) -> bool:
+        """Whether fp32 features are multiplied as bf16 halves: 16 bits, twice as fast as three products in tf32."""
+        where = (self.strategy, self.target, self.dtype, self.precision)
+        return where == ("panel", "cuda", "fp32", "default")
+
+    @property
+    def exact(self) -> bool:
+        """fp32 operands: every row and column has its own reference, so no tile needs a second look."""
+        return self.dtype == "fp32" and not self.split
+
+    @property
+    def input_precision(self) -> str:
+        """Of products of fp32 operands; tf32 loses the loss at large scales, and must be asked for."""
+        return "tf32" if self.precision == "tf32" else "ieee"
+
+    @property
+    def operand_dtype(self) -> str:
+        """Of what the kernels multiply: the features', or bf16 where fp32 features are split."""
+        return "bf16" if self.split else self.dtype
+
+    @property
+    def operand_bytes(self) -> int:
+        return DTYPE_BYTES[self.operand_dtype]
+
+    @property
+    def feature_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def statistics_dtype(self) -> str:
+        """Of statistics and of sums of gradients."""
+        return "fp64" if self.dtype == "fp64" else "fp32"
+
+    @property
+    def statistics_bytes(self) -> int:
+        return DTYPE_BYTES[self.statistics_dtype]
+
+    @property
+    def separate(self) -> bool:
+        """Whether sums are wider than the features: the gradients that are returned are then buffers of their own."""
+        return self.feature_bytes < self.statistics_bytes
+
+    @property
+    def library(self) -> bool:
+        return self.products == "library"
+
+    @property
+    def ring(self) -> bool:
+        """Whether there are several ranks, whose keys come from each other: by a ring, or by a gather."""
+        return self.world_size > 1
+
+    @property
+    def gather(self) -> bool:
+        return self.transport == "gather"
+
+    @property
+    def kind(self) -> Choice:
+        """The same without what the cost model has symbols for: expressions are made once for each kind."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Choice)}
+        ranks = min(self.world_size, 2)
+        return Choice(**fields | {"dim": 1, "descriptors": False, "world_size": ranks, "blocks": {}})
+
+    def inner_dim(self, kernel: str) -> int:
+        """Depth of what a kernel multiplies: the embedding, of split operands once for each term of a similarity."""
+        return SPLIT_TERMS * self.dim if self.split and kernel in SIMILARITIES else self.dim
+
+    def stores_tiles(self, kernel: str) -> bool:
+        """Whether a kernel stores its tiles in the background, through shared memory: the forward of a stash."""
+        return kernel == "forward" and self.strategy == "stash" and self.descriptors
+
+    def keeps_keys(self, kernel: str, block: Block) -> bool:
+        """Whether a program reads its keys once: the forward does, where one step covers their depth, through
+        descriptors, for tensor cores that read shared memory; not of fp32 operands, whose forward is another."""
+        whole = block.depth >= padded_dim(self.inner_dim(kernel))
+        return kernel == "forward" and whole and self.descriptors and self.operand_bytes == 2
+
+
+def embedding_parts(dim: int) -> tuple[int, ...]:
+    """Widths of at most three powers of two, from 16 on, that cover the embedding: 200 is 128 + 64 + 16.
+
+    Kernels that hold a whole embedding multiply it part by part, so that they compute little padding: tiles are powers
+    of two.
+    """
+    units = -(-dim // 16)
+    while units.bit_count() > 3:
+        units += units & -units
+    return tuple(16 << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1)
+
+
+def padded_dim(dim: int) -> int:
+    """The next power of two, at least 16 (the smallest block dimension)."""
+    return max(16, 1 << (dim - 1).bit_length())

@@ -1,0 +1,148 @@
+"""Why a plan is as it is, for people: one sentence for each level of tiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from infcl_gen.inputs.text import bytes_text
+from infcl_gen.planning.candidates import GATHER_GAIN, GATHER_LIMIT, Candidate
+from infcl_gen.planning.levels import FUSED_DIM_LIMIT, default_blocks, shared_bytes
+
+if TYPE_CHECKING:
+    from infcl_gen.inputs.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a level is tiled as it is. Levels: 0 cluster, 1 node, 2 device, 3 multiprocessor, 4 warps."""
+
+    level: int
+    decision: str
+    why: str
+
+
+def reasons_of(
+    problem: Problem, best: Candidate, candidates: list[Candidate], ceiling: int
+) -> tuple[Reason, ...]:
+    """Why `best` was taken among the candidates within `ceiling` bytes, from the cluster down to warps."""
+    model, choice, sizes, cluster = best.model, best.model.choice, best.sizes, best.model.cluster
+    measured = problem.settings.records == "measured"
+    by_setting = f"measured on {cluster.profile.name}" if measured else "set by --set"
+    found = [*_transport_reasons(problem, best, candidates)]
+    found.append(Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, candidates)))
+    tiles = -(-model.rows // sizes.panel_rows) * -(-model.keys // sizes.panel_keys)
+    if choice.strategy == "fused":
+        why = "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"
+        rows = sizes.panel_rows
+        if cluster.devices > 1:
+            why, rows = "gradients of logits never leave the multiprocessor", model.rows
+        found.append(Reason(2, f"{rows} query rows x all keys", why))
+    else:
+        area = sizes.panel_rows * sizes.panel_keys
+        larger = any(
+            c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates
+        )
+        if problem.settings.panel_rows or problem.settings.panel_keys:
+            why = by_setting
+        else:
+            why = (
+                "larger ones are not faster"
+                if larger
+                else "larger ones exceed the budget, the problem or the cap"
+            )
+        why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
+        found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
+    as_backward = choice.strategy in ("torch", "stash")
+    why = "as the backward panel" if as_backward else "its partial sums fit where backward needs more"
+    found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
+    if sizes.stash_rows:
+        why = "kept tiles need no recomputation in backward"
+        found.append(
+            Reason(2, f"stash of {min(sizes.stash_rows, model.rows)} of {model.rows} query rows", why)
+        )
+    if choice.replay:
+        why = "set by --set" if problem.settings.replay else "kernels start sooner than one by one"
+        found.append(Reason(2, "recorded CUDA graphs", why))
+    if choice.strategy in ("panel", "stash"):
+        library = "the library's product with fp32 output is the fastest here"
+        why = library if choice.products == "library" else "no library product with fp32 output here"
+        why = by_setting if problem.settings.products else why
+        found.append(Reason(3, f"products by {choice.products}", why))
+    if choice.split:
+        why = "three bf16 products each: 16 bits, faster than tf32 and 64 times as accurate"
+        found.append(Reason(3, "fp32 features as bf16 halves", why))
+    for_many = default_blocks(cluster.profile, choice)
+    for kernel, block in choice.blocks.items():
+        changed = sorted(f"{kernel}.{field}" for field in problem.settings.block(kernel))
+        size = shared_bytes(kernel, block, choice)
+        why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
+        if measured:
+            why = f"{by_setting}; {why}"
+        elif changed:
+            why = f"set by {', '.join(changed)}; {why}"
+        elif block.rows * block.keys < for_many[kernel].rows * for_many[kernel].keys:
+            why = (
+                f"small: the batch has few tiles for {cluster.profile.multiprocessors} multiprocessors; {why}"
+            )
+        found.append(Reason(3, f"{kernel} block {block.rows} x {block.keys} x {block.depth}", why))
+        registers = f"a register budget of {cluster.profile.registers_per_thread} per thread"
+        found.append(
+            Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", f"keeps to {registers}")
+        )
+    if choice.blocks:
+        on = choice.descriptors
+        why = "rows are multiples of 16 bytes" if on else "not on this board, for this row size, or by --set"
+        found.append(Reason(4, f"tensor descriptors {'on' if on else 'off'}", why))
+    return tuple(found)
+
+
+def _transport_reasons(
+    problem: Problem, best: Candidate, candidates: list[Candidate]
+) -> tuple[Reason, Reason]:
+    """Levels 0 and 1: how keys get to the queries."""
+    model, cluster, way = best.model, best.model.cluster, best.model.choice.transport
+    world, nodes = model.world_size, cluster.nodes
+    outer = Reason(0, "one node", "nothing crosses the network")
+    if nodes > 1:
+        inside = cluster.devices_per_node
+        why = f"the network is crossed at one hop of {inside}, by all {inside} devices of a node at once"
+        why = why if inside > 1 else "each device is a node"
+        outer = Reason(0, f"ring of {nodes} nodes; keys visit, queries stay", why)
+    if world == 1:
+        return outer, Reason(1, "one device", "a group of one runs without communication")
+    exposed = sum(phase.time_s for phase in model.phases(best.sizes) if phase.bound == "link")
+    hidden = f"{1e3 * exposed:.3g} ms are not hidden"
+    others = [c.time_s for c in candidates if c.model.choice.transport != way]
+    other = {"ring": "gather", "gather": "ring"}[way]
+    choice = f"{1e3 * best.time_s:.3g} ms against {1e3 * min(others):.3g} by {other}; " if others else ""
+    if way == "ring" and others and min(others) < best.time_s:
+        choice += f"that is not {GATHER_GAIN:.1%} less, for more memory; "
+    if problem.settings.transport:
+        choice = "set by --set; "
+    elif not others and nodes == 1 and world <= GATHER_LIMIT:
+        choice = "a gather exceeds the budget; "
+    if way == "gather":
+        text = f"gather among {world} devices: all keys at once"
+        why = f"{choice}3 batches of messages a step at most, {hidden}"
+    else:
+        text = f"ring of {cluster.devices_per_node} devices, {world} hops in all"
+        why = f"{choice}keys travel beside the work, {model.keys} at a time, and sums after it: {hidden}"
+    return outer, Reason(1, text, why)
+
+
+def _strategy_why(problem: Problem, best: Candidate, candidates: list[Candidate]) -> str:
+    if problem.settings.strategy:
+        return "set by --set"
+    if best.model.choice.strategy == "torch":
+        return "no GPU: panels with torch's matrix products"
+    times: dict[str, float] = {}
+    for candidate in candidates:
+        if candidate.order != best.order and candidate.model.choice.transport == best.model.choice.transport:
+            name = candidate.model.choice.strategy + " replayed" * candidate.model.choice.replay
+            times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
+    others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
+    text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")
+    if problem.dim > FUSED_DIM_LIMIT:
+        text += f"; fused needs --dim at most {FUSED_DIM_LIMIT}"
+    return text

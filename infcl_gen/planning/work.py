@@ -1,0 +1,179 @@
+"""The work of every phase of a step, as SymPy expressions of a plan's sizes, and how fast kernels do it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from sympy import Expr, Integer, Max, Min, Rational
+
+from infcl_gen.planning.choice import SPLIT_TERMS, Choice
+from infcl_gen.planning.memory import Bf, Bg, Bu, C, D, F, G, Kf, Kg, P, R, S, T, U, W, ceil_div, e, m, n, s
+
+QUANTITIES = ("flops", "bytes", "exponentials", "efficiency", "launches")
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeTerm:
+    """Work of one phase of one rank over all hops. `rate`: which peak the flops run at ("triton" or "product")."""
+
+    name: str
+    flops: Any = 0
+    bytes: Any = 0
+    exponentials: Any = 0
+    efficiency: Any = 1
+    rate: str = "triton"
+    launches: Any = 0
+
+    @property
+    def quantities(self) -> tuple[Any, ...]:
+        """The values of QUANTITIES."""
+        return tuple(getattr(self, name) for name in QUANTITIES)
+
+
+# Fraction of the peak that a kernel reaches as a function of the embedding: fitted to the 76 rows of an earlier
+# h200-grid.json, behind other work, B from 1 024 to 131 072, D from 128 to 1 152, the worst 9 % off; of the 84 measured
+# since the worst is 12.5 % off, of 0.05 ms, the next 9.
+EFFICIENCY = {
+    "forward": Rational(94, 100) * P / (P + 125),
+    "gradient": Rational(101, 100) * P / (P + 205),
+    "hopper forward": P / (P + 45),  # D = 200 and 256 take 3.3 and 3.5 ms at B = 65 536
+    "hopper gradient": P / (P + 160),  # 4.6 and 4.7 ms
+    "fused": P / (P + 31),
+    "dq": Rational(896, 1000) * D**2 / (D**2 + 40**2),
+    "dk": Rational(896, 1000) * D**2 / (D**2 + 40**2),
+    "torch": Rational(7, 10),
+}
+WALK = 750  # of the embedding: what references and positives, a few programs each, walk in the time of one launch more
+ALONE = Rational(7, 5)  # of half the time of two fused programs on a multiprocessor: what one takes by itself
+# Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.
+PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
+
+
+@functools.cache
+def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
+    """The phases of one forward and one backward sweep, without communication."""
+    v = choice
+    pairs = m * n * W
+    terms: list[Any] = []
+    if v.strategy == "torch":
+        product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"]}
+        panels = ceil_div(m, R) * ceil_div(n, C) * W
+        sides = 2 if v.has_keys else 1
+        # Passes over a panel of z: maximum, difference and exponential, and sum per side; backward one exponential per
+        # side, their weighted sum, and the positives.
+        return (
+            TimeTerm("forward product", **product, launches=panels),
+            TimeTerm(
+                "statistics",
+                bytes=(2 + 4 * sides) * s * pairs,
+                exponentials=sides * pairs,
+                launches=12 * panels,
+            ),
+            TimeTerm("gradient product", **product, launches=panels),
+            TimeTerm(
+                "gradient", bytes=6 * sides * s * pairs, exponentials=sides * pairs, launches=8 * panels
+            ),
+            TimeTerm("dq product", **product, rate="product", launches=panels),
+            TimeTerm("dk product", **product, rate="product", launches=panels),
+            TimeTerm("finish", bytes=(m + n) * D * (2 * s + e), launches=4),
+            *_additions(v),
+        )
+    sides = 2 if v.has_keys else 1
+    forward_panels = ceil_div(m, F) * ceil_div(n, G) * W
+    rows, keys = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf
+    kept = Min(S, m) if v.strategy == "stash" else Integer(0)
+    partials = (
+        2
+        * s
+        * W
+        * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.has_keys else 0))
+    )
+    features = W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F))
+    terms.append(
+        TimeTerm(
+            "forward product",
+            flops=2 * rows * keys * W * P,
+            bytes=features + partials,
+            exponentials=pairs,
+            efficiency=EFFICIENCY["hopper forward" if v.hopper_stages else "forward"]
+            * _filled(Min(F, m), Bf, Min(G, n), Kf),
+            launches=2 * forward_panels,
+        )
+    )
+    launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
+    terms.append(TimeTerm("statistics", bytes=partials + 2 * W * m * D * e, launches=launches))
+    if v.strategy == "fused":
+        rows = m if v.ring else Min(R, m)
+        slices = W if v.ring else ceil_div(m, R)
+        for name, owned, other in (("fused dq", rows, n), ("fused dk", n, rows)):
+            programs = ceil_div(owned, Bu)
+            terms.append(
+                TimeTerm(
+                    name,
+                    flops=4 * slices * programs * Bu * other * P,
+                    bytes=slices * owned * D * (e + 2 * s),
+                    exponentials=slices * programs * Bu * other,
+                    efficiency=EFFICIENCY["fused"] * programs / (U * Max(ceil_div(programs, U), ALONE)),
+                    launches=2 * slices,
+                )
+            )
+    else:
+        panels = ceil_div(m, R) * ceil_div(n, C) * W
+        rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
+        fraction = (m - kept) / m
+        products = SPLIT_TERMS if v.split else 1
+        # g of each panel, and its positives; where keys have statistics a second look at each, and besides their ratios
+        # at each hop (alone: for each row of panels), and the positives of the panels along the diagonal.
+        once = (W if v.ring else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
+        terms += [
+            TimeTerm(
+                "gradient",
+                flops=2 * rows * keys * W * P * fraction,
+                bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
+                exponentials=pairs * fraction,
+                efficiency=EFFICIENCY["hopper gradient" if v.hopper_stages else "gradient"]
+                * PANEL_EFFICIENCY
+                * _filled(Min(R, m), Bg, Min(C, n), Kg),
+                launches=2 * panels + (once if v.has_keys else 0),
+            ),
+            # Written by the forward, which hides little of it; read and overwritten by g in the backward.
+            v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),
+            *(
+                TimeTerm(
+                    f"{name} product",
+                    flops=2 * products * pairs * D,
+                    bytes=e * pairs
+                    + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride)),
+                    efficiency=EFFICIENCY[name] * PANEL_EFFICIENCY,
+                    rate="product",
+                    launches=panels,
+                )
+                for name, own, stride, other, step in (("dq", m, R, n, C), ("dk", n, C, m, R))
+            ),
+        ]
+    terms.append(
+        TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2)
+    )
+    terms += _additions(v)
+    if v.split:  # the rows of a panel once, its keys once for each panel of rows
+        sweeps = ceil_div(m, F) + ceil_div(m, R)
+        read_written = e + 2 * SPLIT_TERMS
+        launches = W * (sweeps + ceil_div(m, F) * ceil_div(n, G) + ceil_div(m, R) * ceil_div(n, C))
+        terms.append(TimeTerm("split", bytes=W * D * read_written * (2 * m + n * sweeps), launches=launches))
+    if v.replay:
+        terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))
+    return tuple(term for term in terms if term)
+
+
+def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:
+    """Part of the multiprocessors that a panel has blocks for: small ones do not fill a large board."""
+    return Min(1, ceil_div(rows, block_rows) * ceil_div(keys, block_keys) / U)
+
+
+def _additions(choice: Choice) -> list[TimeTerm]:
+    """What comes home at once is added up one by one."""
+    if not choice.gather:
+        return []
+    return [TimeTerm("additions", bytes=3 * s * (W - 1) * n * D, launches=W - 1)]

@@ -1,0 +1,109 @@
+"""The self-test of a generated package: small batches on one device against the package's own fp64 `reference`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .package import Package
+
+# Queries, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference underflows.
+CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
+BIAS = -0.5
+ROUNDINGS = 4.0  # of a result, in units of its rounding; at most 1.0 was seen
+TF32_ROUNDOFF = 2.0**-10  # tensor cores cut operands to 10 mantissa bits
+SPLIT_ROUNDOFF = 2.0**-16  # of a product of bf16 halves: each operand cut at 2^-18, and low x low left out
+
+
+class Results(NamedTuple):
+    """The loss (0-dim) and its gradients: dq (M, D), dk (N, D), dscale and dbias (0-dim)."""
+
+    loss: Tensor
+    dq: Tensor
+    dk: Tensor
+    dscale: Tensor
+    dbias: Tensor
+
+
+def selftest(
+    package: Package, device: torch.device, loss_and_grads: Callable[..., Any], split: bool
+) -> dict[str, Any]:
+    """The report of `selftest` in api.py. `loss_and_grads(q, k, scale, bias)` runs the package on one device;
+    `split`: it multiplies fp32 features as bf16 halves."""
+    cases: list[dict[str, Any]] = []
+    repeatable = True
+    for rows, keys, scale in CASES:
+        keys = keys if package.labelled else rows
+        if rows > package.batch_size or keys > package.key_count:
+            continue
+        q, k = _unit_rows(rows, keys, package, device)
+        first, second = (Results(*loss_and_grads(q, k, scale, BIAS)) for _ in range(2))
+        repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        errors, allowed = _errors(package, first, q, k, scale, split)
+        ok = all(errors[name] <= allowed[name] for name in errors)
+        cases.append(
+            {"rows": rows, "keys": keys, "scale": scale, "ok": ok, "errors": errors, "allowed": allowed}
+        )
+    return {
+        "ok": repeatable and all(case["ok"] for case in cases),
+        "package": package.name,
+        "device": str(device),
+        "dtype": str(package.dtype).removeprefix("torch."),
+        "repeatable": repeatable,
+        "cases": cases,
+    }
+
+
+def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
+    """The relative error of an element that a matrix product reads, beyond the rounding of the features."""
+    if dtype == torch.float32 and tf32:
+        return TF32_ROUNDOFF
+    if split:
+        return SPLIT_ROUNDOFF
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+
+
+def _errors(
+    package: Package, found: Results, q: Tensor, k: Tensor, scale: float, split: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative norm errors, and the largest allowed: twice what dense torch loses in the statistics' dtype, a few
+    roundings of the result, and the rounding of the products in the logits, whose terms are about scale / sqrt(D)."""
+    exact = _dense(package, q, k, scale, torch.float64)
+    plain = _dense(package, q, k, scale, package.schedule.STATISTICS_DTYPE)
+    product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", split)
+    errors, allowed = {}, {}
+    for name, truth in exact._asdict().items():
+        if name == "dscale":  # a sum of terms of either sign: relative to the sum of their sizes
+            size = float((q.double() * exact.dq).abs().sum()) / scale
+        else:
+            size = 0.0 if name == "dbias" else float(torch.linalg.vector_norm(truth))
+        size = size or 1.0  # of one pair alone all gradients are 0
+        # g is rounded to the features' dtype; the loss and the bias's gradient stay in the statistics'
+        rounded = 0.0 if name in ("loss", "dbias") else torch.finfo(package.dtype).eps
+        rounding = ROUNDINGS * max(rounded, product) + scale / math.sqrt(package.dim) * product
+        errors[name] = _distance(getattr(found, name), truth) / size
+        allowed[name] = 2.0 * _distance(getattr(plain, name), truth) / size + rounding
+    return errors, allowed
+
+
+def _unit_rows(rows: int, keys: int, package: Package, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    q, k = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
+    q, k = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in (q, k))
+    return q, k
+
+
+def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Results:
+    """What the dense reference gives in `dtype`; the gradient of what a loss does not use is 0."""
+    numbers = (torch.tensor(number, dtype=dtype, device=q.device) for number in (scale, BIAS))
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
+    loss = package.loss.reference(*leaves, dtype=dtype)
+    return Results(loss.detach(), *torch.autograd.grad(loss, leaves, materialize_grads=True))
+
+
+def _distance(value: Tensor, truth: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double() - truth))

@@ -1,0 +1,400 @@
+"""The search in one family of kernels: candidates are judged, compiled, checked and timed, each in its own process."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from infcl_gen.bench.timing import timing_lock
+from infcl_gen.emission.package import read_package, write_package
+from infcl_gen.emission.pipeline import build_for
+from infcl_gen.emission.render import content_digest
+from infcl_gen.errors import InfclError, InputError, VerificationError
+from infcl_gen.hardware import Cluster
+from infcl_gen.inputs.overrides import BLOCK_FIELDS
+from infcl_gen.inputs.problem import Problem
+from infcl_gen.kernels import kernels_of_block
+from infcl_gen.losses import Derivation, LossSpec
+from infcl_gen.planning import Plan, plan
+from infcl_gen.planning.levels import Block, default_blocks, violations
+from infcl_gen.planning.records import (
+    Candidate,
+    Settings,
+    measured_settings,
+)
+from infcl_gen.processes import Worker, last_line
+
+# A winner is faster than the best so far by more than this, and than both medians are known.
+LEAST_GAIN = 0.01
+GIVE_UP = 1.3  # times the best median, if no time at all is below it after GIVE_UP_ROUNDS
+GIVE_UP_ROUNDS = 2
+LEAST_ROUNDS = 5  # whatever the time
+_WORKER = "infcl_gen.tuning.worker"
+
+
+COMPILE_SHARE = 0.3  # of a family's time; to load, check and time the best few takes the rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How much is tried, and how long each step of one candidate may take."""
+
+    minutes: float = 20.0
+    compiled: int = 48  # candidates of a family that are compiled
+    timed: int = 8
+    rounds: int = 15
+    repeats: int = 2
+    jobs: int = os.cpu_count() or 1
+    compile_s: float = 180.0
+    load_s: float = 120.0
+    gate_s: float = 300.0
+    sample_s: float = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is tuned: the problem with the user's own settings only, and its plan by the cost model."""
+
+    problem: Problem
+    loss: LossSpec
+    cluster: Cluster
+    derivation: Derivation
+    default: Plan
+
+    def plan(self, settings: Settings) -> Plan:
+        """The plan of a candidate. Raises InputError or InfeasibleError if it has none."""
+        found = plan(self._with(settings), self.derivation, self.cluster)
+        if found.strategy != self.default.strategy:
+            raise InputError(f"the strategy would be {found.strategy}, not {self.default.strategy}")
+        return found
+
+    def files(self, settings: Settings) -> dict[str, str]:
+        """The text of a candidate's package."""
+        return build_for(self._with(settings), self.loss, self.cluster)
+
+    def _with(self, settings: Settings) -> Problem:
+        return dataclasses.replace(self.problem, settings=measured_settings(self.problem.settings, settings))
+
+
+Propose = Callable[[Case, str, Settings], list[Settings]]
+Proposed = tuple[str, Settings]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass
+class Entry:
+    """A candidate on its way; `status` "" as long as it is in the race."""
+
+    settings: Settings
+    folder: Path
+    predicted_ms: float | None = None
+    distance: float = 0.0
+    digest: str = ""
+    status: str = ""
+    detail: str = ""
+    process: Worker | None = None
+    rounds: list[list[float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def times_ms(self) -> tuple[float, ...]:
+        return tuple(round(value, 6) for values in self.rounds for value in values)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+    @property
+    def doubt_ms(self) -> float:
+        """Two standard errors of the median, from how the rounds differ (what drifts is alike within one). Estimated
+        from the median deviation: an outlier does not count."""
+        rounds = [statistics.median(values) for values in self.rounds]
+        middle = statistics.median(rounds)
+        spread = 1.4826 * statistics.median(abs(value - middle) for value in rounds)
+        return 2 * 1.25 * spread / math.sqrt(len(rounds))
+
+    def drop(self, status: str, detail: str = "") -> None:
+        self.status, self.detail = status, detail
+        if self.process is not None:
+            self.process.kill()
+
+
+def hopeless(racing: Sequence[Entry]) -> list[Entry]:
+    """Those of which not even the best time comes within GIVE_UP of the least median."""
+    limit = GIVE_UP * min(entry.median_ms for entry in racing)
+    return [entry for entry in racing if min(entry.times_ms) > limit]
+
+
+def fastest(racing: Sequence[Entry], incumbent: Entry | None) -> Entry:
+    """The one with the least median; the incumbent unless that is faster by LEAST_GAIN and by the doubt in both."""
+    best = min(racing, key=lambda entry: entry.median_ms)
+    if incumbent is None:
+        return best
+    gain = incumbent.median_ms - best.median_ms
+    noise = max(LEAST_GAIN * incumbent.median_ms, math.hypot(incumbent.doubt_ms, best.doubt_ms))
+    return best if gain > noise else incumbent
+
+
+class Family:
+    """The search in one family. The first entry is the best so far, which wins ties."""
+
+    def __init__(
+        self,
+        case: Case,
+        family: str,
+        best: Settings,
+        limits: Limits,
+        scratch: Path,
+        plant: Callable[[Settings, Path], None] | None,
+        progress: Progress | None,
+        earlier: Mapping[Proposed, float] | None = None,
+    ) -> None:
+        self.earlier = earlier or {}
+        self.case, self.family, self.best, self.limits = case, family, best, limits
+        self.scratch, self.plant = scratch, plant
+        self.progress = progress or (lambda *_: None)
+        self.device = "cpu" if case.cluster.profile.target == "cpu" else "cuda"
+        self.entries: list[Entry] = []
+
+    def run(self, propose: Propose, deadline: float) -> tuple[Settings, str, tuple[Candidate, ...]]:
+        """The winner's settings, the digest of its package as it was timed, and every candidate with its fate."""
+        wanted = [self.best, *propose(self.case, self.family, self.best)]
+        self.entries = [
+            Entry(settings, self.scratch / f"candidate{index}")
+            for index, settings in enumerate(dict.fromkeys(wanted))
+        ]
+        try:
+            self._judge_legality()
+            self._rank(self.limits.compiled)
+            if self.device == "cuda":
+                now = time.monotonic()
+                self._compile(now + COMPILE_SHARE * (deadline - now))
+            self._rank(self.limits.timed)
+            self._gate()
+            self._time(deadline)
+            winner = self._winner()
+        finally:
+            for entry in self.entries:
+                if entry.process is not None:
+                    entry.process.kill()
+        candidates = tuple(
+            Candidate(
+                self.family, e.settings, e.status or "timed", e.detail[:300], e.predicted_ms, e.times_ms
+            )
+            for e in self.entries
+        )
+        return winner.settings, winner.digest, candidates
+
+    def _racing(self) -> list[Entry]:
+        return [entry for entry in self.entries if not entry.status]
+
+    def _judge_legality(self) -> None:
+        """Drops what is illegal, and removes what is the same plan as an earlier candidate."""
+        case, base = self.case, None
+        if self.family != "panel":
+            base = default_block(case, self.family)
+        entries, self.entries, seen = self.entries, [], []
+        for entry in entries:
+            if base is not None:
+                fields = {k.partition(".")[2]: int(v) for k, v in entry.settings if _is_block(k, self.family)}
+                block = dataclasses.replace(base, **fields)
+                entry.distance = sum(
+                    abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS
+                )
+                found = violations(self.family, block, case.cluster.profile, case.default)
+                if found and fields:
+                    entry.drop("illegal", "; ".join(found))
+            if not entry.status:
+                try:
+                    planned = case.plan(entry.settings)
+                except InfclError as error:
+                    entry.drop("illegal", str(error))
+                else:
+                    entry.predicted_ms = 1e3 * planned.predicted_time_s
+                    tiles = (planned.panel_rows, planned.panel_keys, planned.products, planned.blocks)
+                    if tiles in seen:
+                        continue
+                    seen.append(tiles)
+            self.entries.append(entry)
+
+    def _rank(self, count: int) -> None:
+        """Keep the best so far, which stays the first, and the `count` - 1 most promising, in that order: if the time
+        is up before all are compiled, the others are left out. Half of what is timed may be what was fast before."""
+
+        def before_ms(entry: Entry) -> float:
+            return self.earlier.get(proposed(self.family, entry.settings), math.inf)
+
+        first, *others = self.entries
+        racing = [entry for entry in others if not entry.status]
+        racing.sort(key=lambda entry: (entry.predicted_ms, entry.distance))
+        known = sorted((entry for entry in racing if before_ms(entry) < math.inf), key=before_ms)
+        del known[self.limits.timed // 2 :]
+        racing = [*known, *(entry for entry in racing if entry not in known)]
+        self.entries = [first, *racing, *(entry for entry in others if entry.status)]
+        for entry in racing[count - 1 :]:
+            entry.drop(
+                "not timed",
+                "others are predicted to be faster, are nearer to the default, or were fast before",
+            )
+
+    def _write(self, entry: Entry) -> None:
+        if not entry.digest:
+            files = self.case.files(entry.settings)
+            write_package(files, entry.folder)
+            entry.digest = content_digest(files)
+            if self.plant is not None:
+                self.plant(entry.settings, entry.folder)
+
+    def _compile(self, until: float) -> None:
+        """Ahead of time, each in a process of its own, as many at once as there are jobs; the best so far runs as it
+        is. What has not begun by then is left out."""
+        from infcl_gen.verification.aot import SHARED_BYTES
+
+        arch, strategy = self.case.cluster.profile.arch, self.case.default.strategy
+        # The forward of a stash has the gradient's tiles: it may spill, or not fit, where the gradient does.
+        stash = (strategy, self.family) == ("stash", "gradient")
+        kernels = [
+            name
+            for block in ("forward",) * stash + (self.family,)
+            for name in kernels_of_block(strategy, block)
+        ]
+        if arch not in SHARED_BYTES or not kernels:
+            return
+        todo = [entry for entry in self._racing() if entry is not self.entries[0]]
+        for start in range(0, len(todo), self.limits.jobs):
+            if start and time.monotonic() > until:
+                for entry in todo[start:]:
+                    entry.drop("not timed", "the time was up before it was compiled")
+                return
+            part = todo[start : start + self.limits.jobs]
+            for entry in part:
+                self._write(entry)
+                launches = read_package(entry.folder).spec["launches"]
+                there = [name for name in kernels if name in launches]
+                entry.process = Worker(
+                    f"{_WORKER}:compile_kernels", [str(entry.folder), arch, *there], self._log(entry)
+                )
+            for entry, answer in self._answers(part, self.limits.compile_s, "does not compile"):
+                used = answer["resources"]
+                spilled = [f"{r['kernel']}: {r['spill_bytes']} bytes" for r in used if r["spill_bytes"]]
+                large = [r["kernel"] for r in used if r["shared_bytes"] > SHARED_BYTES[arch]]
+                if spilled or large:
+                    entry.drop("spills", "; ".join(spilled) or f"too much shared memory: {', '.join(large)}")
+            for entry in part:
+                if entry.process is not None:
+                    entry.process.kill()
+                    entry.process = None
+            self.progress(f"{self.family}: compile", min(start + len(part), len(todo)), len(todo))
+
+    def _gate(self) -> None:
+        """Start them all, each in its process, and let them judge themselves; no times are taken meanwhile."""
+        racing = self._racing()
+        for entry in racing:
+            self._write(entry)
+            entry.process = Worker(f"{_WORKER}:run", [str(entry.folder), self.device], self._log(entry))
+        for step, step_s in enumerate((self.limits.load_s, self.limits.gate_s), start=1):
+            self._answers(self._racing(), step_s, "crashed")
+            self.progress(f"{self.family}: check", step, 3)
+        # Then at the size that is timed, one after the other: against the first, which is the best so far.
+        file, written = self.scratch / "reference.pt", False
+        for entry in self._racing():
+            request = {"do": "compare", "file": str(file), "reference": not written}
+            written |= self._ask(entry, request) is not None
+        self.progress(f"{self.family}: check", 3, 3)
+
+    def _time(self, deadline: float) -> None:
+        for round_ in range(self.limits.rounds):
+            if round_ >= LEAST_ROUNDS and time.monotonic() > deadline:
+                return
+            racing = self._racing()  # in another order each time: who comes after a pause has a cooler board
+            for entry in random.Random(round_).sample(racing, len(racing)):
+                with timing_lock(self.case.cluster.profile.target, 10 * self.limits.sample_s):
+                    answer = self._ask(entry, {"do": "sample", "repeats": self.limits.repeats})
+                if answer is not None:
+                    entry.rounds.append(answer["times_ms"])
+            racing = self._racing()
+            if round_ + 1 >= GIVE_UP_ROUNDS and racing:
+                for entry in hopeless(racing):
+                    entry.drop("slower", f"more than {GIVE_UP:g} times the best after {round_ + 1} rounds")
+            self.progress(f"{self.family}: time", round_ + 1, self.limits.rounds)
+
+    def _winner(self) -> Entry:
+        racing = self._racing()
+        if not racing:
+            first = self.entries[0]
+            raise VerificationError(
+                f"no candidate of {self.family} gives right results; the default: {first.status} {first.detail}"
+            )
+        best = fastest(racing, None if self.entries[0].status else self.entries[0])
+        try:
+            timed = read_package(best.folder).digest
+        except InputError as error:
+            raise VerificationError(f"the files of the winner changed while it was timed: {error}") from error
+        if timed != best.digest:
+            raise VerificationError("the files of the winner changed while it was timed")
+        return best
+
+    def _ask(self, entry: Entry, request: dict[str, Any]) -> dict[str, Any] | None:
+        """A candidate's answer; None if it gave none, and is out."""
+        assert entry.process is not None
+        entry.process.send(request)
+        answers = self._answers([entry], self.limits.sample_s, "crashed")
+        return answers[0][1] if answers else None
+
+    def _answers(
+        self, entries: Sequence[Entry], timeout_s: float, otherwise: str
+    ) -> list[tuple[Entry, dict[str, Any]]]:
+        """The next answer of each; who gives none is out, as `otherwise` unless it says itself why."""
+        processes = [entry.process for entry in entries if entry.process is not None]
+        found = []
+        with ThreadPoolExecutor(max(1, len(processes))) as pool:
+            try:
+                waiting = [pool.submit(process.answer, timeout_s) for process in processes]
+                for entry, future in zip(entries, waiting, strict=True):
+                    answer = future.result()
+                    if answer is None:
+                        entry.drop("hung", f"no answer within {timeout_s:g} s")
+                    elif "ended" in answer:
+                        entry.drop(otherwise, f"{answer['ended']}: {last_line(self._log(entry))}")
+                    elif "failed" in answer:
+                        entry.drop(answer["failed"], answer["detail"])
+                    else:
+                        found.append((entry, answer))
+            except BaseException:
+                for process in processes:  # or leaving the pool would wait for them
+                    process.kill()
+                raise
+        return found
+
+    def _log(self, entry: Entry) -> Path:
+        return entry.folder.with_suffix(".log")
+
+
+def _is_block(key: str, family: str) -> bool:
+    return key.startswith(f"{family}.")
+
+
+def proposed(family: str, settings: Settings) -> Proposed:
+    """What a candidate changes in its own family, whatever the other families' best was."""
+    return family, tuple(pair for pair in settings if belongs(pair[0], family))
+
+
+def belongs(key: str, family: str) -> bool:
+    if family == "panel":
+        return key in ("panel_rows", "panel_keys")
+    return key.startswith(f"{family}.") or (family == "product" and key == "products")
+
+
+def default_block(case: Case, family: str) -> Block:
+    default = case.default
+    if family in default.blocks:
+        return default.blocks[family]
+    rows, keys = default.rows_per_rank, default.keys_per_rank
+    return default_blocks(case.cluster.profile, default, rows, keys)[family]

@@ -1,0 +1,211 @@
+"""Campaigns: files that say what is measured, and outputs that grow."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from infcl_gen import cli
+from infcl_gen.bench import board, campaign
+from infcl_gen.bench.campaign import MEASURES, read_campaign, run_campaign
+from infcl_gen.bench.contest import Contest, Rows, table
+from infcl_gen.bench.point import Point, empty_row, measure_point
+from infcl_gen.errors import InfclError, InputError, ToolchainError
+from tests.bench.rows import assert_is_row
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+POINT = 'dim = 16\ndtype = "fp32"\ntarget = "cpu"\n'
+
+
+def write(folder: Path, points: str, head: str = "", measure: str = "speed") -> Path:
+    file = folder / "campaign.toml"
+    file.write_text(f'measure = "{measure}"\noutput = "rows.json"\nrepeats = 2\n{head}\n{points}')
+    return file
+
+
+def measured_here(self: Contest, point: Point) -> Rows:
+    """The rows of a contest, without its worker."""
+    rows: dict[str, dict[str, Any]] = {}
+    measure_point(point, lambda name, row: rows.update({name: row}))
+    return list(rows.values())
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Contest, "rows", measured_here)
+
+
+def test_it_goes_on_where_it_stopped(
+    tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = f'[[points]]\nbatch_size = 64\nagainst = "torch"\n{POINT}'
+    found = run_campaign(read_campaign(write(tmp_path, first, "minutes = 0")), "once")
+    assert (found.rows, found.left) == ([], 1) and not (tmp_path / "rows.json").exists()
+    alone = first.replace('against = "torch"\n', "")
+    assert [row["impl"] for row in run_campaign(read_campaign(write(tmp_path, alone)), "once").rows] == [
+        "infcl"
+    ]
+    found = run_campaign(
+        read_campaign(write(tmp_path, first)), "once"
+    )  # a peer is missing: once more, with it
+    assert [(row["batch"], row["impl"]) for row in found.rows] == [(64, "infcl"), (64, "torch")]
+    for row in found.rows:
+        assert_is_row(row)
+    # A later table wins; whoever lacks a peer is measured again, and a point under autocast is another point.
+    more = (
+        f"{first}[[points]]\nbatch_size = [64, 80]\n{POINT}"
+        f'[[points]]\nbatch_size = 64\ndim = 16\ntarget = "cpu"\nfeatures = ["rounded fp32"]\n'
+    )
+    found = run_campaign(read_campaign(write(tmp_path, more)), "twice")
+    assert found.command == "once; twice"
+    assert [(row["batch"], row["impl"], row["precision"]) for row in found.rows] == [
+        (64, "infcl", "default"),
+        (64, "torch", "default"),
+        (64, "infcl", "autocast from rounded fp32"),
+        (80, "infcl", "default"),
+    ]
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert written["rows"] == found.rows and written["command"] == "once; twice"
+    assert found.rows[2]["err"]["dq"] < 1e-5, "gradients in fp32 of features that bf16 holds"
+
+    def nothing(*_: Any) -> Rows:
+        raise AssertionError("nothing is left to measure")
+
+    monkeypatch.setattr(Contest, "rows", nothing)
+    assert run_campaign(read_campaign(write(tmp_path, more)), "twice").rows == found.rows
+    monkeypatch.setattr("infcl_gen.bench.results.board", lambda: "another board")
+    with pytest.raises(InputError, match="another board"):
+        run_campaign(read_campaign(write(tmp_path, more)), "twice")
+
+
+def test_packages_at_one_point_are_those_that_plan_otherwise(tmp_path: Path, in_process: None) -> None:
+    points = (
+        "[[points]]\nbatch_size = 512\nset = [{ panel_rows = 64 }, { panel_rows = 128 }]\n"
+        f'memory_budget = ["auto", "1GB"]\n{POINT}'
+    )
+    found = run_campaign(read_campaign(write(tmp_path, points)), "")
+    assert [row["package"] for row in found.rows] == ["torch_panel_rows=64", "torch_panel_rows=128"]
+
+
+def test_a_memory_plan_that_does_not_hold_is_told(
+    tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, f"[[points]]\nbatch_size = 300\n{POINT}", measure="memory")
+    found = run_campaign(read_campaign(file), "")
+    sizes = [(row["budget_bytes"], row["predicted_peak_bytes"], row["peak_bytes"]) for row in found.rows]
+    assert len(sizes) == 3 and all(a >= b >= c for a, b, c in sizes)
+
+    def larger(self: Contest, point: Point) -> Rows:
+        return [{**row, "peak_bytes": row["predicted_peak_bytes"] + 1} for row in measured_here(self, point)]
+
+    monkeypatch.setattr(Contest, "rows", larger)
+    done = CliRunner().invoke(
+        cli.main, ["bench", "--campaign", str(file), "-o", str(tmp_path / "again.json")]
+    )
+    assert done.exit_code == 5 and "3 guarantees are broken" in done.stderr
+    assert done.stdout.count("clip 300 x 16: within ") == 3
+
+
+@pytest.mark.parametrize("measure", ["rings", "large"])
+def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
+    """What is asked of `measure_ring`, which has tests of its own."""
+    asked: list[Any] = []
+
+    def measured(packages: Sequence[Path], ranks: int, *others: Any, **more: Any) -> Rows:
+        asked.append(([package.name for package in packages], ranks, others, more))
+        point = Point(("x",), (), "cpu", "clip", 64, 64, 16, "fp32", "fp32", "default", 14.3, 1, 1.0, None)
+        row = {**empty_row(point, "x"), "ranks": 2, "transport": "ring"}
+        return [{**row, "error": "not finite"} if measure == "large" else row]
+
+    monkeypatch.setattr(campaign, "measure_ring", measured)
+    ways = 'set = [{ transport = "ring" }, { transport = "gather" }]\nagainst = ["inf_cl"]\n'
+    file = write(
+        tmp_path, f"[[points]]\nbatch_size = 64\ndevices = 2\n{ways}{POINT}", "silent_s = 9", measure
+    )
+    monkeypatch.setattr("infcl_gen.bench.peers.Peer.absent", lambda peer: f"{peer.name} is not installed")
+    found = run_campaign(read_campaign(file), "")
+    ((packages, ranks, others, more),) = asked
+    assert packages == ["torch_transport=ring", "torch_transport=gather"] and ranks == 2
+    if measure == "rings":
+        assert others == ([], 14.3, 2) and found.absent == {"inf_cl": "inf_cl is not installed"}
+    else:
+        assert more == {"scale": 14.3, "once": True, "timeout_s": 9} and found.broken == ("64: not finite",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("speed", "sped", "measure must be one of speed"),
+        ("repeats", "repeat", "unknown key 'repeat'; did you mean 'repeats'"),
+        ("repeats = 2", "repeats = 0", "repeats must be at least 1"),
+        ("repeats = 2", "seconds = 'x'", "seconds must be a number"),
+        ("rows.json", "rows.txt", "output must be a .json file"),
+        ("[[points]]", "[points]", "needs"),
+        ("dim = 16", "dim = [16, 0]", "--dim"),
+        ("dim = 16", "dims = 16", "--dims: unknown option"),
+        ("batch_size = 4", 'batch_size = 4\nagainst = "tortch"', "did you mean 'torch'"),
+    ],
+)
+def test_wrong_files_say_what_is_wrong(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = write(tmp_path, f"[[points]]\nbatch_size = 4\n{POINT}")
+    assert len(read_campaign(file).places) == 1
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(InputError, match=r"^--campaign: ") as caught:
+        read_campaign(file)
+    assert message in str(caught.value)
+
+
+def test_flags_that_stand_in_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, f"[[points]]\nbatch_size = 4\n{POINT}")
+    for flag in ("--dim=4", "--against=torch", "--ranks=2", "--set=a=b"):
+        done = CliRunner().invoke(cli.main, ["bench", "--campaign", str(file), flag])
+        assert done.exit_code == 2 and f"{flag.partition('=')[0]}: stands in the file" in done.stderr
+    done = CliRunner().invoke(cli.main, ["bench", "--campaign", str(tmp_path / "none.toml")])
+    assert done.exit_code == 2 and "--campaign" in done.stderr
+
+
+def test_the_committed_campaigns() -> None:
+    found = {file.stem: read_campaign(file) for file in (ROOT / "tune" / "campaigns").glob("*.toml")}
+    assert {one.measure for one in found.values()} == set(MEASURES)
+    assert all(one.output.resolve().parent == ROOT / "tune" / "bench" for one in found.values())
+    assert len({one.output.name for one in found.values()}) == len(found)
+    grid = found["grid"].places
+    assert len(grid) == 56 and sum(len(place.against) > 1 for place in grid) == 2
+
+
+def test_counters_are_read_by_their_names() -> None:
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    units = {"time_us": ("us", "12.5"), "clock_ghz": ("Mhz", "1,700")}
+    lines = [
+        f'"0","gradient(float)","{metric}","{units.get(name, ("%", "50"))[0]}","{units.get(name, ("%", "50"))[1]}"\n'
+        for name, metric in board.METRICS.items()
+    ]
+    (row,) = board.read_counters(head + "".join(lines))
+    assert list(row) == ["kernel", *board.METRICS] and row["kernel"] == "gradient"
+    assert (row["time_us"], row["clock_ghz"], row["tensor_percent"]) == (12.5, 1.7, 50.0)
+    with pytest.raises(ToolchainError, match="ncu gives no l1tex__data_bank_reads"):
+        board.read_counters(head + "".join(lines[:-1]))
+    with pytest.raises(ToolchainError, match=r"as '12.5' 'inst'"):
+        board.read_counters(head + "".join(lines).replace('"us"', '"inst"'))
+
+
+def test_what_other_meters_say_has_columns_of_its_own() -> None:
+    rows = json.loads((ROOT / "tune" / "bench" / "h200-power.json").read_text())["rows"][:2]
+    header, lines = table(rows)
+    assert header[-7:] == ("what", "limit_w", "joules", "watts", "clock_mhz", "held_down", "")
+    assert lines[1][-7:-4] == ("products", "700", "29.75") and lines[0][4] == "43.59"
+
+
+@pytest.mark.parametrize("measure", ["power", "counters"])
+def test_meters_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    file = write(tmp_path, f"[[points]]\nbatch_size = 64\n{POINT}", measure=measure)
+    with pytest.raises(InfclError, match=r"nvidia-ml-py|ncu is not installed") as caught:
+        run_campaign(read_campaign(file), "")
+    assert caught.value.exit_code == 4

@@ -1,0 +1,42 @@
+"""Launches give each kernel just the arguments that it takes: of those that no interpreter runs, too."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from infcl_gen.emission import build
+from infcl_gen.inputs.problem import make_problem
+
+OPTIONS = {"num_warps", "num_stages", "maxnreg"}
+H200 = {"loss": "clip", "batch_size": 8192, "dim": 768, "device_profile": "h200"}
+PROBLEMS = {
+    "hopper": {"dim": 200},
+    "stash": {"settings": {"strategy": "stash"}},
+    "fused in parts": {"dim": 96, "settings": {"strategy": "fused"}},
+    "split": {"loss": "infonce", "dtype": "fp32"},
+    "exact": {"dtype": "fp32", "precision": "exact"},
+    "gather": {"devices": 4, "settings": {"transport": "gather"}},
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_launches_have_the_arguments_of_their_kernels(name: str) -> None:
+    files = build(make_problem(**{**H200, **PROBLEMS[name]}))
+    taken = {
+        (module, function.name): [argument.arg for argument in function.args.args]
+        for module in ("kernels", "hopper")
+        for function in ast.walk(ast.parse(files.get(f"{module}.py", "")))
+        if isinstance(function, ast.FunctionDef)
+    }
+    seen = set()
+    for call in ast.walk(ast.parse(files["schedule.py"])):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "launch":
+            kernel = call.args[0]
+            assert isinstance(kernel, ast.Attribute) and isinstance(kernel.value, ast.Name)
+            given = {keyword.arg for keyword in call.keywords} - OPTIONS
+            seen.add((kernel.value.id, kernel.attr))
+            assert given == set(taken[kernel.value.id, kernel.attr]), kernel.attr
+    assert {("kernels", "forward"), ("kernels", "finish")} <= seen
+    assert (("hopper", "gradient_hopper") in seen) == (name == "hopper")

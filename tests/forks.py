@@ -1,0 +1,127 @@
+"""Processes of `infcl_gen.processes`, forked from one that has imported torch: 2 s less for each.
+
+They are this process's children, and in all else (session, environment, standard streams, exit codes) as if started.
+Their command line is that of the server, and what tests have patched here is not patched there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from infcl_gen import processes
+
+PRELOADED = (
+    "torch.distributed",
+    "torch.profiler",
+    "infcl_gen.verification.worker",
+    "infcl_gen.bench.contest",
+)
+LARGEST_MESSAGE = 1 << 17
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Forked:
+    """What `processes` uses of a Popen."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes] | None) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+class Server:
+    """`start` stands for `processes._start`."""
+
+    def __init__(self) -> None:
+        # Orphans become this process's children: a forked process's parent ends at once.
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl")
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno())]
+            self._server = subprocess.Popen(
+                words, pass_fds=[theirs.fileno()], env=processes.own_environment()
+            )
+
+    def start(
+        self, words: Sequence[str], stdout: Any, stderr: Any, environment: Mapping[str, str] | None = None
+    ) -> Forked:
+        whole = {**processes.own_environment(), **(environment or {})}
+        job = {"words": list(words), "environment": whole, "folder": os.getcwd()}
+        read, write = os.pipe()
+        out = os.pipe() if stdout is subprocess.PIPE else None
+        streams = [read, out[1] if out else stdout.fileno(), stderr.fileno()]
+        socket.send_fds(self._socket, [json.dumps(job).encode()], streams)
+        pid = int(self._socket.recv(64))
+        for handle in (read, *(out[1:] if out else ())):
+            os.close(handle)
+        return Forked(pid, os.fdopen(write, "wb"), os.fdopen(out[0], "rb") if out else None)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._server.wait()
+
+
+def serve(handle: int) -> None:
+    for name in PRELOADED:
+        __import__(name)
+    assert "triton" not in sys.modules  # which reads its environment as it is imported
+    with socket.socket(fileno=handle) as requests:
+        while True:
+            message, streams, *_ = socket.recv_fds(requests, LARGEST_MESSAGE, 3)
+            if not message:
+                return
+            read, write = os.pipe()
+            parent = os.fork()
+            if not parent:
+                child = os.fork()
+                if child:
+                    os.write(write, str(child).encode())
+                    os._exit(0)
+                requests.close()
+                run(json.loads(message), streams)
+            os.waitpid(parent, 0)
+            requests.send(os.read(read, 64))
+            for each in (read, write, *streams):
+                os.close(each)
+
+
+def run(job: dict[str, Any], streams: list[int]) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        os.setsid()
+        os.chdir(job["folder"])
+        os.environ.clear()
+        os.environ.update(job["environment"])
+        for number, handle in enumerate(streams):
+            os.dup2(handle, number)
+        sys.path[:0] = [
+            path for path in job["environment"]["PYTHONPATH"].split(os.pathsep) if path not in sys.path
+        ]
+        sys.argv = ["processes", *job["words"]]
+        sys.stdin = os.fdopen(0)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
+        processes.main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,129 @@
+"""Kernels by themselves, on what the small batches of `checks` do not reach; as there, what is wrong raises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import torch
+
+from infcl_gen.runtime.statistics import Statistics
+from infcl_gen.verification.properties import Case
+from tests.kernels import checks
+from tests.kernels.packages import Made, module
+
+BIG = 2.0**40
+
+
+def long_strips(made: Made, device: str = "cpu") -> None:
+    """Strips of several row blocks, as where few programs run at once: in small batches each has one.
+
+    Under "exact" each strip has references of its own, which are orders apart here: those of another one overflow.
+    """
+    schedule: Any = module(made)._schedule
+    names = [name for name in ("FORWARD_PROGRAMS", "GRADIENT_PROGRAMS") if hasattr(schedule, name)]
+    exact = made.precision == "exact"
+    case = Case(130, 130, 0, "", *((1000.0, None, "unnormalised") if exact else (14.3,)), seed=1)
+    with mock.patch.multiple(schedule, **dict.fromkeys(names, 4 if exact else 1)):  # 4: two strips of a panel
+        checks.numerics(made, case, device)
+
+
+def sums_of_many_parts(made: Made, device: str = "cpu") -> None:
+    """Statistics of more than MERGE_PARTS parts, and sums of more numbers than one block of a program has."""
+    schedule: Any = module(made)._schedule
+    kernels = schedule.kernels
+    parts, rows = 2 * kernels.MERGE_PARTS.value + 5, 3
+    exponents = (
+        torch.arange(parts, dtype=torch.float32, device=device)[:, None].expand(parts, rows).contiguous()
+    )
+    sums = torch.full((parts, rows), 1.5, device=device)
+    found = Statistics(*(torch.full((rows,), math.nan, device=device) for _ in range(2)))
+    schedule.launch(kernels.merge, (1,), exponents, sums, *found, rows, parts, rows, 0, num_warps=4)
+    true = (exponents.double() + sums.double().log2()).mul(math.log(2)).logsumexp(0) / math.log(2)
+    error = float((found.exponent.double() + found.mantissa.double().log2() - true).abs().max())
+    assert error < 1e-6, f"statistics of {parts} parts are off by {error}"
+
+    numbers = torch.ones(2500, dtype=torch.float64, device=device)
+    numbers[[3, 2200]] = torch.tensor(
+        [BIG, -BIG], dtype=torch.float64, device=device
+    )  # which cancel in fp64 only
+    numbers[7] = 0.0
+    expected = float(numbers.sum())
+    loss = torch.full((), math.nan, device=device)
+    schedule.launch(kernels.total_loss, (1,), numbers, loss, len(numbers), BLOCK=1024, num_warps=4)
+    assert float(loss) == expected, f"{len(numbers)} parts of a loss add up to {loss}, not {expected}"
+    one, zero = (torch.tensor(number, device=device) for number in (1.0, 0.0))
+    dscale, _ = schedule.scalar_gradients(numbers.float(), one, zero, one, 2.0**schedule.GRADIENT_EXPONENT, 1)
+    assert float(dscale) == expected, f"{len(numbers)} parts of dscale add up to {dscale}, not {expected}"
+
+
+def thresholds_of_the_forward(made: Made, device: str = "cpu") -> None:
+    """A strip is computed again from a row's sum of 2^-80 down and of 2^100 up on, and not before."""
+    schedule: Any = module(made)._schedule
+    keys, rows = 64, 96  # 64 rows are sampled: 0, 1, 3, 4, 6, ...
+    scale, zero = torch.tensor(math.log(2.0), device=device), torch.zeros((), device=device)
+
+    def flagged(row: int, value: float) -> bool:
+        """Whether a row of y = `value` among rows of y = 0, of which each key adds 2^10 to a sum, is flagged."""
+        q, k = (torch.zeros(n, made.dim, dtype=schedule.OPERAND_DTYPE, device=device) for n in (rows, keys))
+        k[:, 0], q[row, 0] = 1.0, value
+        scratch = schedule.forward_scratch(q, keys)
+        schedule._forward_panel(q, k, 0, 0, scale, zero, scratch)
+        return bool(scratch.flags.any())
+
+    for row, value, expected in ((3, -96, False), (3, -97, True), (2, 84, False), (2, 85, True)):
+        found = flagged(row, value)
+        assert found == expected, f"a row's sum of 2^{value + 16} is {'' if found else 'not '}flagged"
+
+
+def threshold_of_the_backward(made: Made, device: str = "cpu") -> None:
+    """A strip is computed again where a row lies more than SPREAD = 80 orders below the reference of its keys."""
+    schedule: Any = module(made)._schedule
+    count = 32
+    q, k = (torch.zeros(count, made.dim, dtype=schedule.OPERAND_DTYPE, device=device) for _ in range(2))
+    one, zero = (torch.tensor(number, device=device) for number in (1.0, 0.0))
+    dq, dk = (torch.zeros(count, made.dim, device=device) for _ in range(2))
+    positive = torch.zeros(schedule.POSITIVE_PARTS, count, device=device)
+
+    def statistics(lowest: float) -> Statistics:
+        exponents = torch.zeros(count, device=device)
+        exponents[5] = lowest
+        return Statistics(exponents, torch.ones(count, device=device))
+
+    for lowest, expected in ((-90.0, False), (-91.0, True)):  # references lie 10 below the largest
+        scratch = schedule.backward_scratch(count, count, q.device)
+        arguments = (q, k, one, zero, 0, 0, statistics(lowest), statistics(0.0), positive, dq, dk)
+        schedule.backward_block(*arguments, fresh_dq=True, fresh_dk=True, scratch=scratch)
+        programs = 1 if made.strategy == "fused" else scratch.flags.numel()
+        assert bool(scratch.flags[:programs].any()) == expected, (
+            f"a row {-lowest - 10:g} orders below: flags {scratch.flags}"
+        )
+
+
+def lines_without_a_term(made: Made) -> None:
+    """Plain torch: a panel whose logits are all -inf leaves its rows' sums as they are."""
+    schedule: Any = module(made)._schedule
+    dtype = schedule.STATISTICS_DTYPE
+    found = Statistics(torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=dtype))
+    for value, expected in ((-math.inf, -math.inf), (3.0, 5.0), (-math.inf, 5.0)):
+        x2 = torch.full((2, 4), value, dtype=dtype)
+        schedule.add_(found, x2, torch.empty_like(x2), 1)
+        assert (found.exponent + found.mantissa.log2() == expected).all() or not found.mantissa.any(), found
+
+
+def cancelling_products(made: Made) -> None:
+    """Plain torch: products for dscale cancel in a strip of rows and across strips; fp32 sums would lose the rest."""
+    schedule: Any = module(made)._schedule
+    rows = 3 * schedule.STRIP_ROWS
+    x = torch.ones(rows, made.dim, dtype=schedule.FEATURE_DTYPE)
+    number: dict[str, Any] = {"dtype": schedule.STATISTICS_DTYPE}
+    for first, last in ((0, 2), (0, rows - 1)):
+        total = torch.zeros(rows, made.dim, **number)
+        total[first, 0], total[first + 1, 0], total[last, 0] = 2.0**40, 1.0, -(2.0**40)
+        dots = torch.empty(1, **number)
+        with mock.patch.object(schedule, "FINISH_ROWS", rows):
+            schedule.finish(
+                total, x, *(torch.ones((), **number) for _ in range(3)), 1.0, torch.empty_like(x), dots=dots
+            )
+        assert float(dots) == 1.0, f"products in rows {first} and {last} cancel to {float(dots)}, not 1"

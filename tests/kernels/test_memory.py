@@ -1,0 +1,96 @@
+"""The memory plan of kernels against what their schedule allocates: on the CPU, where launches do nothing.
+
+What is planned counts here without the slack of a GPU's allocator, and without the matrix library's workspace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+import infcl_gen
+from infcl_gen.verification.properties import DTYPES
+from tests.kernels.packages import Made, module
+from tests.kernels.worker import Interpreter
+from tests.planning.test_memory import measured_peak_bytes
+from tests.runtime.in_process import Echo
+
+ROWS = 2500  # no multiple of any block
+SLACK_BYTES = (
+    66 << 10
+)  # 32 KiB are planned for scalars; partial sums of dscale and flags are of backward alone
+
+
+def made(strategy: str, loss: str = "clip", dtype: str = "bf16", dim: int = 96, **more: Any) -> Made:
+    settings = {"replay": "off"} | more.pop("settings", {})
+    return Made(strategy, loss, dtype, dim, ROWS, small=False, settings=tuple(settings.items()), **more)
+
+
+def planned_bytes(buffers: list[dict[str, Any]]) -> tuple[int, int]:
+    """Of a forward alone, and of a step."""
+    sums = dict.fromkeys(("both", "forward", "backward", "finish"), 0)
+    for buffer in buffers:
+        sums[buffer["phase"]] += buffer["bytes"] * (buffer["name"] != "workspace")
+    both = sums.pop("both")
+    return both + sums["forward"], both + max(sums.values())
+
+
+def check_step(made: Made) -> None:
+    package = module(made)
+    package._schedule.launch = lambda *arguments, **options: None
+    rows = made.rows // made.devices
+    q, k = (torch.zeros(rows, made.dim, dtype=DTYPES[made.dtype]).requires_grad_() for _ in range(2))
+    scale = torch.tensor(3.0, requires_grad=True)
+    kept: list[Any] = []
+    with Echo([rows] * made.devices).attached(package) if made.devices > 1 else contextlib.nullcontext():
+        package.contrastive_loss(q, k, scale).backward()  # the constants of the first call stay
+        q.grad = k.grad = scale.grad = None
+        forward = measured_peak_bytes(lambda: kept.append(package.contrastive_loss(q, k, scale)))
+        kept.clear()
+        step = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
+    bounds = planned_bytes(package.SPEC["plan"]["buffers"])
+    for name, measured, bound in zip(("forward", "step"), (forward, step), bounds, strict=True):
+        assert bound - SLACK_BYTES <= measured <= bound, (name, measured, bound, measured - bound)
+
+
+def check_loss_parts(rows: int) -> None:
+    """So many rows that the partial sums of the loss take more than its scalars."""
+    package = module(made("panel"))
+    package._schedule.launch = lambda *arguments, **options: None
+    statistics, positive = package._runtime.statistics.Statistics(*torch.zeros(2, rows)), torch.zeros(3, rows)
+    one = torch.ones(())
+    loss = lambda: package._schedule.loss_terms(statistics, statistics, positive, one, one, 1.0, 1.0)  # noqa: E731
+    plan = infcl_gen.plan(batch_size=rows, dim=96, device_profile="h200", set={"strategy": "panel"})
+    (planned,) = (buffer.bytes for buffer in plan.buffers if buffer.name == "loss_parts")
+    measured = measured_peak_bytes(loss)
+    assert planned <= measured <= planned + 64, (planned, measured)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        made("panel"),
+        made("panel", "infonce", dim=100),
+        made("panel", dtype="fp32", dim=100),  # split into halves
+        made("panel", dtype="fp32", precision="exact"),
+        made("panel", settings={"panel_keys": "1024", "panel_rows": "640"}),
+        made("panel", dtype="fp16", profile="mi300x"),
+        made("panel", devices=2, settings={"transport": "ring"}),
+        made("panel", devices=2, settings={"transport": "gather"}),
+        made("fused"),
+        made("fused", "infonce", dtype="fp16"),
+        made("fused", devices=2, settings={"transport": "ring", "keeps": "off"}),
+        made("stash"),
+        made("stash", settings={"panel_rows": "512", "stash_rows": "1024"}),
+    ],
+    ids=lambda case: "-".join((case.strategy, case.loss, case.dtype, case.profile, *dict(case.settings).values())),
+)  # fmt: skip
+def test_a_schedule_allocates_what_is_planned(interpreted: Interpreter, case: Made) -> None:
+    interpreted(check_step, case)
+
+
+def test_partial_sums_of_the_loss_are_planned(interpreted: Interpreter) -> None:
+    interpreted(check_loss_parts, 1 << 20)

@@ -1,0 +1,42 @@
+"""Strips of several row blocks, sums of many parts, thresholds of the wide range: on each kernel that has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import pieces
+from tests.kernels.packages import Made
+from tests.kernels.worker import Interpreter
+
+
+@pytest.mark.parametrize(
+    "made", [Made("panel"), Made("stash"), Made("panel", dtype="fp32", precision="exact")]
+)
+def test_strips_of_several_row_blocks(interpreted: Interpreter, made: Made) -> None:
+    """Planted: a strip that ends a block early; the positive of a key looked up in another strip."""
+    interpreted(pieces.long_strips, made)
+
+
+def test_sums_of_many_parts(interpreted: Interpreter) -> None:
+    """Planted, in each of the three loops: only the first part is done."""
+    interpreted(pieces.sums_of_many_parts, Made("panel", "infonce"))
+
+
+def test_thresholds_of_the_forward(interpreted: Interpreter) -> None:
+    """Planted: SMALLEST_SUM of 2^-125, LARGEST_SUM of 2^127."""
+    interpreted(pieces.thresholds_of_the_forward, Made("panel", "infonce"))
+
+
+@pytest.mark.parametrize("strategy", ["panel", "fused"])
+def test_threshold_of_the_backward(interpreted: Interpreter, strategy: str) -> None:
+    """Planted: a SPREAD of 125."""
+    interpreted(pieces.threshold_of_the_backward, Made(strategy))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_lines_without_a_term(dtype: str) -> None:
+    pieces.lines_without_a_term(Made("torch", dtype=dtype))
+
+
+def test_cancelling_products() -> None:
+    pieces.cancelling_products(Made("torch", dtype="fp32"))

@@ -1,0 +1,93 @@
+"""The self-test accepts errors within its tolerance, none beyond it, and no result that differs from run to run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import infcl_gen
+from infcl_gen.emission import import_package
+from tests.verification.dense import dense
+
+Packages = Callable[..., ModuleType]
+Compute = Callable[..., tuple[Tensor, ...]]
+QUANTITIES = ("loss", "dq", "dk", "dscale", "dbias")
+
+
+def report_of(package: ModuleType, compute: Compute, split: bool = False) -> dict[str, Any]:
+    """The self-test of a package whose numbers come from `compute(q, k, scale, bias)`."""
+    module = importlib.import_module(f"{package.__name__}._runtime.selftest")
+    return dict(
+        module.selftest(package.ContrastiveLoss._package, torch.device("cpu"), compute, split)  # type: ignore[attr-defined]
+    )
+
+
+def wrong_by(quantity: str, error: float) -> Compute:
+    """The loss in fp64, one quantity of which is off by `error` times what the self-test relates errors to."""
+
+    def compute(q: Tensor, k: Tensor, scale: float, bias: float) -> tuple[Tensor, ...]:
+        results = dense("clip", q, k, scale, bias)._asdict()
+        if quantity == "dscale":
+            results["dscale"] = results["dscale"] + error * (q.double() * results["dq"]).abs().sum() / scale
+        elif quantity == "dbias":
+            results["dbias"] = results["dbias"] + error
+        else:
+            results[quantity] = results[quantity] * (1.0 + error)
+        return tuple(results.values())
+
+    return compute
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+def test_errors_beyond_the_tolerance_fail_and_those_within_pass(
+    packages: Packages, dtype: str, quantity: str
+) -> None:
+    """Four roundings are allowed, and a little for the logits: a tolerance twice as wide fails here."""
+    package = packages(dtype=dtype, dim=96, panel=(64, 128))
+    kind = package.ContrastiveLoss._package.dtype
+    kind = torch.promote_types(kind, torch.float32) if quantity in ("loss", "dbias") else kind
+    eps = torch.finfo(kind).eps
+    assert report_of(package, wrong_by(quantity, 3.5 * eps))["ok"]
+    assert not report_of(package, wrong_by(quantity, 8.0 * eps))["ok"]
+
+
+def test_products_of_halves_may_be_less_accurate(packages: Packages) -> None:
+    package = packages(dtype="fp32", dim=96, panel=(64, 128))
+    assert report_of(package, wrong_by("dq", 3.5 * 2.0**-15), split=True)["ok"]
+    assert not report_of(package, wrong_by("dq", 8.0 * 2.0**-15), split=True)["ok"]
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_a_result_that_differs_from_run_to_run_fails(packages: Packages, quantity: str) -> None:
+    package = packages(dtype="fp64", dim=96, panel=(64, 128))
+    calls = []
+
+    def compute(*arguments: Any) -> tuple[Tensor, ...]:
+        calls.append(1)
+        return wrong_by(quantity, 2.0**-50 * (len(calls) % 2))(*arguments)
+
+    report = report_of(package, compute)
+    assert not report["repeatable"] and not report["ok"]
+    assert all(case["ok"] for case in report["cases"])
+
+
+@pytest.mark.parametrize("logit", ["z", "z + bias", "2 * z"])
+def test_a_loss_that_does_not_use_the_scale_or_the_bias(tmp_path: Path, logit: str) -> None:
+    (tmp_path / "plain.py").write_text(
+        "from infcl_gen.losses.language import *\n"
+        f"x = {logit}\n"
+        'PLAIN = LossSpec("plain", mean_over_queries(logsumexp_over_keys(x) - positive(x)), "label")\n'
+    )
+    folder = infcl_gen.generate(
+        loss=f"{tmp_path}/plain.py:PLAIN", batch_size=130, dim=8, target="cpu", output=tmp_path / "package"
+    )
+    report = import_package(folder, f"plain_{abs(hash(logit))}").selftest()
+    assert report["ok"], report
