@@ -33,9 +33,7 @@ RING_EXAMPLES = 4
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    arguments.add_argument(
-        "-o", "--output", type=Path, default=Path("build/demo"), help="folder for the package"
-    )
+    arguments.add_argument("-o", "--output", type=Path, default=Path("build/demo"), help="folder for the package")
     try:
         passed = demo(arguments.parse_args().output)
     except InfclError as error:
@@ -75,9 +73,7 @@ def demo(output: Path) -> bool:
     table = Table("forward + backward", f"time, median of {ROUNDS}", "memory", title=title)
     table.add_row("plan", f"{plan.predicted_time_s * 1e3:.1f} ms", _mib(plan.predicted_peak_bytes))
     for name, row in (("package, measured", ours), ("plain torch, measured", plain)):
-        figures = (
-            (row["error"], "") if row["error"] else (f"{row['median_ms']:.1f} ms", _mib(row["peak_bytes"]))
-        )
+        figures = (row["error"], "") if row["error"] else (f"{row['median_ms']:.1f} ms", _mib(row["peak_bytes"]))
         table.add_row(name, *figures)
     console.print(table)
 

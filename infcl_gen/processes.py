@@ -243,9 +243,7 @@ def _sit(function: Callable[[Any, Seat], Any], seat: Seat) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # gloo's threads may abort, and NCCL's wait, where a group is torn down after a peer is gone
+    os._exit(code)  # gloo's threads may abort, and NCCL's wait, where a group is torn down after a peer is gone
 
 
 def _read(requests: Requests) -> None:

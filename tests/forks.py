@@ -18,12 +18,7 @@ from typing import IO, Any
 
 from infcl_gen import processes
 
-PRELOADED = (
-    "torch.distributed",
-    "torch.profiler",
-    "infcl_gen.verification.worker",
-    "infcl_gen.bench.contest",
-)
+PRELOADED = ("torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest")
 LARGEST_MESSAGE = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -51,9 +46,7 @@ class Server:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno())]
-            self._server = subprocess.Popen(
-                words, pass_fds=[theirs.fileno()], env=processes.own_environment()
-            )
+            self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=processes.own_environment())
 
     def start(
         self, words: Sequence[str], stdout: Any, stderr: Any, environment: Mapping[str, str] | None = None
@@ -108,9 +101,7 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
         os.environ.update(job["environment"])
         for number, handle in enumerate(streams):
             os.dup2(handle, number)
-        sys.path[:0] = [
-            path for path in job["environment"]["PYTHONPATH"].split(os.pathsep) if path not in sys.path
-        ]
+        sys.path[:0] = [path for path in job["environment"]["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
         sys.argv = ["processes", *job["words"]]
         sys.stdin = os.fdopen(0)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)

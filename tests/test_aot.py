@@ -69,9 +69,7 @@ def check(rows: list[dict[str, Any]], package: Path, target: str, *kernels: str)
 
 def clip(folder: Path, target: str, **flags: Any) -> Path:
     """A package of 64k x 768, planned for the board of that architecture."""
-    return infcl_gen.generate(
-        output=folder / "clip", batch_size="64k", dim=768, device_profile=BOARDS[target], **flags
-    )
+    return infcl_gen.generate(output=folder / "clip", batch_size="64k", dim=768, device_profile=BOARDS[target], **flags)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_KERNELS if name not in PLANNED_ALIKE])
@@ -92,14 +90,10 @@ def test_clip_planned_for_each_architecture(target: str, tmp_path: Path) -> None
     check(resources(package, target), package, target)
 
 
-@pytest.mark.parametrize(
-    ("dim", "flags"), [(40, {}), (72, {}), (72, {"loss": "infonce"}), (40, {"dtype": "fp32"})]
-)
+@pytest.mark.parametrize(("dim", "flags"), [(40, {}), (72, {}), (72, {"loss": "infonce"}), (40, {"dtype": "fp32"})])
 def test_forwards_that_read_their_keys_once(dim: int, flags: dict[str, str], tmp_path: Path) -> None:
     """Also where rows are no multiples of 16 elements, as Triton takes them to be on its own."""
-    package = infcl_gen.generate(
-        output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="h200", **flags
-    )
+    package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="h200", **flags)
     kernels = ("references", "forward", "forward_wide")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
@@ -117,11 +111,7 @@ def test_kernels_for_hopper(dim: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dim", [40, 128])
 def test_fused_programs_that_blackwell_computes_again(dim: int, tmp_path: Path) -> None:
     package = infcl_gen.generate(
-        output=tmp_path / "p",
-        batch_size="64k",
-        dim=dim,
-        device_profile="b200",
-        settings=(("strategy", "fused"),),
+        output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="b200", settings=(("strategy", "fused"),)
     )
     kernels = ("fused_queries_wide", "fused_keys_wide")
     check(resources(package, "sm_100", *kernels), package, "sm_100", *kernels)

@@ -120,17 +120,14 @@ FLAG_VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), FLAG_VALUES, ids=lambda text: text[:24].encode("unicode_escape").decode()
-)
+@pytest.mark.parametrize(("flag", "value"), FLAG_VALUES, ids=lambda text: text[:24].encode("unicode_escape").decode())
 def test_values_of_flags(flag: str, value: str) -> None:
     refuse(["plan", *arguments({flag: value})], flag)
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda text: ascii(text[:12]))
 @pytest.mark.parametrize(
-    "flag",
-    ["--loss", "--device-profile", "--set", "--dtype", "--target", "--batch-size", "--config", "--cluster"],
+    "flag", ["--loss", "--device-profile", "--set", "--dtype", "--target", "--batch-size", "--config", "--cluster"]
 )
 def test_hostile_text_in_flags(flag: str, value: str) -> None:
     refuse(["plan", *arguments({flag: value})], flag)
@@ -141,9 +138,7 @@ def test_hostile_text_as_output(value: str) -> None:
     refuse(["generate", *arguments({"--output": value})], "--output")
 
 
-@pytest.mark.parametrize(
-    "value", [v for v in HOSTILE if v.isprintable() and v and len(v) < 1024 and "/" not in v]
-)
+@pytest.mark.parametrize("value", [v for v in HOSTILE if v.isprintable() and v and len(v) < 1024 and "/" not in v])
 def test_odd_but_legal_folders_work_and_leave_no_trace_in_the_package(value: str, pristine: Path) -> None:
     done = CliRunner().invoke(cli.main, ["generate", *arguments({"--output": value})])
     assert done.exit_code == 0, done.output
@@ -239,9 +234,7 @@ BENCH = [
 def test_bench(words: list[str]) -> None:
     flag = words[0].partition("=")[0]
     replaced = {"--batches": "--batch-size", "--dims": "--dim"}.get(flag)
-    problem = (
-        [] if flag == "--package" else [f"{name}={value}" for name, value in GOOD.items() if name != replaced]
-    )
+    problem = [] if flag == "--package" else [f"{name}={value}" for name, value in GOOD.items() if name != replaced]
     refuse(["bench", *problem, *words], flag)
 
 
@@ -294,9 +287,7 @@ def test_bench_of_problems_and_packages_that_contradict(package: Path, tmp_path:
 
 def test_bench_without_the_library_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name, *a))
     refuse(["bench", *arguments({}), "--plot=p.svg"], "--plot", "matplotlib", code=4)
 
 
@@ -492,12 +483,7 @@ def test_forged_manifests(manifest: str, package: Path) -> None:
 def test_forged_manifest_versions(package: Path) -> None:
     file = package / "manifest.json"
     manifest = json.loads(file.read_text())
-    for key, value in (
-        ("schema_version", 999),
-        ("schema_version", "1"),
-        ("generator", "other"),
-        ("digest", "0"),
-    ):
+    for key, value in (("schema_version", 999), ("schema_version", "1"), ("generator", "other"), ("digest", "0")):
         file.write_text(json.dumps({**manifest, key: value}))
         done = CliRunner().invoke(cli.main, ["inspect", str(package)])
         assert done.exit_code == 2, key
@@ -601,9 +587,7 @@ def test_python_arguments(flags: dict[str, Any], named: str, workplace: Path) ->
     for call in (make_problem, infcl_gen.plan, infcl_gen.load):
         with pytest.raises(InputError) as raised:
             call(**given)
-        assert (
-            named in str(raised.value) and str(raised.value).isprintable() and len(str(raised.value)) < 1000
-        )
+        assert named in str(raised.value) and str(raised.value).isprintable() and len(str(raised.value)) < 1000
     with pytest.raises(InputError):
         infcl_gen.generate(output="package", **given)
     assert not list(workplace.iterdir())

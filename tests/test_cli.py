@@ -71,15 +71,11 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_plan_prints_tiles_memory_time_and_the_largest_batch() -> None:
-    done = run(
-        "plan", "--batch-size", "64k", "--dim", "768", "--device-profile", "h200", "--memory-budget", "1GiB"
-    )
+    done = run("plan", "--batch-size", "64k", "--dim", "768", "--device-profile", "h200", "--memory-budget", "1GiB")
     assert done.exit_code == 0 and not done.stderr
     for part in ("Tiles", "Blocks", "Memory per device", "Time", "bound by", "largest batch for this budget"):
         assert part in done.stdout
-    plan = infcl_gen.plan(
-        make_problem(batch_size="64k", dim=768, device_profile="h200", memory_budget="1GiB")
-    )
+    plan = infcl_gen.plan(make_problem(batch_size="64k", dim=768, device_profile="h200", memory_budget="1GiB"))
     for reason in plan.reasons:
         assert reason.why in done.stdout
     for buffer in plan.buffers:
@@ -263,12 +259,9 @@ def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "state"),
-    [("2.10.1", "old"), ("2.11.0a0+git", "ok"), ("2.13.0+cpu", "ok"), ("3.0", "ok"), ("1", "old")],
+    ("version", "state"), [("2.10.1", "old"), ("2.11.0a0+git", "ok"), ("2.13.0+cpu", "ok"), ("3.0", "ok"), ("1", "old")]
 )
-def test_doctor_compares_versions_as_numbers(
-    monkeypatch: pytest.MonkeyPatch, version: str, state: str
-) -> None:
+def test_doctor_compares_versions_as_numbers(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
     assert doctor._version("torch").state == state
 
@@ -285,11 +278,7 @@ def test_doctor_survives_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (
-            InfeasibleError("too small", 2048, None),
-            3,
-            "too small; smallest feasible --memory-budget: 2048 (2 KiB)",
-        ),
+        (InfeasibleError("too small", 2048, None), 3, "too small; smallest feasible --memory-budget: 2048 (2 KiB)"),
         (ToolchainError("no ptxas"), 4, "no ptxas"),
         (VerificationError("bytes differ"), 5, "bytes differ"),
         (LockTimeoutError("held"), 6, "held"),
@@ -333,9 +322,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "terminated"])
 def test_an_interrupt_ends_with_130(tmp_path: Path, sent: signal.Signals) -> None:
     loss = tmp_path / "slow.py"
-    loss.write_text(
-        "import pathlib, time\npathlib.Path(__file__).with_suffix('.started').touch()\ntime.sleep(60)\n"
-    )
+    loss.write_text("import pathlib, time\npathlib.Path(__file__).with_suffix('.started').touch()\ntime.sleep(60)\n")
     process = subprocess_of("plan", *SMALL, "--loss", f"{loss}:loss")
     started = loss.with_suffix(".started")
     while not started.exists() and process.poll() is None:
@@ -402,9 +389,7 @@ def test_tune_finds_out_before_it_measures_that_nothing_can_be_written(
         ((str(tmp_path / "link"), "--records", str(tmp_path)), "symbolic link"),
     ):
         done = run("tune", *arguments)
-        assert done.exit_code == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1, (
-            done.output
-        )
+        assert done.exit_code == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1, done.output
 
 
 def test_text_in_tables_cannot_break_lines() -> None:
@@ -420,21 +405,13 @@ def test_shown_sizes_suffice() -> None:
 
 
 def test_counts_and_times_are_short() -> None:
-    assert (text.count_text(2.5e15), text.count_text(3e12), text.count_text(10)) == (
-        "2.5 P",
-        "3 T",
-        "10 ",
-    )
+    assert (text.count_text(2.5e15), text.count_text(3e12), text.count_text(10)) == ("2.5 P", "3 T", "10 ")
     assert (text.time_text(0.0123), text.time_text(4e-6)) == ("12.3 ms", "4 us")
 
 
 def test_kernels_are_found_by_parsing() -> None:
-    source = (
-        '@triton.jit\ndef forward(q, k):\n    """First line.\n\n    More."""\n\n\ndef host():\n    pass\n'
-    )
-    assert kernels_of(source) == [
-        {"name": "forward", "line": 2, "summary": "First line.", "arguments": ["q", "k"]}
-    ]
+    source = '@triton.jit\ndef forward(q, k):\n    """First line.\n\n    More."""\n\n\ndef host():\n    pass\n'
+    assert kernels_of(source) == [{"name": "forward", "line": 2, "summary": "First line.", "arguments": ["q", "k"]}]
     assert kernels_of("") == []
 
 
@@ -458,9 +435,7 @@ def test_the_command_for_another_size_makes_such_a_package(tmp_path: Path) -> No
         "from infcl_gen.losses.language import *\n"
         "MINE = LossSpec('mine', mean_over_queries(logsumexp_over_keys(z) - positive(z)), 'diagonal')\n"
     )
-    mine = infcl_gen.generate(
-        output=tmp_path / "two", loss=f"{tmp_path}/mine.py:MINE", batch_size=96, **flags
-    )
+    mine = infcl_gen.generate(output=tmp_path / "two", loss=f"{tmp_path}/mine.py:MINE", batch_size=96, **flags)
     assert "--loss FILE.py:NAME " in read_package(mine).spec["regenerate"]
     with pytest.raises(InputError, match="pairs query i with key i"):
         infcl_gen.plan(loss=f"{tmp_path}/mine.py:MINE", batch_size=96, keys=100, **flags)

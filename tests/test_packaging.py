@@ -25,13 +25,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_data_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    templates = {
-        path.relative_to(ROOT / "templates").as_posix() for path in (ROOT / "templates").rglob("*.jinja")
-    }
+    templates = {path.relative_to(ROOT / "templates").as_posix() for path in (ROOT / "templates").rglob("*.jinja")}
     assert templates == {
-        name.removeprefix("infcl_gen/_templates/")
-        for name in names
-        if name.startswith("infcl_gen/_templates/")
+        name.removeprefix("infcl_gen/_templates/") for name in names if name.startswith("infcl_gen/_templates/")
     }
     for kind in ("*.py", "*.toml"):
         wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "infcl_gen").rglob(kind)}

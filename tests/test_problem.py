@@ -110,13 +110,7 @@ def test_settings_are_sorted_and_unique() -> None:
 
 
 def test_settings_are_typed_once() -> None:
-    given = {
-        "replay": "off",
-        "panel_keys": "1k",
-        "forward.warps": 8,
-        "fused.rows": "64",
-        "products": "triton",
-    }
+    given = {"replay": "off", "panel_keys": "1k", "forward.warps": 8, "fused.rows": "64", "products": "triton"}
     overrides = parse_overrides(given)
     assert (overrides.replay, overrides.panel_keys, overrides.products) == (False, 1024, "triton")
     assert overrides.block("forward") == {"warps": 8} and overrides.block("gradient") == {}
@@ -143,17 +137,9 @@ def test_misspelt_options_are_named_with_a_suggestion() -> None:
 
 def test_config_accepts_dashes_and_underscores(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
-    file.write_text(
-        'batch-size = "64k"\ndim = 768\nmemory_budget = "1GiB"\nranks = 2\n[set]\npanel_rows = 64\n'
-    )
+    file.write_text('batch-size = "64k"\ndim = 768\nmemory_budget = "1GiB"\nranks = 2\n[set]\npanel_rows = 64\n')
     config = read_config(file)
-    assert config == {
-        "batch_size": "64k",
-        "dim": 768,
-        "memory_budget": "1GiB",
-        "ranks": 2,
-        "set": {"panel_rows": 64},
-    }
+    assert config == {"batch_size": "64k", "dim": 768, "memory_budget": "1GiB", "ranks": 2, "set": {"panel_rows": 64}}
     assert set(config) <= set(CONFIG_FLAGS)
 
 

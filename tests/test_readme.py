@@ -80,15 +80,7 @@ assert not [name for name in names if "gloo" in name], names
 def test_training_prints_the_losses_it_names(tmp_path: Path) -> None:
     (code,) = (code for code in PYTHON if code.startswith("# train.py"))
     (tmp_path / "train.py").write_text(code + GROUP_IS_GONE)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False

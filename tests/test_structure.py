@@ -78,9 +78,9 @@ def test_imports_run_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((SOURCE / "runtime").glob("*.py")), ids=lambda path: path.name)
 def test_runtime_stands_alone(path: Path) -> None:
     """It is copied into packages that must not need infcl_gen: only the standard library, torch and triton."""
-    outside = {
-        name.split(".")[0] for name in imports_of(path) if not name.startswith("infcl_gen.runtime")
-    } - set(sys.stdlib_module_names)
+    outside = {name.split(".")[0] for name in imports_of(path) if not name.startswith("infcl_gen.runtime")} - set(
+        sys.stdlib_module_names
+    )
     assert outside <= ({"torch", "triton"} if path.name != "table.py" else set())
 
 
@@ -141,9 +141,7 @@ def seconds(*arguments: str) -> float:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         after = os.times()
-        times.append(
-            after.children_user + after.children_system - before.children_user - before.children_system
-        )
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     return statistics.median(times)
 
 

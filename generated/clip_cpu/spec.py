@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ffc808f012fc394b02ded77d19fdf69e23efa1243f5ae1429c01a3466a9bddd9",
+    "digest": "6aceefa01080dda72357f176d326f9ea1a3d072692e1b2afab1438ac0712a548",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "94b2ea74d69e0aae05981db728665cb7245c792d9e830f2fa9018edc8d64f2d0",
+    "digest": "f3f17a13f910cfbf9b0e4530c9c8d304f9ff7e0e1d6ab046a418f10e614b56d0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

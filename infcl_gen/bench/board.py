@@ -77,9 +77,7 @@ def counters(package: Path, scale: float) -> list[dict[str, Any]]:
     return [{**row, **launch} for launch in _launches(package, scale) if launch["time_us"] >= LEAST_US]
 
 
-def _prepared(
-    folder: Path, scale: float
-) -> tuple[Callable[[], object], Callable[[], object], dict[str, Any]]:
+def _prepared(folder: Path, scale: float) -> tuple[Callable[[], object], Callable[[], object], dict[str, Any]]:
     """A package's step, its bare products, and its row."""
     import torch
 
@@ -182,9 +180,7 @@ def _launches(package: Path, scale: float) -> list[dict[str, Any]]:
     command += ["--metrics", ",".join(METRICS.values())]
     command += [sys.executable, "-P", "-m", "infcl_gen.bench.board", str(package), str(scale)]
     try:
-        run = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=own_environment()
-        )
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=own_environment())
     except FileNotFoundError as error:
         raise ToolchainError("ncu is not installed; it comes with CUDA's Nsight Compute") from error
     except subprocess.TimeoutExpired as error:

@@ -63,14 +63,7 @@ class Place:
         """The values of IDENTITY in its rows."""
         problem = self.problem
         precision = row_precision(problem.precision, problem.dtype, self.features)
-        sizes = (
-            problem.batch_size,
-            problem.total_keys,
-            problem.dim,
-            problem.dtype,
-            precision,
-            problem.devices,
-        )
+        sizes = (problem.batch_size, problem.total_keys, problem.dim, problem.dtype, precision, problem.devices)
         return (problem.loss.rpartition(":")[2], *sizes, self.scale)
 
 
@@ -129,9 +122,7 @@ def read_campaign(path: str | Path) -> Campaign:
     )  # fmt: skip
 
 
-def run_campaign(
-    campaign: Campaign, command: str, progress: Callable[[str, int, int], None] | None = None
-) -> Found:
+def run_campaign(campaign: Campaign, command: str, progress: Callable[[str, int, int], None] | None = None) -> Found:
     """Measure the points that the output lacks, one after the other, and write it after each.
 
     Raises InputError if the output was measured on another board or with other versions, ToolchainError where this

@@ -50,11 +50,7 @@ class Contest:
     """
 
     def __init__(
-        self,
-        peers: Sequence[Peer],
-        scale: float = 14.3,
-        limits: Limits | None = None,
-        feature_dtype: str | None = None,
+        self, peers: Sequence[Peer], scale: float = 14.3, limits: Limits | None = None, feature_dtype: str | None = None
     ) -> None:
         """`feature_dtype` as for `bench.point_of`."""
         self.scale, self.limits, self.feature_dtype = scale, limits or Limits(), feature_dtype
@@ -73,9 +69,7 @@ class Contest:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
 
-    def point(
-        self, packages: Sequence[Path], batch: int | None = None, only: Sequence[str] | None = None
-    ) -> Point:
+    def point(self, packages: Sequence[Path], batch: int | None = None, only: Sequence[str] | None = None) -> Point:
         """The point of these packages at `batch` queries, with the peers named in `only` (None: all), not measured.
 
         Raises InputError as `bench.point_of` does.
@@ -86,16 +80,12 @@ class Contest:
         builtin = is_builtin(loss)
         for peer in self._peers:
             if not builtin:
-                self.absent[peer.name] = (
-                    f"computes {' and '.join(peer.losses)} only, and this is a loss of your own"
-                )
+                self.absent[peer.name] = f"computes {' and '.join(peer.losses)} only, and this is a loss of your own"
             elif loss["name"] not in peer.losses:
                 self.absent[peer.name] = f"does not compute {loss['name']}"
         names = [peer.name for peer in self._peers if only is None or peer.name in only]
         errors = size <= limits.errors_up_to
-        return point_of(
-            read, size, names, self.scale, limits.rounds, limits.seconds, errors, self.feature_dtype
-        )
+        return point_of(read, size, names, self.scale, limits.rounds, limits.seconds, errors, self.feature_dtype)
 
     def rows(self, point: Point) -> Rows:
         """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start,
@@ -127,9 +117,7 @@ class Contest:
                 raise ToolchainError(f"nothing can be measured: {self._failure(answer, None)}")
             self.absent = {**answer["absent"], **self.absent}
             self._asked = True
-        return dataclasses.replace(
-            point, peers=tuple(name for name in point.peers if name not in self.absent)
-        )
+        return dataclasses.replace(point, peers=tuple(name for name in point.peers if name not in self.absent))
 
     def _attempt(self, point: Point) -> tuple[dict[str, dict[str, Any]], str | None, str]:
         """Rows by contestant; and, if the worker was lost, during whose turn (None: nobody's) and how."""
@@ -274,13 +262,7 @@ def _line(row: dict[str, Any], rows: Rows) -> tuple[str, ...]:
     )
     idle += [str(row["repeats"]), _ratio("median_ms", row, rows), _number(row["floor_ms"], "{:.2f}")]
     queued += [_ratio("queued_ms", row, rows), _number(row["queued_floor_ms"], "{:.2f}")]
-    return (
-        *start,
-        *idle,
-        *queued,
-        _number(row["peak_bytes"] and row["peak_bytes"] / 2**20, "{:.1f}"),
-        *errors,
-    )
+    return (*start, *idle, *queued, _number(row["peak_bytes"] and row["peak_bytes"] / 2**20, "{:.1f}"), *errors)
 
 
 def _ratio(field: str, row: dict[str, Any], rows: Rows) -> str:

@@ -48,9 +48,7 @@ def tables(kind: str) -> str:
         if results.get("simulated", False) != (kind == "simulated"):
             continue
         versions = (f"{name} {version}" for name, version in sorted(results["versions"].items()))
-        parts.append(
-            f"\n`tune/bench/{path.name}`: {results['board']}; {', '.join(versions)}; `{results['command']}`\n"
-        )
+        parts.append(f"\n`tune/bench/{path.name}`: {results['board']}; {', '.join(versions)}; `{results['command']}`\n")
         if path.name in BESIDE_PEERS:
             parts.append(beside_peers(rows))
         parts += _tables(rows, results.get("absent", {}), kind == "simulated")
@@ -105,9 +103,7 @@ def comparisons(rows: Rows, absent: dict[str, str]) -> str:
             by_name.setdefault(_who(row), {})[row["batch"]] = row
         lines, floors = [], []
         for who, points in by_name.items():
-            errors = [
-                row["err"]["dq"] for row in points.values() if row["err"] and row["err"]["dq"] is not None
-            ]
+            errors = [row["err"]["dq"] for row in points.values() if row["err"] and row["err"]["dq"] is not None]
             error = f"{max(errors):.1e}" if errors else ""
             lines.append((who, *(_cell(points.get(batch)) for batch in batches), error))
             bare = {batch: row for batch, row in points.items() if row.get("floor_ms") is not None}
@@ -187,9 +183,7 @@ def counters(rows: Rows) -> str:
     }  # fmt: skip
     kernels: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
-        kernels.setdefault(tuple(row[name] for name in ("batch", "dim", "strategy", "kernel")), []).append(
-            row
-        )
+        kernels.setdefault(tuple(row[name] for name in ("batch", "dim", "strategy", "kernel")), []).append(row)
 
     def medians(launches: Rows) -> list[str]:
         names = [name if name in launches[0] else None for name in figures.values()]

@@ -104,9 +104,7 @@ def _plain(inputs: Inputs) -> LossFunction:
 
 def _autocast(inputs: Inputs) -> LossFunction:
     """What OpenCLIP's ClipLoss does in a process of its own, written out: a product and a cross-entropy a direction."""
-    return _under_autocast(
-        inputs, lambda: _dense(inputs.q, inputs.k, inputs.scale, inputs.labels, inputs.directions)
-    )
+    return _under_autocast(inputs, lambda: _dense(inputs.q, inputs.k, inputs.scale, inputs.labels, inputs.directions))
 
 
 def _compiled(inputs: Inputs) -> LossFunction:
@@ -114,9 +112,7 @@ def _compiled(inputs: Inputs) -> LossFunction:
     import torch
 
     dense = torch.compile(_dense, dynamic=False)
-    return _under_autocast(
-        inputs, lambda: dense(inputs.q, inputs.k, inputs.scale, inputs.labels, inputs.directions)
-    )
+    return _under_autocast(inputs, lambda: dense(inputs.q, inputs.k, inputs.scale, inputs.labels, inputs.directions))
 
 
 def _checkpointed(inputs: Inputs) -> LossFunction:
@@ -205,9 +201,7 @@ def _memeff(inputs: Inputs) -> LossFunction:
     """
     from memeff import MemoryEfficientCLIPLoss
 
-    criterion = MemoryEfficientCLIPLoss(
-        temperature=1 / inputs.scale.item(), normalized_inputs=True, stable=False
-    )
+    criterion = MemoryEfficientCLIPLoss(temperature=1 / inputs.scale.item(), normalized_inputs=True, stable=False)
     return lambda: criterion(inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype))
 
 

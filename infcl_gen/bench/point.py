@@ -102,10 +102,7 @@ def point_of(
         for name, ours, theirs in (
             ("loss", first["loss"], other["loss"]),
             ("device", first["device"]["target"], other["device"]["target"]),
-            *(
-                (name, problem[name], other["problem"][name])
-                for name in ("dim", "dtype", "precision", "keys")
-            ),
+            *((name, problem[name], other["problem"][name]) for name in ("dim", "dtype", "precision", "keys")),
         ):
             if ours != theirs:
                 raise InputError(
@@ -133,9 +130,7 @@ def point_of(
         scale=scale,
         rounds=rounds,
         seconds=seconds,
-        exact=next(
-            (str(package.path) for package in packages if errors and "loss.py" not in package.edited), None
-        ),
+        exact=next((str(package.path) for package in packages if errors and "loss.py" not in package.edited), None),
         edited=tuple(str(package.path) for package in packages if package.edited),
     )
 
@@ -167,9 +162,7 @@ def measure_point(
     import torch
 
     if point.device == "cuda" and not torch.cuda.is_available():
-        raise ToolchainError(
-            "measuring needs the GPU that the package is for; torch sees none on this machine"
-        )
+        raise ToolchainError("measuring needs the GPU that the package is for; torch sees none on this machine")
     announce(None)
     inputs = _inputs(point)
     timer = Timer(point.device)
@@ -235,9 +228,7 @@ def training_step(module: ModuleType, q: Any, k: Any, temperature: Any, autocast
 
     needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
     labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
-    return step_of(
-        lambda: module.contrastive_loss(q, k, temperature, labels=labels), q, k, temperature, autocast
-    )
+    return step_of(lambda: module.contrastive_loss(q, k, temperature, labels=labels), q, k, temperature, autocast)
 
 
 def step_of(loss_function: Callable[[], Any], q: Any, k: Any, temperature: Any, autocast: Any = None) -> Step:
@@ -260,10 +251,7 @@ def _inputs(point: Point) -> Inputs:
     from infcl_gen.verification.properties import DTYPES
 
     drawn = point.dtype if point.feature_dtype == ROUNDED else point.feature_dtype
-    q, k = (
-        features(rows, point.dim, drawn, seed, point.device)
-        for seed, rows in enumerate((point.batch, point.keys))
-    )
+    q, k = (features(rows, point.dim, drawn, seed, point.device) for seed, rows in enumerate((point.batch, point.keys)))
     if point.feature_dtype == ROUNDED:
         q, k = (x.detach().float().requires_grad_() for x in (q, k))
     wide = torch.promote_types(DTYPES[point.dtype], torch.float32)
@@ -327,9 +315,7 @@ def _first_runs(
     return meter.peak_bytes, errors, defect
 
 
-def _judged(
-    result: Sequence[Any], exact: dict[str, Any] | None
-) -> tuple[dict[str, float | None] | None, str | None]:
+def _judged(result: Sequence[Any], exact: dict[str, Any] | None) -> tuple[dict[str, float | None] | None, str | None]:
     """Errors relative to fp64, where that is given, and the defect of a result that no time should be taken of."""
     import torch
 

@@ -24,9 +24,7 @@ SCHEMA_VERSION = 1
 SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")  # of a point, in its rows
 
 
-def blank_row(
-    sizes: Mapping[str, Any], ranks: int, impl: str, package: str | None, scale: float
-) -> dict[str, Any]:
+def blank_row(sizes: Mapping[str, Any], ranks: int, impl: str, package: str | None, scale: float) -> dict[str, Any]:
     """The fields of the measurement format in their order; what is to be measured is None."""
     times = ("median_ms", "mean_ms", "std_ms", "repeats", "queued_ms", "queued_std_ms")
     figures = (*times, "peak_bytes", "floor_ms", "queued_floor_ms", "err", "error")
@@ -71,10 +69,7 @@ def measured_before(
 
 
 def measurement(
-    rows: Sequence[dict[str, Any]],
-    command: str,
-    absent: Mapping[str, str] | None = None,
-    libraries: Iterable[str] = (),
+    rows: Sequence[dict[str, Any]], command: str, absent: Mapping[str, str] | None = None, libraries: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The contents of a results file."""
     found = {

@@ -73,9 +73,7 @@ def measure_ring(
         if planned != ranks:
             raise InputError(f"--ranks: {folder} was planned for {planned} device(s), not {ranks}")
         if problem["keys"] not in (None, problem["batch_size"]):
-            raise InputError(
-                f"--keys: rings are measured with a key for each query; {folder} has {problem['keys']}"
-            )
+            raise InputError(f"--keys: rings are measured with a key for each query; {folder} has {problem['keys']}")
     gpus = torch.cuda.device_count()
     if gpus < ranks and any(_device(spec) == "cuda" for spec in specs):
         raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {gpus} are here")
@@ -128,8 +126,7 @@ class _Ring:
 
         problem = self.spec["problem"]
         q, k = (
-            features(rows, problem["dim"], problem["dtype"], 2 * self.rank + seed, self.device)
-            for seed in range(2)
+            features(rows, problem["dim"], problem["dtype"], 2 * self.rank + seed, self.device) for seed in range(2)
         )
         wide = torch.promote_types(q.dtype, torch.float32)
         return q, k, torch.tensor(self.job.scale, dtype=wide, device=self.device, requires_grad=True)
@@ -213,9 +210,7 @@ def _point(job: Job, folder: Path, rank: int, compared: set[int]) -> list[dict[s
     return list(rows.values())
 
 
-def _step(
-    loss: Callable[[], Any], leaves: Sequence[Any], before: Callable[[], None] | None
-) -> Callable[[], None]:
+def _step(loss: Callable[[], Any], leaves: Sequence[Any], before: Callable[[], None] | None) -> Callable[[], None]:
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None

@@ -27,9 +27,7 @@ UP_TO = 4096
 HEADER = ("batch", "devices", "nodes", "transport", "step", "efficiency", "memory/device", "bound by")
 
 
-def clusters(
-    flags: Mapping[str, Any], devices: Sequence[int] | None, batches: Sequence[int]
-) -> list[Problem]:
+def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: Sequence[int]) -> list[Problem]:
     """The problem of `flags` (those of `make_problem`) for each batch size on each number of devices.
 
     Nodes have as many devices as the cluster file says, else 8. `devices` None: doubled from one node to all nodes of

@@ -86,10 +86,7 @@ class _Group(click.Group):
         code = 1
         try:
             try:
-                with (
-                    _termination_interrupts(),
-                    self.make_context("infcl-gen", arguments, obj=shown) as context,
-                ):
+                with _termination_interrupts(), self.make_context("infcl-gen", arguments, obj=shown) as context:
                     self.invoke(context)
                 code = 0
                 logging.getLogger("infcl_gen").info("finished in %.2f s", time.monotonic() - started)
@@ -97,9 +94,7 @@ class _Group(click.Group):
                 code = _report(error, shown["json"], shown["verbose"])
             if sys.stdout is not None:  # closed by whoever started this
                 sys.stdout.flush()
-        except (
-            OSError
-        ):  # the reader (head, less) has gone, or the disk is full: what is left has nowhere to go
+        except OSError:  # the reader (head, less) has gone, or the disk is full: what is left has nowhere to go
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = code or 1
         return code
@@ -144,19 +139,13 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
         code, message = 2, error.format_message().rstrip(".") + "; see infcl-gen --help"
     elif isinstance(error, InfeasibleError):
         code, message = error.exit_code, _infeasible_message(error)
-        details = {
-            "smallest_budget_bytes": error.smallest_budget_bytes,
-            "largest_batch": error.largest_batch,
-        }
+        details = {"smallest_budget_bytes": error.smallest_budget_bytes, "largest_batch": error.largest_batch}
     elif isinstance(error, InfclError):
         code, message = error.exit_code, str(error)
     elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
         code, message = 2, f"writing the result failed ({error.strerror}); make room, or write elsewhere"
     elif isinstance(error, ImportError) and (error.name or "").split(".")[0] in _OPTIONAL:
-        code, message = (
-            4,
-            f"{error.name} is not installed here, and this command needs it; see infcl-gen doctor",
-        )
+        code, message = (4, f"{error.name} is not installed here, and this command needs it; see infcl-gen doctor")
     elif isinstance(error, Exception):
         if verbose:
             traceback.print_exception(error, file=sys.stderr)

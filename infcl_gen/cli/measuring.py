@@ -30,17 +30,11 @@ NOT_OF_RINGS = ("plot", "errors", "features")
 @click.option("--package", multiple=True, metavar="DIR", help="Measure this package; may be given again.")
 @click.option("--against", metavar="NAME,...", help="Whom to compare with: names, all or none [all].")
 @click.option("--scale", metavar="S", help="Logit scale [14.3].")
-@click.option(
-    "--features", metavar="DTYPE", help="Of features: the package's [default], or fp32 under autocast to it."
-)
+@click.option("--features", metavar="DTYPE", help="Of features: the package's [default], or fp32 under autocast to it.")
 @click.option("--repeats", metavar="N", help="Timed runs of each [10].")
-@click.option(
-    "--ranks", metavar="N", help="Measure a ring of N processes, with and without communication [1]."
-)
+@click.option("--ranks", metavar="N", help="Measure a ring of N processes, with and without communication [1].")
 @click.option("--errors", metavar="N", help="Largest batch whose errors are computed, in fp64 [32k].")
-@click.option(
-    "--campaign", metavar="FILE.toml", help="Measure what this file describes; goes on where it stopped."
-)
+@click.option("--campaign", metavar="FILE.toml", help="Measure what this file describes; goes on where it stopped.")
 @click.option("--plot", metavar="FILE", help="Draw time and memory against the batch size: .svg, .png, .pdf.")
 @click.option("-o", "--output", metavar="FILE", help="Write the measurements to this .json file.")
 @options.common
@@ -236,6 +230,4 @@ def doctor(**flags: Any) -> None:
         shown += "\n".join("  " + line for line in lines)
     show(flags, result, lambda: shown)
     if any(row.state == "missing" and row.subject == "torch" for row in report.findings):
-        raise Reported(
-            ToolchainError("torch is missing: packages can be generated here, not run or verified")
-        )
+        raise Reported(ToolchainError("torch is missing: packages can be generated here, not run or verified"))

@@ -62,9 +62,7 @@ problem = together(
 common = together(
     click.option("--json", is_flag=True, help="One JSON object on stdout."),
     click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-    click.option(
-        "-v", "--verbose", is_flag=True, help="Log to stderr what happens; tracebacks of internal errors."
-    ),
+    click.option("-v", "--verbose", is_flag=True, help="Log to stderr what happens; tracebacks of internal errors."),
     click.option("--config", metavar="FILE.toml", help="Flags from a file; flags given here win."),
 )
 directory = click.argument("directory", metavar="DIR")
@@ -130,9 +128,7 @@ def number(value: object, flag: str, default: float, most: float, what: str) -> 
     from infcl_gen.inputs.text import show
 
     try:
-        found = (
-            default if value is None else float(value) if isinstance(value, str | int | float) else math.nan
-        )
+        found = default if value is None else float(value) if isinstance(value, str | int | float) else math.nan
     except (ValueError, OverflowError):
         found = math.nan
     if not 0 < found <= most:
@@ -192,9 +188,7 @@ def targets(value: str | list[str] | None) -> list[str] | None:
     if value is None:
         return None
     names = [str(name).strip() for name in _parts(value)]
-    known = sorted(
-        {profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"}
-    )
+    known = sorted({profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"})
     for name in names:
         if name not in known:
             raise InputError(f"--aot: {show(name)} is unknown; valid: {', '.join(known)}")

@@ -23,11 +23,7 @@ def plan(**flags: Any) -> None:
 
     problem = options.problem_of(flags)
     result = infcl_gen.plan(problem)
-    show(
-        flags,
-        {"plan": result.as_dict()},
-        lambda: f"{text.plan_text(result)}\n\n{text.record_text(problem)}",
-    )
+    show(flags, {"plan": result.as_dict()}, lambda: f"{text.plan_text(result)}\n\n{text.record_text(problem)}")
 
 
 @main.command()
@@ -61,13 +57,7 @@ def inspect(directory: str, **flags: Any) -> None:
     kernels = [kernel for file in files for kernel in kernels_of(file)]
     sizes = {path: len(content) for path, content in sorted(package.files.items())}
     missing = list(package.missing)
-    result = {
-        "spec": package.spec,
-        "kernels": kernels,
-        "files": sizes,
-        "partial": bool(missing),
-        "missing": missing,
-    }
+    result = {"spec": package.spec, "kernels": kernels, "files": sizes, "partial": bool(missing), "missing": missing}
     show(flags, result, lambda: text.package_text(package.spec, kernels, sizes, missing))
 
 
@@ -94,9 +84,7 @@ def verify(directory: str, **flags: Any) -> None:
 
 @main.command()
 @options.directory
-@click.option(
-    "--minutes", metavar="N", help="Time to spend [20]; one family of kernels is finished in any case."
-)
+@click.option("--minutes", metavar="N", help="Time to spend [20]; one family of kernels is finished in any case.")
 @click.option("--records", metavar="DIR", help="Folder of the record [the user's data folder].")
 @options.common
 def tune(directory: str, **flags: Any) -> None:

@@ -70,8 +70,7 @@ def plan_text(plan: Plan) -> str:
     title = f"{problem.loss}: {sizes}, on {devices} ({plan.target}); strategy {plan.strategy}"
     blocks = [(name, _block_text(block)) for name, block in plan.blocks.items()]
     buffers = [
-        (b.name, b.phase, bytes_text(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why)
-        for b in plan.buffers
+        (b.name, b.phase, bytes_text(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why) for b in plan.buffers
     ]
     phases = [
         (p.name, time_text(p.time_s), p.bound, count_text(p.flops) + "FLOP", bytes_text(round(p.bytes)))
@@ -83,8 +82,7 @@ def plan_text(plan: Plan) -> str:
     queued = f", {time_text(plan.predicted_queued_s)} behind other work" * bool(plan.blocks)
     parts = [
         title,
-        "Tiles\n"
-        + table_text(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
+        "Tiles\n" + table_text(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
         "Blocks\n" + table_text(("kernel", "block"), blocks) if blocks else "",
         "Memory per device, beyond the inputs\n"
         + table_text(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
@@ -105,18 +103,14 @@ def _block_text(block: Any) -> str:
 
 
 def package_text(
-    spec: Mapping[str, Any],
-    kernels: Sequence[Mapping[str, Any]],
-    sizes: Mapping[str, int],
-    missing: Sequence[str] = (),
+    spec: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], missing: Sequence[str] = ()
 ) -> str:
     parts = []
     for key, value in spec.items():
         if isinstance(value, Mapping):
             parts.append(f"{key}\n" + table_text((), list(_flatten(value))))
             parts += [
-                f"{key}: {name}\n"
-                + table_text(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
+                f"{key}: {name}\n" + table_text(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
                 for name, items in value.items()
                 if _is_table(items)
             ]

@@ -67,9 +67,7 @@ def import_package(folder: Path, name: str | None = None, edited: bool = False) 
             raise ToolchainError(f"{folder}: a library that the package needs is missing: {error}") from error
         finally:
             if not hasattr(module, "contrastive_loss"):
-                for entry in [
-                    other for other in sys.modules if other == name or other.startswith(f"{name}.")
-                ]:
+                for entry in [other for other in sys.modules if other == name or other.startswith(f"{name}.")]:
                     del sys.modules[entry]
         return module
 
@@ -91,9 +89,7 @@ def cache_key(problem: Problem) -> str:
     for root in (SOURCE, template_folder()):
         for file in sorted(root.rglob("*")):
             if file.suffix in (".py", ".jinja", ".toml", ".json"):
-                digest.update(
-                    f"{file.relative_to(root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest()
-                )
+                digest.update(f"{file.relative_to(root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:24]
 
 

@@ -101,9 +101,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         FileSpec("loss.py", ("torch/loss.py.jinja",), shared | loss_template_context(derivation)),
     ]
     if plan.strategy == "torch":
-        files.append(
-            FileSpec("schedule.py", ("torch/schedule.py.jinja",), shared | _device_context(plan, derivation))
-        )
+        files.append(FileSpec("schedule.py", ("torch/schedule.py.jinja",), shared | _device_context(plan, derivation)))
     else:
         context = shared | _device_context(plan, derivation) | triton_expressions(derivation)
         hopper = _hopper(plan)
@@ -200,9 +198,7 @@ def kernel_specs(plan: Plan, profile: DeviceProfile, traits: Traits) -> tuple[Ke
         if not kernel.block:
             specs.append(KernelSpec(kernel.name, kernel.warps, kernel.stages))
         elif kernel.wide:
-            specs.append(
-                KernelSpec(kernel.name, _wide_warps(kernel.block, plan.blocks[kernel.block], profile), 2)
-            )
+            specs.append(KernelSpec(kernel.name, _wide_warps(kernel.block, plan.blocks[kernel.block], profile), 2))
         else:
             block = plan.blocks[kernel.block]
             specs.append(KernelSpec(kernel.name, block.warps, block.stages))
@@ -225,9 +221,7 @@ def _wide_warps(family: str, block: Block, profile: DeviceProfile) -> int:
 
 def package_name(plan: Plan, derivation: Derivation) -> str:
     """An ASCII identifier such as clip_h200_d768; names of user files enter as a digest."""
-    return (
-        f"{_identifier(derivation.spec.name)}_{_identifier(plan.problem.device_profile)}_d{plan.problem.dim}"
-    )
+    return f"{_identifier(derivation.spec.name)}_{_identifier(plan.problem.device_profile)}_d{plan.problem.dim}"
 
 
 def triton_expressions(derivation: Derivation) -> dict[str, Any]:
@@ -246,9 +240,7 @@ def triton_expressions(derivation: Derivation) -> dict[str, Any]:
         "gradient_factor": triton_code(derivation.gradient_factor),
         "dscale_factor": triton_code(derivation.dscale_factor),
         "dbias": float(derivation.dbias),
-        "times_dscale_factor": ""
-        if derivation.dscale_factor == 1
-        else f" * ({triton_code(derivation.dscale_factor)})",
+        "times_dscale_factor": "" if derivation.dscale_factor == 1 else f" * ({triton_code(derivation.dscale_factor)})",
         "query_term": triton_code(derivation.query_term),
         "key_term_without_positive": triton_code(without_positive),
         "key_positive_term": triton_code(with_positive),
@@ -296,10 +288,7 @@ def _strip_context(plan: Plan, profile: DeviceProfile, at_once: int = 0) -> dict
     """How the kernels that walk strips are balanced on this board. at_once: programs of theirs that run at once, where
     that is known."""
     forward = plan.blocks["forward"]
-    panels = {
-        "forward": (plan.forward_rows, plan.forward_keys),
-        "gradient": (plan.panel_rows, plan.panel_keys),
-    }
+    panels = {"forward": (plan.forward_rows, plan.forward_keys), "gradient": (plan.panel_rows, plan.panel_keys)}
     walking = {name: plan.blocks[name] for name in panels if name in plan.blocks}
     tiles = [block.rows for block in walking.values()]
     waves = RING_WAVES if plan.world_size > 1 else 1
@@ -310,8 +299,7 @@ def _strip_context(plan: Plan, profile: DeviceProfile, at_once: int = 0) -> dict
         "key_lanes": key_lanes(forward, profile),
         "keeps_keys": plan.keeps_keys("forward", forward),
         "programs": {
-            name: waves * (at_once or resident_programs(name, block, profile, plan))
-            for name, block in walking.items()
+            name: waves * (at_once or resident_programs(name, block, profile, plan)) for name, block in walking.items()
         },
         "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},
     }

@@ -95,17 +95,11 @@ def read_package(folder: str | Path, partial: bool = False, edited: bool = False
         raise InputError(f"{root}: damaged package: missing {', '.join(lost)}; generate it again")
     added = sorted(present - set(entries) - {MANIFEST})
     if added and not edited:
-        raise InputError(
-            f"{root}: not as generated: {', '.join(added)} was added; remove it or generate again"
-        )
+        raise InputError(f"{root}: not as generated: {', '.join(added)} was added; remove it or generate again")
     files = {path: _read_bytes(root / path) for path in sorted(entries)}
-    changed = [
-        path for path, content in files.items() if hashlib.sha256(content).hexdigest() != entries[path]
-    ]
+    changed = [path for path, content in files.items() if hashlib.sha256(content).hexdigest() != entries[path]]
     if changed and (not edited or "spec.py" in changed):
-        raise InputError(
-            f"{root}: not as generated: {', '.join(changed)} was edited or cut short; generate it again"
-        )
+        raise InputError(f"{root}: not as generated: {', '.join(changed)} was edited or cut short; generate it again")
     if (changed or added) and not missing:
         spec = _parse_spec(root, {"spec.py": files["spec.py"].decode()})
         files |= {path: _read_bytes(root / path) for path in added}
@@ -193,15 +187,11 @@ def _check_replaceable(target: Path, force: bool) -> None:
     try:
         entries, _ = _manifest_entries(target)
     except InputError as error:
-        raise InputError(
-            f"--output {target}: exists and is not a generated package; give another folder"
-        ) from error
+        raise InputError(f"--output {target}: exists and is not a generated package; give another folder") from error
     if not force:
         raise InputError(f"--output {target}: exists; give another folder, or --force to replace the package")
     if foreign := sorted(set(_package_files(target)) - set(entries) - {MANIFEST}):
-        raise InputError(
-            f"--output {target}: holds files that are not the package's ({foreign[0]}); move them away"
-        )
+        raise InputError(f"--output {target}: holds files that are not the package's ({foreign[0]}); move them away")
 
 
 def _manifest_entries(root: Path) -> tuple[dict[str, str], tuple[str, ...]]:

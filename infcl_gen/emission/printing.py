@@ -27,8 +27,7 @@ def kernel_printers(
 
     def signature(name: str) -> str:
         words = [
-            f"{each.name}: tl.constexpr" if each.kind == "constexpr" else each.name
-            for each in kernels[name].arguments
+            f"{each.name}: tl.constexpr" if each.kind == "constexpr" else each.name for each in kernels[name].arguments
         ]
         return _wrapped(f"def {name}(", words, "):")
 

@@ -72,11 +72,7 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
     finite floats, str, tuple, list and dict are literals; anything else is a TypeError. Text is always ASCII.
     """
     flat = _flat(value)
-    if (
-        indent + prefix + len(flat) + 1 <= LINE_WIDTH
-        or not isinstance(value, dict | list | tuple)
-        or not value
-    ):
+    if indent + prefix + len(flat) + 1 <= LINE_WIDTH or not isinstance(value, dict | list | tuple) or not value:
         return flat
     return _broken(value, indent)
 

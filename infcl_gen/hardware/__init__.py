@@ -2,13 +2,7 @@
 
 from infcl_gen.hardware.cluster import Cluster, resolve_cluster
 from infcl_gen.hardware.detection import detect
-from infcl_gen.hardware.profile import (
-    DeviceProfile,
-    Peak,
-    load_profile,
-    profile_from_literals,
-    profile_names,
-)
+from infcl_gen.hardware.profile import DeviceProfile, Peak, load_profile, profile_from_literals, profile_names
 
 __all__ = [
     "Cluster",

@@ -65,7 +65,6 @@ def resolve_cluster(problem: Problem) -> Cluster:
         profile = detect(problem.target)
     if problem.target not in ("auto", profile.target):
         raise InputError(
-            f"--target: {problem.target} contradicts --device-profile {profile.name}"
-            f" (a {profile.target} device)"
+            f"--target: {problem.target} contradicts --device-profile {profile.name} (a {profile.target} device)"
         )
     return Cluster(problem.devices, problem.nodes, profile, problem.links or Links())

@@ -89,9 +89,7 @@ def find_device() -> FoundDevice | None:
     rocm = torch.version.hip is not None
     arch = properties.gcnArchName.split(":")[0] if rocm else f"sm_{properties.major}{properties.minor}"
     target = "rocm" if rocm else "cuda"
-    return FoundDevice(
-        properties.name, target, arch, properties.multi_processor_count, properties.total_memory
-    )
+    return FoundDevice(properties.name, target, arch, properties.multi_processor_count, properties.total_memory)
 
 
 def match(found: FoundDevice) -> DeviceProfile:

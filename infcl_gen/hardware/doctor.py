@@ -40,9 +40,7 @@ class Report:
 
 def examine() -> Report:
     """Everything that is known about this machine. Never raises for something missing: that is a finding."""
-    findings = [
-        Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    ]
+    findings = [Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     findings += [_version(name) for name in _MINIMUM]
     report = Report(findings)
     if importlib.util.find_spec("torch") is None:
@@ -50,9 +48,7 @@ def examine() -> Report:
     try:
         for finding in _torch(report):
             findings.append(finding)
-    except (
-        Exception
-    ) as error:  # a broken installation shows itself as anything, from OSError to AttributeError
+    except Exception as error:  # a broken installation shows itself as anything, from OSError to AttributeError
         findings.append(Finding("torch", "broken", f"{type(error).__name__}: {error}", "reinstall torch"))
     return report
 
@@ -92,9 +88,7 @@ def _torch(report: Report) -> Iterator[Finding]:
     try:
         profile = detect()
         report.profile = profile.name
-        yield Finding(
-            "device profile", "ok", f"{profile.name} ({profile.arch}), used for --device-profile auto"
-        )
+        yield Finding("device profile", "ok", f"{profile.name} ({profile.arch}), used for --device-profile auto")
     except InfclError as error:
         yield Finding("device profile", "missing", str(error), "describe the device in a TOML file")
     if found is not None and torch.cuda.device_count() > 1:
@@ -127,9 +121,7 @@ def _links(torch: Any, report: Report) -> Finding:
     try:
         report.links = links = measure(torch)
     except RuntimeError as error:
-        return Finding(
-            "links", "broken", " ".join(str(error).split()), "free the GPUs' memory, and try again"
-        )
+        return Finding("links", "broken", " ".join(str(error).split()), "free the GPUs' memory, and try again")
     rate, a, b = links.slowest
     detail = f"{len(direct)} of {len(pairs)} pairs direct; slowest {a} to {b}: {rate:.0f} GB/s"
     detail += f"; each to the next at once: {links.ring:.0f} GB/s"
@@ -146,9 +138,7 @@ def _triton(gpu: bool) -> Iterator[Finding]:
     except Exception as error:
         yield Finding("triton backends", "broken", f"{type(error).__name__}: {error}", "reinstall triton")
         return
-    yield Finding(
-        "ahead of time", "ok", f"infcl-gen verify --aot can compile for: {', '.join(sorted(backends))}"
-    )
+    yield Finding("ahead of time", "ok", f"infcl-gen verify --aot can compile for: {', '.join(sorted(backends))}")
     if importlib.util.find_spec("numpy") is None:
         yield Finding("interpreter", "missing", "kernels on the CPU, for tests", "install numpy")
     elif not gpu:

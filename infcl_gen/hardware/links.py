@@ -47,8 +47,7 @@ def measure(torch: Any) -> LinkRates:
     """Copies between the GPUs that `torch` sees, at least two. Raises what torch raises, if memory is short say."""
     devices = range(torch.cuda.device_count())
     buffers = [
-        [torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}") for _ in range(2)]
-        for device in devices
+        [torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}") for _ in range(2)] for device in devices
     ]
     # What a GPU sends and what it receives are ordered on different streams: in a ring each does both.
     streams = [[torch.cuda.Stream(device) for _ in range(2)] for device in devices]

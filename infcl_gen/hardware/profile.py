@@ -121,9 +121,7 @@ def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_byt
         name=name,
         multiprocessors=multiprocessors,
         memory_bytes=memory_bytes,
-        matmul_tflops={
-            kind: Peak(peak.value * ratio, source) for kind, peak in profile.matmul_tflops.items()
-        },
+        matmul_tflops={kind: Peak(peak.value * ratio, source) for kind, peak in profile.matmul_tflops.items()},
         exp_gops=Peak(profile.exp_gops.value * ratio, source),
     )
 
@@ -147,9 +145,7 @@ def _convert(table: dict[str, Any], where: str) -> DeviceProfile:
             if not isinstance(key, str):
                 raise InputError(f"--device-profile: key {show(key)} in {show(where)} is not text")
             if key not in known:
-                raise InputError(
-                    f"--device-profile: unknown key {show(key)} in {show(where)}{suggestion(key, known)}"
-                )
+                raise InputError(f"--device-profile: unknown key {show(key)} in {show(where)}{suggestion(key, known)}")
             for inner in _unknown_inner_keys(key, value):
                 raise InputError(f"--device-profile: unknown key {show(inner)} in {show(where)}")
         return msgspec.convert(table, DeviceProfile, strict=True)
@@ -189,9 +185,7 @@ def _defect(profile: DeviceProfile) -> str | None:
     if set(profile.matmul_tflops) != set(MATMUL_KINDS):
         return f"matmul_tflops must have {', '.join(MATMUL_KINDS)}"
     peaks = {f"matmul_tflops.{kind}": peak for kind, peak in profile.matmul_tflops.items()}
-    peaks |= {
-        f.name: v for f in dataclasses.fields(profile) if isinstance(v := getattr(profile, f.name), Peak)
-    }
+    peaks |= {f.name: v for f in dataclasses.fields(profile) if isinstance(v := getattr(profile, f.name), Peak)}
     for name, peak in peaks.items():
         defect = peak.defect()
         if defect:

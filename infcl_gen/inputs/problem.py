@@ -81,9 +81,7 @@ class Problem:
         check_word("--precision", self.precision, PRECISIONS)
         check_word("--target", self.target, TARGETS)
         if self.precision != "default" and self.dtype != "fp32":
-            raise InputError(
-                f"--precision: {self.precision} is for --dtype fp32, not {self.dtype}; give 'default'"
-            )
+            raise InputError(f"--precision: {self.precision} is for --dtype fp32, not {self.dtype}; give 'default'")
         _check_loss(self.loss)
         check_text("--device-profile", self.device_profile)
         object.__setattr__(self, "settings", parse_overrides(self.settings))
@@ -187,6 +185,4 @@ def _check_loss(value: object) -> None:
         if Path(path).suffix != ".py":
             raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME")
     if not (name.isascii() and name.isidentifier()):
-        raise InputError(
-            f"--loss: {show(text)} must be a name or FILE.py:NAME, with NAME an ASCII identifier"
-        )
+        raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")

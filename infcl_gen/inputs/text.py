@@ -24,9 +24,7 @@ def check_text(flag: str, value: object) -> str:
     if not isinstance(value, str):
         raise InputError(f"{flag}: expected text, got {show(value)}")
     if not value or len(value) > _MAX_TEXT or not value.isprintable():
-        raise InputError(
-            f"{flag}: {show(value)} is empty, longer than {_MAX_TEXT}, or has unprintable characters"
-        )
+        raise InputError(f"{flag}: {show(value)} is empty, longer than {_MAX_TEXT}, or has unprintable characters")
     return value
 
 
@@ -48,9 +46,7 @@ def parse_count(value: object, flag: str = "count") -> int:
         return value
     match = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", value) if isinstance(value, str) else None
     if match is None:
-        raise InputError(
-            f"{flag}: {show(value)} is not a count; give for example 65536, 64k or 4M (k = 1024)"
-        )
+        raise InputError(f"{flag}: {show(value)} is not a count; give for example 65536, 64k or 4M (k = 1024)")
     return int(match[1]) << 10 * (" kmg".index(match[2].lower() or " "))
 
 
@@ -65,11 +61,7 @@ def parse_bytes(value: object, flag: str = "size") -> int:
     """512 (bytes), "512MiB", "1.5GiB" or "1GB" (10**9) as bytes. Raises InputError naming `flag`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = (
-        re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})? ?([A-Za-z]{0,3})", value)
-        if isinstance(value, str)
-        else None
-    )
+    match = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})? ?([A-Za-z]{0,3})", value) if isinstance(value, str) else None
     factor: int | None = _BYTE_UNITS.get(match[3].lower()) if match else None
     if match is None or factor is None:
         raise InputError(f"{flag}: {show(value)} is not a size; give for example 512MiB, 2GiB or 1GB")

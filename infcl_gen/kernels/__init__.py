@@ -50,6 +50,4 @@ def families(traits: Traits) -> tuple[Family, ...]:
 def kernels_of_block(strategy: str, block: str) -> tuple[str, ...]:
     """The kernels of a strategy that are launched as this family of blocks says, where a loss needs all of them."""
     traits = Traits(strategy, True, False, False, False, True, strategy == "stash", False, False)
-    return tuple(
-        each.name for family in families(traits) for each in family.kernels(traits) if each.block == block
-    )
+    return tuple(each.name for family in families(traits) for each in family.kernels(traits) if each.block == block)

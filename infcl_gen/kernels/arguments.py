@@ -51,9 +51,7 @@ class Traits:
     stash: bool
     replay: bool
     gather: bool
-    parts: tuple[
-        tuple[str, int], ...
-    ] = ()  # of the embedding, where a whole one is held: ends of names, and widths
+    parts: tuple[tuple[str, int], ...] = ()  # of the embedding, where a whole one is held: ends of names, and widths
     keeps_keys: bool = False  # the forward's programs read their keys once
     hopper_stages: int = 0
 
@@ -94,10 +92,7 @@ def strides(*names: str) -> tuple[Argument, ...]:
     return tuple(
         each
         for name in names
-        for each in (
-            Argument(f"{name}_row_stride", "int32", "dim"),
-            Argument(f"{name}_depth_stride", "depth stride"),
-        )
+        for each in (Argument(f"{name}_row_stride", "int32", "dim"), Argument(f"{name}_depth_stride", "depth stride"))
     )
 
 

@@ -53,8 +53,4 @@ def kernels(traits: Traits) -> tuple[Kernel, ...]:
     found = Kernel("forward", forward, "forward")
     if traits.exact:
         return (found,)
-    return (
-        Kernel("references", first, "forward"),
-        found,
-        Kernel("forward_wide", again, "forward", wide=True),
-    )
+    return (Kernel("references", first, "forward"), found, Kernel("forward_wide", again, "forward", wide=True))

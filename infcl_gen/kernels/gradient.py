@@ -40,11 +40,7 @@ def kernels(traits: Traits) -> tuple[Kernel, ...]:
     flagged = shared or traits.stash
     g = pointers("*features", "g", *["g_low"] * traits.split)
     flags = pointers("*int32", "flags")
-    sizes = (
-        *counts("queries", "keys"),
-        *counts("strip", multiple="never"),
-        *counts("g_stride", multiple="always"),
-    )
+    sizes = (*counts("queries", "keys"), *counts("strip", multiple="never"), *counts("g_stride", multiple="always"))
     own = pointers("*fp32", "query_exponent", "query_mantissa", "key_ratio", "key_reference", "key_lowest")
     gradient = (
         Q, K, *SCALARS, *(own if shared else statistics(traits)), *g, *when(shared, flags), *sizes, *strides("q", "k"),

@@ -6,9 +6,7 @@ from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, Traits, const
 
 WARPS = 4  # of one group
 Q, K, G = (
-    Argument(
-        name, "*features", block=(f"{name.upper()}_BLOCK[0]", f"{name.upper()}_BLOCK[1]"), layout="LAYOUT"
-    )
+    Argument(name, "*features", block=(f"{name.upper()}_BLOCK[0]", f"{name.upper()}_BLOCK[1]"), layout="LAYOUT")
     for name in "qkg"
 )
 

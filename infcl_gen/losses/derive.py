@@ -126,9 +126,7 @@ class Derivation:
         if self.has_keys:
             formulas["key_statistic"] = "c_j = logsumexp_i x_ij"
         formulas |= {
-            "positive": "p_i = x_ii"
-            if self.spec.positives == "diagonal"
-            else "p_i = x_ij where j = labels[i]",
+            "positive": "p_i = x_ii" if self.spec.positives == "diagonal" else "p_i = x_ij where j = labels[i]",
             "loss": f"L = 1/M * ({' + '.join(terms)})",
             "dL/dx": f"g_ij = 1/M * ({' '.join(share)})",
             "dq": f"dq_i = sum_j g_ij{slope} * k_j",
@@ -162,9 +160,7 @@ def derive(spec: LossSpec) -> Derivation:
     if not (has_queries or has_keys):
         raise _refused(spec, "neither logsumexp_over_keys nor logsumexp_over_queries occurs")
     shares = _shares(spec, formula)
-    total = sum(
-        shares, Integer(0)
-    )  # M * sum_j dL/dx_ij, summed over i and divided by M: the weight of a constant
+    total = sum(shares, Integer(0))  # M * sum_j dL/dx_ij, summed over i and divided by M: the weight of a constant
 
     dx_dz = diff(logit, z)
     if dx_dz == 0:
@@ -190,14 +186,7 @@ def derive(spec: LossSpec) -> Derivation:
         dscale_factor=_dscale_factor(spec, logit, slope, shift, total),
         dbias=_dbias(spec, logit, total),
     )
-    for expression in (
-        logit,
-        derivation.dlogit_dz,
-        query_term,
-        key_term,
-        gradient_factor,
-        derivation.dscale_factor,
-    ):
+    for expression in (logit, derivation.dlogit_dz, query_term, key_term, gradient_factor, derivation.dscale_factor):
         for printer in (triton_code, torch_code, python_code):
             try:
                 printer(expression)  # refuses here rather than in the middle of an emission
@@ -217,9 +206,7 @@ def pair_gradient(spec: LossSpec) -> Expr:
 
 def find_logit(spec: LossSpec) -> Expr:
     """The one expression that log-sum-exps and positives are taken of. Raises LossError if there are several."""
-    foreign = sorted(
-        {f.func.__name__ for f in spec.formula.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS)} - _WITH_KERNELS
-    )
+    foreign = sorted({f.func.__name__ for f in spec.formula.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS)} - _WITH_KERNELS)
     if foreign:
         raise _refused(spec, f"{', '.join(foreign)} has no kernel yet")
     if spec.positives == "id":
@@ -284,13 +271,9 @@ def _terms(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr]:
     query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in (mean_over_queries, mean_over_keys))
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
-            raise _refused(
-                spec, f"mean_over_{side} of a value that there is not one of for each of the {side}"
-            )
+            raise _refused(spec, f"mean_over_{side} of a value that there is not one of for each of the {side}")
         if any(not diff(term, statistic).is_number for statistic in (own, p)):
-            raise _refused(
-                spec, f"mean_over_{side} of {display(term)}, which is not linear in its statistics"
-            )
+            raise _refused(spec, f"mean_over_{side} of {display(term)}, which is not linear in its statistics")
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term)
 
 
@@ -305,13 +288,9 @@ def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
     shares = tuple(diff(linear, dummy) for dummy in stand_ins)
     rest = sympy.expand(linear - sum(s * d for s, d in zip(shares, stand_ins, strict=True)))
     if rest != 0 or not all(share.is_number and share.is_finite and share.is_real for share in shares):
-        raise _refused(
-            spec, f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares"
-        )
+        raise _refused(spec, f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares")
     if any(share != 0 and not SMALLEST_NUMBER <= abs(share) <= LARGEST_NUMBER for share in shares):
-        raise _refused(
-            spec, f"a weight below {SMALLEST_NUMBER:g} or above {LARGEST_NUMBER:g} leaves the range of fp32"
-        )
+        raise _refused(spec, f"a weight below {SMALLEST_NUMBER:g} or above {LARGEST_NUMBER:g} leaves the range of fp32")
     return shares[0], shares[1], shares[2]
 
 
@@ -321,9 +300,7 @@ def _dscale_factor(spec: LossSpec, logit: Expr, slope: Expr | None, shift: Expr 
     if slope is not None and shift is not None:
         # dx/dscale = slope' z + shift'; the second summand meets the constant `total`, which is 0 for a proper loss.
         if shift.has(scale) and total != 0:
-            raise _refused(
-                spec, "the part of the logit without z depends on scale, and the shares do not sum to 0"
-            )
+            raise _refused(spec, "the part of the logit without z depends on scale, and the shares do not sum to 0")
         return diff(slope, scale)
     # f(scale * z): dx/dscale = z * dx/dz / scale
     u = Symbol("u", real=True)

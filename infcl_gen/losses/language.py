@@ -220,9 +220,7 @@ SYMBOLS: dict[str, Symbol] = {
 
 
 def similarity(
-    rows: Literal["query", "key"] = "query",
-    columns: Literal["query", "key"] = "key",
-    first: int | None = None,
+    rows: Literal["query", "key"] = "query", columns: Literal["query", "key"] = "key", first: int | None = None
 ) -> Symbol:
     """The dot products between two sides, of the first `first` features if given; `similarity()` is `z`.
 
@@ -374,8 +372,5 @@ LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (logsumexp_over_keys, logsumexp_over_queries, positive, mean_over_positives, mean_of_keys)
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function
-    for function in (
-        *(*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step),
-        *(sympy.exp, sympy.log, sympy.tanh),
-    )
+    for function in (*(*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step), *(sympy.exp, sympy.log, sympy.tanh))
 }

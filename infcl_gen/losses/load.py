@@ -37,9 +37,7 @@ def load_loss(name: str) -> LossSpec:
             "a loss of your own is given as FILE.py:NAME"
         )
     if not is_identifier(attribute):
-        raise LossError(
-            f"--loss: {attribute!r} in {name!r} is not an ASCII identifier; expected FILE.py:NAME"
-        )
+        raise LossError(f"--loss: {attribute!r} in {name!r} is not an ASCII identifier; expected FILE.py:NAME")
     module = _execute(file)
     if attribute not in vars(module):
         found = sorted(key for key, value in vars(module).items() if isinstance(value, LossSpec))
@@ -106,9 +104,7 @@ def _built(node: ast.expr) -> Expr:
             return Symbol(name, real=True)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_build(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if (
-            0 < exponent <= 4
-        ):
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if 0 < exponent <= 4:
             base = _build(left)  # of z as well: ((2 * z)**4)**4 has ever larger numbers
             if not all(_moderate(number, _LARGEST_NUMBER**0.25) for number in base.atoms(Number)):
                 raise ValueError(f"a power in it exceeds {_LARGEST_NUMBER:g}")

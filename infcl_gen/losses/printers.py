@@ -25,9 +25,7 @@ from infcl_gen.losses.language import LossError
 x, r, c, p = (Symbol(name, real=True) for name in "xrcp")
 STATISTICS: dict[str, Symbol] = {"x": x, "r": r, "c": c, "p": p}
 
-LONGEST_TEXT = (
-    10_000  # characters of an expression: a translation may repeat its argument, so nested ones double
-)
+LONGEST_TEXT = 10_000  # characters of an expression: a translation may repeat its argument, so nested ones double
 
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
@@ -137,9 +135,7 @@ class _Printer:
             return f"-{self._bound(-expression, names, _PRODUCT)}", _SUM
         above: list[str] = []
         below: list[str] = []
-        for factor in sorted(
-            expression.args, key=lambda factor: (not factor.is_number, default_sort_key(factor))
-        ):
+        for factor in sorted(expression.args, key=lambda factor: (not factor.is_number, default_sort_key(factor))):
             if factor.is_Rational and not factor.is_Integer:
                 if factor.p != 1:
                     above.append(self._number(sympy.Integer(factor.p))[0])
@@ -167,9 +163,7 @@ class _Printer:
 
 
 def _is_negative(term: Expr) -> bool:
-    return (
-        bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
-    )
+    return bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
 
 
 def _is_sum(text: str) -> bool:

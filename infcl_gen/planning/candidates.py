@@ -13,14 +13,7 @@ from infcl_gen.inputs.overrides import BLOCK_FIELDS, Overrides
 from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.losses.printers import display
 from infcl_gen.planning.choice import Choice, Sizes
-from infcl_gen.planning.levels import (
-    FUSED_DIM_LIMIT,
-    KERNELS_OF,
-    PANEL_UNIT,
-    default_blocks,
-    hopper_stages,
-    violations,
-)
+from infcl_gen.planning.levels import FUSED_DIM_LIMIT, KERNELS_OF, PANEL_UNIT, default_blocks, hopper_stages, violations
 from infcl_gen.planning.model import CostModel
 from infcl_gen.runtime.table import Table
 
@@ -99,10 +92,7 @@ def choices_of(problem: Problem, derivation: Derivation, cluster: Cluster) -> li
                 raise
             continue
         if not replay:
-            found += (
-                dataclasses.replace(choice, transport=transport, keeps=keeps)
-                for transport, keeps in transports
-            )
+            found += (dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports)
         if _recordable(name, cluster) and (_short(name, problem, cluster) if replay is None else replay):
             found.append(dataclasses.replace(choice, replay=True))
     if not found:
@@ -118,9 +108,7 @@ def _transports(problem: Problem, cluster: Cluster) -> tuple[tuple[str, bool], .
     visit last."""
     wanted, keeps, devices = problem.settings.transport, problem.settings.keeps, cluster.devices
     if keeps is not None and (devices == 1 or wanted == "gather"):
-        raise InputError(
-            "--set keeps: is for a ring of several devices; give --devices, and no other transport"
-        )
+        raise InputError("--set keeps: is for a ring of several devices; give --devices, and no other transport")
     if wanted is not None and devices == 1:
         raise InputError("--set transport: keys travel between devices, and there is one; give --devices")
     impossible = None
@@ -180,9 +168,7 @@ def _choice(name: str, problem: Problem, derivation: Derivation, cluster: Cluste
         for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
             found = violations(changed, blocks[changed], cluster.profile, choice)
             if found:
-                raise InputError(
-                    f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}"
-                )
+                raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
     choice = dataclasses.replace(choice, blocks=blocks)
     return dataclasses.replace(choice, hopper_stages=hopper_stages(cluster.profile, choice))
 
@@ -194,9 +180,7 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
     if cluster.profile.target == "cpu":
         return "needs a GPU target; on the CPU the strategy is torch"
     if derivation.slope is None:
-        logit = (
-            f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
-        )
+        logit = f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
         return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
     if name == "fused" and problem.dim > FUSED_DIM_LIMIT:
         return f"holds the whole embedding in one block: --dim at most {FUSED_DIM_LIMIT}, not {problem.dim}"
@@ -207,9 +191,7 @@ def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cl
     if name == "stash" and problem.total_keys > PANEL_LIMIT:
         return f"addresses its rows with 32 bits: --keys at most {PANEL_LIMIT}, not {problem.total_keys}"
     if name == "stash" and problem.dtype != "bf16":
-        return (
-            f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
-        )
+        return f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
     return None
 
 
@@ -286,9 +268,7 @@ def sizes_of(model: CostModel, settings: Overrides) -> Iterator[Sizes]:
         all_keys = [fixed_keys] if fixed_keys else _splits(model.keys, key_unit, cap)
     if strategy == "stash":
         # A third dimension: coarser steps in the other two, the smallest kept.
-        all_rows, all_keys = (
-            sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys)
-        )
+        all_rows, all_keys = (sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys))
     for rows in all_rows:
         for keys in all_keys:
             # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
@@ -310,9 +290,7 @@ def _units(choice: Choice) -> tuple[int, int]:
     return rows, max(b["gradient"].keys, b["product"].rows, b["product"].depth)
 
 
-def _with_stash(
-    model: CostModel, settings: Overrides, rows: int, keys: int, smallest: bool
-) -> Iterator[Sizes]:
+def _with_stash(model: CostModel, settings: Overrides, rows: int, keys: int, smallest: bool) -> Iterator[Sizes]:
     if model.choice.strategy != "stash":
         yield _with_forward(model, rows, keys, 0)
         return

@@ -8,11 +8,7 @@ from collections.abc import Mapping
 from infcl_gen.inputs.problem import DTYPE_BYTES
 
 SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
-SIMILARITIES = (
-    "forward",
-    "gradient",
-    "positive",
-)  # kernels whose depth runs over the terms of split operands
+SIMILARITIES = ("forward", "gradient", "positive")  # kernels whose depth runs over the terms of split operands
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,7 @@ class Task:
     __slots__ = ("cause", "end", "followers", "kind", "left", "name", "pipe", "rank", "rate", "resource", "since",
                  "slowed_by", "start", "version", "waits", "work")  # fmt: skip
 
-    def __init__(
-        self, rank: int, kind: str, resource: str, name: str, work: float, pipe: Pipe | None
-    ) -> None:
+    def __init__(self, rank: int, kind: str, resource: str, name: str, work: float, pipe: Pipe | None) -> None:
         self.rank, self.kind, self.resource, self.name, self.pipe = rank, kind, resource, name, pipe
         self.work = self.left = work
         self.rate, self.version, self.waits = 1.0, 0, 0

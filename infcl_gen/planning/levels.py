@@ -47,11 +47,7 @@ KERNELS_OF = {
 
 
 def default_blocks(
-    profile: DeviceProfile,
-    choice: Choice,
-    rows: int = LARGE,
-    keys: int = LARGE,
-    chosen: Collection[str] = (),
+    profile: DeviceProfile, choice: Choice, rows: int = LARGE, keys: int = LARGE, chosen: Collection[str] = ()
 ) -> dict[str, Block]:
     """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs,
     or where `rows` queries x `keys` keys have fewer tiles than the board has multiprocessors; but not of kernels some
@@ -188,33 +184,23 @@ def violations(kernel: str, block: Block, profile: DeviceProfile, choice: Choice
     if not 1 <= block.stages <= 8:
         found.append(f"stages = {block.stages} is not between 1 and 8")
     if kernel == "fused" and choice.dim > FUSED_DIM_LIMIT:
-        found.append(
-            f"the embedding of {choice.dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy"
-        )
+        found.append(f"the embedding of {choice.dim} is wider than {FUSED_DIM_LIMIT}, the limit of the fused strategy")
     dim, widest = choice.dim, padded_dim(choice.inner_dim(kernel))
     if kernel == "fused" and block.depth != widest:
         found.append(f"depth = {block.depth} is not the whole padded embedding, {widest}")
     if kernel in (*SIMILARITIES, "finish") and block.depth > widest:
         found.append(f"depth = {block.depth} is more than the padded embedding, {widest}")
     if kernel == "product" and block.keys > padded_dim(dim):
-        found.append(
-            f"keys = {block.keys} (output columns) is more than the padded embedding, {padded_dim(dim)}"
-        )
+        found.append(f"keys = {block.keys} (output columns) is more than the padded embedding, {padded_dim(dim)}")
     if kernel == "positive" and block.rows != block.keys:
-        found.append(
-            f"rows = {block.rows} and keys = {block.keys} differ: positives are the diagonal of a square tile"
-        )
+        found.append(f"rows = {block.rows} and keys = {block.keys} differ: positives are the diagonal of a square tile")
     if found:
         return tuple(found)  # the estimates below are about well-formed blocks
     size, shared = choice.operand_bytes, shared_bytes(kernel, block, choice)
     if shared > profile.shared_bytes_per_block:
-        found.append(
-            f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}"
-        )
+        found.append(f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}")
     registers = accumulator_registers(kernel, block, choice.dim, profile.warp_size)
-    limit = (
-        profile.registers_per_thread * 3 // (4 if size == 2 else 8)
-    )  # fp32 operands pass through registers
+    limit = profile.registers_per_thread * 3 // (4 if size == 2 else 8)  # fp32 operands pass through registers
     if registers > limit:
         found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
     if choice.descriptors and kernel in ("forward", "gradient", "fused"):
@@ -222,9 +208,7 @@ def violations(kernel: str, block: Block, profile: DeviceProfile, choice: Choice
             if getattr(block, name) > 256:
                 found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
         if dim * size % 16 and not choice.split:
-            found.append(
-                f"a row of {dim} {choice.dtype} is not a multiple of 16 bytes, which tensor descriptors need"
-            )
+            found.append(f"a row of {dim} {choice.dtype} is not a multiple of 16 bytes, which tensor descriptors need")
     return tuple(found)
 
 

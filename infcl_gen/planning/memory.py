@@ -77,15 +77,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
     terms = [
-        BufferTerm(
-            "query_statistics",
-            both,
-            (2 + positive_rows, m),
-            "statistics",
-            "r_i as a wide float; the positive",
-        ),
-        v.has_keys
-        and BufferTerm("key_statistics", both, (2, _kept_keys(v)), "statistics", "c_j as a wide float"),
+        BufferTerm("query_statistics", both, (2 + positive_rows, m), "statistics", "r_i as a wide float; the positive"),
+        v.has_keys and BufferTerm("key_statistics", both, (2, _kept_keys(v)), "statistics", "c_j as a wide float"),
         v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
         v.labels and BufferTerm("absent", forward, (m,), "statistics", "NaN for labels that name no key"),
         BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
@@ -104,21 +97,13 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
             why = "similarities and their exponentials"
             terms.append(BufferTerm("panel", phase, (a, b), "statistics", why, pieces=2))
-            terms.append(
-                BufferTerm("vectors", phase, (8, a + b), "statistics", "weights along a panel's sides")
-            )
+            terms.append(BufferTerm("vectors", phase, (8, a + b), "statistics", "weights along a panel's sides"))
             if not v.affine:
-                terms.append(
-                    BufferTerm("strips", phase, (3, STRIP_ROWS, b), "statistics", "terms of the logit")
-                )
+                terms.append(BufferTerm("strips", phase, (3, STRIP_ROWS, b), "statistics", "terms of the logit"))
             if v.separate:
                 terms += [
-                    BufferTerm(
-                        "widened_queries", phase, (a, D), "statistics", "a panel's rows, in full precision"
-                    ),
-                    BufferTerm(
-                        "widened_keys", phase, (b, D), "statistics", "a panel's keys, in full precision"
-                    ),
+                    BufferTerm("widened_queries", phase, (a, D), "statistics", "a panel's rows, in full precision"),
+                    BufferTerm("widened_keys", phase, (b, D), "statistics", "a panel's keys, in full precision"),
                 ]
     else:
         row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
@@ -129,9 +114,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             v.has_keys and BufferTerm("key_partials", forward, (2, strips, forward_keys), "statistics", why),
             BufferTerm("flags", forward, (strips, key_blocks), "int32", "strips of wide range"),
             BufferTerm("references", forward, (key_blocks,), "statistics", "of each block of keys"),
-            BufferTerm(
-                "loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "fp64", "partial sums of the loss"
-            ),
+            BufferTerm("loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "fp64", "partial sums of the loss"),
         ]
         if v.split:
             why = "one panel's features as bf16 halves, a row for each term"
@@ -153,9 +136,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     if v.strategy == "fused":
         own = m if ring else rows  # a ring's hop takes all queries at once
         longer = Max(own, n)
-        flags = BufferTerm(
-            "gradient_flags", backward, (ceil_div(longer, Bu),), "int32", "programs of wide range"
-        )
+        flags = BufferTerm("gradient_flags", backward, (ceil_div(longer, Bu),), "int32", "programs of wide range")
         ratio_shape = (ceil_div(longer, Ku), Ku + 2)
         terms += [
             BufferTerm("positive_gradients", backward, (own,), "statistics", "g of each positive, unrounded"),
@@ -168,9 +149,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         for name, x in (("dq", m), ("dk", n if v.separate else room))
     )
     total_dq = BufferTerm("dq_accumulator", backward, (m, D), "statistics", "dq over all hops")
-    if (
-        ring
-    ):  # the results are written when what has travelled is gone; of a gather, dk where others' sums were
+    if ring:  # the results are written when what has travelled is gone; of a gather, dk where others' sums were
         results = (dq,) if v.gather else (dq, dk)
         finished = [total_dq, *results] if v.separate else [total_dq]
         terms += [total_dq, *(dataclasses.replace(term, phase=finish) for term in finished)]

@@ -133,9 +133,7 @@ class CostModel:
             if not all(shape):
                 continue
             shape = (term.pieces, *shape) if term.pieces > 1 else shape
-            found.append(
-                Buffer(term.name, term.phase, size, shape, names.get(term.dtype, term.dtype), term.why)
-            )
+            found.append(Buffer(term.name, term.phase, size, shape, names.get(term.dtype, term.dtype), term.why))
         return (*found, *(buffer for buffer, _ in self._travelling))
 
     def time_s(self, sizes: Sizes) -> float:
@@ -167,9 +165,7 @@ class CostModel:
             busy_s = math.fsum(phase.time_s for phase in found)
             faster = 1 + COOL * math.exp(-busy_s / COOL_S)
             found = [dataclasses.replace(phase, time_s=_rounded(phase.time_s / faster)) for phase in found]
-            found.append(
-                PhaseTime(HOST, self._host_s(found, [launches for *_, launches in work]), "launches", 0, 0)
-            )
+            found.append(PhaseTime(HOST, self._host_s(found, [launches for *_, launches in work]), "launches", 0, 0))
         if self.choice.ring:
             done = {"forward": found[:2], "backward": found[2 : len(terms)]}
             found += [self._link(phase, parts, sizes) for phase, parts in done.items()]
@@ -224,11 +220,7 @@ class CostModel:
     def sent_bytes(self, name: str) -> int:
         """Bytes of a tensor of a rank's keys that travels."""
         item = next(item for item in self.table.travelling if item.name == name)
-        sizes = {
-            "features": self.choice.feature_bytes,
-            "statistics": self.choice.statistics_bytes,
-            "int64": 8,
-        }
+        sizes = {"features": self.choice.feature_bytes, "statistics": self.choice.statistics_bytes, "int64": 8}
         return self.keys * item.columns * sizes[item.dtype]
 
     def transfer_bytes(self, sent: Transfer) -> int:
@@ -240,9 +232,7 @@ class CostModel:
         if phase == "backward" and self.choice.strategy == "fused":
             return 1
         forward = phase == "forward"
-        rows, keys = (
-            (sizes.forward_rows, sizes.forward_keys) if forward else (sizes.panel_rows, sizes.panel_keys)
-        )
+        rows, keys = (sizes.forward_rows, sizes.forward_keys) if forward else (sizes.panel_rows, sizes.panel_keys)
         return -(-self.rows // rows) * -(-self.keys // keys)
 
     def _transfer_s(self, size: int, network: bool = False) -> float:
@@ -257,9 +247,7 @@ class CostModel:
     def _by_phase(self, sizes: Sizes) -> dict[str, int]:
         totals = {"both": 0, "forward": 0, "backward": 0, "finish": 0}
         gpu = self.profile.target != "cpu"
-        for (phase, pieces), size in zip(
-            _pieces(self._kind), _memory(self._kind)(*self._values(sizes)), strict=True
-        ):
+        for (phase, pieces), size in zip(_pieces(self._kind), _memory(self._kind)(*self._values(sizes)), strict=True):
             totals[phase] += allocated_bytes(size, pieces, gpu)
         for buffer, pieces in self._travelling:
             totals[buffer.phase] += pieces * allocated_bytes(buffer.bytes // pieces, 1, gpu)
@@ -271,9 +259,7 @@ class CostModel:
         `key_statistics`."""
         found: list[tuple[Buffer, int]] = []
 
-        def add(
-            item: Travelling, what: str, phase: str, why: str, counts: tuple[int, ...], pieces: int = 1
-        ) -> None:
+        def add(item: Travelling, what: str, phase: str, why: str, counts: tuple[int, ...], pieces: int = 1) -> None:
             dtypes = {"features": self.choice.dtype, "statistics": self.choice.statistics_dtype}
             each = (item.columns, self.keys) if item.across else (self.keys, item.columns)
             size, dtype = math.prod(counts) * self.sent_bytes(item.name), dtypes.get(item.dtype, item.dtype)
@@ -289,13 +275,7 @@ class CostModel:
             if slots and phase == "backward" and item.role(phase) == "summed":
                 add(item, "own", "finish", "home again", (1,))
             if KEPT in places and (phase == "backward" if stays else phase == "forward"):
-                add(
-                    item,
-                    "last",
-                    phase if stays else "both",
-                    "visits last in forward, first in backward",
-                    (1,),
-                )
+                add(item, "last", phase if stays else "both", "visits last in forward, first in backward", (1,))
             if ALL in places and phase == "forward" and not stays:
                 add(item, "all", "both", "of all ranks, from forward to backward", (ranks,))
             if RECEIVED in places and item.backward == "unchanged":
@@ -336,11 +316,7 @@ class CostModel:
         library = rate == "product" and self.choice.library
         if self.choice.split:
             kind = "bf16"
-        elif (
-            self.choice.dtype == "fp32"
-            and self.profile.vendor == "nvidia"
-            and self.choice.strategy != "torch"
-        ):
+        elif self.choice.dtype == "fp32" and self.profile.vendor == "nvidia" and self.choice.strategy != "torch":
             kind, fraction = (LIBRARY_FP32_MODES if library else FP32_MODES)[self.choice.precision]
         if rate == "product" and self.choice.strategy != "torch" and not library:
             fraction *= TRITON_PRODUCT_FRACTION
@@ -370,11 +346,7 @@ def markdown(choices: Sequence[Choice] | None = None) -> str:
         lines += ["", f"## {choice.strategy}{transport}", ""]
         lines += ["| buffer | phase | bytes | why |", "|---|---|---|---|"]
         lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(choice)]
-        lines += [
-            "",
-            "| phase | FLOPs | bytes | exponentials | efficiency | launches |",
-            "|---|---|---|---|---|---|",
-        ]
+        lines += ["", "| phase | FLOPs | bytes | exponentials | efficiency | launches |", "|---|---|---|---|---|---|"]
         for term in time_terms(choice):
             lines.append("| " + " | ".join([term.name, *(f"`{value}`" for value in term.quantities)]) + " |")
     return "\n".join(lines) + "\n"

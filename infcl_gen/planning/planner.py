@@ -85,9 +85,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     smallest = min(smallest_peak(model, problem.settings) for model in models)
     largest = _largest_batch(problem, derivation, cluster, ceiling)
     if smallest > ceiling:
-        raise InfeasibleError(
-            _infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest
-        )
+        raise InfeasibleError(_infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest)
     everything = _candidates(problem, models)
     candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
     best = _best(candidates, _fastest_ring_s(everything))
@@ -190,9 +188,7 @@ def _largest_batch(problem: Problem, derivation: Derivation, cluster: Cluster, c
     return low
 
 
-def _infeasible_message(
-    problem: Problem, cluster: Cluster, ceiling: int, smallest: int, largest: int | None
-) -> str:
+def _infeasible_message(problem: Problem, cluster: Cluster, ceiling: int, smallest: int, largest: int | None) -> str:
     budget = f"--memory-budget {bytes_text(ceiling)}"
     if problem.memory_budget_bytes is None:
         budget += f" (auto: 1/{AUTO_FRACTION} of {cluster.profile.name}'s memory)"

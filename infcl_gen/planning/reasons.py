@@ -22,9 +22,7 @@ class Reason:
     why: str
 
 
-def reasons_of(
-    problem: Problem, best: Candidate, candidates: list[Candidate], ceiling: int
-) -> tuple[Reason, ...]:
+def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], ceiling: int) -> tuple[Reason, ...]:
     """Why `best` was taken among the candidates within `ceiling` bytes, from the cluster down to warps."""
     model, choice, sizes, cluster = best.model, best.model.choice, best.sizes, best.model.cluster
     measured = problem.settings.records == "measured"
@@ -40,17 +38,11 @@ def reasons_of(
         found.append(Reason(2, f"{rows} query rows x all keys", why))
     else:
         area = sizes.panel_rows * sizes.panel_keys
-        larger = any(
-            c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates
-        )
+        larger = any(c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates)
         if problem.settings.panel_rows or problem.settings.panel_keys:
             why = by_setting
         else:
-            why = (
-                "larger ones are not faster"
-                if larger
-                else "larger ones exceed the budget, the problem or the cap"
-            )
+            why = "larger ones are not faster" if larger else "larger ones exceed the budget, the problem or the cap"
         why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
     as_backward = choice.strategy in ("torch", "stash")
@@ -58,9 +50,7 @@ def reasons_of(
     found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
     if sizes.stash_rows:
         why = "kept tiles need no recomputation in backward"
-        found.append(
-            Reason(2, f"stash of {min(sizes.stash_rows, model.rows)} of {model.rows} query rows", why)
-        )
+        found.append(Reason(2, f"stash of {min(sizes.stash_rows, model.rows)} of {model.rows} query rows", why))
     if choice.replay:
         why = "set by --set" if problem.settings.replay else "kernels start sooner than one by one"
         found.append(Reason(2, "recorded CUDA graphs", why))
@@ -82,14 +72,10 @@ def reasons_of(
         elif changed:
             why = f"set by {', '.join(changed)}; {why}"
         elif block.rows * block.keys < for_many[kernel].rows * for_many[kernel].keys:
-            why = (
-                f"small: the batch has few tiles for {cluster.profile.multiprocessors} multiprocessors; {why}"
-            )
+            why = f"small: the batch has few tiles for {cluster.profile.multiprocessors} multiprocessors; {why}"
         found.append(Reason(3, f"{kernel} block {block.rows} x {block.keys} x {block.depth}", why))
         registers = f"a register budget of {cluster.profile.registers_per_thread} per thread"
-        found.append(
-            Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", f"keeps to {registers}")
-        )
+        found.append(Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", f"keeps to {registers}"))
     if choice.blocks:
         on = choice.descriptors
         why = "rows are multiples of 16 bytes" if on else "not on this board, for this row size, or by --set"
@@ -97,9 +83,7 @@ def reasons_of(
     return tuple(found)
 
 
-def _transport_reasons(
-    problem: Problem, best: Candidate, candidates: list[Candidate]
-) -> tuple[Reason, Reason]:
+def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candidate]) -> tuple[Reason, Reason]:
     """Levels 0 and 1: how keys get to the queries."""
     model, cluster, way = best.model, best.model.cluster, best.model.choice.transport
     world, nodes = model.world_size, cluster.nodes

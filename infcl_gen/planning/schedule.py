@@ -93,9 +93,7 @@ class _Rank:
             raise self._error(f"nobody waits for what step {min(self._coming)[0]} has sent")
         world = self._table.world_size if steps else 0
         if len(set(self._owners)) != len(self._owners) or len(self._owners) != world:
-            raise self._error(
-                f"{len(set(self._owners))} different of {len(self._owners)} visits, {world} ranks"
-            )
+            raise self._error(f"{len(set(self._owners))} different of {len(self._owners)} visits, {world} ranks")
         shared = {sent.name for step in steps for sent in step.sends if sent.of is None}
         for item in self._table.named("summed", self._phase):
             place = ALL if self._table.transport == "gather" else steps[-1].sums
@@ -104,9 +102,7 @@ class _Rank:
                 if content is None or content.owner != owner:
                     raise self._error(f"the {item.name} of {owner} are not there")
                 if len(content.added or ()) != world:
-                    raise self._error(
-                        f"the {item.name} of {owner} have {len(content.added or ())} contributions"
-                    )
+                    raise self._error(f"the {item.name} of {owner} have {len(content.added or ())} contributions")
             if item.name not in shared:
                 self._held[item.name, OWN, None] = self._held[self._spot(item.name, place, HERE)]
         return Walk(tuple(self._owners), self._sent)

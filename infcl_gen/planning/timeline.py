@@ -176,10 +176,7 @@ class _Step:
         self._everybody = everybody
         self._copy = 2 / (cluster.profile.bandwidth_gbs.value * 1e9)  # seconds a byte: read and written
         each = table.devices_per_node
-        self._latency = {
-            "device": cluster.latency_us.value * 1e-6,
-            "node": cluster.node_latency_us.value * 1e-6,
-        }
+        self._latency = {"device": cluster.latency_us.value * 1e-6, "node": cluster.node_latency_us.value * 1e-6}
         device, node = cluster.link_gbs.value * 1e9, cluster.node_link_gbs.value * 1e9
         ports = [Pipe(device, device, 1) for _ in self._ranks]
         uplinks = [
@@ -268,13 +265,9 @@ class _Step:
         if self._communicate:
             others = self._table.world_size - 1
             told = [
-                self._enqueue(self._host, rank, "host", f"{phase}, tell", TELL_PEER_S * others)
-                for rank in self._ranks
+                self._enqueue(self._host, rank, "host", f"{phase}, tell", TELL_PEER_S * others) for rank in self._ranks
             ]
-            heard = [
-                self._events.task(task.rank, "heard", "host", f"{phase}, tell", HEARD_S, [task])
-                for task in told
-            ]
+            heard = [self._events.task(task.rank, "heard", "host", f"{phase}, tell", HEARD_S, [task]) for task in told]
             for rank in self._ranks:
                 self._enqueue(self._host, rank, "host", f"{phase}, agree", READ_PEER_S * others, heard)
         return True
@@ -314,14 +307,11 @@ class _Step:
                 others = [self._table.rank(rank, move) for move in leg.moves]
                 for other in others if self._everybody else (rank,):
                     both, pipe = [begins[rank], begins[other]], self._pipes[rank][leg.level]
-                    flow = self._events.task(
-                        rank, "transfer", LEVELS[leg.level], name, float(size), both, pipe
-                    )
+                    flow = self._events.task(rank, "transfer", LEVELS[leg.level], name, float(size), both, pipe)
                     for end in {rank, other}:
                         arriving[end].append(flow)
         found = [
-            [self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank], resource)]
-            for rank in self._ranks
+            [self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank], resource)] for rank in self._ranks
         ]
         if not self._overlap:
             for rank in self._ranks:
@@ -349,13 +339,7 @@ class _Step:
                 critical[task.slowed_by] += slowed
             task = task.cause
         intervals = [
-            Interval(
-                task.rank,
-                task.resource,
-                task.name,
-                max(0.0, task.start - self._lead_s),
-                task.end - self._lead_s,
-            )
+            Interval(task.rank, task.resource, task.name, max(0.0, task.start - self._lead_s), task.end - self._lead_s)
             for task in self._events.tasks
             if task.kind in ("host", "compute", "transfer") and task.end > max(task.start, self._lead_s)
         ]

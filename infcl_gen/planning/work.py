@@ -65,16 +65,9 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         # side, their weighted sum, and the positives.
         return (
             TimeTerm("forward product", **product, launches=panels),
-            TimeTerm(
-                "statistics",
-                bytes=(2 + 4 * sides) * s * pairs,
-                exponentials=sides * pairs,
-                launches=12 * panels,
-            ),
+            TimeTerm("statistics", bytes=(2 + 4 * sides) * s * pairs, exponentials=sides * pairs, launches=12 * panels),
             TimeTerm("gradient product", **product, launches=panels),
-            TimeTerm(
-                "gradient", bytes=6 * sides * s * pairs, exponentials=sides * pairs, launches=8 * panels
-            ),
+            TimeTerm("gradient", bytes=6 * sides * s * pairs, exponentials=sides * pairs, launches=8 * panels),
             TimeTerm("dq product", **product, rate="product", launches=panels),
             TimeTerm("dk product", **product, rate="product", launches=panels),
             TimeTerm("finish", bytes=(m + n) * D * (2 * s + e), launches=4),
@@ -84,12 +77,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W
     rows, keys = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf
     kept = Min(S, m) if v.strategy == "stash" else Integer(0)
-    partials = (
-        2
-        * s
-        * W
-        * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.has_keys else 0))
-    )
+    partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.has_keys else 0))
     features = W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F))
     terms.append(
         TimeTerm(
@@ -144,8 +132,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 TimeTerm(
                     f"{name} product",
                     flops=2 * products * pairs * D,
-                    bytes=e * pairs
-                    + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride)),
+                    bytes=e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride)),
                     efficiency=EFFICIENCY[name] * PANEL_EFFICIENCY,
                     rate="product",
                     launches=panels,
@@ -153,9 +140,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 for name, own, stride, other, step in (("dq", m, R, n, C), ("dk", n, C, m, R))
             ),
         ]
-    terms.append(
-        TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2)
-    )
+    terms.append(TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2))
     terms += _additions(v)
     if v.split:  # the rows of a panel once, its keys once for each panel of rows
         sweeps = ceil_div(m, F) + ceil_div(m, R)

@@ -77,9 +77,7 @@ def compare(headers: list[dict[str, Any]]) -> None:
     """
     compared = any(given["ranks compared"] for given in headers)
     problem = _difference(headers, _FINGERPRINT if compared else _PACKAGE, _ORDER)
-    problem = problem or _rejection(
-        headers
-    )  # a rank that rejects its arguments asks for no gradients, for one
+    problem = problem or _rejection(headers)  # a rank that rejects its arguments asks for no gradients, for one
     problem = problem or _difference(headers, _PER_CALL if compared else _DIFFERENTIATED)
     if problem is not None:
         raise RuntimeError(f"ranks disagree: {problem}")
@@ -104,19 +102,11 @@ def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -
 def _rejection(headers: Sequence[Mapping[str, Any]]) -> str | None:
     """Which ranks do not accept their own arguments, in words, or None."""
     rejecting = [str(rank) for rank, header in enumerate(headers) if not header["accepted"]]
-    return (
-        f"the arguments of rank {', '.join(rejecting)} are invalid (see the error there)"
-        if rejecting
-        else None
-    )
+    return f"the arguments of rank {', '.join(rejecting)} are invalid (see the error there)" if rejecting else None
 
 
 def header(
-    package: Package,
-    call: Call,
-    gradients: int = 0,
-    label_range: tuple[int, int] = (0, -1),
-    accepted: bool = True,
+    package: Package, call: Call, gradients: int = 0, label_range: tuple[int, int] = (0, -1), accepted: bool = True
 ) -> Mapping[str, Any]:
     """What a rank tells the others of its call, by name: whatever must be equal, and the sizes that may differ.
 
@@ -132,9 +122,7 @@ def header(
         "package digest": package.digest,
         "torch version": str(torch.__version__),
         "loss": package.loss_name,
-        "dtype": str(features.dtype if features.dtype != package.dtype else keys.dtype).removeprefix(
-            "torch."
-        ),
+        "dtype": str(features.dtype if features.dtype != package.dtype else keys.dtype).removeprefix("torch."),
         "embedding dimension": features.shape[-1] if features.dim() else 0,
         "ranks compared": options.check_ranks != "never",
         "labels": options.labelling,
@@ -219,6 +207,4 @@ def _check_labels(ranges: list[tuple[int, int]], layout: Layout) -> None:
     for rank, (first, last) in enumerate(ranges):
         if last >= keys or first < 0:
             where = f" on rank {rank}" if len(ranges) > 1 else ""
-            raise ValueError(
-                f"labels{where} range from {first} to {last}; there are {keys} keys (0..{keys - 1})"
-            )
+            raise ValueError(f"labels{where} range from {first} to {last}; there are {keys} keys (0..{keys - 1})")

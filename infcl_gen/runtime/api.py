@@ -23,11 +23,7 @@ from .package import Call, Options, Package
 from .selftest import selftest as run_selftest
 from .table import planned_table
 
-_CHOICES = {
-    "grad_sync": ("mean", "sum"),
-    "reduction": ("mean", "sum"),
-    "check_ranks": ("first", "always", "never"),
-}
+_CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -152,9 +148,7 @@ class ContrastiveLoss(nn.Module):
                 f"rank(s); leave it out, or pass the group"
             )
         if self.expected_rank not in (None, rank):
-            raise ValueError(
-                f"wrong rank: rank={self.expected_rank} was given, but this process has rank {rank}"
-            )
+            raise ValueError(f"wrong rank: rank={self.expected_rank} was given, but this process has rank {rank}")
 
 
 def _agreed(package: Package, call: Call) -> Call:
@@ -196,9 +190,7 @@ def _check_features(package: Package, call: Call) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
         if x.is_nested:
-            raise ValueError(
-                f"{name} must be a dense tensor, not a nested one: pass torch.cat({name}.unbind())"
-            )
+            raise ValueError(f"{name} must be a dense tensor, not a nested one: pass torch.cat({name}.unbind())")
         if x.dim() != 2:
             raise ValueError(f"{name} must have shape (rows, {package.dim}), not {_shape(x)}")
         if x.shape[1] != package.dim:
@@ -213,13 +205,9 @@ def _check_features(package: Package, call: Call) -> None:
         raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
     device = q.device.type
     if device == "meta" and not torch.compiler.is_compiling():
-        raise ValueError(
-            "q and k are on the meta device, which holds no values: move them to a device that does"
-        )
+        raise ValueError("q and k are on the meta device, which holds no values: move them to a device that does")
     if device != "cuda" and not package.any_device:
-        raise ValueError(
-            f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu"
-        )
+        raise ValueError(f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu")
     for name, x in (("q", q), ("k", k)):
         if x.dtype != package.dtype and not (x.is_floating_point() and _autocast_to(package, device)):
             raise ValueError(
@@ -250,9 +238,7 @@ def _autocast_to(package: Package, device: str) -> bool:
 
 def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
     if not package.labelled:
-        raise ValueError(
-            f"{package.loss_name} pairs query i with key i: labels are not supported (infonce takes them)"
-        )
+        raise ValueError(f"{package.loss_name} pairs query i with key i: labels are not supported (infonce takes them)")
     if isinstance(labels, str):
         if labels == "own":
             return
@@ -261,9 +247,7 @@ def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
         raise TypeError(f'labels must be an int64 tensor, "own" or None, not {type(labels).__name__}')
     if labels.dtype != torch.int64 or labels.shape != q.shape[:1]:
         rows = _shape(q)[0]
-        raise ValueError(
-            f"labels must be int64 of shape ({rows},), not {labels.dtype} of shape {_shape(labels)}"
-        )
+        raise ValueError(f"labels must be int64 of shape ({rows},), not {labels.dtype} of shape {_shape(labels)}")
     if labels.device.type != "cpu" and labels.device != q.device:
         raise ValueError(f"labels must be on the host or on {q.device}, not on {labels.device}")
 
@@ -311,9 +295,7 @@ def _group_name(group: Any) -> str:
         raise ValueError("group was given, but this torch has no torch.distributed")
     if isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(
-                f"group must be a 1-D DeviceMesh, not one of {group.ndim} dimensions; pass mesh['name']"
-            )
+            raise ValueError(f"group must be a 1-D DeviceMesh, not one of {group.ndim} dimensions; pass mesh['name']")
         if group.get_coordinate() is None:
             raise ValueError("this process is not a member of the DeviceMesh that was passed as group")
         group = group.get_group()

@@ -29,9 +29,7 @@ class Results(NamedTuple):
     dbias: Tensor
 
 
-def selftest(
-    package: Package, device: torch.device, loss_and_grads: Callable[..., Any], split: bool
-) -> dict[str, Any]:
+def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..., Any], split: bool) -> dict[str, Any]:
     """The report of `selftest` in api.py. `loss_and_grads(q, k, scale, bias)` runs the package on one device;
     `split`: it multiplies fp32 features as bf16 halves."""
     cases: list[dict[str, Any]] = []
@@ -45,9 +43,7 @@ def selftest(
         repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         errors, allowed = _errors(package, first, q, k, scale, split)
         ok = all(errors[name] <= allowed[name] for name in errors)
-        cases.append(
-            {"rows": rows, "keys": keys, "scale": scale, "ok": ok, "errors": errors, "allowed": allowed}
-        )
+        cases.append({"rows": rows, "keys": keys, "scale": scale, "ok": ok, "errors": errors, "allowed": allowed})
     return {
         "ok": repeatable and all(case["ok"] for case in cases),
         "package": package.name,

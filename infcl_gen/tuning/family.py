@@ -25,11 +25,7 @@ from infcl_gen.kernels import kernels_of_block
 from infcl_gen.losses import Derivation, LossSpec
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.levels import Block, default_blocks, violations
-from infcl_gen.planning.records import (
-    Candidate,
-    Settings,
-    measured_settings,
-)
+from infcl_gen.planning.records import Candidate, Settings, measured_settings
 from infcl_gen.processes import Worker, last_line
 
 # A winner is faster than the best so far by more than this, and than both medians are known.
@@ -167,8 +163,7 @@ class Family:
         """The winner's settings, the digest of its package as it was timed, and every candidate with its fate."""
         wanted = [self.best, *propose(self.case, self.family, self.best)]
         self.entries = [
-            Entry(settings, self.scratch / f"candidate{index}")
-            for index, settings in enumerate(dict.fromkeys(wanted))
+            Entry(settings, self.scratch / f"candidate{index}") for index, settings in enumerate(dict.fromkeys(wanted))
         ]
         try:
             self._judge_legality()
@@ -185,9 +180,7 @@ class Family:
                 if entry.process is not None:
                     entry.process.kill()
         candidates = tuple(
-            Candidate(
-                self.family, e.settings, e.status or "timed", e.detail[:300], e.predicted_ms, e.times_ms
-            )
+            Candidate(self.family, e.settings, e.status or "timed", e.detail[:300], e.predicted_ms, e.times_ms)
             for e in self.entries
         )
         return winner.settings, winner.digest, candidates
@@ -205,9 +198,7 @@ class Family:
             if base is not None:
                 fields = {k.partition(".")[2]: int(v) for k, v in entry.settings if _is_block(k, self.family)}
                 block = dataclasses.replace(base, **fields)
-                entry.distance = sum(
-                    abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS
-                )
+                entry.distance = sum(abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS)
                 found = violations(self.family, block, case.cluster.profile, case.default)
                 if found and fields:
                     entry.drop("illegal", "; ".join(found))
@@ -239,10 +230,7 @@ class Family:
         racing = [*known, *(entry for entry in racing if entry not in known)]
         self.entries = [first, *racing, *(entry for entry in others if entry.status)]
         for entry in racing[count - 1 :]:
-            entry.drop(
-                "not timed",
-                "others are predicted to be faster, are nearer to the default, or were fast before",
-            )
+            entry.drop("not timed", "others are predicted to be faster, are nearer to the default, or were fast before")
 
     def _write(self, entry: Entry) -> None:
         if not entry.digest:
@@ -261,9 +249,7 @@ class Family:
         # The forward of a stash has the gradient's tiles: it may spill, or not fit, where the gradient does.
         stash = (strategy, self.family) == ("stash", "gradient")
         kernels = [
-            name
-            for block in ("forward",) * stash + (self.family,)
-            for name in kernels_of_block(strategy, block)
+            name for block in ("forward",) * stash + (self.family,) for name in kernels_of_block(strategy, block)
         ]
         if arch not in SHARED_BYTES or not kernels:
             return

@@ -173,9 +173,7 @@ def proposals(case: Case, family: str, best: Settings) -> list[Settings]:
         base = default_block(case, family)
         kept = ("rows", "keys") if _keeps_tiles(family, default.strategy) else ()
         for block in _blocks(family, base, default.strategy):
-            fields = tuple(
-                (f"{family}.{name}", str(getattr(block, name))) for name in BLOCK_FIELDS if name not in kept
-            )
+            fields = tuple((f"{family}.{name}", str(getattr(block, name))) for name in BLOCK_FIELDS if name not in kept)
             found += [(*others, *pairs, *(() if block == base else fields)) for pairs in products]
     return list(dict.fromkeys(tuple(sorted(settings)) for settings in found))
 

@@ -69,10 +69,7 @@ def _serve(folder: Path, device: str, requests: Requests, answer: Answer) -> Non
     while True:
         request = requests.get()
         if step is None:  # now, one candidate after the other: all at once would not fit
-            q, k = (
-                features(rows, problem["dim"], problem["dtype"], seed, device)
-                for seed, rows in enumerate(sizes)
-            )
+            q, k = (features(rows, problem["dim"], problem["dtype"], seed, device) for seed, rows in enumerate(sizes))
             wide = torch.promote_types(q.dtype, torch.float32)
             scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
             step = training_step(module, q, k, scale)
@@ -100,9 +97,7 @@ def _evidence(result: tuple[Any, ...]) -> dict[str, Any]:
     numbers = {"loss": loss, "dscale": dscale}  # no dscale: a loss without a scale
     found = {name: x.double().cpu().reshape(1) for name, x in numbers.items() if x is not None}
     for name, rows in (("dq", dq), ("dk", dk)):
-        found[f"norms of {name}"] = torch.cat(
-            [part.double().norm(dim=1).cpu() for part in rows.split(1 << 16)]
-        )
+        found[f"norms of {name}"] = torch.cat([part.double().norm(dim=1).cpu() for part in rows.split(1 << 16)])
         chosen = torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), dtype=torch.float64).long()
         found[f"rows of {name}"] = rows[chosen.to(rows.device)].double().cpu()
     return found
@@ -120,9 +115,7 @@ def _defect(evidence: dict[str, Any], reference: dict[str, Any], dtype: str) -> 
         # A row may be farther off than the whole is, and a number is only as exact as the statistics are.
         for part, error in (("", rows.norm() / true.norm()), (" in one row", _largest(rows, true) / 8)):
             if not float(error) <= allowed:
-                return (
-                    f"{name}{part}: differs by {float(error):.1e} from the default's, allowed {allowed:.1e}"
-                )
+                return f"{name}{part}: differs by {float(error):.1e} from the default's, allowed {allowed:.1e}"
     return None
 
 

@@ -46,10 +46,7 @@ class Inputs:
     other: bool = False
 
     def __str__(self) -> str:
-        words = [
-            "whole tiles" if self.aligned else "ragged",
-            "descriptors" if self.descriptors else "pointers",
-        ]
+        words = ["whole tiles" if self.aligned else "ragged", "descriptors" if self.descriptors else "pointers"]
         return ", ".join(words + ["other branch"] * self.other)
 
 
@@ -75,9 +72,7 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
 
     unknown = sorted(set(targets) - set(SHARED_BYTES))
     if unknown:
-        raise InputError(
-            f"--aot: unknown target {', '.join(unknown)}; known: {', '.join(sorted(SHARED_BYTES))}"
-        )
+        raise InputError(f"--aot: unknown target {', '.join(unknown)}; known: {', '.join(sorted(SHARED_BYTES))}")
     spec = read_package(package).spec
     if not (Path(package) / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]
@@ -137,9 +132,7 @@ def compile_variants(package: Path, spec: dict[str, Any], kernel: str, target: s
     return [compile_kernel(package, spec, kernel, target, inputs) for inputs in ways]
 
 
-def compile_kernel(
-    package: Path, spec: dict[str, Any], kernel: str, target: str, inputs: Inputs
-) -> Resources:
+def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str, inputs: Inputs) -> Resources:
     """Compiles one kernel as its schedule launches it on such inputs and reads the resources off the binary."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -168,10 +161,7 @@ def compile_kernel(
     if kernel.endswith(HOPPER):
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        source, options["maxnreg"] = (
-            GluonASTSource(function, signature, constants, attributes),
-            module.REGISTERS,
-        )
+        source, options["maxnreg"] = (GluonASTSource(function, signature, constants, attributes), module.REGISTERS)
     return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
 
 
@@ -257,9 +247,7 @@ def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = re.search(r"REG:(\d+).*?STACK:(\d+)", text, re.S)
     if usage is None:
-        raise ToolchainError(
-            "cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton"
-        )
+        raise ToolchainError("cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton")
     raced = tuple(races(compiled.asm["ptx"], warps))
     return Resources(kernel, target, shared, int(usage[1]), int(usage[2]), raced)
 
@@ -269,7 +257,5 @@ def _cuobjdump() -> Path:
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not path.exists():
-        raise ToolchainError(
-            f"{path.name} is missing from the installed triton; install a wheel that carries it"
-        )
+        raise ToolchainError(f"{path.name} is missing from the installed triton; install a wheel that carries it")
     return path

@@ -81,13 +81,7 @@ def gate(result: LossAndGrads | tuple[Tensor, ...], truth: Truth, factor: float 
     return [
         _judge(name, value, reference, plain, bound, magnitude, factor)
         for name, value, reference, plain, bound, magnitude in zip(
-            LossAndGrads._fields,
-            result,
-            truth.reference,
-            truth.plain,
-            truth.bound,
-            truth.magnitude,
-            strict=True,
+            LossAndGrads._fields, result, truth.reference, truth.plain, truth.bound, truth.magnitude, strict=True
         )
     ]
 
@@ -113,13 +107,7 @@ def failures(rows: list[GateRow]) -> str:
 
 
 def _judge(
-    name: str,
-    value: Tensor,
-    reference: Tensor,
-    plain: Tensor,
-    bound: Tensor,
-    magnitude: Tensor,
-    factor: float,
+    name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor, factor: float
 ) -> GateRow:
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
@@ -129,9 +117,7 @@ def _judge(
     same = torch.where(reference.isnan(), value.isnan(), value == reference)
     if not bool((same | finite).all()) or not bool(value[finite].isfinite().all()):
         wrong = int((~same & ~finite).sum() + (~value[finite].isfinite()).sum())
-        detail = (
-            f"{name}: {wrong} of {value.numel()} elements are NaN or infinite and must not be, or the reverse"
-        )
+        detail = f"{name}: {wrong} of {value.numel()} elements are NaN or infinite and must not be, or the reverse"
         return GateRow(name, False, math.inf, 0.0, math.inf, detail)
 
     def kept(tensor: Tensor) -> Tensor:  # rows (M, D), or one row for a number, without what is not finite
@@ -270,14 +256,7 @@ def _error_bound(
 
 
 def _sum_bound(
-    g: Tensor,
-    probability: Tensor,
-    positive: Tensor,
-    dg: Tensor,
-    *,
-    other: Tensor,
-    accumulation: float,
-    unit: float,
+    g: Tensor, probability: Tensor, positive: Tensor, dg: Tensor, *, other: Tensor, accumulation: float, unit: float
 ) -> Tensor:
     """The error of g @ other (slopes included), when g is wrong by dg and rounded to `unit`.
 

@@ -80,9 +80,7 @@ def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, label
         r[rows] = x.logsumexp(1)
         c = c.logaddexp(x.logsumexp(0))
         p[rows] = x.gather(1, labels[rows, None])[:, 0]
-    loss = mathematics.query_term(r, p).sum() + (
-        mathematics.key_term(c, p).sum() if mathematics.HAS_KEYS else 0
-    )
+    loss = mathematics.query_term(r, p).sum() + (mathematics.key_term(c, p).sum() if mathematics.HAS_KEYS else 0)
     dq, dk, dscale = torch.zeros_like(q), torch.zeros_like(k), zero.clone()
     for rows in slices:
         z = q[rows] @ k.T
@@ -119,12 +117,7 @@ def _leaves(
         tensor = torch.as_tensor(value, dtype=dtype, device=q.device).detach().clone()
         return tensor.requires_grad_()
 
-    return (
-        leaf(q, dtype),
-        leaf(k, dtype),
-        leaf(scale, statistics),
-        leaf(0.0 if bias is None else bias, statistics),
-    )
+    return (leaf(q, dtype), leaf(k, dtype), leaf(scale, statistics), leaf(0.0 if bias is None else bias, statistics))
 
 
 def _gradients(loss: Tensor, leaves: tuple[Tensor, Tensor, Tensor, Tensor]) -> LossAndGrads:

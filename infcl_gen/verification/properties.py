@@ -171,8 +171,7 @@ def autograd_results(
     statistics = torch.promote_types(q.dtype, torch.float32)
     q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
     numbers = [
-        torch.tensor(0.0 if value is None else value, dtype=statistics, device=q.device)
-        for value in (scale, bias)
+        torch.tensor(0.0 if value is None else value, dtype=statistics, device=q.device) for value in (scale, bias)
     ]
     leaves = (q, k, *(number.requires_grad_() for number in numbers))
     loss = module.contrastive_loss(*leaves, labels=labels, **options)

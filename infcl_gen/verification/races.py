@@ -22,12 +22,8 @@ from typing import NamedTuple
 
 WARP_GROUP = 128  # threads
 SIZE = 1024  # of every 32-bit argument: rows, keys, strides; also a limit for branches on what memory holds
-LONGEST_RUN = (
-    1_000_000  # instructions that addresses and branches depend on; kernels end after 100 000 at most
-)
-_WRITES = re.compile(
-    r"cp\.async\.c[ag]\.shared|cp\.async\.bulk\S*\.shared::c\w+\.global|st\.\S*shared|stmatrix"
-)
+LONGEST_RUN = 1_000_000  # instructions that addresses and branches depend on; kernels end after 100 000 at most
+_WRITES = re.compile(r"cp\.async\.c[ag]\.shared|cp\.async\.bulk\S*\.shared::c\w+\.global|st\.\S*shared|stmatrix")
 _EVENTS = ("bra", "ret", "bar", "barrier", "wgmma")
 _REGISTER = re.compile(r"%\w+(?:\.\w+)?")
 
@@ -80,11 +76,7 @@ class Instruction:
 
     @property
     def outputs(self) -> list[str]:
-        known = (
-            not self.is_event
-            and self.operands
-            and not self.name.startswith(("st.", "cp.", "mbarrier", "red"))
-        )
+        known = not self.is_event and self.operands and not self.name.startswith(("st.", "cp.", "mbarrier", "red"))
         return _REGISTER.findall(self.operands[0]) if known else []
 
     @property
@@ -111,8 +103,7 @@ def races(ptx: str, warps: int) -> list[str]:
         if not any(thread.guesses for thread in threads):
             break
     return [
-        f"PTX line {write} overwrites what the product of line {read} may still read"
-        for write, read in sorted(found)
+        f"PTX line {write} overwrites what the product of line {read} may still read" for write, read in sorted(found)
     ]
 
 
@@ -254,23 +245,17 @@ def _gaps(starts: set[int]) -> list[tuple[int, int]]:
 def _ranges(item: Instruction, values: Values) -> tuple[tuple[int, int], ...]:
     """The bytes that a product reads, from its descriptors (PTX ISA: "Matrix Descriptor"); B's is the last."""
     columns = int(item.name.split(".m64n")[1].split("k")[0])
-    transposed = [part == "1" for part in item.operands[3:] if part in ("0", "1")][2:] or [
-        False
-    ]  # after two signs
+    transposed = [part == "1" for part in item.operands[3:] if part in ("0", "1")][2:] or [False]  # after two signs
     found: list[tuple[int, int]] = []
     for register, rows, across in zip(item.inputs[::-1], (columns, 64), transposed[::-1] * 2, strict=False):
         descriptor = values[register]
         if descriptor is None:
             raise ValueError(f"line {item.line}: the address of a product's operand is unknown")
         start, lead, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        swizzle = {0: 16, 1: 128, 2: 64, 3: 32}[
-            descriptor >> 62 & 3
-        ]  # bytes of a row of its blocks of 8 rows
+        swizzle = {0: 16, 1: 128, 2: 64, 3: 32}[descriptor >> 62 & 3]  # bytes of a row of its blocks of 8 rows
         start -= start % swizzle
         if across:  # rows lie along memory's rows: blocks side by side, two above one another
-            starts = [
-                start + lead * n + stride * m for n in range(max(1, 2 * rows // swizzle)) for m in (0, 1)
-            ]
+            starts = [start + lead * n + stride * m for n in range(max(1, 2 * rows // swizzle)) for m in (0, 1)]
         else:
             starts = [start + stride * block for block in range(rows // 8)]
         found += [(first, first + 8 * swizzle) for first in starts]
@@ -295,9 +280,7 @@ _ARITHMETIC: dict[str, Callable[..., int]] = {
     "rem": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1) if b else 0,
     "mad": lambda a, b, c: a * b + c,
     "bfe": lambda a, start, count: a >> start & (1 << count) - 1,
-    **dict.fromkeys(
-        ("mov", "cvt", "cvta", "shfl"), lambda a, *_: a
-    ),  # a warp's lanes agree on what is shuffled
+    **dict.fromkeys(("mov", "cvt", "cvta", "shfl"), lambda a, *_: a),  # a warp's lanes agree on what is shuffled
 }
 
 
@@ -309,9 +292,7 @@ def _step(item: Instruction) -> Callable[[Values], int | None] | None:
     kind = re.fullmatch(r"([bsu])(\d+)|pred", kinds[-1])
     if name == "elect":
         return lambda values: int(values["%laneid"] == 0)
-    if (
-        name == "ld" and "param" in kinds
-    ):  # 64 bits: places; that they are alike lets their differences vanish
+    if name == "ld" and "param" in kinds:  # 64 bits: places; that they are alike lets their differences vanish
         return lambda values: SIZE if kinds[-1].endswith("32") else 1 << 40
     compute = _ARITHMETIC.get(kinds[0] if name == "setp" else name)
     if kind is None or (compute is None and name != "selp") or "{" in item.operands[0]:

@@ -118,9 +118,7 @@ def _byte_checks(folder: Path) -> list[dict[str, Any]]:
         fresh = rerender(folder)
     except InfclError as error:
         return [*rows, _row("re-render", False, str(error))]
-    different = sorted(
-        name for name in {*fresh, *package.files} if fresh.get(name) != package.files.get(name)
-    )
+    different = sorted(name for name in {*fresh, *package.files} if fresh.get(name) != package.files.get(name))
     if not different:
         return [*rows, _row("re-render", True, "byte-identical to what is generated now")]
     detail = f"differs from what is generated now: {', '.join(different)}"
@@ -140,9 +138,7 @@ def _gpus() -> int:
     try:
         import torch
     except ImportError as error:
-        raise ToolchainError(
-            "torch is missing: packages can be generated here, not run or verified"
-        ) from error
+        raise ToolchainError("torch is missing: packages can be generated here, not run or verified") from error
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -188,9 +184,7 @@ def _processes(place: str) -> int:
     return max(1, min(MOST_PROCESSES, cores // 2)) if place == "cuda" else 1
 
 
-def _run(
-    kind: str, folder: Path, place: str, examples: int, processes: int, timeout_s: float
-) -> list[dict[str, Any]]:
+def _run(kind: str, folder: Path, place: str, examples: int, processes: int, timeout_s: float) -> list[dict[str, Any]]:
     """Run a job in that many processes and return what they found, or one failed row that says how it ended."""
     job = Job(kind, str(folder.resolve()), place, examples, timeout_s)
     environment = {"TRITON_INTERPRET": "1" if place == "interpreter" else "0"}

@@ -57,9 +57,7 @@ def numerics(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
 def memory(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
     """The measured peak at the planned size against the predicted one."""
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
-    case = Case(
-        problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"]
-    )
+    case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
     inputs = tensors(case, module.SPEC["positives"], job.device)
     arguments = (inputs.q, inputs.k, 14.3)
     if job.device == "cuda":

@@ -76,7 +76,5 @@ def write_libraries(folder: Path, does: Mapping[str, str] | None = None) -> Path
             if not (inner / "__init__.py").exists():
                 (inner / "__init__.py").write_text("")
         code = (does or {}).get(path.partition("/")[0], NOTHING)
-        file.write_text(
-            f"import os, signal, time\nimport torch\n\ndef does(*given):\n    {code}\n{AUTOCAST}{source}"
-        )
+        file.write_text(f"import os, signal, time\nimport torch\n\ndef does(*given):\n    {code}\n{AUTOCAST}{source}")
     return folder

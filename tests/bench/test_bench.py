@@ -47,9 +47,7 @@ def measured(package: Path, *names: str, **options: Any) -> tuple[Rows, list[str
     return rows, ["infcl" if name in point.packages else name for name in turns]
 
 
-def enter(
-    monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Inputs, torch.Tensor], torch.Tensor]
-) -> None:
+def enter(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Inputs, torch.Tensor], torch.Tensor]) -> None:
     """A contestant that computes the right loss and then changes it."""
 
     def prepare(inputs: Inputs) -> LossFunction:
@@ -135,9 +133,7 @@ def test_a_key_for_each_query_stays_so_in_a_smaller_batch(tmp_path: Path) -> Non
     assert (row["batch"], row["keys"], row["error"]) == (40, 40, None)
 
 
-def test_everybody_runs_once_a_round_in_an_order_that_changes(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everybody_runs_once_a_round_in_an_order_that_changes(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("a", "b"):
         enter(monkeypatch, name, lambda inputs, loss, name=name: calls.append(name) or loss)
@@ -178,9 +174,7 @@ def test_a_host_that_is_late_is_given_more_time(busy_host_ms: float, leads: list
     assert (times.queued_ms == 5.0) == (busy_host_ms <= timing.LONGEST_LEAD_MS)
 
 
-def test_memory_includes_the_gradients_that_are_returned(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_includes_the_gradients_that_are_returned(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Inputs] = []
 
     def prepare(inputs: Inputs) -> LossFunction:
@@ -201,9 +195,7 @@ def test_memory_includes_the_gradients_that_are_returned(
     assert rows["torch"]["peak_bytes"] >= gradients + 2 * 96 * 96 * 8
 
 
-def test_who_takes_more_than_its_share_of_the_time_stops_early(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_takes_more_than_its_share_of_the_time_stops_early(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter(monkeypatch, "slow", lambda inputs, loss: time.sleep(0.2) or loss)
     rows, _ = measured(package, "slow", rounds=6, seconds=1.0)
     assert rows["slow"]["repeats"] == bench.LEAST_ROUNDS and rows["infcl"]["repeats"] == 6
@@ -237,9 +229,7 @@ PLANTED: dict[str, tuple[Callable[[Inputs, torch.Tensor], torch.Tensor], str]] =
 }
 
 
-def test_contestants_that_fail_are_reported_and_change_nothing(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contestants_that_fail_are_reported_and_change_nothing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (change, _) in PLANTED.items():
         enter(monkeypatch, name, change)
     rows, _ = measured(package, *PLANTED, "torch", rounds=4, errors=True)
@@ -301,17 +291,13 @@ def test_a_crash_and_a_hang_cost_only_whoever_did_it(
     }
     for name, row in rows.items():
         assert_is_row(row)
-        assert (row["error"] or "").startswith(expected.get(name, "")) and bool(row["error"]) == (
-            name in expected
-        )
+        assert (row["error"] or "").startswith(expected.get(name, "")) and bool(row["error"]) == (name in expected)
         assert row["batch"] == 64
     worked = [row for row in rows.values() if not row["error"]]
     assert all(row["repeats"] == 2 and max(row["err"].values()) < 1e-10 for row in worked)
 
 
-def test_a_worker_that_cannot_start_says_so(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_start_says_so(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libtorch is not what it was')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -354,16 +340,12 @@ def test_a_loss_of_ones_own_has_no_peers(tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", **SMALL, loss=f"{tmp_path / 'mine.py'}:clip")
     with Contest(chosen_peers("torch,memeff")) as contest:
         contest.point([package])
-    assert set(contest.absent) == {"torch", "memeff"} and contest.absent["memeff"].startswith(
-        "computes clip only"
-    )
+    assert set(contest.absent) == {"torch", "memeff"} and contest.absent["memeff"].startswith("computes clip only")
 
 
 def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "memeff" else real(name, *a)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "memeff" else real(name, *a))
     assert PEERS["memeff"].absent() == "memeff is not installed"
     assert PEERS["torch"].absent() is None
     newer = Peer("newer", PEERS["torch"].prepare, module="torch.nn.functional", attribute="no_such_loss")
@@ -376,11 +358,7 @@ def test_names_of_peers() -> None:
     assert [peer.name for peer in chosen_peers("memeff, torch,memeff")] == ["memeff", "torch"]
     for name, peer in PEERS.items():
         assert peer.name == name and peer.prepare.__doc__
-    for text, part in (
-        ("tortch", "did you mean 'torch'"),
-        ("", "valid: torch"),
-        ("siglip-kernel", "sigmoid"),
-    ):
+    for text, part in (("tortch", "did you mean 'torch'"), ("", "valid: torch"), ("siglip-kernel", "sigmoid")):
         with pytest.raises(InputError, match=f"^--against: .*{part}"):
             chosen_peers(text)
 
@@ -388,29 +366,8 @@ def test_names_of_peers() -> None:
 @pytest.mark.usefixtures("forked")
 def test_the_command_end_to_end(tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
-    words = [
-        "bench",
-        "--batches",
-        "64,96",
-        "--dims",
-        "16",
-        "--dtype",
-        "fp32",
-        "--target",
-        "cpu",
-        "--scale",
-        "5",
-    ]
-    words += [
-        "--against",
-        "torch,memeff",
-        "--repeats",
-        "2",
-        "--errors",
-        "64",
-        "-o",
-        str(output),
-    ]
+    words = ["bench", "--batches", "64,96", "--dims", "16", "--dtype", "fp32", "--target", "cpu", "--scale", "5"]
+    words += ["--against", "torch,memeff", "--repeats", "2", "--errors", "64", "-o", str(output)]
     done = CliRunner().invoke(cli.main, [*words, "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
@@ -419,9 +376,7 @@ def test_the_command_end_to_end(tmp_path: Path) -> None:
     installed = importlib.util.find_spec("memeff") is not None
     names = ["infcl", "torch", *(["memeff"] if installed else [])]
     assert installed or result["absent"] == {"memeff": "memeff is not installed"}
-    assert [(row["impl"], row["batch"]) for row in result["rows"]] == [
-        (n, b) for b in (64, 96) for n in names
-    ]
+    assert [(row["impl"], row["batch"]) for row in result["rows"]] == [(n, b) for b in (64, 96) for n in names]
     for row in result["rows"]:
         assert_is_row(row)
         assert (row["dim"], row["dtype"], row["scale"], row["ranks"]) == (16, "fp32", 5.0, 1)
@@ -460,12 +415,7 @@ def test_an_edited_package_is_timed_and_marked(package: Path, tmp_path: Path) ->
     with (copies["formula"] / "loss.py").open("a") as file:
         file.write("\n\ndef gradient_factor(scale, bias):\n    return 3 * scale\n")
     packages = [read_package(folder, edited=True) for folder in (*copies.values(), package)]
-    assert [found.edited for found in packages] == [
-        ("__init__.py", "notes.txt"),
-        ("__init__.py",),
-        ("loss.py",),
-        (),
-    ]
+    assert [found.edited for found in packages] == [("__init__.py", "notes.txt"), ("__init__.py",), ("loss.py",), ()]
     assert len({found.digest for found in packages}) == 4
     rows: Rows = {}
     point = point_of(packages, rounds=2, errors=True)
@@ -495,13 +445,7 @@ def test_generated_packages_are_gone_afterwards() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "keys", "similarities", "others"),
-    [
-        ({}, 64, 2, 2),
-        ({}, 128, 4, 4),
-        ({}, 100, 4, 4),
-        ({"stash_rows": 64}, 64, 1, 2),
-        ({"split": True}, 64, 2, 6),
-    ],
+    [({}, 64, 2, 2), ({}, 128, 4, 4), ({}, 100, 4, 4), ({"stash_rows": 64}, 64, 1, 2), ({"split": True}, 64, 2, 6)],
 )
 def test_the_floor_is_the_products_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], keys: int, similarities: int, others: int
@@ -515,13 +459,7 @@ def test_the_floor_is_the_products_of_the_plan(
             return _real(*args, **kwargs)
 
         monkeypatch.setattr(torch, name, counted)
-    plan = {
-        "strategy": "torch",
-        "panel_rows": 64,
-        "panel_keys": 64,
-        "stash_rows": 0,
-        "split": False,
-    } | changes
+    plan = {"strategy": "torch", "panel_rows": 64, "panel_keys": 64, "stash_rows": 0, "split": False} | changes
     q, k = (torch.randn(rows, 32) for rows in (64, keys))
     dq, dk = bench.bare_products(plan, q, k)()
     assert counts == {"mm": similarities, "addmm": others}
@@ -562,9 +500,7 @@ def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.Monkey
             point_of([read_package(folder)], feature_dtype=given)
 
 
-def test_libraries_that_know_nothing_of_autocast_are_given_features_cast(
-    libraries: Path, tmp_path: Path
-) -> None:
+def test_libraries_that_know_nothing_of_autocast_are_given_features_cast(libraries: Path, tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "bf16", batch_size=96, dim=16, dtype="bf16", target="cpu")
     rows, _ = measured(package, "cut-cross-entropy", "memeff", rounds=1, feature_dtype="fp32")
     assert [row["error"] for row in rows.values()] == [None] * 3
@@ -594,8 +530,6 @@ def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(PEERS, "half", Peer("half", peers._inf_cl, module="json", distribution="half"))
     monkeypatch.setitem(sys.modules, "inf_cl", None)
     assert PEERS["half"].absent() is None
-    inputs = Inputs(
-        torch.ones(2, 16), torch.ones(2, 16), torch.tensor(1.0), torch.arange(2), 2, torch.float32
-    )
+    inputs = Inputs(torch.ones(2, 16), torch.ones(2, 16), torch.tensor(1.0), torch.arange(2), 2, torch.float32)
     with pytest.raises(ImportError):
         PEERS["half"].prepare(inputs)

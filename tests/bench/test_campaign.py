@@ -38,19 +38,13 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Contest, "rows", measured_here)
 
 
-def test_it_goes_on_where_it_stopped(
-    tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_where_it_stopped(tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     first = f'[[points]]\nbatch_size = 64\nagainst = "torch"\n{POINT}'
     found = run_campaign(read_campaign(write(tmp_path, first, "minutes = 0")), "once")
     assert (found.rows, found.left) == ([], 1) and not (tmp_path / "rows.json").exists()
     alone = first.replace('against = "torch"\n', "")
-    assert [row["impl"] for row in run_campaign(read_campaign(write(tmp_path, alone)), "once").rows] == [
-        "infcl"
-    ]
-    found = run_campaign(
-        read_campaign(write(tmp_path, first)), "once"
-    )  # a peer is missing: once more, with it
+    assert [row["impl"] for row in run_campaign(read_campaign(write(tmp_path, alone)), "once").rows] == ["infcl"]
+    found = run_campaign(read_campaign(write(tmp_path, first)), "once")  # a peer is missing: once more, with it
     assert [(row["batch"], row["impl"]) for row in found.rows] == [(64, "infcl"), (64, "torch")]
     for row in found.rows:
         assert_is_row(row)
@@ -102,9 +96,7 @@ def test_a_memory_plan_that_does_not_hold_is_told(
         return [{**row, "peak_bytes": row["predicted_peak_bytes"] + 1} for row in measured_here(self, point)]
 
     monkeypatch.setattr(Contest, "rows", larger)
-    done = CliRunner().invoke(
-        cli.main, ["bench", "--campaign", str(file), "-o", str(tmp_path / "again.json")]
-    )
+    done = CliRunner().invoke(cli.main, ["bench", "--campaign", str(file), "-o", str(tmp_path / "again.json")])
     assert done.exit_code == 5 and "3 guarantees are broken" in done.stderr
     assert done.stdout.count("clip 300 x 16: within ") == 3
 
@@ -122,9 +114,7 @@ def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) ->
 
     monkeypatch.setattr(campaign, "measure_ring", measured)
     ways = 'set = [{ transport = "ring" }, { transport = "gather" }]\nagainst = ["inf_cl"]\n'
-    file = write(
-        tmp_path, f"[[points]]\nbatch_size = 64\ndevices = 2\n{ways}{POINT}", "silent_s = 9", measure
-    )
+    file = write(tmp_path, f"[[points]]\nbatch_size = 64\ndevices = 2\n{ways}{POINT}", "silent_s = 9", measure)
     monkeypatch.setattr("infcl_gen.bench.peers.Peer.absent", lambda peer: f"{peer.name} is not installed")
     found = run_campaign(read_campaign(file), "")
     ((packages, ranks, others, more),) = asked

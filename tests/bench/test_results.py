@@ -23,14 +23,10 @@ def test_results_are_valid_json_and_written_at_once(tmp_path: Path, monkeypatch:
     package = infcl_gen.generate(batch_size=96, dim=16, dtype="fp64", target="cpu", output=tmp_path / "small")
     rows = [measure_package(package, repeats=1)]
     file = tmp_path / "deep" / "rows.json"
-    write_results(
-        file, rows, "a command", {"memeff": "memeff is not installed"}, ["torch", "click", "no-such-thing"]
-    )
+    write_results(file, rows, "a command", {"memeff": "memeff is not installed"}, ["torch", "click", "no-such-thing"])
     written = json.loads(file.read_text())
     assert written["rows"] == rows and written["schema_version"] == 1 and written["command"] == "a command"
-    assert written["checksum"] == checksum(rows) and written["absent"] == {
-        "memeff": "memeff is not installed"
-    }
+    assert written["checksum"] == checksum(rows) and written["absent"] == {"memeff": "memeff is not installed"}
     assert written["board"] and {"torch", "triton", "click"} <= set(written["versions"])
     assert file.stat().st_mode & 0o777 == 0o644
     with pytest.raises(ValueError):

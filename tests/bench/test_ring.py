@@ -63,10 +63,7 @@ def test_ways_to_carry_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["infcl, no communication"].post(*messages) == [] and waited == ["waited"]
     assert target.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
     answers = found["infcl, no communication"].ask({"loss": "clip", "rows": 3, "keys": 3}, "backward", 1)()
-    assert [(said["rows"], said["keys"], said["phase"]) for said in answers] == [
-        (3, 3, "backward"),
-        (2, 2, "backward"),
-    ]
+    assert [(said["rows"], said["keys"], said["phase"]) for said in answers] == [(3, 3, "backward"), (2, 2, "backward")]
     # On a GPU messages are started on a stream of their own, for which the work would not wait.
     with transport.Moment(torch.device("cuda"), beside=False):
         assert not transport._streams
@@ -83,11 +80,7 @@ def test_a_large_batch_is_measured_once(tmp_path: Path) -> None:
 def test_peers_are_not_run_on_uneven_shards(tmp_path: Path) -> None:
     *ours, peer = measure_ring([package(tmp_path / "a")], 2, ["inf_cl"], rounds=1, timeout_s=100)
     assert [row["impl"] for row in ours] == ["infcl"] * len(HOW) and not any(row["error"] for row in ours)
-    assert (peer["impl"], peer["error"], peer["median_ms"]) == (
-        "inf_cl",
-        "needs as many rows on each rank",
-        None,
-    )
+    assert (peer["impl"], peer["error"], peer["median_ms"]) == ("inf_cl", "needs as many rows on each rank", None)
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:

@@ -100,9 +100,7 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
 
 def test_flags_of_a_config_file(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text(
-        'dim = 64\ndevice-profile = "h200"\nbatches = ["4k"]\ndevices = "8,16"\nbatch_size = 3\n'
-    )
+    config.write_text('dim = 64\ndevice-profile = "h200"\nbatches = ["4k"]\ndevices = "8,16"\nbatch_size = 3\n')
     done = run("--config", str(config), "--json")
     assert [row["devices"] for row in json.loads(done.stdout)["rows"]] == [8, 16]
 
@@ -121,9 +119,7 @@ def test_the_committed_rows_are_what_is_simulated_today(tmp_path: Path) -> None:
     for row in result["rows"]:
         if row["devices"] in (8, 64, 512):
             flags = {"dim": row["dim"], "device_profile": "h200", "memory_budget": "64GiB"}
-            assert simulated(clusters(flags, [row["devices"]], [row["batch"]])[0]) == row, (
-                "run infcl-gen scale anew"
-            )
+            assert simulated(clusters(flags, [row["devices"]], [row["batch"]])[0]) == row, "run infcl-gen scale anew"
 
 
 def test_all_nodes_of_a_file_are_reached(tmp_path: Path) -> None:

@@ -110,9 +110,7 @@ def test_lowered_package_is_complete_and_frozen() -> None:
     assert isinstance(spec, PackageSpec) and spec.name == "clip_cpu_d32"
     with pytest.raises(AttributeError):
         spec.name = "other"  # type: ignore[misc]
-    assert {"engine.py", "table.py", "transport.py", "group.py", "ops.py", "api.py"} <= set(
-        spec.runtime_files
-    )
+    assert {"engine.py", "table.py", "transport.py", "group.py", "ops.py", "api.py"} <= set(spec.runtime_files)
     assert spec.literals["problem"]["device_profile"] == "cpu"
 
 
@@ -176,12 +174,7 @@ def test_many_processes_load_at_once(tmp_path: Path) -> None:
 
     def load(_: int) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
         )
         return done.stdout
 
@@ -199,10 +192,7 @@ def test_load_gives_up_on_a_lock_that_is_never_released(monkeypatch: pytest.Monk
     monkeypatch.setattr(files, "LOCK_TIMEOUT_S", 0.2)
     problem = make_problem(**{**SMALL, "dim": 47})
     cache.cache_folder().mkdir(parents=True, exist_ok=True)
-    with (
-        filelock.FileLock(cache.cache_folder() / f"{cache.cache_key(problem)}.lock"),
-        pytest.raises(LockTimeoutError),
-    ):
+    with filelock.FileLock(cache.cache_folder() / f"{cache.cache_key(problem)}.lock"), pytest.raises(LockTimeoutError):
         infcl_gen.load(problem)
 
 
@@ -223,9 +213,7 @@ def test_cache_key_follows_the_figures_of_the_device(tmp_path: Path) -> None:
     keys = set()
     for bandwidth in ("4300.0", "4301.0"):
         file = tmp_path / "mine.toml"
-        file.write_text(
-            shipped.replace("bandwidth_gbs = { value = 4300.0", f"bandwidth_gbs = {{ value = {bandwidth}")
-        )
+        file.write_text(shipped.replace("bandwidth_gbs = { value = 4300.0", f"bandwidth_gbs = {{ value = {bandwidth}"))
         keys.add(cache.cache_key(make_problem(batch_size=256, dim=32, device_profile=str(file))))
     assert len(keys) == 2
 
@@ -241,9 +229,7 @@ def test_cache_key_follows_measured_settings(monkeypatch: pytest.MonkeyPatch) ->
     assert len(keys) == 3
 
 
-def test_cache_key_follows_the_generator_and_its_templates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_key_follows_the_generator_and_its_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(**SMALL)
     keys = {cache.cache_key(problem)}
     for name in ("source", "templates"):

@@ -51,9 +51,7 @@ def digests(path: Path, **environment: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
     built = {name: build(make_problem(**flags)) for name, flags in GOLDEN.items()}
-    return {
-        name: hashlib.sha256(repr(list(files.items())).encode()).hexdigest() for name, files in built.items()
-    }
+    return {name: hashlib.sha256(repr(list(files.items())).encode()).hexdigest() for name, files in built.items()}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -108,13 +106,7 @@ def test_generated_text_is_tidy(name: str) -> None:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "nodes": {"batch_size": "16k", "dim": 256, "devices": 16, "nodes": 2, "device_profile": "h200"},
-    "precision": {
-        "batch_size": 512,
-        "dim": 64,
-        "dtype": "fp32",
-        "precision": "exact",
-        "device_profile": "a100",
-    },
+    "precision": {"batch_size": 512, "dim": 64, "dtype": "fp32", "precision": "exact", "device_profile": "a100"},
     "settings": {"batch_size": 512, "dim": 64, "device_profile": "cpu", "set": {"panel_rows": "64"}},
 }
 

@@ -42,21 +42,15 @@ def test_written_package_reads_back(tmp_path: Path) -> None:
     assert written == tmp_path / "new" / "clip"
     assert entries(written.parent) == ["clip"]
     read = read_package(written)
-    assert {
-        path: content.decode() for path, content in read.files.items() if path != "manifest.json"
-    } == files
-    assert (
-        read.digest == content_digest(files) == json.loads((written / "manifest.json").read_text())["digest"]
-    )
+    assert {path: content.decode() for path, content in read.files.items() if path != "manifest.json"} == files
+    assert read.digest == content_digest(files) == json.loads((written / "manifest.json").read_text())["digest"]
     assert (written / "spec.py").stat().st_mode & 0o444 == 0o444 & ~_umask()
 
 
 def test_bytecode_caches_are_not_part_of_a_package(tmp_path: Path) -> None:
     written = write_package(small_package(), tmp_path / "clip")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run(
-        [sys.executable, "-c", "import clip"], cwd=tmp_path, check=True, timeout=60, env=environment
-    )
+    subprocess.run([sys.executable, "-c", "import clip"], cwd=tmp_path, check=True, timeout=60, env=environment)
     assert (written / "__pycache__").exists()
     read_package(written)
     write_package(small_package(), written, force=True)
@@ -92,13 +86,7 @@ def test_force_never_replaces_what_is_not_a_package(tmp_path: Path, kind: str) -
 
 @pytest.mark.parametrize(
     "place",
-    [
-        "__pycache__/notes.py",
-        "_runtime/__pycache__/data.bin",
-        "__pycache__/mine/x.pyc",
-        "empty/",
-        "_runtime/a/b/",
-    ],
+    ["__pycache__/notes.py", "_runtime/__pycache__/data.bin", "__pycache__/mine/x.pyc", "empty/", "_runtime/a/b/"],
 )
 def test_what_is_not_pythons_bytecode_is_the_users(tmp_path: Path, place: str) -> None:
     """Also where only caches are, and a folder without files: it is named, and stays."""
@@ -245,11 +233,7 @@ def test_every_file_is_on_the_disk_before_the_package_has_its_name(
 
 def test_the_digest_is_of_paths_and_of_text() -> None:
     one = {"spec.py": "", "a.py": "x = 1\n", "b.py": "x = 2\n"}
-    for other in (
-        {**one, "a.py": one["b.py"], "b.py": one["a.py"]},
-        {**one, "b.py": "x = 3\n"},
-        {"spec.py": ""},
-    ):
+    for other in ({**one, "a.py": one["b.py"], "b.py": one["a.py"]}, {**one, "b.py": "x = 3\n"}, {"spec.py": ""}):
         assert content_digest(other) != content_digest(one)
 
 
@@ -278,9 +262,7 @@ def _forge_digest(root: Path) -> None:
     text = (root / "spec.py").read_text().replace(read_package(root).digest, "0" * 64)
     (root / "spec.py").write_text(text)
     files = json.loads((root / "manifest.json").read_text())["files"]
-    _edit_manifest(
-        root, digest="0" * 64, files=files | {"spec.py": hashlib.sha256(text.encode()).hexdigest()}
-    )
+    _edit_manifest(root, digest="0" * 64, files=files | {"spec.py": hashlib.sha256(text.encode()).hexdigest()})
 
 
 SPOILED = {
@@ -289,15 +271,10 @@ SPOILED = {
     "edited": lambda root: (root / "__init__.py").write_text("import os\n"),
     "removed": lambda root: (root / "_runtime/__init__.py").unlink(),
     "added": lambda root: (root / "extra.py").write_text(""),
-    "linked": lambda root: [
-        (root / "__init__.py").unlink(),
-        (root / "__init__.py").symlink_to(root / "spec.py"),
-    ],
+    "linked": lambda root: [(root / "__init__.py").unlink(), (root / "__init__.py").symlink_to(root / "spec.py")],
     "a pipe": lambda root: [(root / "__init__.py").unlink(), os.mkfifo(root / "__init__.py")],
     "no manifest": lambda root: (root / "manifest.json").unlink(),
-    "manifest cut": lambda root: (root / "manifest.json").write_bytes(
-        (root / "manifest.json").read_bytes()[:-20]
-    ),
+    "manifest cut": lambda root: (root / "manifest.json").write_bytes((root / "manifest.json").read_bytes()[:-20]),
     "manifest is a list": lambda root: (root / "manifest.json").write_text("[]"),
     "manifest nested": lambda root: (root / "manifest.json").write_text("[" * 100_000),
     "manifest binary": lambda root: (root / "manifest.json").write_bytes(b"\xff\xfe\0"),

@@ -135,9 +135,7 @@ def test_solved_batches_and_large_logits(made: Made) -> None:
 
 @pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
 def test_every_ragged_size_amid_nan(made: Made) -> None:
-    made = dataclasses.replace(
-        made, settings=(*made.settings, ("replay", "off"))
-    )  # a graph's buffers are not seen
+    made = dataclasses.replace(made, settings=(*made.settings, ("replay", "off")))  # a graph's buffers are not seen
     checks.guarded(made, [(n, 131 - n) for n in range(1, 131)], device="cuda")
     checks.guarded(made, [(1000, 777), (129, 260)], 1000.0, device="cuda")
 

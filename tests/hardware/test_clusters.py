@@ -60,9 +60,7 @@ def test_what_a_file_does_not_say_is_the_profiles() -> None:
 def test_a_mapping_is_the_same_as_a_file(file: Path) -> None:
     import msgspec
 
-    assert make_problem(**SIZES, cluster=msgspec.toml.decode(TEXT)) == make_problem(
-        **SIZES, cluster=str(file)
-    )
+    assert make_problem(**SIZES, cluster=msgspec.toml.decode(TEXT)) == make_problem(**SIZES, cluster=str(file))
 
 
 @pytest.mark.parametrize(

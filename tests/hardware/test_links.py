@@ -64,9 +64,7 @@ class Machine:
         self.current[stream[0]] = before
 
     def synchronize(self, device: int) -> None:
-        self.clock = max(
-            [self.clock, *(end for stream, end in self.done.items() if stream and stream[0] == device)]
-        )
+        self.clock = max([self.clock, *(end for stream, end in self.done.items() if stream and stream[0] == device)])
 
 
 class Buffer:
@@ -78,10 +76,7 @@ class Buffer:
         assert non_blocking and pair[0] != pair[1]
         send, receive = machine.current[pair[0]], machine.current[pair[1]]
         start = max(
-            machine.clock,
-            machine.done.get(send, 0.0),
-            machine.done.get(receive, 0.0),
-            machine.ports.get(pair[0], 0.0),
+            machine.clock, machine.done.get(send, 0.0), machine.done.get(receive, 0.0), machine.ports.get(pair[0], 0.0)
         )
         end = start + self.size / (machine.rates[pair[0]][pair[1]] * 1e9)
         end += SETUP_S * (pair not in machine.opened)
@@ -116,9 +111,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, torch: Machine) -> None:
     monkeypatch.setattr(doctor, "find_device", lambda: found)
     monkeypatch.setattr(doctor, "detect", lambda: load_profile("h200"))
     monkeypatch.setattr(doctor, "measure", lambda _: links.measure(torch))
-    properties = type(
-        "Properties", (), {"name": "NVIDIA H200", "total_memory": 1 << 37, "multi_processor_count": 132}
-    )
+    properties = type("Properties", (), {"name": "NVIDIA H200", "total_memory": 1 << 37, "multi_processor_count": 132})
     monkeypatch.setattr(real.cuda, "device_count", torch.device_count)
     monkeypatch.setattr(real.cuda, "can_device_access_peer", torch.can_device_access_peer)
     monkeypatch.setattr(real.cuda, "get_device_properties", lambda _: properties)

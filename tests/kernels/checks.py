@@ -43,9 +43,7 @@ def fitting(package: ModuleType, case: Case) -> Case:
     return dataclasses.replace(case, dim=problem["dim"], dtype=problem["dtype"], keys=keys)
 
 
-def guarded(
-    made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, device: str = "cpu", step: int = 1
-) -> None:
+def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, device: str = "cpu", step: int = 1) -> None:
     """At each size: nothing outside a buffer is overwritten, nothing from there is let in, and the gate holds.
 
     Every `step`-th size runs a second time with other numbers outside, and must give the same bits.
@@ -70,9 +68,7 @@ def guarded(
         assert all(row.passed for row in judged), f"{where}: {failures(judged)}"
         same = [torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True)]
         assert all(same), f"{where}: what lies outside the buffers shows in {same}"
-        assert torch.equal(flags[0], flags[-1]), (
-            f"{where}: what lies outside the buffers decides what is flagged"
-        )
+        assert torch.equal(flags[0], flags[-1]), f"{where}: what lies outside the buffers decides what is flagged"
 
 
 def not_finite(made: Made, which: str, value: float, device: str = "cpu") -> None:
@@ -155,24 +151,17 @@ def accumulators(made: Made, device: str = "cpu") -> None:
     assert len(sums) >= 2
     for total in sums:
         kept = (total.to(inputs.q.dtype).to(total.dtype) == total).double().mean()
-        assert total.dtype == torch.float32 and kept < 0.1, (
-            f"{kept:.0%} of the sums were rounded to {inputs.q.dtype}"
-        )
+        assert total.dtype == torch.float32 and kept < 0.1, f"{kept:.0%} of the sums were rounded to {inputs.q.dtype}"
 
 
 def small_probabilities(made: Made, device: str = "cpu") -> None:
     """Each negative has a probability of 2.6e-8, which rounds to 0 in fp16; together they are the whole gradient."""
     package = module(made)
-    q = torch.zeros(
-        8, package.SPEC["problem"]["dim"], device=device, dtype=DTYPES[package.SPEC["problem"]["dtype"]]
-    )
+    q = torch.zeros(8, package.SPEC["problem"]["dim"], device=device, dtype=DTYPES[package.SPEC["problem"]["dtype"]])
     k = torch.zeros(200, q.shape[1], device=device, dtype=q.dtype)
     q[:, 0], k[0, 0], k[1:, 1] = 1.0, 1.0, 1.0
     labels = torch.zeros(8, dtype=torch.int64, device=device)
-    ours, theirs = (
-        package.loss_and_grads(q, k, 17.5, labels=labels)[1],
-        oracle(package, q, k, 17.5, labels=labels).dq,
-    )
+    ours, theirs = (package.loss_and_grads(q, k, 17.5, labels=labels)[1], oracle(package, q, k, 17.5, labels=labels).dq)
     negatives = (
         ours[:, 1].double(),
         theirs[:, 1],
@@ -201,9 +190,7 @@ def solved(made: Made, device: str = "cpu") -> None:
         for name, found in zip(LossAndGrads._fields, results, strict=True):
             assert not found.any(), f"{name} of {rows} solved rows at scale {scale} is {found.abs().max()}"
     eps, smallest = torch.finfo(dtype).eps, torch.finfo(torch.float32).tiny
-    if (
-        package.SPEC["plan"].get("split") or dtype == torch.float64
-    ):  # sums of 16 bits; plain torch is the oracle
+    if package.SPEC["plan"].get("split") or dtype == torch.float64:  # sums of 16 bits; plain torch is the oracle
         return
     for rows, scale in ((2, 7.0), (70, 20.0), (70, 40.0)):
         x = features(rows, rows)
@@ -221,9 +208,7 @@ def large_logits(made: Made, device: str = "cpu", layout: str = "contiguous") ->
     package = module(made)
     coarse = 2.0**-7 if package.SPEC["problem"]["dtype"] != "fp32" else 2.0**-15
     for norm, scale in ((3e3, 1.0), (3e4, 1.0), (1.0, 1e7), (1.0, 1e9)):
-        case = fitting(
-            package, Case(70, 70, 0, layout=layout, seed=80)
-        )  # no row or column has two largest logits
+        case = fitting(package, Case(70, 70, 0, layout=layout, seed=80))  # no row or column has two largest logits
         inputs = tensors(case, package.SPEC["positives"], device)
         q, k = (x.mul_(norm) for x in inputs[:2])
         ours = LossAndGrads(*package.loss_and_grads(q, k, scale, labels=inputs.labels))
@@ -271,9 +256,7 @@ def autocast_of_wider_features(made: Made, device: str = "cpu") -> None:
     for _ in range(3):
         for _ in range(3):
             with torch.autocast(device, dtype):
-                wide = package.loss_and_grads(
-                    inputs.q.float(), inputs.k.float(), *inputs[2:4], labels=inputs.labels
-                )
+                wide = package.loss_and_grads(inputs.q.float(), inputs.k.float(), *inputs[2:4], labels=inputs.labels)
             assert wide[1].dtype == wide[2].dtype == torch.float32
             for name, a, b in zip(LossAndGrads._fields, plain, wide, strict=True):
                 kind = torch.finfo(a.dtype)  # Triton's interpreter cuts bf16 where GPUs round
@@ -352,14 +335,10 @@ def copied_inputs(made: Made, device: str = "cpu") -> None:
 def long_strips(made: Made, device: str = "cpu") -> None:
     """Programs that walk two row blocks, and one, where small problems give each program one."""
     package = module(made)
-    two = unittest.mock.patch.object(
-        package._schedule, "strip_blocks", lambda row_blocks, *_: min(2, row_blocks)
-    )
+    two = unittest.mock.patch.object(package._schedule, "strip_blocks", lambda row_blocks, *_: min(2, row_blocks))
     with two:
         guarded(made, [(100, 97)], device=device)
-        if (
-            made.dtype == "fp32"
-        ):  # a column's reference is another in each strip: a positive's must be its own
+        if made.dtype == "fp32":  # a column's reference is another in each strip: a positive's must be its own
             solved(made, device)
 
 
@@ -443,9 +422,7 @@ def merged_ranks(made: Made, device: str = "cpu") -> None:
         assert bool((errors <= 1e-6).all()), f"{ranks} x {keys}: the sum is off by {errors.max()}"
 
 
-def over_ranks(
-    made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu"
-) -> None:
+def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu") -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
     order: the gate holds, nothing outside a buffer is overwritten, and backward has one scratch for all hops."""
     package = module(made)
@@ -470,9 +447,7 @@ def over_ranks(
         return found
 
     backward_scratch = inner.schedule.backward_scratch
-    with unittest.mock.patch.object(
-        inner.schedule, "backward_scratch", side_effect=backward_scratch
-    ) as scratch:
+    with unittest.mock.patch.object(inner.schedule, "backward_scratch", side_effect=backward_scratch) as scratch:
         results = World(package, world, tables={world: table}).run(job)
     working = sum(own > 0 for shards in rows for own in shards)
     assert scratch.call_count == working, f"{scratch.call_count} scratches for {working} sweeps"
@@ -546,12 +521,8 @@ def found_in_a_recording(made: Made) -> None:
 def captured(made: Made, device: str = "cuda") -> None:
     """Forward and backward run without waiting for the device, and replay as a CUDA graph with other inputs."""
     package = module(made)
-    inputs = tensors(
-        fitting(package, Case(200, 200, 0, scale=14.3, seed=1)), package.SPEC["positives"], device
-    )
-    others = tensors(
-        fitting(package, Case(200, 200, 0, scale=14.3, seed=3)), package.SPEC["positives"], device
-    )
+    inputs = tensors(fitting(package, Case(200, 200, 0, scale=14.3, seed=1)), package.SPEC["positives"], device)
+    others = tensors(fitting(package, Case(200, 200, 0, scale=14.3, seed=3)), package.SPEC["positives"], device)
     q, k = inputs.q.clone().requires_grad_(), inputs.k.clone().requires_grad_()
     scale = torch.tensor(14.3, device=device, requires_grad=True)
     labels = inputs.labels
@@ -821,7 +792,6 @@ def strided_labels(made: Made, device: str = "cpu") -> None:
     table = torch.stack((drawn, drawn.flip(0)), dim=1)
     for labels in (table[:, 1], drawn[:1].expand(70)):
         ours, theirs = (
-            package.loss_and_grads(inputs.q, inputs.k, 2.0, labels=each)
-            for each in (labels, labels.contiguous())
+            package.loss_and_grads(inputs.q, inputs.k, 2.0, labels=each) for each in (labels, labels.contiguous())
         )
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), labels.stride()

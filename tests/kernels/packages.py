@@ -97,9 +97,7 @@ def module(made: Made) -> ModuleType:
         schedule: Any = loaded._schedule
         # Of panels that are not square some have positives of a part of their rows.
         schedule.PANEL_ROWS, schedule.PANEL_KEYS = (96 if made.strategy == "panel" else 64), 64
-        if (
-            made.strategy == "stash"
-        ):  # its forward panels are those of the backward; one is kept, the others are not
+        if made.strategy == "stash":  # its forward panels are those of the backward; one is kept, the others are not
             schedule.FORWARD_ROWS, schedule.FORWARD_KEYS, schedule.STASH_ROWS = 64, 64, 64
         elif made.strategy == "torch":
             schedule.FORWARD_ROWS, schedule.FORWARD_KEYS, schedule.FINISH_ROWS = 64, 64, 64
@@ -112,12 +110,7 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     chosen = {} if made.strategy in ("auto", "torch") else {"strategy": made.strategy}
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
-        chosen |= {
-            "forward.depth": wide,
-            "positive.rows": "32",
-            "positive.keys": "32",
-            "positive.depth": wide,
-        }
+        chosen |= {"forward.depth": wide, "positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
         if made.strategy == "stash":  # the forward's tiles are those of the backward
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}
         else:

@@ -34,9 +34,7 @@ def sums_of_many_parts(made: Made, device: str = "cpu") -> None:
     schedule: Any = module(made)._schedule
     kernels = schedule.kernels
     parts, rows = 2 * kernels.MERGE_PARTS.value + 5, 3
-    exponents = (
-        torch.arange(parts, dtype=torch.float32, device=device)[:, None].expand(parts, rows).contiguous()
-    )
+    exponents = torch.arange(parts, dtype=torch.float32, device=device)[:, None].expand(parts, rows).contiguous()
     sums = torch.full((parts, rows), 1.5, device=device)
     found = Statistics(*(torch.full((rows,), math.nan, device=device) for _ in range(2)))
     schedule.launch(kernels.merge, (1,), exponents, sums, *found, rows, parts, rows, 0, num_warps=4)
@@ -45,9 +43,7 @@ def sums_of_many_parts(made: Made, device: str = "cpu") -> None:
     assert error < 1e-6, f"statistics of {parts} parts are off by {error}"
 
     numbers = torch.ones(2500, dtype=torch.float64, device=device)
-    numbers[[3, 2200]] = torch.tensor(
-        [BIG, -BIG], dtype=torch.float64, device=device
-    )  # which cancel in fp64 only
+    numbers[[3, 2200]] = torch.tensor([BIG, -BIG], dtype=torch.float64, device=device)  # which cancel in fp64 only
     numbers[7] = 0.0
     expected = float(numbers.sum())
     loss = torch.full((), math.nan, device=device)

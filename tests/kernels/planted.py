@@ -70,13 +70,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a ring's backward has room for a panel of its first keys only": Bug(
         dataclasses.replace(IN_A_RING, loss="infonce"),
-        (
-            (
-                "_runtime/engine.py",
-                "backward_scratch(step, max(layout.keys)",
-                "backward_scratch(step, len(visiting)",
-            ),
-        ),
+        (("_runtime/engine.py", "backward_scratch(step, max(layout.keys)", "backward_scratch(step, len(visiting)"),),
         checks.over_ranks,
         (3, [[70, 70, 30]]),
         "overwritten",
@@ -118,13 +112,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a mask of a store lacks the block's offset": Bug(
         PANEL,
-        (
-            (
-                "kernels.py",
-                "row_sums, mask=rows < queries)",
-                "row_sums, mask=rows - row0 < queries)",
-            ),
-        ),
+        (("kernels.py", "row_sums, mask=rows < queries)", "row_sums, mask=rows - row0 < queries)"),),
         checks.guarded,
         (RAGGED,),
         "overwritten",
@@ -162,10 +150,7 @@ BUGS: dict[str, Bug] = {
         (RAGGED,),
     ),
     "ragged tiles are taken for whole ones in the forward": Bug(
-        PANEL,
-        (("schedule.py", MASKED, "MASKED=False"),),
-        checks.guarded,
-        (RAGGED,),
+        PANEL, (("schedule.py", MASKED, "MASKED=False"),), checks.guarded, (RAGGED,)
     ),
     "ragged visiting blocks are taken for whole ones": Bug(
         FUSED_LABELLED,
@@ -287,10 +272,7 @@ BUGS: dict[str, Bug] = {
         (),
     ),
     "the second panel's keys are taken for the first's": Bug(
-        PANEL,
-        (("schedule.py", "first_key + key0, own", "first_key, own"),),
-        checks.numerics,
-        (case(),),
+        PANEL, (("schedule.py", "first_key + key0, own", "first_key, own"),), checks.numerics, (case(),)
     ),
     # ---- range
     "the reference is fixed at the largest possible logit": Bug(
@@ -319,13 +301,7 @@ BUGS: dict[str, Bug] = {
     ),
     "stashed tiles with a wide spread are used": Bug(
         STASH,
-        (
-            (
-                "kernels.py",
-                'tl.where(flag, float("inf"), shared)',
-                "shared",
-            ),
-        ),
+        (("kernels.py", 'tl.where(flag, float("inf"), shared)', "shared"),),
         checks.numerics,
         (case(1000.0, "unnormalised"),),
         "dq|dk",
@@ -353,13 +329,7 @@ BUGS: dict[str, Bug] = {
     ),
     "the positive's share is added after rounding": Bug(
         PANEL,
-        (
-            (
-                "kernels.py",
-                "((term - total) / total)",
-                "((term / total).to(tl.bfloat16).to(tl.float32) - 1.0)",
-            ),
-        ),
+        (("kernels.py", "((term - total) / total)", "((term / total).to(tl.bfloat16).to(tl.float32) - 1.0)"),),
         checks.numerics,
         (case(100.0, "matched"),),
         "dq|dk",
@@ -367,11 +337,7 @@ BUGS: dict[str, Bug] = {
     "a positive's probability is rounded before 1 is taken off": Bug(
         PANEL,
         (
-            (
-                "kernels.py",
-                "QUERY_SHARE * ((term - total) / total)",
-                "QUERY_SHARE / total * term - QUERY_SHARE",
-            ),
+            ("kernels.py", "QUERY_SHARE * ((term - total) / total)", "QUERY_SHARE / total * term - QUERY_SHARE"),
             ("kernels.py", "KEY_SHARE * ((term - total) / total)", "KEY_SHARE / total * term - KEY_SHARE"),
         ),
         checks.solved,
@@ -379,11 +345,7 @@ BUGS: dict[str, Bug] = {
         "dq|dk",
     ),
     "the loss takes a positive's logit as it is, not as its sum holds it": Bug(
-        PANEL,
-        (("kernels.py", "term >= 2.0**-126", "term < 0.0"),),
-        checks.solved,
-        (),
-        "loss",
+        PANEL, (("kernels.py", "term >= 2.0**-126", "term < 0.0"),), checks.solved, (), "loss"
     ),
     "forward and backward round logits differently": Bug(
         FUSED,
@@ -430,13 +392,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a positive's low half of g is that of its softmax": Bug(
         SPLIT,
-        (
-            (
-                "kernels.py",
-                "tl.store(g_low + places, (value - high.to(tl.float32)).to(tl.bfloat16), mask=here)",
-                "",
-            ),
-        ),
+        (("kernels.py", "tl.store(g_low + places, (value - high.to(tl.float32)).to(tl.bfloat16), mask=here)", ""),),
         checks.numerics,
         (case(14.3),),
         "dq|dk",
@@ -488,10 +444,7 @@ BUGS: dict[str, Bug] = {
         "dq is finite",
     ),
     "products replace what earlier panels added": Bug(
-        PANEL,
-        (("kernels.py", "if not FRESH:", "if False:"),),
-        checks.numerics,
-        (case(),),
+        PANEL, (("kernels.py", "if not FRESH:", "if False:"),), checks.numerics, (case(),)
     ),
     "the stash of another panel is used": Bug(
         STASH,
@@ -527,22 +480,13 @@ BUGS: dict[str, Bug] = {
         "differs",
     ),
     "memory is used before it is written": Bug(
-        PANEL,
-        (("_runtime/engine.py", "trip.fresh and start == 0", "False"),),
-        checks.guarded,
-        (RAGGED,),
+        PANEL, (("_runtime/engine.py", "trip.fresh and start == 0", "False"),), checks.guarded, (RAGGED,)
     ),
     "statistics of queries are added to what memory held": Bug(
-        PANEL,
-        (("schedule.py", "0 if fresh_queries else m", "m"),),
-        checks.guarded,
-        (RAGGED,),
+        PANEL, (("schedule.py", "0 if fresh_queries else m", "m"),), checks.guarded, (RAGGED,)
     ),
     "statistics of keys are added to what memory held": Bug(
-        PANEL,
-        (("schedule.py", "0 if fresh_keys else n", "n"),),
-        checks.guarded,
-        (RAGGED,),
+        PANEL, (("schedule.py", "0 if fresh_keys else n", "n"),), checks.guarded, (RAGGED,)
     ),
     # ---- around the kernels
     "autocast rounds inside the sweep": Bug(
@@ -571,25 +515,13 @@ BUGS: dict[str, Bug] = {
     ),
     "the second derivative is silently wrong": Bug(
         Made("torch", dtype="fp32"),
-        (
-            (
-                "_runtime/ops.py",
-                "raise _twice(ctx.name)",
-                "return (None,) * 9",
-            ),
-        ),
+        (("_runtime/ops.py", "raise _twice(ctx.name)", "return (None,) * 9"),),
         checks.second_derivative,
         (),
     ),
     "features that torch.func has left wrapped are taken as they are": Bug(
         Made("panel", settings=(("replay", "off"),)),
-        (
-            (
-                "_runtime/package.py",
-                "_replace(q=q.to(package.dtype), k=k.to(package.dtype)",
-                "_replace(q=q, k=k",
-            ),
-        ),
+        (("_runtime/package.py", "_replace(q=q.to(package.dtype), k=k.to(package.dtype)", "_replace(q=q, k=k"),),
         checks.left_of_a_transform,
         (),
     ),

@@ -25,16 +25,12 @@ EVERY = ("panel", "fused") if LONG else ("fused",)  # the sizes of the others ar
 @pytest.mark.parametrize("name", EVERY)
 def test_every_ragged_size(interpreted: Interpreter, name: str, first: int) -> None:
     """Both sides: where the loss allows it the keys run down while the queries run up."""
-    interpreted(
-        checks.guarded, PACKAGES[name], [(n, 131 - n) for n in range(first, first + 13)], 14.3, "cpu", 3
-    )
+    interpreted(checks.guarded, PACKAGES[name], [(n, 131 - n) for n in range(first, first + 13)], 14.3, "cpu", 3)
 
 
 @pytest.mark.parametrize("name", sorted(set(PACKAGES) - set(EVERY)))
 def test_ragged_sizes_of_other_kernels(interpreted: Interpreter, name: str) -> None:
-    interpreted(
-        checks.guarded, PACKAGES[name], [(n, (n * 37) % 131) for n in range(1, 131, 7)], 14.3, "cpu", 3
-    )
+    interpreted(checks.guarded, PACKAGES[name], [(n, (n * 37) % 131) for n in range(1, 131, 7)], 14.3, "cpu", 3)
 
 
 @pytest.mark.parametrize("name", ["panel", "fused", "stash"])

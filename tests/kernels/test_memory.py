@@ -19,9 +19,7 @@ from tests.planning.test_memory import measured_peak_bytes
 from tests.runtime.in_process import Echo
 
 ROWS = 2500  # no multiple of any block
-SLACK_BYTES = (
-    66 << 10
-)  # 32 KiB are planned for scalars; partial sums of dscale and flags are of backward alone
+SLACK_BYTES = 66 << 10  # 32 KiB are planned for scalars; partial sums of dscale and flags are of backward alone
 
 
 def made(strategy: str, loss: str = "clip", dtype: str = "bf16", dim: int = 96, **more: Any) -> Made:

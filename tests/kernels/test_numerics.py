@@ -58,9 +58,7 @@ def test_as_accurate_as_the_dtypes_allow(
     ("scale", "features"),
     [(0.0, "unit"), (-1.0, "negative"), (-14.3, "unit"), (-14.3, "unnormalised"), (-1000.0, "unnormalised")],
 )
-def test_scales_that_are_not_positive(
-    interpreted: Interpreter, strategy: str, scale: float, features: str
-) -> None:
+def test_scales_that_are_not_positive(interpreted: Interpreter, strategy: str, scale: float, features: str) -> None:
     interpreted(checks.numerics, Made(strategy), Case(129, 129, 0, scale=scale, features=features))
 
 
@@ -68,9 +66,7 @@ SOLVED = [
     Made("panel", dim=72), Made("panel", dtype="fp32", dim=72, precision="exact"), Made("fused", dim=72),
     Made("stash", dim=72), Made("panel", "infonce", "fp16"), Made("panel", "infonce", "fp32"),
 ]  # fmt: skip
-SOLVED_CPU = [
-    Made("torch", loss, dtype, dim=72) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")
-]
+SOLVED_CPU = [Made("torch", loss, dtype, dim=72) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
 
 
 def named(made: Made) -> str:
@@ -116,10 +112,7 @@ def test_over_ranks(interpreted: Interpreter, strategy: str, loss: str, dtype: s
 @pytest.mark.parametrize("dim", [40, 96, 100])
 def test_embeddings_in_parts(interpreted: Interpreter, dim: int) -> None:
     """Of which a kernel that holds a whole embedding computes little more than its columns."""
-    depth = (
-        "forward.depth",
-        "64" if dim == 40 else "128",
-    )  # one step: the forward keeps its keys, where it may
+    depth = ("forward.depth", "64" if dim == 40 else "128")  # one step: the forward keeps its keys, where it may
     interpreted(checks.numerics, Made("fused", dim=dim, settings=(depth,)), Case(101, 90, 0, scale=14.3))
 
 
@@ -129,9 +122,7 @@ def test_precisions_of_fp32_features(interpreted: Interpreter, precision: str) -
         interpreted(checks.numerics, Made(dtype="fp32", precision=precision), Case(65, 65, 0, scale=scale))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "dtype"), [(s, d) for s in DTYPES_OF for d in DTYPES_OF[s] if d != "fp32"]
-)
+@pytest.mark.parametrize(("strategy", "dtype"), [(s, d) for s in DTYPES_OF for d in DTYPES_OF[s] if d != "fp32"])
 def test_sums_of_gradients_are_fp32(interpreted: Interpreter, strategy: str, dtype: str) -> None:
     interpreted(checks.accumulators, Made(strategy, dtype=dtype))
 
@@ -148,8 +139,6 @@ SELFTESTS = [
 
 
 @pytest.mark.parametrize(("strategy", "loss", "dtype"), SELFTESTS)
-def test_selftest_of_the_planned_tiles(
-    interpreted: Interpreter, strategy: str, loss: str, dtype: str
-) -> None:
+def test_selftest_of_the_planned_tiles(interpreted: Interpreter, strategy: str, loss: str, dtype: str) -> None:
     """The blocks and panels that the planner chose, not the small ones."""
     interpreted(checks.selftest, Made(strategy, loss, dtype, dim=64, small=False))

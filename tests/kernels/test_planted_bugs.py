@@ -19,10 +19,7 @@ def test_a_planted_bug_is_noticed(interpreted: Interpreter, shared_folder: Path,
     bug = BUGS[name]
     planted = dataclasses.replace(bug.made, bug=name)
     interpreted(generated, planted)  # or the check would fail for want of the text to edit
-    passes = (
-        shared_folder
-        / hashlib.sha256(repr((bug.check.__name__, bug.made, bug.arguments)).encode()).hexdigest()
-    )
+    passes = shared_folder / hashlib.sha256(repr((bug.check.__name__, bug.made, bug.arguments)).encode()).hexdigest()
     if not passes.exists():  # several bugs are noticed by the same check
         interpreted(bug.check, bug.made, *bug.arguments)
         passes.touch()

@@ -65,9 +65,7 @@ def test_infonce() -> None:
 
 def test_formulas_are_for_people() -> None:
     formulas = derive(CLIP).formulas()
-    assert formulas["dL/dx"] == (
-        "g_ij = 1/M * (0.5 * exp(x_ij - r_i) + 0.5 * exp(x_ij - c_j) - [j = positive(i)])"
-    )
+    assert formulas["dL/dx"] == ("g_ij = 1/M * (0.5 * exp(x_ij - r_i) + 0.5 * exp(x_ij - c_j) - [j = positive(i)])")
     assert formulas["dq"] == "dq_i = sum_j g_ij * scale * k_j"
     assert set(formulas) >= {"logit", "loss", "dL/dx", "dq", "dk", "dscale", "dbias"}
     assert all(text.isascii() and "\n" not in text for text in formulas.values())
@@ -92,18 +90,12 @@ DERIVABLE = {
 
 
 @pytest.mark.parametrize("name", sorted(DERIVABLE))
-@hypothesis.given(
-    rows=st.integers(1, 9), scale_value=st.sampled_from([0.01, 1.0, 5.0]), seed=st.integers(0, 99)
-)
-def test_the_derived_gradient_is_that_of_autograd(
-    name: str, rows: int, scale_value: float, seed: int
-) -> None:
+@hypothesis.given(rows=st.integers(1, 9), scale_value=st.sampled_from([0.01, 1.0, 5.0]), seed=st.integers(0, 99))
+def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_value: float, seed: int) -> None:
     loss = dense_package(DERIVABLE[name]).loss
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(rows, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
-    scale, bias = (
-        torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale_value, 0.3)
-    )
+    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale_value, 0.3))
     expected_loss = loss.reference(q, k, scale, bias)
     expected = torch.autograd.grad(expected_loss, (q, k, scale, bias), allow_unused=True)
 
@@ -130,9 +122,7 @@ NT_XENT = similarity("query", "query")
 ROADMAP = {  # sayable today; each is refused by name until there is a kernel for it
     "siglip": (SIGLIP, "sum_over_pairs"),
     "nt_xent": (
-        spec(
-            mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_self) - positive(scale * NT_XENT))
-        ),
+        spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_self) - positive(scale * NT_XENT))),
         "masks",
     ),
     "supcon": (
@@ -146,23 +136,14 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         "masks",
     ),
     "margin": (
-        spec(
-            mean_over_queries(logsumexp_over_keys(X - is_positive / 5) - positive(X) + sympy.Rational(1, 5))
-        ),
+        spec(mean_over_queries(logsumexp_over_keys(X - is_positive / 5) - positive(X) + sympy.Rational(1, 5))),
         "exactly one logit",
     ),
     "label_smoothing": (
-        spec(
-            mean_over_queries(
-                logsumexp_over_keys(X) - sympy.Rational(9, 10) * positive(X) - mean_of_keys(X) / 10
-            )
-        ),
+        spec(mean_over_queries(logsumexp_over_keys(X) - sympy.Rational(9, 10) * positive(X) - mean_of_keys(X) / 10)),
         "mean_of_keys",
     ),
-    "weights": (
-        spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))),
-        "query_weight",
-    ),
+    "weights": (spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))), "query_weight"),
     "four_blocks": (
         spec(
             mean_over_queries(

@@ -44,9 +44,7 @@ def package(file: Path, name: str, **flags: Any) -> ModuleType:
 
 @pytest.mark.parametrize("profile", ["h200", "a100", "b200", "mi300x"])
 @pytest.mark.parametrize("settings", [{}, {"strategy": "panel"}, {"panel_rows": 512}], ids=str)
-def test_a_logit_that_is_not_affine_has_no_kernels(
-    file: Path, profile: str, settings: dict[str, Any]
-) -> None:
+def test_a_logit_that_is_not_affine_has_no_kernels(file: Path, profile: str, settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="no kernels for the loss mine: its logit 30 ") as error:
         infcl_gen.plan(
             loss=f"{file}:CAPPED", batch_size=4096, dim=64, device_profile=profile, dtype="bf16", set=settings

@@ -65,9 +65,7 @@ def test_all_printers_agree_with_sympy(expression: sympy.Expr, values: tuple[flo
     exact = exact.replace(softplus, lambda u: sympy.log(1 + sympy.exp(u)))
     truth = complex(exact.subs(dict(zip((z, scale, bias), values, strict=True))).evalf(30))
     hypothesis.assume(abs(truth) < 1e12)
-    tensors = dict(
-        zip(("z", "scale", "bias"), (torch.tensor(v, dtype=torch.float64) for v in values), strict=True)
-    )
+    tensors = dict(zip(("z", "scale", "bias"), (torch.tensor(v, dtype=torch.float64) for v in values), strict=True))
     for text, names in zip(
         texts, (dict(zip(("z", "scale", "bias"), values, strict=True)), tensors, tensors), strict=True
     ):

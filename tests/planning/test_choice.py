@@ -28,13 +28,7 @@ def test_numbers_follow_from_dtype_and_precision(
     strategy: str, dtype: str, precision: str, target: str, rules: tuple[object, ...]
 ) -> None:
     choice = Choice(strategy=strategy, dim=8, dtype=dtype, precision=precision, target=target)
-    found = (
-        choice.operand_dtype,
-        choice.statistics_dtype,
-        choice.split,
-        choice.exact,
-        choice.input_precision,
-    )
+    found = (choice.operand_dtype, choice.statistics_dtype, choice.split, choice.exact, choice.input_precision)
     assert found == rules
     assert choice.separate == (dtype in ("bf16", "fp16"))
     assert choice.inner_dim("forward") == 8 * (3 if choice.split else 1)
@@ -45,11 +39,7 @@ def test_a_plan_is_a_choice_with_sizes() -> None:
     plan = plan_flags(dtype="fp32", precision="tf32", devices=2, loss="infonce", set={"transport": "gather"})
     literals = plan.as_dict()
     assert (plan.transport, plan.world_size, plan.has_keys, plan.labels) == ("gather", 2, False, True)
-    assert (literals["input_precision"], literals["operand_dtype"], literals["split"]) == (
-        "tf32",
-        "fp32",
-        False,
-    )
+    assert (literals["input_precision"], literals["operand_dtype"], literals["split"]) == ("tf32", "fp32", False)
     assert plan.kind == Choice(
         strategy="panel", dim=1, dtype="fp32", precision="tf32", has_keys=False, labels=True, products="library",
         world_size=2, transport="gather",

@@ -9,9 +9,7 @@ from infcl_gen.planning.events import Events, Pipe, Task
 
 def test_a_task_waits_for_the_last_of_many() -> None:
     events = Events(1, 0.0)
-    short, long = (
-        events.task(0, "host", "host", name, time_s, []) for name, time_s in (("a", 1.0), ("b", 3.0))
-    )
+    short, long = (events.task(0, "host", "host", name, time_s, []) for name, time_s in (("a", 1.0), ("b", 3.0)))
     after = events.task(0, "end", "", "c", 2.0, [long, short, short])
     events.run()
     assert (short.end, long.end, after.start, after.end) == (1.0, 3.0, 3.0, 5.0)

@@ -88,14 +88,9 @@ def test_a_stash_has_one_tile_whatever_is_chosen(size: int, descriptors: bool) -
 
     for chosen in ((), ("forward",), ("gradient",), ("forward", "gradient")):
         blocks = found(*chosen)
-        assert (blocks["forward"].rows, blocks["forward"].keys) == (
-            blocks["gradient"].rows,
-            blocks["gradient"].keys,
-        )
+        assert (blocks["forward"].rows, blocks["forward"].keys) == (blocks["gradient"].rows, blocks["gradient"].keys)
     assert found("forward") == found() and found("gradient") == found("forward", "gradient")
-    assert found("gradient")["gradient"] == (
-        Block(256, 128, 64, 8, 3) if descriptors else Block(128, 128, 64, 4, 3)
-    )
+    assert found("gradient")["gradient"] == (Block(256, 128, 64, 8, 3) if descriptors else Block(128, 128, 64, 4, 3))
 
 
 def test_fused_needs_a_small_embedding() -> None:
@@ -183,9 +178,7 @@ def test_keys_are_read_once_where_one_step_covers_their_depth() -> None:
     ],
 )
 def test_violations(kernel: str, block: Block, message: str) -> None:
-    assert any(
-        message in text for text in violations(kernel, block, load_profile("h200"), special("panel", 512))
-    )
+    assert any(message in text for text in violations(kernel, block, load_profile("h200"), special("panel", 512)))
 
 
 def test_accumulators_of_a_thread() -> None:
@@ -223,9 +216,7 @@ def test_embeddings_in_parts() -> None:
         1: (16,), 16: (16,), 40: (32, 16), 64: (64,), 96: (64, 32), 100: (64, 32, 16), 128: (128,),
         200: (128, 64, 16), 240: (256,), 256: (256,),
     }  # fmt: skip
-    fused = {
-        dim: default_blocks(load_profile("h200"), special("fused", dim))["fused"] for dim in (64, 96, 128)
-    }
+    fused = {dim: default_blocks(load_profile("h200"), special("fused", dim))["fused"] for dim in (64, 96, 128)}
     assert shared_bytes("fused", fused[96], special("fused", 96)) == (64 + 3 * 128) * 96 * 2
     assert accumulator_registers("fused", fused[96], 96, 32) == 64 * (128 + 96) // 128
     assert [(block.rows, block.keys) for block in fused.values()] == [(128, 64), (64, 128), (64, 128)]

@@ -120,11 +120,7 @@ def test_predicted_peak_is_that_of_few_ranks_in_every_larger_world(rows: int, fl
             assert plan.predicted_peak_bytes == few.predicted_peak_bytes
             assert plan.buffers == few.buffers
             assert plan.smallest_budget_bytes == few.smallest_budget_bytes
-            assert (plan.rows_per_rank, plan.panel_rows, plan.panel_keys) == (
-                rows,
-                few.panel_rows,
-                few.panel_keys,
-            )
+            assert (plan.rows_per_rank, plan.panel_rows, plan.panel_keys) == (rows, few.panel_rows, few.panel_keys)
     # One more buffer for keys in use, then one for keys in flight.
     slots = [
         Counter(
@@ -136,9 +132,7 @@ def test_predicted_peak_is_that_of_few_ranks_in_every_larger_world(rows: int, fl
         )
         for world in (2, 3, 4)
     ]
-    visiting = {"visiting keys": 1} | (
-        {"visiting key statistics": 1} if flags.get("loss") != "infonce" else {}
-    )
+    visiting = {"visiting keys": 1} | ({"visiting key statistics": 1} if flags.get("loss") != "infonce" else {})
     assert slots[1] - slots[0] == slots[2] - slots[1] == visiting
 
 
@@ -176,9 +170,7 @@ def test_a_rank_allocates_the_same_in_every_world() -> None:
     """One rank of the real runtime, with 64 rows, in rings of up to 65 536; at most 128 others hold keys (of as many
     rows), so that a hop costs 0.01 ms. On the host each rank knows the sizes of all: 24 bytes per rank."""
     rows, dim = 64, 8
-    package = infcl_gen.load(
-        target="cpu", batch_size=rows * WORLDS[-1], devices=WORLDS[-1], dim=dim, dtype="fp64"
-    )
+    package = infcl_gen.load(target="cpu", batch_size=rows * WORLDS[-1], devices=WORLDS[-1], dim=dim, dtype="fp64")
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(rows, dim, generator=generator, dtype=torch.float64) for _ in range(2))
     peaks = []
@@ -213,10 +205,7 @@ def test_a_ring_allocates_what_is_planned(flags: dict[str, Any], world: int, kee
     assert package.SPEC["plan"]["schedule"]["keeps"] == (keeps == "on")
     predicted = package.SPEC["predicted"]["peak_bytes"]
     generator = torch.Generator().manual_seed(1)
-    q, k = (
-        torch.randn(rows, dim, generator=generator).to(DTYPES[flags["dtype"]]).requires_grad_()
-        for _ in range(2)
-    )
+    q, k = (torch.randn(rows, dim, generator=generator).to(DTYPES[flags["dtype"]]).requires_grad_() for _ in range(2))
     schedule = infcl_gen.plan(target="cpu", batch_size=rows * world, devices=world, dim=dim, **flags).schedule
     with Echo([rows] * world, schedule).attached(package):
         package.contrastive_loss(q, k, 3.0).backward()
@@ -238,10 +227,7 @@ def test_a_gather_allocates_what_is_planned(flags: dict[str, Any], world: int) -
     assert package.SPEC["plan"]["schedule"]["transport"] == "gather"
     predicted = package.SPEC["predicted"]["peak_bytes"]
     generator = torch.Generator().manual_seed(1)
-    q, k = (
-        torch.randn(rows, dim, generator=generator).to(DTYPES[flags["dtype"]]).requires_grad_()
-        for _ in range(2)
-    )
+    q, k = (torch.randn(rows, dim, generator=generator).to(DTYPES[flags["dtype"]]).requires_grad_() for _ in range(2))
     scale = torch.tensor(3.0, requires_grad=True)
     with Echo([rows] * world).attached(package):
         package.contrastive_loss(q, k, scale).backward()  # the constants of the first call stay

@@ -221,13 +221,7 @@ def test_strategies() -> None:
     assert plan_flags(batch_size="64k", memory_budget="16GiB", devices=2).strategy == "panel"
     assert plan_flags(batch_size="64k", memory_budget="16GiB", dtype="fp32").strategy == "panel"
     stash = plan_flags(batch_size="64k", set={"strategy": "stash"})
-    assert stash.stash_rows > 0 and set(stash.blocks) == {
-        "forward",
-        "gradient",
-        "product",
-        "positive",
-        "finish",
-    }
+    assert stash.stash_rows > 0 and set(stash.blocks) == {"forward", "gradient", "product", "positive", "finish"}
     assert set(plan_flags(dim=64, batch_size="64k").blocks) == {"forward", "fused", "positive", "finish"}
     assert not plan_flags(dim=100, set={"strategy": "panel"}).descriptors
 
@@ -337,14 +331,8 @@ def test_settings_are_honoured() -> None:
         ({"set": {"descriptors": "on"}, "device_profile": "a100"}, "--set descriptors: a100 has no"),
         ({"set": {"descriptors": "on"}, "dim": 100}, "--set descriptors: a row of 100 bf16"),
         ({"set": {"transport": "gather"}}, "--set transport: keys travel between devices.*give --devices"),
-        (
-            {"set": {"transport": "gather"}, "devices": 8, "nodes": 2},
-            "gather .* not between 2 nodes; valid: ring",
-        ),
-        (
-            {"set": {"transport": "gather"}, "devices": 32},
-            "gather .* at most 16 devices, not 32; valid: ring",
-        ),
+        ({"set": {"transport": "gather"}, "devices": 8, "nodes": 2}, "gather .* not between 2 nodes; valid: ring"),
+        ({"set": {"transport": "gather"}, "devices": 32}, "gather .* at most 16 devices, not 32; valid: ring"),
         ({"set": {"transport": "tree"}, "devices": 4}, "--set transport.*ring"),
         ({"dtype": "fp64"}, "--dtype"),
         ({"dtype": "fp32", "precision": "tf32", "device_profile": "cpu"}, "--precision: tf32"),

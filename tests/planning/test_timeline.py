@@ -205,9 +205,7 @@ def test_what_waits_for_what(rows: int, overlap: bool) -> None:
 def test_overlap_hides_and_communication_costs() -> None:
     for rows, each in ((1024, 2), (8192, 4), (16384, 8)):
         plan, model = case(batch_size=rows * each * 2, nodes=2, devices=2 * each)
-        alone, step, waited = (
-            execute(plan, model, **how) for how in ({"communicate": False}, {}, {"overlap": False})
-        )
+        alone, step, waited = (execute(plan, model, **how) for how in ({"communicate": False}, {}, {"overlap": False}))
         assert alone.step_s < step.step_s <= waited.step_s
         assert step.alone_s == alone.step_s and alone.efficiency == 1.0
         assert step.efficiency == pytest.approx(alone.step_s / step.step_s)

@@ -377,9 +377,7 @@ def _attached(package: ModuleType, tables: Mapping[int, Table]) -> Iterator[None
         patches.enter_context(answer)
         for name in ("group", "agreement", "engine", "replay"):  # all but the first have imported it by name
             module = importlib.import_module(f"{package.__name__}._runtime.{name}")
-            patches.enter_context(
-                mock.patch.object(module, "find_group", _found_by_thread(module.find_group))
-            )
+            patches.enter_context(mock.patch.object(module, "find_group", _found_by_thread(module.find_group)))
         yield
 
 

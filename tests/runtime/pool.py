@@ -35,9 +35,7 @@ BACKENDS = {
     "gloo-beside": Backend("gloo", {ring_worker.BESIDE: "1"}),
     # As in training: the host waits for no transfer. After a timeout torch's watchdog gives others four times this long
     # to write down what they did (by default 4 x 15 s), then ends the process.
-    "nccl": Backend(
-        "nccl", {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
-    ),
+    "nccl": Backend("nccl", {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "200", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}),
     # The host waits for each transfer, and raises where one is not done in time; there is no watchdog.
     "nccl-waiting": Backend("nccl", {"TORCH_NCCL_BLOCKING_WAIT": "1"}),
 }
@@ -91,12 +89,7 @@ class Pool:
             assert self.receive(rank) == "ready", self.log(rank)
 
     def run(
-        self,
-        job: str,
-        on: tuple[int, ...],
-        /,
-        each: dict[int, dict[str, Any]] | None = None,
-        **arguments: Any,
+        self, job: str, on: tuple[int, ...], /, each: dict[int, dict[str, Any]] | None = None, **arguments: Any
     ) -> list[Any]:
         """[("ok", result) or (error's type, message)] of these processes, in this order; `each` adds to one rank's
         arguments."""

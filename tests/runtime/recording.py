@@ -64,9 +64,7 @@ class Recorded:
 
 def as_recording(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The package in plain torch as one that records steps of tensors on the CPU, until the test ends."""
-    replay, engine = (
-        importlib.import_module(f"{module.__name__}._runtime.{name}") for name in ("replay", "engine")
-    )
+    replay, engine = (importlib.import_module(f"{module.__name__}._runtime.{name}") for name in ("replay", "engine"))
     package = dataclasses.replace(module.ContrastiveLoss._package, replay=True)
     recorded = Recorded(package, replay, engine)
 

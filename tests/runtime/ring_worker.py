@@ -129,8 +129,7 @@ class Model(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         self.image, self.text = (
-            nn.Parameter(torch.randn(HIDDEN, dim, generator=generator, dtype=torch.float64).to(dtype))
-            for _ in range(2)
+            nn.Parameter(torch.randn(HIDDEN, dim, generator=generator, dtype=torch.float64).to(dtype)) for _ in range(2)
         )
         self.log_scale = nn.Parameter(torch.tensor(0.7, dtype=dtype))
         self.bias = nn.Parameter(torch.tensor(-0.3, dtype=dtype))
@@ -156,9 +155,7 @@ def batch(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The global batch: inputs of both encoders, and labels: drawn, or as labels="own" means them."""
     generator = torch.Generator().manual_seed(sum(rows))
-    x, y = (
-        torch.randn(sum(n), HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, keys)
-    )
+    x, y = (torch.randn(sum(n), HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for n in (rows, keys))
     if labelled == "own":
         starts = [sum(keys[:rank]) for rank in range(len(keys))]
         return x, y, torch.cat([torch.arange(at, at + m) for at, m in zip(starts, rows, strict=True)])
@@ -169,9 +166,7 @@ def shard(x: Tensor | None, sizes: list[int], rank: int) -> Tensor | None:
     return None if x is None else x[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
-def reference_gradients(
-    package: ModuleType, rows: list[int], keys: list[int], labelled: bool | str
-) -> list[Tensor]:
+def reference_gradients(package: ModuleType, rows: list[int], keys: list[int], labelled: bool | str) -> list[Tensor]:
     """loss and its gradients by Model's parameters, for the whole batch in one process, dense, in fp64."""
     model = Model(package.SPEC["problem"]["dim"], torch.float64)
     x, y, labels = batch(rows, keys, labelled, torch.float64)
@@ -232,9 +227,7 @@ def gradients(
         elif how == "loss_and_grads":
             with torch.no_grad():
                 features = model(x_own, y_own)
-            loss, *feature_gradients = module.loss_and_grads(
-                *features, labels=own_labels, group=group, **options
-            )
+            loss, *feature_gradients = module.loss_and_grads(*features, labels=own_labels, group=group, **options)
             features = model(x_own, y_own)
             found = list(torch.autograd.grad(features, list(model.parameters()), feature_gradients))
         else:
@@ -243,9 +236,7 @@ def gradients(
             found = gradients_or_zeros(loss, model)
             if how == "no_grad":  # the same value, where nothing is kept
                 with torch.no_grad():
-                    loss = module.contrastive_loss(
-                        *model(x_own, y_own), labels=own_labels, group=mesh, **options
-                    )
+                    loss = module.contrastive_loss(*model(x_own, y_own), labels=own_labels, group=mesh, **options)
         results.append([loss.detach().clone(), *(g.clone() for g in found)])
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"
@@ -263,8 +254,7 @@ def case_results(
     q, k = shard(whole.q, rows, rank), shard(whole.k, keys, rank)
     labels = shard(whole.labels, rows, rank)
     results = [
-        autograd_results(module, q, k, whole.scale, whole.bias, labels=labels, group=group)
-        for _ in range(repeats)
+        autograd_results(module, q, k, whole.scale, whole.bias, labels=labels, group=group) for _ in range(repeats)
     ]
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"
@@ -356,13 +346,9 @@ def headers(packages: list[str], ranks: tuple[int, ...]) -> bool:
         groups = importlib.import_module(f"{package}._runtime.group")
         made = groups.Group(group)
         made._backends = {"cuda": "nccl"}
-        header = {
-            field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in groups._HEADER.items()
-        }
+        header = {field: {bool: True, str: "", int: dist.get_rank()}[kind] for field, kind in groups._HEADER.items()}
         right &= [header["rows"] for header in made.exchange(header)] == dist.get_process_group_ranks(group)
-        own, beside = (
-            pg.options._timeout for pg in (group._get_backend(torch.device("cpu")), made._control_group())
-        )
+        own, beside = (pg.options._timeout for pg in (group._get_backend(torch.device("cpu")), made._control_group()))
         right &= own == beside
     return right
 

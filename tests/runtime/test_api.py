@@ -62,9 +62,7 @@ def test_gradients_of_scalars_have_their_dtype(packages: Packages, dtype: torch.
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_scale_and_bias_of_one_element_have_gradients_in_their_shape(
-    packages: Packages, compiled: bool
-) -> None:
+def test_scale_and_bias_of_one_element_have_gradients_in_their_shape(packages: Packages, compiled: bool) -> None:
     package = packages("clip")
     q, k = features()
     (flat, bias), plain = ([scalar(3.0).reshape(1), scalar(-1.0).reshape(1)], [scalar(3.0), scalar(-1.0)])
@@ -172,9 +170,7 @@ def test_nothing_is_kept_and_no_gradient_computed_without_need(
     assert wanted == [0, 0, 0]
 
 
-def test_labels_are_copied_before_the_device_starts(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_are_copied_before_the_device_starts(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     """From pageable memory the copy would wait for the first kernels, and the host with it."""
     package = packages("infonce")
     engine, order = sys.modules[f"{package.__name__}._runtime.engine"], list[str]()
@@ -220,9 +216,7 @@ def test_second_backward_and_second_derivative_raise(packages: Packages) -> None
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="twice"):
         torch.autograd.grad(
-            torch.autograd.grad(
-                package.contrastive_loss(q.detach(), k.detach(), scale), scale, create_graph=True
-            )[0],
+            torch.autograd.grad(package.contrastive_loss(q.detach(), k.detach(), scale), scale, create_graph=True)[0],
             scale,
         )
 
@@ -239,10 +233,7 @@ def test_a_changed_input_is_noticed(packages: Packages) -> None:
 def test_autocast_casts_features_and_rounds_nothing_else(packages: Packages) -> None:
     """A peer's positive logit is rounded to bf16 under autocast: at scale 100 the loss is off in the third digit."""
     package = packages("clip", dtype="bf16")
-    q, k = (
-        nn.functional.normalize(x.detach(), dim=1).requires_grad_()
-        for x in features(100, dtype=torch.float32)
-    )
+    q, k = (nn.functional.normalize(x.detach(), dim=1).requires_grad_() for x in features(100, dtype=torch.float32))
     scale = scalar(100.0, torch.float32)
     outside = package.contrastive_loss(q.bfloat16(), k.bfloat16(), scale)
     grads = torch.autograd.grad(outside, (q, k, scale))
@@ -264,9 +255,7 @@ def test_autocast_casts_features_and_rounds_nothing_else(packages: Packages) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_wider_features_are_not_rounded_under_autocast(
-    packages: Packages, compiled: bool
-) -> None:
+def test_gradients_of_wider_features_are_not_rounded_under_autocast(packages: Packages, compiled: bool) -> None:
     """Rounding to bf16 is 1.7e-3 by itself: most of the error, and all of a peer's gradients have it."""
     package = packages("clip", dtype="bf16")
     q, k = (nn.functional.normalize(x.detach(), dim=1).bfloat16() for x in features(300, dtype=torch.float32))
@@ -316,9 +305,7 @@ def test_labels(packages: Packages) -> None:
     _, k = features(31)
     labels = torch.randint(31, (20,))
     ours = torch.autograd.grad(package.contrastive_loss(q, k, 3.0, labels=labels), (q, k))
-    for a, b in zip(
-        ours, torch.autograd.grad(dense_loss("infonce", q, k, 3.0, labels=labels), (q, k)), strict=True
-    ):
+    for a, b in zip(ours, torch.autograd.grad(dense_loss("infonce", q, k, 3.0, labels=labels), (q, k)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
@@ -376,11 +363,7 @@ def test_an_editor_shows_what_a_package_exports(packages: Packages) -> None:
     assert list(inspect.signature(package.contrastive_loss).parameters) == [
         "q", "k", "scale", "bias", "labels", "group", "grad_sync", "reduction", "check_ranks"
     ]  # fmt: skip
-    assert list(inspect.signature(package.ContrastiveLoss).parameters)[:3] == [
-        "group",
-        "grad_sync",
-        "check_ranks",
-    ]
+    assert list(inspect.signature(package.ContrastiveLoss).parameters)[:3] == ["group", "grad_sync", "check_ranks"]
 
 
 BAD_MODULES = [
@@ -401,9 +384,7 @@ def test_bad_module_arguments(
         packages("clip").ContrastiveLoss(**arguments)
 
 
-def test_a_module_looks_at_its_world_at_each_call(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_looks_at_its_world_at_each_call(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be made before the process group is."""
     package = packages("clip")
     module = package.ContrastiveLoss(world_size=1)
@@ -425,49 +406,25 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("clip", (X, X.to("meta")), {}, ValueError, "on one device"),
     ("clip", (X, X[:5]), {}, ValueError, "pairs query i with key i.*6 queries and 5 keys"),
     ("clip", (X[:0], X[:0]), {}, ValueError, "at least one query"),
-    (
-        "clip",
-        (X.repeat(51, 1), X.repeat(51, 1)),
-        {},
-        ValueError,
-        "at most 300.*infcl-gen generate.*--batch-size 306",
-    ),
+    ("clip", (X.repeat(51, 1), X.repeat(51, 1)), {}, ValueError, "at most 300.*infcl-gen generate.*--batch-size 306"),
     ("infonce", (X, X.repeat(51, 1)), {}, ValueError, "and 300 keys, but .* 6 and 306.*--keys 306"),
     ("clip", (X, X, "big"), {}, TypeError, "scale must be a number or a tensor of one, not str"),
     ("clip", (X, X, True), {}, TypeError, "scale"),
     ("clip", (X, X, torch.ones(1, 1)), {}, ValueError, r"scale must be a tensor of one .* \(1, 1\)"),
     ("clip", (X, X, torch.tensor(True)), {}, ValueError, "scale must be a tensor of one real number"),
     ("clip", (X, X, torch.tensor(1j)), {}, ValueError, "scale must be a tensor of one real number"),
-    (
-        "infonce",
-        (X, X),
-        {"labels": torch.arange(6, device="meta")},
-        ValueError,
-        "on the host or on cpu, not on meta",
-    ),
+    ("infonce", (X, X), {"labels": torch.arange(6, device="meta")}, ValueError, "on the host or on cpu, not on meta"),
     ("clip", (X, X, 10**400), {}, ValueError, "scale must be a number that torch.float64 can hold"),
     ("clip", (X, X, 1.0, torch.ones(2)), {}, ValueError, r"bias must be a tensor of one .* \(2,\)"),
     ("clip", (X.to("meta"), X.to("meta")), {}, ValueError, "on the meta device, which holds no values: move"),
     ("clip", (X, X), {"labels": torch.arange(6)}, ValueError, "labels are not supported"),
-    (
-        "infonce",
-        (X, X),
-        {"labels": [0, 1]},
-        TypeError,
-        'labels must be an int64 tensor, "own" or None, not list',
-    ),
+    ("infonce", (X, X), {"labels": [0, 1]}, TypeError, 'labels must be an int64 tensor, "own" or None, not list'),
     ("infonce", (X, X), {"labels": "mine"}, ValueError, "\"own\" or None, not 'mine'"),
     ("infonce", (X, X[:5]), {"labels": "own"}, ValueError, 'labels="own" .* there are 6 queries and 5 keys'),
     ("clip", (X, X), {"labels": "own"}, ValueError, "labels are not supported"),
     ("infonce", (X, X), {"labels": torch.arange(6).int()}, ValueError, "int64"),
     ("infonce", (X, X), {"labels": torch.arange(5)}, ValueError, r"shape \(6,\)"),
-    (
-        "infonce",
-        (X, X),
-        {"labels": torch.arange(6) + 1},
-        ValueError,
-        "labels range from 1 to 6; there are 6 keys",
-    ),
+    ("infonce", (X, X), {"labels": torch.arange(6) + 1}, ValueError, "labels range from 1 to 6; there are 6 keys"),
     ("infonce", (X, X), {"labels": torch.arange(6) - 1}, ValueError, "labels range from -1"),
     ("infonce", (X, X[:5]), {}, ValueError, "labels are needed"),
     ("clip", (X, X), {"grad_sync": "none"}, ValueError, "grad_sync"),
@@ -497,17 +454,10 @@ def test_what_is_left_out_of_a_call(packages: Packages) -> None:
     package = packages("infonce")
     module = importlib.import_module(f"{package.__name__}._runtime.api")
     call = module.accepted(_bound(package), module.Call(X, X, 2, None, None, module.Options()))
-    assert (float(call.scale), float(call.bias), call.labels, call.options.labelling) == (
-        2.0,
-        0.0,
-        None,
-        "none",
-    )
+    assert (float(call.scale), float(call.bias), call.labels, call.options.labelling) == (2.0, 0.0, None, "none")
 
 
-def test_more_rows_per_rank_than_planned_are_announced(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_per_rank_than_planned_are_announced(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     package = packages("clip")
     agreement = sys.modules[f"{package.__name__}._runtime.agreement"]
     monkeypatch.setattr(agreement, "_warned", set())
@@ -530,9 +480,7 @@ def test_compiles_without_a_graph_break(packages: Packages, loss: str) -> None:
     extra = {"labels": torch.arange(20).flip(0)} if loss == "infonce" else {}
 
     def step(q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-        return module(
-            nn.functional.normalize(q, dim=1), nn.functional.normalize(k, dim=1), scale.exp(), **extra
-        )  # type: ignore[no-any-return]
+        return module(nn.functional.normalize(q, dim=1), nn.functional.normalize(k, dim=1), scale.exp(), **extra)  # type: ignore[no-any-return]
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     ours, expected = (torch.autograd.grad(f(q, k, scale), (q, k, scale)) for f in (compiled, step))
@@ -546,11 +494,7 @@ def test_compiles_without_a_graph_break(packages: Packages, loss: str) -> None:
 
 WRONG_IN_A_GRAPH = {
     "dimension": ((X[:, :7], X), ValueError, "embedding dimension 7, .*regenerate it with --dim 7$"),
-    "dtype": (
-        (X, X.float()),
-        ValueError,
-        "k has dtype torch.float32, but .* was generated for torch.float64",
-    ),
+    "dtype": ((X, X.float()), ValueError, "k has dtype torch.float32, but .* was generated for torch.float64"),
     "scale": ((X, X, "big"), TypeError, "scale must be a number or a tensor of one, not str"),
 }
 
@@ -629,8 +573,7 @@ def test_the_same_package_may_be_imported_twice(
         ours = torch.autograd.grad(again.contrastive_loss(q, k, 2.0), q)[0]
         assert torch.equal(ours, torch.autograd.grad(package.contrastive_loss(q, k, 2.0), q)[0])
         assert all(
-            torch.equal(a, b)
-            for a, b in zip(again.loss_and_grads(q, k), package.loss_and_grads(q, k), strict=True)
+            torch.equal(a, b) for a, b in zip(again.loss_and_grads(q, k), package.loss_and_grads(q, k), strict=True)
         )
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "copied"]:
@@ -650,16 +593,12 @@ def test_threads_share_a_package(packages: Packages) -> None:
     package = packages("clip")
     q, k = features(100, grad=False)
     expected, results = package.loss_and_grads(q, k, 2.0), []
-    threads = [
-        threading.Thread(target=lambda: results.append(package.loss_and_grads(q, k, 2.0))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: results.append(package.loss_and_grads(q, k, 2.0))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(results) == 4 and all(
-        torch.equal(a, b) for r in results for a, b in zip(r, expected, strict=True)
-    )
+    assert len(results) == 4 and all(torch.equal(a, b) for r in results for a, b in zip(r, expected, strict=True))
 
 
 def test_python_floats_need_not_be_finite(packages: Packages) -> None:
@@ -677,9 +616,7 @@ def switch() -> Iterator[Any]:
     switch.fp32_precision = before
 
 
-def test_users_of_the_precision_switch_that_overlap_give_back_the_processs_own(
-    packages: Packages, switch: Any
-) -> None:
+def test_users_of_the_precision_switch_that_overlap_give_back_the_processs_own(packages: Packages, switch: Any) -> None:
     """Planted: what was there before is noted by every user, and not by the first alone."""
     engine = sys.modules[f"{packages('clip').__name__}._runtime.engine"]
     precision = engine._Precision(torch.backends.mkldnn)
@@ -711,9 +648,7 @@ def test_products_on_cpus_are_never_rounded_as_the_process_has_them(
     assert seen == ["ieee", "ieee"] and switch.fp32_precision == "bf16"
 
 
-def test_a_number_is_put_on_a_device_once_for_each_stream(
-    packages: Packages, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_is_put_on_a_device_once_for_each_stream(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another stream does not wait for the launch that puts it there. Planted: one constant for all streams."""
     package = packages("clip")
     api = importlib.import_module(f"{package.__name__}._runtime.api")

@@ -21,16 +21,7 @@ from tests.kernels.tiers import examples
 from tests.planning.tables import gather_table, ring_table
 
 from .in_process import Ring, World, current_rank
-from .test_in_process import (
-    LOSSES,
-    MORE_THAN_A_PANEL,
-    Batch,
-    Packages,
-    Results,
-    batches,
-    check_against_reference,
-    step,
-)
+from .test_in_process import LOSSES, MORE_THAN_A_PANEL, Batch, Packages, Results, batches, check_against_reference, step
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
@@ -85,9 +76,7 @@ def calls(draw: st.DrawFn, loss: str) -> list[Batch]:
         elif change == "two":  # sums of all ranks are as before
             rows[rank], rows[other] = rows[other], rows[rank]
             keys[rank], keys[other] = keys[other], keys[rank]
-        again = dataclasses.replace(
-            found[-1], rows=tuple(rows), keys=tuple(keys), seed=draw(st.integers(0, 99))
-        )
+        again = dataclasses.replace(found[-1], rows=tuple(rows), keys=tuple(keys), seed=draw(st.integers(0, 99)))
         found.append(draw(batches(loss, members, nodes, keeps)) if change == "all" else again)
     return found
 
@@ -100,9 +89,7 @@ def check_calls(package: ModuleType, batches: Sequence[Batch], turns: int) -> No
     def job(rank: int) -> Results:
         return [step(package, batch, given, rank, "") for batch, given in zip(batches, tensors, strict=True)]
 
-    world = World(
-        package, size, seed=turns, tables={size: batches[0].table(has_keys, package.SPEC["problem"]["dim"])}
-    )
+    world = World(package, size, seed=turns, tables={size: batches[0].table(has_keys, package.SPEC["problem"]["dim"])})
     for batch, *results in zip(batches, *world.run(job), strict=True):
         check_against_reference(package, batch, results)
 

@@ -279,9 +279,7 @@ def before(backend: str, names: dict[str, str]) -> str:
     return "" if backend == "gloo" else names["clip"]
 
 
-def assert_told(
-    answer: Any, rank: int, world: int, victim: int, failure: Failure, gather: bool = False
-) -> None:
+def assert_told(answer: Any, rank: int, world: int, victim: int, failure: Failure, gather: bool = False) -> None:
     """A survivor's answer: an error in time, which names phase, hop and peers."""
     ((error, text, seconds, found),) = results([answer])
     assert error in ("RuntimeError", "DistBackendError") and not found, answer
@@ -296,25 +294,19 @@ def assert_told(
         # of backward: they may not have left the victim.
         peer = rf"(?!{rank})\d"
         told = rf"{failure.place} gather, hop \d of {world}: rank {rank} failed (sending to|receiving from) "
-        told += (
-            rf"rank {peer}: |control exchange before backward: rank {rank} of {world} failed .* rank {peer} "
-        )
+        told += rf"rank {peer}: |control exchange before backward: rank {rank} of {world} failed .* rank {peer} "
         assert re.match(told, text), answer
         return
     step = 1 if failure.place == "forward" else -1  # to whom keys go
     send, receive = f"sending to rank {(rank + step) % world}", f"receiving from rank {(rank - step) % world}"
     peers = f"({send}|{receive}|{send} or {receive})"  # NCCL does not say which of a batch
     match = re.match(rf"{failure.place} ring, hop (\d) of {world}: rank {rank} failed {peers}: ", text)
-    if (
-        failure.place == "backward" and not failure.past_comparing
-    ):  # gloo: its header may have left it all the same
+    if failure.place == "backward" and not failure.past_comparing:  # gloo: its header may have left it all the same
         told = f"control exchange before backward: rank {rank} of {world} failed .* rank {victim} "
         assert match or re.match(told, text), answer
         return
     assert match, answer
-    if (
-        rank - victim
-    ) % world == step % world:  # it waits for the victim itself; those behind it may be further on
+    if (rank - victim) % world == step % world:  # it waits for the victim itself; those behind it may be further on
         assert failure.turn <= int(match[1]) < world, answer  # a rank farther off goes on for longer
 
 
@@ -395,9 +387,7 @@ def where(failures: dict[str, Failure]) -> list[Any]:
         for place in (exchange if failure.place == "exchange" else hop)
     ]
     return found + [
-        pytest.param(kind, "gather", "gloo", 4)
-        for kind, failure in failures.items()
-        if failure.place != "exchange"
+        pytest.param(kind, "gather", "gloo", 4) for kind, failure in failures.items() if failure.place != "exchange"
     ]
 
 
@@ -430,9 +420,7 @@ def test_a_stalled_or_failing_rank_is_an_error_in_time(
         assert (error, text) == ("ZeroDivisionError", "integer division or modulo by zero")
     else:  # it wakes up in a group that has given up on it
         assert error == "RuntimeError", (error, text)
-        assert re.match(
-            rf"(control exchange|\w+ (ring|gather)[^:]* of {world}[^:]*: rank {victim} )", text
-        ), text
+        assert re.match(rf"(control exchange|\w+ (ring|gather)[^:]* of {world}[^:]*: rank {victim} )", text), text
     assert not found
 
 
@@ -489,9 +477,7 @@ def test_a_rank_that_does_not_call_the_loss_is_named(
     pool = pools.get(backend, world)
     renewed(pool, ranks, worked=before(backend, names))
     rest = tuple(rank for rank in ranks if rank != victim)
-    for rank, answer in zip(
-        rest, pool.run("struggle", rest, package=names["clip"], ranks=ranks), strict=True
-    ):
+    for rank, answer in zip(rest, pool.run("struggle", rest, package=names["clip"], ranks=ranks), strict=True):
         assert_told(answer, rank, world, victim, Failure("", "exchange", 0))
 
 
@@ -502,9 +488,7 @@ def test_a_rank_with_a_smaller_group_is_named(
     ranks, victim, smaller = WORLDS[world], VICTIM[world], SMALLER[world]
     pool = pools.get(backend, world)
     renewed(pool, ranks, smaller, worked=before(backend, names))
-    answers = pool.run(
-        "struggle", ranks, each={victim: {"ranks": smaller}}, package=names["clip"], ranks=ranks
-    )
+    answers = pool.run("struggle", ranks, each={victim: {"ranks": smaller}}, package=names["clip"], ranks=ranks)
     for rank in ranks:
         if rank != victim:
             assert_told(answers[rank], rank, world, victim, Failure("", "exchange", 0))

@@ -89,9 +89,7 @@ def test_a_profilers_hooks_see_every_launch() -> None:
     finally:
         for chain, hook in hooks:
             chain.remove(hook)
-    assert entered == left and {"references", "forward", "merge", "gradient", "finish", "scalars"} <= set(
-        entered
-    )
+    assert entered == left and {"references", "forward", "merge", "gradient", "finish", "scalars"} <= set(entered)
     seen = len(entered)
     unwatched = module.loss_and_grads(q, q, 1.0)
     assert len(entered) == len(left) == seen > 0

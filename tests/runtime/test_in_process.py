@@ -68,9 +68,7 @@ class Batch:
     def tensors(self, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """All queries and keys, and the labels if there are any."""
         generator = torch.Generator().manual_seed(self.seed)
-        q, k = (
-            torch.randn(sum(n), dim, generator=generator, dtype=torch.float64) for n in (self.rows, self.keys)
-        )
+        q, k = (torch.randn(sum(n), dim, generator=generator, dtype=torch.float64) for n in (self.rows, self.keys))
         if self.transposed:
             q, k = q.T.contiguous().T, k.T.contiguous().T
         if self.own:
@@ -141,9 +139,7 @@ def runs(draw: st.DrawFn, loss: str, largest: int = 64) -> Example:
     cuts = sorted(draw(st.sets(st.integers(1, world - 1), min_size=1, max_size=2))) if divided else []
     members = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, world], strict=True)]
     # One way for all groups of a size: each kind a third of the time.
-    nodes = {
-        n: draw(st.sampled_from((0, 1, draw(st.sampled_from(divisors(n)))))) for n in set(map(len, members))
-    }
+    nodes = {n: draw(st.sampled_from((0, 1, draw(st.sampled_from(divisors(n)))))) for n in set(map(len, members))}
     keeps = draw(st.booleans())
     groups = tuple(draw(batches(loss, m, nodes[len(m)], keeps)) for m in members)
     return Example(loss, draw(st.integers(1, 9)), groups, draw(st.integers(0, 2**31)))
@@ -183,9 +179,7 @@ def run(package: ModuleType, groups: Sequence[Batch], turns: int = 0) -> tuple[l
     tables = {len(batch.members): batch.table(has_keys, dim) for batch in groups if len(batch.members) > 1}
     world = World(package, size, {str(i): batch.members for i, batch in enumerate(groups)}, turns, tables)
     tensors = [batch.tensors(dim) for batch in groups]
-    places = {
-        member: (i, rank) for i, batch in enumerate(groups) for rank, member in enumerate(batch.members)
-    }
+    places = {member: (i, rank) for i, batch in enumerate(groups) for rank, member in enumerate(batch.members)}
 
     def job(member: int) -> list[Tensor]:
         group, rank = places[member]
@@ -197,11 +191,7 @@ def run(package: ModuleType, groups: Sequence[Batch], turns: int = 0) -> tuple[l
 
 
 def step(
-    package: ModuleType,
-    batch: Batch,
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    rank: int,
-    group_name: str,
+    package: ModuleType, batch: Batch, tensors: tuple[Tensor, Tensor, Tensor | None], rank: int, group_name: str
 ) -> list[Tensor]:
     """The loss and gradients of one rank."""
     q, k, labels = tensors
@@ -255,9 +245,7 @@ def check_schedule(package: ModuleType, batch: Batch, index: int, world: World, 
     """Blocks are met in the order of the table, which is proven; and its messages are sent, and no others."""
     size, dim = len(batch.members), package.SPEC["problem"]["dim"]
     table = batch.table(package.ContrastiveLoss._package.loss.HAS_KEYS, dim)
-    if max(batch.keys) > -(
-        -package.SPEC["problem"]["batch_size"] // size
-    ):  # no room for what forward ends with
+    if max(batch.keys) > -(-package.SPEC["problem"]["batch_size"] // size):  # no room for what forward ends with
         table = dataclasses.replace(table, keeps=False)
     walked = walk(table)
     firsts = [sum(batch.keys[:owner]) for owner in range(size)]
@@ -312,9 +300,7 @@ def package_of(packages: Packages, example: Example) -> ModuleType:
 @pytest.mark.parametrize("loss", LOSSES)
 @examples(ci=300, long=3000)
 @given(data=st.data())
-def test_loss_and_gradients_are_those_of_one_process(
-    packages: Packages, loss: str, data: st.DataObject
-) -> None:
+def test_loss_and_gradients_are_those_of_one_process(packages: Packages, loss: str, data: st.DataObject) -> None:
     """Any world, uneven and empty ranks, disjoint sub-groups of permuted ranks: the dense reference, to 1e-12."""
     example = data.draw(runs(loss))
     check(package_of(packages, example), example)
@@ -325,9 +311,7 @@ def test_64_ranks(packages: Packages, loss: str, nodes: int) -> None:
     rows = tuple(rank * rank % 5 for rank in range(64))
     keys = tuple(rank % 3 for rank in range(64)) if loss == "infonce" else rows[::-1]
     members = tuple(rank * 37 % 64 for rank in range(64))
-    example = Example(
-        loss, 4, (Batch(members, rows, keys, labelled=loss == "infonce", nodes=nodes),), turns=1
-    )
+    example = Example(loss, 4, (Batch(members, rows, keys, labelled=loss == "infonce", nodes=nodes),), turns=1)
     check(package_of(packages, example), example)
 
 
@@ -387,10 +371,7 @@ def test_parcels_visit_everybody_and_sums_come_home(
     walked = walk(table)
 
     def parcel(owner: int) -> dict[str, Tensor]:
-        return {
-            name: torch.full((2, 3), 100.0 * part + owner, dtype=torch.float64)
-            for part, name in enumerate(names)
-        }
+        return {name: torch.full((2, 3), 100.0 * part + owner, dtype=torch.float64) for part, name in enumerate(names)}
 
     def follow(phase: str, rank: int, tensors: Tensors) -> None:
         trip = Trip(place.ring(rank, ""), table, phase, Layout(rank, (1,) * world, (2,) * world), tensors)
@@ -488,11 +469,7 @@ def test_a_loss_with_an_id_of_each_key_travels(
         mine, ids = q.split(rows)[rank], q_ids.split(rows)[rank]
         own = {"keys": k.split(keys)[rank], "ids": k_ids.split(keys)[rank]}
         count = len(k) if transport == "gather" else largest
-        kept = {
-            "keys": k.new_empty(count, 4),
-            "ids": k_ids.new_empty(count, 1),
-            "sums": k.new_empty(count, 1),
-        }
+        kept = {"keys": k.new_empty(count, 4), "ids": k_ids.new_empty(count, 1), "sums": k.new_empty(count, 1)}
         layout, dtypes = Layout(rank, rows, keys), {"features": k.dtype, "statistics": k.dtype}
         add_up = lambda parts, total: total.copy_(parts.sum(0))  # noqa: E731
         tensors = Tensors(own, kept if keeps or transport == "gather" else {}, dtypes, add_up)
@@ -565,8 +542,7 @@ def test_backward_again(packages: Packages, world: int, keeps: bool) -> None:
     def job(rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
         q, k = (
-            torch.randn(3 + rank, dim, generator=generator, dtype=torch.float64, requires_grad=True)
-            for _ in range(2)
+            torch.randn(3 + rank, dim, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2)
         )
         loss = package.contrastive_loss(q, k, 3.0)
         first, second = (torch.autograd.grad(loss, (q, k), retain_graph=True) for _ in range(2))
@@ -620,9 +596,7 @@ def write(ring: Any, to_send: bool) -> None:
         work.wait()
 
 
-def post(
-    ring: Any, tag: int = 0, size: int = 4, dtype: torch.dtype = torch.float32, wait: bool = True
-) -> None:
+def post(ring: Any, tag: int = 0, size: int = 4, dtype: torch.dtype = torch.float32, wait: bool = True) -> None:
     works = to_the_next(ring, torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype), tag)
     for work in works if wait else ():
         work.wait()

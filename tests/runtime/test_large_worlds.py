@@ -65,9 +65,7 @@ print(json.dumps({"batches": batches, "peak": measured_peak_bytes(work), "predic
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     command = [sys.executable, "-c", PROGRAM, "512", "8", "1237"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache")}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -77,9 +75,7 @@ def test_rank_1237_of_512_nodes_of_8_follows_the_schedule(found: Any) -> None:
     expected = []
     for step in (*table.steps("forward"), *table.steps("backward")):
         if step.sends:
-            expected.append(
-                [[table.rank(1237, sent.to, back) for sent in step.sends] for back in (False, True)]
-            )
+            expected.append([[table.rank(1237, sent.to, back) for sent in step.sends] for back in (False, True)])
     assert found["batches"] == expected
 
 

@@ -131,9 +131,7 @@ def test_options_and_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_profilers_hook_goes_through_triton(
-    name: str, plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profilers_hook_goes_through_triton(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     kernel, x = Kernel(), torch.zeros(64)
@@ -157,9 +155,7 @@ def test_a_descriptor_is_compiled_for_as_tritons_own() -> None:
     assert legal
     for _ in range(2):
         launch.launch(kernel, (5,), q_side.source, k_side.source, 48, **OPTIONS)
-    assert kernel.given == [
-        (TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(x, [32, 32]), 48)
-    ]
+    assert kernel.given == [(TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(x, [32, 32]), 48)]
     assert kernel.compiled[0].runs[0][-5:-2] == (q_side.source, k_side.source, 48)
 
 
@@ -184,9 +180,7 @@ def test_what_the_matrix_library_takes_in_place() -> None:
     def legal(stride: int, depth_stride: int = 1) -> set[bool]:
         """Of such rows on a GPU, and of their transpose."""
         x = memory.as_strided((8, 16), (stride, depth_stride))
-        both = (
-            types.SimpleNamespace(is_cuda=True, shape=each.shape, stride=each.stride) for each in (x, x.T)
-        )
+        both = (types.SimpleNamespace(is_cuda=True, shape=each.shape, stride=each.stride) for each in (x, x.T))
         return {library_legal(each) for each in both}  # type: ignore[arg-type]
 
     assert legal(16) == legal(24) == {True}

@@ -108,14 +108,7 @@ def test_results_are_as_accurate_as_one_process_and_repeatable(
             for kind, rings in layouts(world, total).items():
                 scale = 100.0 if kind == "uneven" else 14.3
                 case = Case(
-                    total,
-                    total,
-                    problem["dim"],
-                    problem["dtype"],
-                    scale,
-                    -1.0,
-                    features="unnormalised",
-                    seed=1,
+                    total, total, problem["dim"], problem["dtype"], scale, -1.0, features="unnormalised", seed=1
                 )
                 for ranks, rows in rings:
                     # Queries without keys beside them, and keys without queries.

@@ -41,8 +41,7 @@ def test_the_second_call_of_a_kind_is_recorded_and_later_ones_replay_it(recorder
 
 
 @pytest.mark.parametrize(
-    "other",
-    [kind(9), kind(8, 1), kind(8, reduction="sum"), kind(8, grad_sync="sum"), kind(8, labelling="given")],
+    "other", [kind(9), kind(8, 1), kind(8, reduction="sum"), kind(8, grad_sync="sum"), kind(8, labelling="given")]
 )
 def test_another_kind_of_call_gives_the_recording_back_first(recorder: Any, other: replay.Kind) -> None:
     recorder.next(kind(8))

@@ -47,9 +47,7 @@ def names(packages: Packages) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def pool(
-    names: dict[str, str], packages: Packages, folder_of: Callable[[ModuleType], Path]
-) -> Iterator[Pool]:
+def pool(names: dict[str, str], packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Iterator[Pool]:
     pool = Pool(WORLD, folder_of(packages("clip")).parent, groups=GROUPS)
     yield pool
     pool.close()
@@ -105,14 +103,7 @@ def test_rings_at_once_do_not_meet(
 ) -> None:
     for loss in ("clip", "infonce"):
         cases = [
-            (
-                ranks,
-                {
-                    "rows": rows,
-                    "keys": rows[::-1] if loss == "infonce" else rows,
-                    "labelled": loss == "infonce",
-                },
-            )
+            (ranks, {"rows": rows, "keys": rows[::-1] if loss == "infonce" else rows, "labelled": loss == "infonce"})
             for ranks, rows in rings
         ]
         for ranks, case in cases:
@@ -123,8 +114,7 @@ def test_rings_at_once_do_not_meet(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows"),
-    [((0, 1, 2, 3), [16, 16, 16, 16]), ((2, 3, 1, 0), [5, 9, 0, 70]), ((0, 1, 2), [65, 0, 3])],
+    ("ranks", "rows"), [((0, 1, 2, 3), [16, 16, 16, 16]), ((2, 3, 1, 0), [5, 9, 0, 70]), ((0, 1, 2), [65, 0, 3])]
 )
 @pytest.mark.parametrize("loss", ["clip", "infonce"])
 def test_a_package_planned_for_two_nodes_of_two(
@@ -168,12 +158,7 @@ def test_a_gather(
     labelled = loss == "infonce"
     keys = [n + 3 for n in reversed(rows)] if labelled else rows
     truth = ring_worker.reference_gradients(packages(loss), rows, keys, labelled)
-    arguments = {
-        "package": names[f"{loss} gather of {len(ranks)}"],
-        "ranks": ranks,
-        "rows": rows,
-        "keys": keys,
-    }
+    arguments = {"package": names[f"{loss} gather of {len(ranks)}"], "ranks": ranks, "rows": rows, "keys": keys}
     ours = pool.run("gradients", ranks, labelled=labelled, repeats=2, **arguments)
     assert_equal(average(results(ours)), truth)
 
@@ -226,14 +211,10 @@ def test_messages_of_a_gather(pool: Pool, names: dict[str, str]) -> None:
     assert found[2] == []
 
 
-def test_keys_and_queries_may_be_sharded_differently(
-    pool: Pool, packages: Packages, names: dict[str, str]
-) -> None:
+def test_keys_and_queries_may_be_sharded_differently(pool: Pool, packages: Packages, names: dict[str, str]) -> None:
     rows, keys = [10, 0, 2, 3], [0, 7, 7, 1]
     truth = ring_worker.reference_gradients(packages("clip"), rows, keys, False)
-    ours = pool.run(
-        "gradients", (0, 1, 2, 3), package=names["clip"], ranks=(0, 1, 2, 3), rows=rows, keys=keys
-    )
+    ours = pool.run("gradients", (0, 1, 2, 3), package=names["clip"], ranks=(0, 1, 2, 3), rows=rows, keys=keys)
     assert_equal(average(results(ours)), truth)
 
 
@@ -254,9 +235,7 @@ def test_the_side_group_of_nccl_groups(pool: Pool, names: dict[str, str], ranks:
 def test_sum_reduction(pool: Pool, packages: Packages, names: dict[str, str]) -> None:
     rows, ranks = [3, 5], (0, 1)
     truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
-    ours = pool.run(
-        "gradients", ranks, package=names["clip"], ranks=ranks, rows=rows, keys=rows, reduction="sum"
-    )
+    ours = pool.run("gradients", ranks, package=names["clip"], ranks=ranks, rows=rows, keys=rows, reduction="sum")
     assert_equal(average(results(ours)), [value * 8 for value in truth])
 
 
@@ -275,9 +254,7 @@ def test_messages_have_a_constant_size(pool: Pool, names: dict[str, str]) -> Non
     forward = [[(0, keys)], [(1, pair), (0, keys)], [(1, pair)], [(1, pair)]]
     finished = [(0, keys), (1, pair)]
     backward = [finished, finished, [(2, keys)], [(2, keys)]]
-    expected = [
-        (what, *message) for batch in forward + backward for what in ("send", "receive") for message in batch
-    ]
+    expected = [(what, *message) for batch in forward + backward for what in ("send", "receive") for message in batch]
     for seen in results(pool.run("traffic", ranks, package=names["clip"], ranks=ranks, rows=rows)):
         assert seen == expected
 
@@ -322,12 +299,8 @@ def test_a_table_survives_its_package_and_a_group_of_another_size() -> None:
 
 
 def test_headers_survive_the_trip() -> None:
-    for accepted, text, number in itertools.product(
-        [True, False], ["", "2.13.0+cpu", "x" * 14], [0, -1, 2**62]
-    ):
-        header = {
-            field: {bool: accepted, str: text, int: number}[kind] for field, kind in groups._HEADER.items()
-        }
+    for accepted, text, number in itertools.product([True, False], ["", "2.13.0+cpu", "x" * 14], [0, -1, 2**62]):
+        header = {field: {bool: accepted, str: text, int: number}[kind] for field, kind in groups._HEADER.items()}
         assert groups._decode(groups._encode(header)) == header
 
 
@@ -398,9 +371,7 @@ def test_who_notices_a_death_still_tells_the_others(addressing: bool) -> None:
             return control
 
     answers = Ring().ask({field: kind() for field, kind in groups._HEADER.items()})
-    with pytest.raises(
-        RuntimeError, match=r"rank 3 of 4 failed (addressing|waiting for) rank 2 .*Connection closed"
-    ):
+    with pytest.raises(RuntimeError, match=r"rank 3 of 4 failed (addressing|waiting for) rank 2 .*Connection closed"):
         answers()
     for peer in (0, 1):
         assert control.sent[peer].waited

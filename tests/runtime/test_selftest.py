@@ -47,9 +47,7 @@ def wrong_by(quantity: str, error: float) -> Compute:
 
 @pytest.mark.parametrize("quantity", QUANTITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
-def test_errors_beyond_the_tolerance_fail_and_those_within_pass(
-    packages: Packages, dtype: str, quantity: str
-) -> None:
+def test_errors_beyond_the_tolerance_fail_and_those_within_pass(packages: Packages, dtype: str, quantity: str) -> None:
     """Four roundings are allowed, and a little for the logits: a tolerance twice as wide fails here."""
     package = packages(dtype=dtype, dim=96, panel=(64, 128))
     kind = package.ContrastiveLoss._package.dtype

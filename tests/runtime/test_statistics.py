@@ -32,10 +32,7 @@ def test_merging_is_logsumexp_over_any_range(terms: list[float], dtype: torch.dt
 
 
 def test_nothing_is_neutral_and_nan_stays() -> None:
-    nothing, other = (
-        empty(3, torch.float32),
-        empty(3, torch.float32),
-    )
+    nothing, other = (empty(3, torch.float32), empty(3, torch.float32))
     merge(nothing, other.exponent, other.mantissa)
     assert (nothing.mantissa == 0).all()
     merge(nothing, torch.tensor([5.0, math.nan, 7.0]), torch.tensor([1.5, 1.0, math.nan]))
@@ -50,9 +47,7 @@ def test_nothing_is_neutral_and_nan_stays() -> None:
 def test_parts_at_once_are_parts_one_by_one(parts: list[list[float | None]], dtype: torch.dtype) -> None:
     """None: a sum over nothing, whose exponent means nothing."""
     one_by_one, at_once = (empty(3, dtype) for _ in range(2))
-    exponents = torch.tensor([[1e6 if x is None else math.floor(x) for x in part] for part in parts]).to(
-        dtype
-    )
+    exponents = torch.tensor([[1e6 if x is None else math.floor(x) for x in part] for part in parts]).to(dtype)
     totals = torch.tensor([[0.0 if x is None else 1.0 + x % 1 for x in part] for part in parts]).to(dtype)
     for exponent, total in zip(exponents, totals, strict=True):
         merge(one_by_one, torch.where(total == 0, -1e30, exponent), total)
@@ -83,8 +78,6 @@ def test_one_number_has_one_logarithm_and_no_excess_over_itself() -> None:
 
 def test_nan_of_any_part_stays() -> None:
     into = view(torch.zeros(2, 3))
-    merge_parts(
-        into, torch.tensor([[1.0, math.nan, 1.0], [2.0] * 3]), torch.tensor([[1.0, 1.0, math.nan], [1.0] * 3])
-    )
+    merge_parts(into, torch.tensor([[1.0, math.nan, 1.0], [2.0] * 3]), torch.tensor([[1.0, 1.0, math.nan], [1.0] * 3]))
     assert into.mantissa[0] == 1.5 and into.exponent[0] == 2.0
     assert log(into)[1:].isnan().all()

@@ -121,9 +121,7 @@ def test_products_are_exact_whatever_the_switches(packages: Packages) -> None:
     expected = package.loss_and_grads(q, k, 20.0)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert all(
-            torch.equal(a, b) for a, b in zip(expected, package.loss_and_grads(q, k, 20.0), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(expected, package.loss_and_grads(q, k, 20.0), strict=True))
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -169,7 +167,5 @@ def test_scratch_is_exactly_what_the_legend_says(packages: Packages, loss: str, 
         schedule.forward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2:])
     assert sorted(forward.sizes) == sorted(expected)
     with torch.no_grad(), Allocations(threshold=4 * 300 * 2) as backward:
-        schedule.backward_block(
-            x, x, scale, bias, positives, 0, statistics, per_key, queries[2:], total, total
-        )
+        schedule.backward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2:], total, total)
     assert sorted(backward.sizes) == sorted(expected)

@@ -26,17 +26,7 @@ from infcl_gen.inputs.problem import make_problem
 from infcl_gen.planning import records
 from infcl_gen.planning.records import Candidate, Found, Settings, read_records
 from infcl_gen.tuning import search
-from infcl_gen.tuning.family import (
-    Case,
-    Entry,
-    Family,
-    Limits,
-    Progress,
-    Proposed,
-    fastest,
-    hopeless,
-    proposed,
-)
+from infcl_gen.tuning.family import Case, Entry, Family, Limits, Progress, Proposed, fastest, hopeless, proposed
 from infcl_gen.tuning.search import tune
 from infcl_gen.verification.aot import aot_checks
 from tests.kernels.tiers import LONG
@@ -100,15 +90,9 @@ PLANTED: dict[Settings, tuple[str, str]] = {
         AT_SIZE.format(what="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
         "crashed",
     ),
-    (("panel_keys", "64"),): (
-        AT_SIZE.format(what="import torch; torch.empty(1 << 50)"),
-        "out of memory",
-    ),
+    (("panel_keys", "64"),): (AT_SIZE.format(what="import torch; torch.empty(1 << 50)"), "out of memory"),
     # The dense loss is the fastest at this size. Off by 0.3 % everywhere; or only at the size that is timed.
-    (("panel_keys", "128"),): (
-        DENSE + "def contrastive_loss(*a, **k):\n    return 1.003 * _wrong(*a, **k)\n",
-        "wrong",
-    ),
+    (("panel_keys", "128"),): (DENSE + "def contrastive_loss(*a, **k):\n    return 1.003 * _wrong(*a, **k)\n", "wrong"),
     (("panel_keys", "64"), ("panel_rows", "128")): (
         DENSE + AT_SIZE.format(what="return 1.003 * _wrong(q, *a, **k)"),
         "wrong",
@@ -214,9 +198,7 @@ def test_compiling_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "the time was up" in run.entries[3].detail
 
 
-def test_the_command_line_reports_the_outcome(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_reports_the_outcome(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
 
     def fake(folder: str, where: Path | None, limits: Limits, progress: Progress | None) -> search.Outcome:
@@ -322,9 +304,7 @@ def test_finished_families_are_not_tuned_again(tmp_path: Path, monkeypatch: pyte
             if [self.family] == stop_at:
                 raise KeyboardInterrupt
             settings = tuple(sorted((*self.best, (f"{self.family}.stages", "2"))))
-            settings = (
-                tuple(sorted((*settings, ("products", "triton")))) if self.family == "product" else settings
-            )
+            settings = tuple(sorted((*settings, ("products", "triton")))) if self.family == "product" else settings
             return settings, content_digest(self.case.files(settings)), ()
 
     monkeypatch.setattr(search, "Family", Replaced)

@@ -45,10 +45,7 @@ def dense(
 ) -> LossAndGrads:
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k)]
-    leaves += [
-        torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True)
-        for x in (scale, bias)
-    ]
+    leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
     loss = dense_loss(name, *leaves, labels=labels)
     return LossAndGrads(loss.detach(), *torch.autograd.grad(factor * loss, leaves, materialize_grads=True))
 
@@ -106,6 +103,4 @@ def by_shares(
     factor = loss.gradient_factor(scale, bias) / len(q)
     dscale = loss.dscale_factor(scale, bias) * (upcast_q * acc_q).sum() / len(q)
     dbias = torch.tensor(loss.DBIAS, **number)
-    return LossAndGrads(
-        value / len(q), (acc_q * factor).to(q.dtype), (acc_k * factor).to(q.dtype), dscale, dbias
-    )
+    return LossAndGrads(value / len(q), (acc_q * factor).to(q.dtype), (acc_k * factor).to(q.dtype), dscale, dbias)

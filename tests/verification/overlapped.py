@@ -23,9 +23,7 @@ from infcl_gen.verification.races import races
 def overlapped(a, b, out, TRIPS: gl.constexpr, GROUPS: gl.constexpr, BARRIERS: gl.constexpr):
     ROWS: gl.constexpr = 64 * GROUPS
     DEPTH: gl.constexpr = 64
-    sums: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], warps_per_cta=[4 * GROUPS, 1], instr_shape=[16, 64, 16]
-    )
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4 * GROUPS, 1], instr_shape=[16, 64, 16])
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4 * GROUPS, 1], [1, 0])
     a_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], gl.bfloat16)
     b_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DEPTH, DEPTH], gl.bfloat16)
@@ -63,9 +61,7 @@ def overlapped(a, b, out, TRIPS: gl.constexpr, GROUPS: gl.constexpr, BARRIERS: g
         async_copy.commit_group()
     async_copy.wait_group(0)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums))[:, None]
-    gl.store(
-        out + rows * DEPTH + gl.arange(0, DEPTH, layout=gl.SliceLayout(0, sums))[None, :], first + second
-    )
+    gl.store(out + rows * DEPTH + gl.arange(0, DEPTH, layout=gl.SliceLayout(0, sums))[None, :], first + second)
 
 
 def found(groups: int, barriers: bool) -> list[str]:

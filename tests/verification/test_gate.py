@@ -10,15 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from infcl_gen.losses import CLIP, INFONCE, LossSpec
-from infcl_gen.losses.language import (
-    bias,
-    logsumexp_over_keys,
-    mean_over_queries,
-    positive,
-    scale,
-    tanh,
-    z,
-)
+from infcl_gen.losses.language import bias, logsumexp_over_keys, mean_over_queries, positive, scale, tanh, z
 from infcl_gen.verification.gate import Truth, failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
 from infcl_gen.verification.properties import (
@@ -36,9 +28,7 @@ from infcl_gen.verification.properties import (
 from tests.verification.dense import by_shares, dense_package
 
 _capped = 30 * tanh(scale * z / 30) + bias
-SOFT_CAPPED = LossSpec(
-    "soft_capped", mean_over_queries(logsumexp_over_keys(_capped) - positive(_capped)), "label"
-)
+SOFT_CAPPED = LossSpec("soft_capped", mean_over_queries(logsumexp_over_keys(_capped) - positive(_capped)), "label")
 PACKAGES = {spec.name: dense_package(spec) for spec in (CLIP, INFONCE, SOFT_CAPPED)}
 
 cases = st.builds(
@@ -70,9 +60,7 @@ def judged(package, inputs: Inputs, result: LossAndGrads) -> set[str]:
     return {row.quantity for row in gate(result, truth_of(package, *inputs)) if not row.passed}
 
 
-def example(
-    dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: str = "unit", **more
-) -> Inputs:
+def example(dtype: str = "bf16", rows: int = 64, scale: float = 14.3, features: str = "unit", **more) -> Inputs:
     return tensors(Case(rows, rows, more.pop("dim", 64), dtype, scale, features=features, **more))
 
 
@@ -80,9 +68,7 @@ def example(
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("factor", [0.5, 2.0, 4.0])
 @pytest.mark.parametrize("quantity", ["dq", "dk", "dscale", "loss"])
-def test_a_wrong_factor_of_the_world_size_fails(
-    dtype: str, scale: float, factor: float, quantity: str
-) -> None:
+def test_a_wrong_factor_of_the_world_size_fails(dtype: str, scale: float, factor: float, quantity: str) -> None:
     inputs = example(dtype, scale=scale)
     right = by_shares(PACKAGES["clip"], *inputs)
     wrong = right._replace(**{quantity: getattr(right, quantity) * factor})
@@ -279,10 +265,7 @@ def test_nan_must_come_out_where_it_went_in() -> None:
 def test_a_wrong_shape_fails() -> None:
     inputs = example("fp32")
     right = by_shares(PACKAGES["clip"], *inputs)
-    assert judged(PACKAGES["clip"], inputs, right._replace(dq=right.dq[:-1], loss=right.loss[None])) == {
-        "dq",
-        "loss",
-    }
+    assert judged(PACKAGES["clip"], inputs, right._replace(dq=right.dq[:-1], loss=right.loss[None])) == {"dq", "loss"}
 
 
 def test_cases_are_the_same_for_the_same_seed_and_see_every_structure() -> None:

@@ -43,9 +43,7 @@ def package(
     )
 
 
-def cases(
-    dims: tuple[int, ...], dtypes: tuple[str, ...], rows: st.SearchStrategy[int]
-) -> st.SearchStrategy[Case]:
+def cases(dims: tuple[int, ...], dtypes: tuple[str, ...], rows: st.SearchStrategy[int]) -> st.SearchStrategy[Case]:
     return st.builds(
         Case,
         queries=rows,
@@ -77,9 +75,7 @@ def test_the_cpu_target(loss: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_autograd_and_loss_and_grads_agree_to_the_bit_on_every_repeat(loss: str, dtype: str) -> None:
     module = package(loss, dtype, 64)
-    q, k, scale, bias, labels = tensors(
-        Case(129, 129, 64, dtype, 14.3, -1.0, seed=1), module.SPEC["positives"]
-    )
+    q, k, scale, bias, labels = tensors(Case(129, 129, 64, dtype, 14.3, -1.0, seed=1), module.SPEC["positives"])
     first = module.loss_and_grads(q, k, scale, bias, labels=labels)
     for _ in range(100 if dtype == "fp32" else 3):
         again = module.loss_and_grads(q, k, scale, bias, labels=labels)
@@ -115,18 +111,9 @@ INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("strategy", "loss", "dtype", "dim"), INTERPRETED)
-def test_the_kernels_under_the_interpreter(
-    tmp_path: Path, strategy: str, loss: str, dtype: str, dim: int
-) -> None:
+def test_the_kernels_under_the_interpreter(tmp_path: Path, strategy: str, loss: str, dtype: str, dim: int) -> None:
     problem = make_problem(
-        loss=loss,
-        batch_size=130,
-        dim=dim,
-        dtype=dtype,
-        device_profile="h200",
-        settings=(("strategy", strategy),),
+        loss=loss, batch_size=130, dim=dim, dtype=dtype, device_profile="h200", settings=(("strategy", strategy),)
     )
-    report = verify_package(
-        infcl_gen.generate(problem, tmp_path / "package"), device="interpreter", examples=7
-    )
+    report = verify_package(infcl_gen.generate(problem, tmp_path / "package"), device="interpreter", examples=7)
     assert report.passed, [row for row in report.rows if not row["passed"]]

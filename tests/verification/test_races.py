@@ -14,12 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_kernel_of_the_issue_is_refused_and_passes_with_barriers(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.verification.overlapped"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -84,9 +79,7 @@ def loop(**parts: str) -> str:
 @pytest.mark.parametrize("write", [TILE, COPY, STORE])
 def test_a_barrier_behind_the_wait_is_asked_for(write: str) -> None:
     assert races(loop(write=write), 8)
-    assert races(loop(write=write, between=BARRIER), 8), (
-        "in front of the wait: it says nothing of the other group"
-    )
+    assert races(loop(write=write, between=BARRIER), 8), "in front of the wait: it says nothing of the other group"
     assert not races(loop(write=write, behind=BARRIER), 8)
     assert not races(loop(write=write), 4), "one warp group"
 

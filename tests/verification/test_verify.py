@@ -43,9 +43,7 @@ def resealed(folder: Path) -> None:
 
 
 def read_names(folder: Path) -> list[str]:
-    return sorted(
-        str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts
-    )
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
 
 
 def test_a_good_package_passes_on_one_device_and_on_a_ring(good: Path) -> None:
@@ -110,12 +108,7 @@ def test_no_package_is_an_input_error(tmp_path: Path, good: Path) -> None:
 
 
 PLANTED = {  # edits of a good package's text, each a bug that a peer has had, and what must notice it
-    "a positive of too little weight": (
-        "loss.py",
-        "POSITIVE_REST = 0.0",
-        "POSITIVE_REST = 0.02",
-        "numerics dq",
-    ),
+    "a positive of too little weight": ("loss.py", "POSITIVE_REST = 0.0", "POSITIVE_REST = 0.02", "numerics dq"),
     "a wrong share of the keys": ("loss.py", "KEY_SHARE = 0.5", "KEY_SHARE = 0.51", "numerics dk"),
     "a scale applied twice": (
         "loss.py",
@@ -124,20 +117,13 @@ PLANTED = {  # edits of a good package's text, each a bug that a peer has had, a
         "numerics dscale",
     ),
     "a crash": ("schedule.py", "import torch\n", "import torch\n\nimport os; os.abort()\n", "numerics"),
-    "an exception": (
-        "schedule.py",
-        "import torch\n",
-        "import torch\n\nraise RuntimeError('planted')\n",
-        "numerics",
-    ),
+    "an exception": ("schedule.py", "import torch\n", "import torch\n\nraise RuntimeError('planted')\n", "numerics"),
 }
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("bug", sorted(PLANTED))
-def test_planted_bugs_are_found(
-    copy: Path, bug: str, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_bugs_are_found(copy: Path, bug: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_processes", lambda place: processes)
     path, old, new, check = PLANTED[bug]
     text = (copy / path).read_text()
@@ -158,9 +144,7 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     assert 0 < text.find(head) < text.find("def backward("), "the forward of a ring"
     engine.write_text(
         text.replace(
-            head,
-            f"{head}    import os, time\n    if group is not None and group.rank == 1:\n        {act}\n",
-            1,
+            head, f"{head}    import os, time\n    if group is not None and group.rank == 1:\n        {act}\n", 1
         )
     )
     resealed(copy)

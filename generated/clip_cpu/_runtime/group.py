@@ -67,9 +67,7 @@ def find_group(group_name: str) -> Group | None:
         return None
     if not (dist.is_available() and dist.is_initialized()):
         if group_name:
-            raise RuntimeError(
-                f"process group {group_name!r} does not exist: torch.distributed is not initialised"
-            )
+            raise RuntimeError(f"process group {group_name!r} does not exist: torch.distributed is not initialised")
         return None
     process_group = resolve(group_name)
     group = _groups.get(process_group)
@@ -314,6 +312,5 @@ def _encode(header: Mapping[str, Any]) -> bytes:
 def _decode(message: bytes) -> dict[str, Any]:
     values = zip(_HEADER.items(), _FORMAT.unpack_from(message), strict=True)
     return {
-        field: x.rstrip(b"\0").decode("ascii", "replace") if kind is str else kind(x)
-        for (field, kind), x in values
+        field: x.rstrip(b"\0").decode("ascii", "replace") if kind is str else kind(x) for (field, kind), x in values
     }

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in (
-    "1",
-    "true",
-    "yes",
-    "on",
-    "y",
-)  # as triton reads it
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as triton reads it
 """Kernels run as numpy on the CPU, where bf16 arithmetic is wrong: tiles are widened to fp32 after they are loaded."""
 
 
@@ -77,12 +71,7 @@ def _checked(x: Any) -> Any:
 def runs_hopper_kernels(device: torch.device) -> bool:
     """Whether this is a Hopper GPU and the installed Triton has Gluon under the names that hopper.py uses: 3.6 and 3.7
     do. Elsewhere the kernels of kernels.py do its work."""
-    if (
-        INTERPRETED
-        or device.type != "cuda"
-        or torch.version.hip
-        or torch.cuda.get_device_capability(device) != (9, 0)
-    ):
+    if INTERPRETED or device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
         from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -106,20 +95,14 @@ def operands(
 ) -> tuple[Operand, Operand, bool]:
     """`q` and `k` as kernel operands read in blocks (rows, depth), and whether both go as descriptors."""
     if descriptors and descriptor_legal(q) and descriptor_legal(k):
-        return (
-            Operand(descriptor(q, q_block), q.stride(0), 1),
-            Operand(descriptor(k, k_block), k.stride(0), 1),
-            True,
-        )
+        return (Operand(descriptor(q, q_block), q.stride(0), 1), Operand(descriptor(k, k_block), k.stride(0), 1), True)
     return Operand(q, q.stride(0), q.stride(1)), Operand(k, k.stride(0), k.stride(1)), False
 
 
 def read_in_place(x: Tensor) -> bool:
     """Whether a matrix product reads `x` as it is; otherwise torch would copy it, outside the memory plan."""
     rows, columns = x.shape
-    return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (
-        x.stride(0) == 1 and x.stride(1) >= max(1, rows)
-    )
+    return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (x.stride(0) == 1 and x.stride(1) >= max(1, rows))
 
 
 def library_legal(x: Tensor) -> bool:

@@ -54,9 +54,7 @@ class _OfOneBatch(torch.autograd.Function):
 
     @staticmethod
     def jvp(*_: object) -> Any:
-        raise NotImplementedError(
-            "the loss has no forward-mode derivatives: use backward, torch.func.grad or vjp"
-        )
+        raise NotImplementedError("the loss has no forward-mode derivatives: use backward, torch.func.grad or vjp")
 
 
 class _Loss(_OfOneBatch):
@@ -186,9 +184,7 @@ def _define(package: Package, namespace: str) -> None:
             q.new_empty((2 + package.schedule.POSITIVE_PARTS, q.shape[0]), dtype=statistics),
             q.new_empty((2, columns), dtype=statistics),
             q.new_empty(kept, dtype=package.dtype),
-            torch.empty(
-                (0 if size == 1 else size, 3), dtype=torch.int64, device=q.device if size == 1 else "cpu"
-            ),
+            torch.empty((0 if size == 1 else size, 3), dtype=torch.int64, device=q.device if size == 1 else "cpu"),
         )
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:

@@ -8,9 +8,7 @@ LONGEST_STRIP = 32  # row blocks; longer ones are not faster, and visit more key
 
 
 @functools.cache
-def strip_blocks(
-    row_blocks: int, key_blocks: int, strips: int, programs: int, longest: int = LONGEST_STRIP
-) -> int:
+def strip_blocks(row_blocks: int, key_blocks: int, strips: int, programs: int, longest: int = LONGEST_STRIP) -> int:
     """Row blocks that one program walks: at most `strips` programs for each block of keys, in few and full rounds.
 
     A round is `programs` programs: as many as run at once, or for a ring, whose messages take multiprocessors away from

@@ -133,11 +133,7 @@ class Table:
 
     @functools.cached_property
     def _roles(self) -> dict[tuple[str, str], str]:
-        return {
-            (item.name, phase): item.role(phase)
-            for item in self.travelling
-            for phase in ("forward", "backward")
-        }
+        return {(item.name, phase): item.role(phase) for item in self.travelling for phase in ("forward", "backward")}
 
     def rank(self, start: int, move: Move, back: bool = False) -> int:
         """The rank that is `move` on from `start`, or as far `back`."""
@@ -194,10 +190,7 @@ def _steps(table: Table, phase: str) -> tuple[Step, ...]:
 def _places(table: Table, phase: str) -> Mapping[str, tuple[Place, ...]]:
     found: dict[str, set[Place]] = {item.name: set() for item in table.travelling}
     for step in table.steps(phase):
-        for name, source, target, *_ in [
-            *step.copies,
-            *((sent.name, sent.source, sent.target) for sent in step.sends),
-        ]:
+        for name, source, target, *_ in [*step.copies, *((sent.name, sent.source, sent.target) for sent in step.sends)]:
             found[name] |= {source, target} - {OWN}
         for item in table.travelling if step.owner is not None else ():
             role = item.role(phase)
@@ -282,9 +275,7 @@ def _ring_backward(table: Table) -> tuple[Step, ...]:
     for hop, owner in enumerate(owners):
         number, sends = hop + fetch, tuple[Transfer, ...]()
         if hop:
-            sends = tuple(
-                Transfer(name, owners[hop - 1], moves[last - hop], (hop - 1) % 2, hop % 2) for name in sums
-            )
+            sends = tuple(Transfer(name, owners[hop - 1], moves[last - hop], (hop - 1) % 2, hop % 2) for name in sums)
         if hop < last - 1:
             move = moves[last - 1 - hop]
             sends += tuple(Transfer(name, owner, move, place(hop), place(hop + 1)) for name in names)

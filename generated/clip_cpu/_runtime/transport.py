@@ -65,9 +65,7 @@ class Trip:
         self._rooms = (_Shards if table.transport == "gather" else _Slots)(table, phase, layout, tensors)
         self._device = next(iter(tensors.own.values())).device
         self._step, self._hop, self._owner = Step(None), -1, layout.rank
-        self._pending: tuple[int, list[_Ends], Moment] | None = (
-            None  # messages of this step that have not started
-        )
+        self._pending: tuple[int, list[_Ends], Moment] | None = None  # messages of this step that have not started
         self._under_way: dict[tuple[int, str], Batch] = {}  # by the step that has started it, and the role
 
     def __iter__(self) -> Iterator[int]:
@@ -133,9 +131,7 @@ class Trip:
         found = []
         for batch in self._table.batches(self._phase, step, self._rooms.size):
             ends = [self._rooms.ends(sent) for sent in batch]
-            sends, receives = (
-                [message for message in some if message is not None] for some in zip(*ends, strict=True)
-            )
+            sends, receives = ([message for message in some if message is not None] for some in zip(*ends, strict=True))
             found.append(_Ends({self._table.role(sent.name, self._phase) for sent in batch}, sends, receives))
         return found
 
@@ -235,9 +231,7 @@ class _Slots(_Rooms):
 
     def release(self, place: Place) -> None:
         read = {item.name for item in self._table.named("unchanged", self._phase)}
-        self._slots = {
-            key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] == place
-        }
+        self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] == place}
 
     def _slot(self, name: str, place: Place, whole: bool = False) -> Tensor:
         """`whole`: as it is sent, in one piece."""
@@ -380,9 +374,7 @@ class Batch:
     """Messages that travel together, from now on. Errors, here and at `wait`, begin with `what` and name the peers: the
     very one where the backend tells messages apart (gloo)."""
 
-    def __init__(
-        self, group: Group, what: str, sends: Sequence[Message], receives: Sequence[Message]
-    ) -> None:
+    def __init__(self, group: Group, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self._start = f"{what}: rank {group.rank} failed"
         self._ends = [f"sending to rank {message.peer}" for message in sends]
         self._ends += [f"receiving from rank {message.peer}" for message in receives]

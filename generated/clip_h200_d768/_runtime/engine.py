@@ -62,17 +62,7 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
             if not (rows and visiting.shape[0]):
                 continue
             block = view(trip["key statistics"]) if package.loss.HAS_KEYS else None
-            arguments = (
-                q,
-                visiting,
-                scale,
-                bias,
-                positives,
-                layout.key_offset(owner),
-                queries,
-                block,
-                positive,
-            )
+            arguments = (q, visiting, scale, bias, positives, layout.key_offset(owner), queries, block, positive)
             how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive, "stash": tiles}
             package.schedule.forward_block(*arguments, **how, scratch=scratch)
             fresh = False
@@ -88,9 +78,7 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     if group is None:
         sizes = q.new_empty((0, 3), dtype=torch.int64)
     else:
-        sizes = torch.tensor(
-            list(zip(layout.rows, layout.keys, [trips] * size, strict=True)), dtype=torch.int64
-        )
+        sizes = torch.tensor(list(zip(layout.rows, layout.keys, [trips] * size, strict=True)), dtype=torch.int64)
     return loss, Saved(query_statistics, key_statistics, stash, sizes)
 
 
@@ -104,12 +92,7 @@ def _statistics(package: Package, q: Tensor, columns: int) -> tuple[Tensor, Tens
 
 
 def _loss(
-    package: Package,
-    call: Call,
-    layout: Layout,
-    queries: Statistics,
-    keys: Statistics | None,
-    positive: Tensor,
+    package: Package, call: Call, layout: Layout, queries: Statistics, keys: Statistics | None, positive: Tensor
 ) -> Tensor:
     """This rank's part of the loss, from the statistics of its rows and keys."""
     if package.labelled:
@@ -158,9 +141,7 @@ def _room(package: Package, ranks: int) -> int:
     return -(-package.key_count // ranks)
 
 
-def kept_sizes(
-    package: Package, ranks: int, rows: int, keys: int, gradients: bool
-) -> tuple[tuple[int, ...], int]:
+def kept_sizes(package: Package, ranks: int, rows: int, keys: int, gradients: bool) -> tuple[tuple[int, ...], int]:
     """The shape of what a forward keeps in `Saved.stash`, and the columns of its key statistics.
 
     A graph is traced without knowing the rows of other ranks: there is room for as many keys as were planned, in a
@@ -178,9 +159,7 @@ def kept_sizes(
     return shape or (0,), keys if package.loss.HAS_KEYS else 0
 
 
-def backward(
-    package: Package, call: Call, saved: Saved, upstream: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq (m, D), dk (n, D) in the features' dtype or `unrounded`, dscale, dbias 0-dim in the statistics dtype), times
     `upstream`, the gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it, in
     one order where there are several; else all raise RuntimeError."""
@@ -273,9 +252,7 @@ class _Backward:
         """One device, all rows at once: the unweighted sums."""
         rows, keys = self.call.q.shape[0], self.call.k.shape[0]
         room = self._room(keys)
-        total = self.call.q.new_empty(
-            (room + rows, self.call.q.shape[1]), dtype=self.package.schedule.STATISTICS_DTYPE
-        )
+        total = self.call.q.new_empty((room + rows, self.call.q.shape[1]), dtype=self.package.schedule.STATISTICS_DTYPE)
         dk_sum, dq_sum = total[:room], total[room:]
         stash = self.saved.stash if self.saved.stash.numel() else None
         how = {"fresh_dq": True, "fresh_dk": True, "stash": stash}

@@ -108,9 +108,7 @@ class _Recording:
         torch._foreach_copy_([loss, query_statistics, key_statistics], results)
         self._handed = query_statistics.detach()
         stash = call.q.new_empty(0)
-        return loss, self._saved._replace(
-            query_statistics=query_statistics, key_statistics=key_statistics, stash=stash
-        )
+        return loss, self._saved._replace(query_statistics=query_statistics, key_statistics=key_statistics, stash=stash)
 
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
@@ -257,9 +255,7 @@ def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
         assert _clear_workspaces is not None
         _clear_workspaces()
         # While it records torch gives nothing back that it has cached, as the stash of the calls before.
-        with contextlib.suppress(
-            RuntimeError
-        ):  # nor while another thread records a graph of its own: without, then
+        with contextlib.suppress(RuntimeError):  # nor while another thread records a graph of its own: without, then
             torch.cuda.empty_cache()
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
