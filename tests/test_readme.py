@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 import pytest
 
-from infcl_gen.bench import figures
 from infcl_gen.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,13 +96,6 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     file.write_text(PYTHON[1])
     derivation = derive(load_loss(f"{file}:weighted"))
     assert f"g_ij = {derivation.formulas()['dL/dx'].removeprefix('g_ij = ')}" in TEXT
-
-
-def test_measured_figures_are_those_of_the_files() -> None:
-    assert TEXT.index("<!-- measured:begin -->") < TEXT.index("<!-- measured:end -->")
-    for kind in ("measured", "simulated"):
-        shown = TEXT.partition(f"<!-- {kind}:begin -->\n")[2].partition(f"<!-- {kind}:end -->")[0]
-        assert shown == figures.tables(kind), "run python -m infcl_gen.bench.figures"
 
 
 def test_the_sample_of_a_plan_is_what_plan_prints() -> None:

@@ -32,7 +32,7 @@ from infcl_gen.bench import board
 from infcl_gen.bench.contest import Contest, Limits, Rows
 from infcl_gen.bench.peers import PEERS, chosen_peers
 from infcl_gen.bench.point import row_precision
-from infcl_gen.bench.results import SIZES, measured_before, write_results
+from infcl_gen.bench.results import IDENTITY, measured_before, write_results
 from infcl_gen.bench.ring import check_peers, measure_ring
 from infcl_gen.emission import build, plan_problem, read_package, write_package
 from infcl_gen.errors import InfeasibleError, InputError
@@ -41,7 +41,6 @@ from infcl_gen.inputs.text import parse_count, read_toml, show, suggestion
 
 KEYS = ("measure", "output", "minutes", "repeats", "seconds", "silent_s", "errors_up_to", "points")
 VARIANTS = ("memory_budget", "set")  # of the packages at one point
-IDENTITY = (*SIZES, "ranks", "scale")  # of a point, in its rows
 CLOSE = 1.1  # predicted to measured peak, where no steps are recorded: their plans have room for a call that cannot be
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from infcl_gen.bench.peers import PEERS, Peer
 from infcl_gen.bench.point import GENERATED, RESULTS, Point, empty_row, measure_point, point_of
-from infcl_gen.bench.results import SIZES, blank_row
+from infcl_gen.bench.results import IDENTITY, SIZES, blank_row
 from infcl_gen.bench.timing import timing_lock
 from infcl_gen.emission import build, read_package, write_package
 from infcl_gen.errors import InputError, ToolchainError
@@ -277,14 +277,13 @@ def _number(value: float | None, form: str) -> str:
 
 def _fastest(field: str, row: dict[str, Any], rows: Rows) -> float | None:
     """Time of the fastest package at a row's point; of a ring, as it is: other transports compute nothing of use."""
-    at = ("loss", "batch", "keys", "dim", "dtype", "ranks")
     found = [
         other[field]
         for other in rows
         if other["impl"] == "infcl"
         and other[field] is not None
         and (row["ranks"] == 1 or other["package"] is None)
-        and all(other[n] == row[n] for n in at)
+        and all(other[name] == row[name] for name in IDENTITY)
     ]
     return min(found, default=None)
 

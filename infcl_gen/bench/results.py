@@ -21,7 +21,8 @@ from infcl_gen.files import checksum, write_file
 from infcl_gen.version import __version__
 
 SCHEMA_VERSION = 1
-SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")  # of a point, in its rows
+SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")
+IDENTITY = (*SIZES, "ranks", "scale")  # of a point, in its rows
 
 
 def blank_row(sizes: Mapping[str, Any], ranks: int, impl: str, package: str | None, scale: float) -> dict[str, Any]:

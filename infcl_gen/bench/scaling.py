@@ -1,4 +1,4 @@
-"""A problem on clusters of many sizes: planned, then simulated, not measured. And simulated beside measured rings.
+"""A problem on clusters of many sizes: planned, then simulated, not measured.
 
 A row has `loss, batch, dim, dtype, devices, nodes, strategy, transport, step_ms, forward_ms, backward_ms, alone_ms`
 (the same work without communication), `efficiency`, `peak_bytes` (of one device, beyond the inputs), `bound`,
@@ -19,7 +19,6 @@ from infcl_gen.files import checksum
 from infcl_gen.inputs.cluster_file import MAX_DEVICES, ClusterFile, read_cluster
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.inputs.text import bytes_text
-from infcl_gen.planning.timeline import LEAD_S
 from infcl_gen.version import __version__
 
 DEVICES_PER_NODE = 8
@@ -119,33 +118,6 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     step = f"{time_ms / 1e3:.3g} s" if time_ms >= 1e3 else f"{time_ms:.3g} ms"
     efficiency = f"{row['efficiency']:.3f}"
     return (*sizes, row["transport"], step, efficiency, bytes_text(row["peak_bytes"]), row["bound"])
-
-
-def budget_of(row: Mapping[str, Any]) -> int | None:
-    """The memory budget that a measured row was planned for; None: without one, its peak was its budget."""
-    budget: int = row["budget_bytes"]
-    return None if budget == row["predicted_peak_bytes"] else budget
-
-
-def beside_measured(row: Mapping[str, Any], profile: str, idle: bool = False) -> tuple[float, float]:
-    """Measured and simulated milliseconds of a row of `bench`: of a package on one or several devices, as it is, with
-    "no overlap" or with "no communication"; behind other work unless `idle`, or where it was measured from an idle
-    device only. A row that does not name its transport is of a ring."""
-    chosen = {"strategy": row["strategy"]}
-    if row["ranks"] > 1:
-        chosen["transport"] = row.get("transport") or "ring"
-    problem = make_problem(
-        loss=row["loss"], batch_size=row["batch"], dim=row["dim"], dtype=row["dtype"], precision=row["precision"],
-        devices=row["ranks"], device_profile=profile, memory_budget=budget_of(row),
-        set=chosen,
-    )  # fmt: skip
-    how = row["package"]
-    queued_ms = None if idle else row.get("queued_ms")
-    _, step = simulate_problem(
-        problem, 0.0 if queued_ms is None else LEAD_S,
-        communicate=how != "no communication", overlap=how != "no overlap",
-    )  # fmt: skip
-    return (row["median_ms"] if queued_ms is None else queued_ms), 1e3 * step.step_s
 
 
 def _ms(time_s: float) -> float:

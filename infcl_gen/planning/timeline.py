@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from infcl_gen.planning.planner import Plan
 
 # What messages cost the host, traced on two H200s. What they cost the device is in the cost model, as are the host's
-# start and launches. `bench.scaling.beside_measured` puts measured rows beside their simulated times.
+# start and launches. `beside_measured` of the planning tests puts measured rows beside their simulated times.
 HOST_MESSAGE_S = 100e-6  # one batch of sends and receives, on the host
 HOST_PEER_S = 20e-6  # each further peer in a batch
 # Control exchange, of each other rank: to post, to read and compare; and until it is heard, where hosts begin together.

@@ -533,3 +533,51 @@ def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     inputs = Inputs(torch.ones(2, 16), torch.ones(2, 16), torch.tensor(1.0), torch.arange(2), 2, torch.float32)
     with pytest.raises(ImportError):
         PEERS["half"].prepare(inputs)
+
+
+@pytest.mark.parametrize("how", ["idle", "queued", "on the CPU"])
+def test_every_run_begins_on_a_cold_cache(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flush is larger than caches, comes after whatever else, and none of it is timed."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, other: object) -> float:
+            return 1.0
+
+    real = torch.Tensor.zero_
+
+    def flush(self: torch.Tensor) -> torch.Tensor:
+        assert self.nbytes >= timing.CPU_FLUSH_BYTES
+        done.append("flush")
+        return real(self)
+
+    timer = timing.Timer("cpu")
+    monkeypatch.setattr(torch.Tensor, "zero_", flush)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("wait"))
+    monkeypatch.setattr(time, "perf_counter", lambda: done.append("clock") or 0.0)
+    monkeypatch.setattr(timer, "_gpu", how != "on the CPU")
+    monkeypatch.setattr(timing._Lead, "__init__", lambda self, device: None)
+    monkeypatch.setattr(timing._Lead, "enqueue", lambda self, lead_ms: done.append("lead"))
+    for _ in range(2):
+        done.clear()
+        if how == "queued":
+            timer.queued_ms(lambda: done.append("run"), 1.0)
+            assert done == ["lead", "flush", "event", "run", "event", "wait"]
+        else:
+            timer.idle_ms(lambda: done.append("run"))
+            timed = ["clock", "run", "clock"]
+            assert done == ["flush", *(timed if how == "on the CPU" else ["wait", "event", *timed, "event", "wait"])]
+    assert timing.FLUSH_BYTES >= 4 * 50 << 20  # the L2 cache of an H200 has 50 MB

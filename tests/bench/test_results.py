@@ -1,4 +1,4 @@
-"""Files of measurements, and what is made of them: plots, and the tables of the README."""
+"""Files of measurements, and the plots that are made of them."""
 
 import importlib.util
 import json
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import infcl_gen
-from infcl_gen.bench import figures
+from infcl_gen.bench.contest import table
 from infcl_gen.bench.plots import check_plot, plot
 from infcl_gen.bench.point import measure_package
-from infcl_gen.bench.results import write_results
+from infcl_gen.bench.results import IDENTITY, blank_row, write_results
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import checksum
 from tests.bench.rows import rows_of_several_points
@@ -75,29 +75,32 @@ def test_plots_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         check_plot(Path("plot.svg"))
 
 
-def test_comparisons_as_tables_of_the_readme() -> None:
-    text = figures.comparisons(rows_of_several_points(), {"memeff": "memeff is not installed"})
-    assert "| clip, D = 64, bf16, scale 14.3: ms (queued), MiB | 1024 | 4096 | 6000 | error of dq |" in text
-    assert "| infcl | 1024.00 ± 0.50, 1024 | 4096.00 ± 0.50, 4096 |" in text and "| 2.0e-03 |" in text
-    assert "| inf_cl | out of memory | 12288.00" in text
-    assert "| products of infcl | 1.25 | 1.25 | 1.25 |  |" in text
-    assert text.endswith("Absent: memeff (memeff is not installed).\n")
-    autocast = [{**rows_of_several_points()[0], "precision": "autocast from fp32"}]
-    text = figures.comparisons(autocast, {})
-    assert "| clip, D = 64, bf16, autocast from fp32, scale 14.3: ms (queued), MiB | 1024 |" in text
-    ring = {**rows_of_several_points()[0], "ranks": 4, "transport": "ring", "predicted_peak_bytes": 5 * 10**8}
-    text = figures.comparisons([{**ring, "budget_bytes": 69 * 10**7}], {})
-    assert "| infcl, by ring, 690 MB, 4 GPUs |" in text
-    text = figures.comparisons([{**ring, "budget_bytes": 5 * 10**8}], {})
-    assert "| infcl, by ring, 4 GPUs |" in text
-    behind = [{**rows_of_several_points()[0], "queued_ms": 1000.25, "queued_floor_ms": 1.125}]
-    text = figures.comparisons(behind, {})
-    assert "| infcl | 1024.00 ± 0.50 (1000.25), 1024 |" in text and "| 1.25 (1.12) |" in text
+def timed(impl: str, package: str | None, time_ms: float, **changes: Any) -> dict[str, Any]:
+    sizes = {"loss": "clip", "batch": 64, "keys": 64, "dim": 16, "dtype": "bf16", "precision": "default"}
+    times = {"median_ms": time_ms, "mean_ms": time_ms, "std_ms": 0.0, "repeats": 1, "peak_bytes": 1}
+    blank = blank_row(sizes, 1, impl, package, 14.3)
+    return {**blank, **times, "queued_ms": 10 * time_ms, "queued_std_ms": 0.0, **changes}
 
 
-def test_peers_beside_the_fastest_package() -> None:
-    point: dict[str, Any] = {"batch": 65536, "dim": 768, "error": None, "scale": 14.3}
-    times = {"infcl": 10.0, "slow": 24.0, "slower": 30.0}
-    rows = [{**point, "impl": impl, "queued_ms": time_ms} for impl, time_ms in times.items()]
-    rows += [{**point, "impl": "infcl", "queued_ms": 8.0}, {**rows[1], "batch": 1024, "queued_ms": 1.0}]
-    assert figures.beside_peers(rows).endswith("fastest package (8.0 ms): slow 3.0, slower 3.8.\n")
+def ratios(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """From an idle device, and behind other work."""
+    header, lines = table(rows)
+    return [[line[place] for line in lines] for place, title in enumerate(header) if title == "ratio"]
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_ratios_are_to_the_fastest_package_of_the_same_point(name: str) -> None:
+    """Packages of another point, much faster or slower, change no ratio. Without a package there is none."""
+    here = [timed("infcl", "slower", 3.0), timed("infcl", "faster", 2.0), timed("torch", None, 4.0)]
+    for time_ms in (0.5, 50.0):
+        elsewhere = [
+            timed(who, None, t, **{name: "another"}) for who, t in (("infcl", time_ms), ("torch", 2 * time_ms))
+        ]
+        alone = [timed("torch", None, 7.0, **{name: "a third"})]
+        assert ratios([*elsewhere, *here, *alone]) == [["1.00", "2.00", "1.50", "1.00", "2.00", "-"]] * 2
+
+
+def test_ratios_of_a_ring_are_to_the_package_as_it_is() -> None:
+    ways = {None: 4.0, "no overlap": 5.0, "no communication": 2.0}
+    rows = [timed("infcl", how, time_ms, ranks=4) for how, time_ms in ways.items()]
+    assert ratios([*rows, timed("open_clip", None, 8.0, ranks=4)]) == [["1.00", "1.25", "0.50", "2.00"]] * 2

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import sympy
 
-from infcl_gen.bench.scaling import budget_of
 from infcl_gen.planning.choice import Choice
 from infcl_gen.planning.memory import LEGEND, SYMBOLS, buffer_terms
 from infcl_gen.planning.model import BATCH_S, MIB, SLOWDOWN, allocated_bytes, markdown
 from infcl_gen.planning.work import time_terms
-from tests.planning.conftest import allowed_error, plan_flags
+from tests.planning.conftest import allowed_error, budget_of, plan_flags
 
 CHOICES = [
     Choice(

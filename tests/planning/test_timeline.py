@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import infcl_gen
-from infcl_gen.bench.scaling import beside_measured
 from infcl_gen.emission import simulate_problem
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
@@ -20,7 +19,7 @@ from infcl_gen.planning.model import HOST_START_S, CostModel
 from infcl_gen.planning.planner import Plan, cost_model
 from infcl_gen.planning.timeline import Interval, Timeline, execute, phase_works
 from infcl_gen.runtime.table import TOGETHER_BYTES
-from tests.planning.conftest import allowed_error
+from tests.planning.conftest import allowed_error, beside_measured
 
 BENCH = Path(__file__).resolve().parents[2] / "tune" / "bench"
 SLOW_MACHINE = 2.0  # as in test_structure

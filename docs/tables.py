@@ -1,7 +1,7 @@
 """The README's tables of measured and simulated rows, written from the .json files of tune/bench between markers.
 
-python -m infcl_gen.bench.figures            rewrites README.md
-python -m infcl_gen.bench.figures --check    exits with 1 if it does not show what the files hold
+python docs/tables.py            rewrites README.md
+python docs/tables.py --check    exits with 1 if it does not show what the files hold
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from infcl_gen.bench.scaling import HEADER, cells
 from infcl_gen.files import checksum
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
 COMPARED = (65536, 768)  # batch and dim
 BESIDE_PEERS = ("h200-grid.json", "h200-scale100.json", "h200-autocast-speed.json")

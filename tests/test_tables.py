@@ -1,0 +1,56 @@
+"""docs/tables.py: the README's tables are those of the committed measurements."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.bench.rows import rows_of_several_points
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+SPEC = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs" / "tables.py")
+assert SPEC is not None and SPEC.loader is not None
+tables = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tables)
+
+
+def test_measured_figures_are_those_of_the_files() -> None:
+    assert README.index("<!-- measured:begin -->") < README.index("<!-- measured:end -->")
+    for kind in ("measured", "simulated"):
+        shown = README.partition(f"<!-- {kind}:begin -->\n")[2].partition(f"<!-- {kind}:end -->")[0]
+        assert shown == tables.tables(kind), "run python docs/tables.py"
+
+
+def test_the_command_checks() -> None:
+    done = subprocess.run([sys.executable, "docs/tables.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+def test_comparisons_as_tables_of_the_readme() -> None:
+    text = tables.comparisons(rows_of_several_points(), {"memeff": "memeff is not installed"})
+    assert "| clip, D = 64, bf16, scale 14.3: ms (queued), MiB | 1024 | 4096 | 6000 | error of dq |" in text
+    assert "| infcl | 1024.00 ± 0.50, 1024 | 4096.00 ± 0.50, 4096 |" in text and "| 2.0e-03 |" in text
+    assert "| inf_cl | out of memory | 12288.00" in text
+    assert "| products of infcl | 1.25 | 1.25 | 1.25 |  |" in text
+    assert text.endswith("Absent: memeff (memeff is not installed).\n")
+    autocast = [{**rows_of_several_points()[0], "precision": "autocast from fp32"}]
+    text = tables.comparisons(autocast, {})
+    assert "| clip, D = 64, bf16, autocast from fp32, scale 14.3: ms (queued), MiB | 1024 |" in text
+    ring = {**rows_of_several_points()[0], "ranks": 4, "transport": "ring", "predicted_peak_bytes": 5 * 10**8}
+    text = tables.comparisons([{**ring, "budget_bytes": 69 * 10**7}], {})
+    assert "| infcl, by ring, 690 MB, 4 GPUs |" in text
+    text = tables.comparisons([{**ring, "budget_bytes": 5 * 10**8}], {})
+    assert "| infcl, by ring, 4 GPUs |" in text
+    behind = [{**rows_of_several_points()[0], "queued_ms": 1000.25, "queued_floor_ms": 1.125}]
+    text = tables.comparisons(behind, {})
+    assert "| infcl | 1024.00 ± 0.50 (1000.25), 1024 |" in text and "| 1.25 (1.12) |" in text
+
+
+def test_peers_beside_the_fastest_package() -> None:
+    point: dict[str, Any] = {"batch": 65536, "dim": 768, "error": None, "scale": 14.3}
+    times = {"infcl": 10.0, "slow": 24.0, "slower": 30.0}
+    rows = [{**point, "impl": impl, "queued_ms": time_ms} for impl, time_ms in times.items()]
+    rows += [{**point, "impl": "infcl", "queued_ms": 8.0}, {**rows[1], "batch": 1024, "queued_ms": 1.0}]
+    assert tables.beside_peers(rows).endswith("fastest package (8.0 ms): slow 3.0, slower 3.8.\n")
