@@ -1,5 +1,4 @@
-"""Which profile fits the device of this machine. The only place outside the tuner that asks torch about
-hardware."""
+"""Which profile fits the device of this machine. The only place outside the tuner that asks torch about hardware."""
 
 from __future__ import annotations
 
@@ -10,41 +9,11 @@ import sys
 from typing import Any
 
 from infcl_gen.errors import ToolchainError
-from infcl_gen.hardware.profile import DeviceProfile, load_profile
+from infcl_gen.hardware.profile import DeviceProfile, architectures, load_profile, profile_names
 
+_DEVICE_NODES = ("nvidiactl", "nvidia-uvm", "nvmap", "dxg", "kfd")
 # A driver shows one of these; without any, importing torch (seconds) to learn that there is no GPU is waste.
-_DRIVER_FILES = (
-    "/proc/driver/nvidia/version",
-    "/dev/nvidiactl",
-    "/dev/nvidia-uvm",
-    "/dev/nvmap",
-    "/dev/dxg",
-    "/dev/kfd",
-)
-
-# Words of the device's name, in the order in which they are tried; then the architecture alone decides.
-_NAMES = {
-    "H200": "h200",
-    "H100": "h100",
-    "B200": "b200",
-    "A100": "a100",
-    "RTX 4090": "rtx4090",
-    "RTX 5090": "rtx5090",
-    "RTX 3090": "rtx3090",
-    "L4": "l4",
-    "MI300X": "mi300x",
-    "MI355X": "mi355x",
-}
-_ARCHITECTURES = {
-    "sm_80": "a100",
-    "sm_86": "rtx3090",
-    "sm_89": "rtx4090",
-    "sm_90": "h100",
-    "sm_100": "b200",
-    "sm_120": "rtx5090",
-    "gfx942": "mi300x",
-    "gfx950": "mi355x",
-}
+_DRIVER_FILES = ("/proc/driver/nvidia/version", *(f"/dev/{name}" for name in _DEVICE_NODES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +30,8 @@ class FoundDevice:
 def detect(target: str = "auto") -> DeviceProfile:
     """The profile of this machine's first GPU, or the CPU's where there is no GPU.
 
-    `target` "cuda" or "rocm" wants such a GPU. Raises ToolchainError if there is none, or if its architecture
-    has no profile.
+    `target` "cuda" or "rocm" wants such a GPU. Raises ToolchainError if there is none, or if its architecture has no
+    profile.
     """
     found = None if target == "cpu" else find_device()
     if found is None or target not in ("auto", found.target):
@@ -75,8 +44,7 @@ def detect(target: str = "auto") -> DeviceProfile:
 
 
 def find_device() -> FoundDevice | None:
-    """The first GPU that torch sees, or None (also where torch is missing or was built without GPU
-    support)."""
+    """The first GPU that torch sees, or None (also where torch is missing or was built without GPU support)."""
     if sys.platform.startswith("linux") and not any(os.path.exists(path) for path in _DRIVER_FILES):
         return None
     try:
@@ -86,28 +54,28 @@ def find_device() -> FoundDevice | None:
     if not torch.cuda.is_available():
         return None
     properties: Any = torch.cuda.get_device_properties(0)
-    rocm = torch.version.hip is not None
-    arch = properties.gcnArchName.split(":")[0] if rocm else f"sm_{properties.major}{properties.minor}"
-    target = "rocm" if rocm else "cuda"
+    target, arch = "cuda", f"sm_{properties.major}{properties.minor}"
+    if torch.version.hip is not None:
+        target, arch = "rocm", properties.gcnArchName.split(":")[0]
     return FoundDevice(properties.name, target, arch, properties.multi_processor_count, properties.total_memory)
 
 
 def match(found: FoundDevice) -> DeviceProfile:
-    """The profile for a device: by name where one fits, else of its architecture; scaled where its size
-    differs.
+    """The profile for a device: by name where one fits, else of its architecture; scaled where its size differs.
 
     A device whose counts differ from the profile's (a PCIe board, a partition) gets a name such as
-    "h100-114mp-79gib", which `load_profile` understands on any machine. Raises ToolchainError if nothing
-    fits.
+    "h100-114mp-79gib", which `load_profile` understands on any machine. Raises ToolchainError if nothing fits.
     """
-    words = re.sub(r"[^A-Z0-9 ]", " ", found.name.upper())
-    candidates = [name for word, name in _NAMES.items() if re.search(rf"\b{word}\b", words)]
-    candidates += [_ARCHITECTURES[found.arch]] if found.arch in _ARCHITECTURES else []
-    profile = next((p for p in map(load_profile, candidates) if p.arch == found.arch), None)
+    words = re.findall(r"[a-z0-9]+", found.name.lower())
+    default = {arch: facts.profile for arch, facts in architectures().items() if facts.profile}
+    called = {*words, *map(str.__add__, words, words[1:])}  # "rtx4090" is written "RTX 4090"
+    names = [name for name in profile_names() if name in called]
+    candidates = map(load_profile, names + [default[arch] for arch in default if arch == found.arch])
+    profile = next((profile for profile in candidates if profile.arch == found.arch), None)
     if profile is None:
         raise ToolchainError(
             f"--device-profile: no profile for {found.name!r} ({found.arch}); supported architectures:"
-            f" {', '.join(_ARCHITECTURES)}; describe the device in a FILE.toml, or give --target cpu"
+            f" {', '.join(default)}; describe the device in a FILE.toml, or give --target cpu"
         )
     same_memory = 0.93 < found.memory_bytes / profile.memory_bytes < 1.07
     if found.multiprocessors == profile.multiprocessors and same_memory:

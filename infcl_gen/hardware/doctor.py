@@ -1,5 +1,4 @@
-"""What `infcl-gen doctor` reports: devices, links, versions, what works here, and what to do about the
-rest."""
+"""What `infcl-gen doctor` reports: devices, links, versions, what works here, and what to do about the rest."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _MINIMUM = {"torch": (2, 11), "triton": (3, 6)}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report. `state` is "ok", "missing", "old" or "broken"; `advice` is empty where it is
-    "ok"."""
+    """One line of the report. `state` is "ok", "missing", "old" or "broken"; `advice` is empty where it is "ok"."""
 
     subject: str
     state: str
@@ -72,15 +70,12 @@ def _torch(report: Report) -> Iterator[Finding]:
     import torch.distributed as dist
 
     found = find_device()
+    gpus = 0 if found is None else torch.cuda.device_count()
     if found is None:
-        yield Finding(
-            "gpu",
-            "missing",
-            "no GPU that torch can use",
-            "the cpu target works; for GPUs, a driver and its torch build",
-        )
+        advice = "the cpu target works; for GPUs, a driver and its torch build"
+        yield Finding("gpu", "missing", "no GPU that torch can use", advice)
     else:
-        for index in range(torch.cuda.device_count()):
+        for index in range(gpus):
             properties: Any = torch.cuda.get_device_properties(index)
             memory = f"{properties.total_memory / 2**30:.1f} GiB"
             count = f"{properties.multi_processor_count} multiprocessors"
@@ -91,27 +86,18 @@ def _torch(report: Report) -> Iterator[Finding]:
         yield Finding("device profile", "ok", f"{profile.name} ({profile.arch}), used for --device-profile auto")
     except InfclError as error:
         yield Finding("device profile", "missing", str(error), "describe the device in a TOML file")
-    if found is not None and torch.cuda.device_count() > 1:
+    if gpus > 1:
         yield _links(torch, report)
-    gloo = dist.is_available() and dist.is_gloo_available()
-    yield (
-        Finding("gloo", "ok", "rings of CPU processes")
-        if gloo
-        else Finding(
-            "gloo",
-            "missing",
-            "rings of CPU processes, and the ranks' agreement",
-            "install torch with distributed support",
-        )
-    )
-    if found is not None:
-        nccl = dist.is_available() and dist.is_nccl_available()
-        yield (
-            Finding("nccl", "ok", "rings of GPUs")
-            if nccl
-            else Finding("nccl", "missing", "rings of GPUs", "install torch with NCCL")
-        )
-    yield from _triton(found is not None)
+    if dist.is_available() and dist.is_gloo_available():
+        yield Finding("gloo", "ok", "rings of CPU processes")
+    else:
+        detail = "rings of CPU processes, and the ranks' agreement"
+        yield Finding("gloo", "missing", detail, "install torch with distributed support")
+    if gpus and dist.is_available() and dist.is_nccl_available():
+        yield Finding("nccl", "ok", "rings of GPUs")
+    elif gpus:
+        yield Finding("nccl", "missing", "rings of GPUs", "install torch with NCCL")
+    yield from _triton(gpus > 0)
 
 
 def _links(torch: Any, report: Report) -> Finding:

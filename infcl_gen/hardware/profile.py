@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from importlib import resources
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.cluster_file import Peak
-from infcl_gen.inputs.text import check_text, read_text_file, show, suggestion
+from infcl_gen.inputs.text import check_text, read_toml, show, suggestion
 
 MATMUL_KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
-_VENDORS = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
+_FOLDER = Path(__file__).parent
+_TARGETS = {"nvidia": "cuda", "amd": "rocm", "cpu": "cpu"}
 _ARCHITECTURES = {"nvidia": r"sm_[0-9]{2,3}a?", "amd": r"gfx[0-9a-f]{3,5}", "cpu": r"[a-z0-9_]{2,32}"}
 
 
@@ -30,6 +32,7 @@ class Architecture:
     recomputed_rows: int = 64
     products_read_shared: bool = False
     recomputed_fused: tuple[int, ...] = ()
+    profile: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,19 +69,32 @@ class DeviceProfile:
     @property
     def architecture(self) -> Architecture:
         """What kernels know of its architecture."""
-        table = _architectures()
+        table = architectures()
         return table.get(self.arch) or table.get(self.vendor) or Architecture("small")
 
     def __post_init__(self) -> None:
-        problem = _defect(self)
-        if problem:
-            raise InputError(f"--device-profile: {show(self.name)}: {problem}")
+        if defect := _defect(self):
+            raise InputError(f"--device-profile: {show(self.name)}: {defect}")
+
+
+# Which keys a profile may have, and which the tables in it.
+_PEAK_KEYS: dict[str, Any] = {"value": {}, "source": {}}
+_KEYS = dict.fromkeys([field.name for field in dataclasses.fields(DeviceProfile)], _PEAK_KEYS)
+_KEYS["matmul_tflops"] = dict.fromkeys(MATMUL_KINDS, _PEAK_KEYS)
+
+
+@functools.cache
+def architectures() -> dict[str, Architecture]:
+    """The facts of every architecture by its name, and by the vendors' names what is common to the others."""
+    import msgspec
+
+    table = read_toml("--device-profile", _FOLDER / "architectures.toml")
+    return msgspec.convert(table, dict[str, Architecture], strict=True)
 
 
 def profile_names() -> tuple[str, ...]:
     """Names of the profiles that come with infcl_gen, sorted."""
-    files = resources.files("infcl_gen.hardware").joinpath("profiles").iterdir()
-    return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
+    return tuple(sorted(file.stem for file in (_FOLDER / "profiles").glob("*.toml")))
 
 
 def load_profile(name_or_path: str) -> DeviceProfile:
@@ -89,28 +105,31 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     """
     text = check_text("--device-profile", name_or_path)
     if text.endswith(".toml"):
-        return _decode(read_text_file("--device-profile", text), text)
+        return profile_from_literals(read_toml("--device-profile", text), text)
     size = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]{0,3})mp-([1-9][0-9]{0,4})gib", text)
     name = size[1] if size else re.sub(r"[ _-]", "", text.lower())
     if name not in profile_names():
         near = suggestion(name, profile_names())
         raise InputError(f"--device-profile: {show(text)} is neither a profile nor a FILE.toml{near}")
-    file = resources.files("infcl_gen.hardware").joinpath("profiles", f"{name}.toml")
-    profile = _decode(file.read_text(encoding="utf-8"), file.name)
+    profile = profile_from_literals(read_toml("--device-profile", _FOLDER / "profiles" / f"{name}.toml"), name)
     return _resized(profile, text, int(size[2]), int(size[3]) * 2**30) if size else profile
 
 
 def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") -> DeviceProfile:
     """The profile that `dataclasses.asdict` wrote down. Raises InputError naming what is unknown or out of range."""
-    return _convert(table, where)
-
-
-@functools.cache
-def _architectures() -> dict[str, Architecture]:
     import msgspec
 
-    text = resources.files("infcl_gen.hardware").joinpath("architectures.toml").read_text(encoding="utf-8")
-    return msgspec.toml.decode(text, type=dict[str, Architecture], strict=True)
+    try:
+        for key in _unknown_keys(table, _KEYS):
+            near = "" if "." in key else suggestion(key, _KEYS)
+            raise InputError(f"--device-profile: unknown key {show(key)} in {show(where)}{near}")
+        return msgspec.convert(table, DeviceProfile, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        # An InputError of __post_init__ arrives wrapped when msgspec builds the dataclass.
+        cause = error.__cause__
+        raise (cause if isinstance(cause, InputError) else None) or InputError(
+            f"--device-profile: {show(where)}: {error}"
+        ) from None
 
 
 def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_bytes: int) -> DeviceProfile:
@@ -126,53 +145,21 @@ def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_byt
     )
 
 
-def _decode(text: str, where: str) -> DeviceProfile:
-    import msgspec
-
-    try:
-        table = msgspec.toml.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InputError(f"--device-profile: {show(where)}: {error}") from None
-    return _convert(table, where)
-
-
-def _convert(table: dict[str, Any], where: str) -> DeviceProfile:
-    import msgspec
-
-    try:
-        known = [field.name for field in dataclasses.fields(DeviceProfile)]
-        for key, value in table.items():
-            if not isinstance(key, str):
-                raise InputError(f"--device-profile: key {show(key)} in {show(where)} is not text")
-            if key not in known:
-                raise InputError(f"--device-profile: unknown key {show(key)} in {show(where)}{suggestion(key, known)}")
-            for inner in _unknown_inner_keys(key, value):
-                raise InputError(f"--device-profile: unknown key {show(inner)} in {show(where)}")
-        return msgspec.convert(table, DeviceProfile, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
-        # An InputError of __post_init__ arrives wrapped when msgspec builds the dataclass.
-        cause = error.__cause__
-        raise (cause if isinstance(cause, InputError) else None) or InputError(
-            f"--device-profile: {show(where)}: {error}"
-        ) from None
-
-
-def _unknown_inner_keys(key: str, value: object) -> list[str]:
-    # msgspec forbids unknown fields for its own structs only; a misspelt key of a peak must not pass either.
-    if not isinstance(value, dict):
-        return []
-    if key == "matmul_tflops":
-        return [f"{key}.{kind}" for kind in value if kind not in MATMUL_KINDS] + [
-            inner for kind, peak in value.items() for inner in _unknown_inner_keys(f"{key}.{kind}", peak)
-        ]
-    return [f"{key}.{name}" for name in value if name not in ("value", "source")]
+def _unknown_keys(table: Mapping[Any, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Keys of a table, and of the tables in it, that are not known: msgspec forbids them for its own structs only."""
+    for key, value in table.items():
+        path = prefix + (key if isinstance(key, str) else show(key))
+        if key not in known:
+            yield path
+        elif isinstance(value, dict):
+            yield from _unknown_keys(value, known[key], f"{path}.")
 
 
 def _defect(profile: DeviceProfile) -> str | None:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", profile.name):
         return "name must be lower-case letters, digits, '_', '.', '-', at most 64"
-    if _VENDORS.get(profile.vendor) != profile.target:
-        return f"vendor and target must be one of {', '.join(f'{v}/{t}' for v, t in _VENDORS.items())}"
+    if _TARGETS.get(profile.vendor) != profile.target:
+        return f"vendor and target must be one of {', '.join(f'{v}/{t}' for v, t in _TARGETS.items())}"
     if not re.fullmatch(_ARCHITECTURES[profile.vendor], profile.arch):
         return f"arch {show(profile.arch)} is not an architecture of vendor {profile.vendor}"
     for field in dataclasses.fields(DeviceProfile):
@@ -187,7 +174,6 @@ def _defect(profile: DeviceProfile) -> str | None:
     peaks = {f"matmul_tflops.{kind}": peak for kind, peak in profile.matmul_tflops.items()}
     peaks |= {f.name: v for f in dataclasses.fields(profile) if isinstance(v := getattr(profile, f.name), Peak)}
     for name, peak in peaks.items():
-        defect = peak.defect()
-        if defect:
+        if defect := peak.defect():
             return f"{name}: {defect}"
     return None
