@@ -6,13 +6,11 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from infcl_gen.errors import InputError
-from infcl_gen.inputs.text import check_integer, check_text, read_toml, show, suggestion
+from infcl_gen.inputs.text import check_integer, check_keys, check_text, read_toml, show
 
 MAX_DEVICES = 65536
-
 SOURCES = ("measured: ", "vendor: ", "derived: ", "assumed: ")
 
 
@@ -68,6 +66,10 @@ class ClusterFile:
     links: Links | None = None
 
 
+_SIZES = ("nodes", "devices_per_node")
+_LINKS = tuple(field.name for field in dataclasses.fields(Links))
+
+
 def read_cluster(cluster: object) -> ClusterFile:
     """The cluster that a TOML file describes, or a mapping of the same keys; a `ClusterFile` is one already.
 
@@ -81,21 +83,18 @@ def read_cluster(cluster: object) -> ClusterFile:
         table, where = read_toml("--cluster", cluster), show(os.fspath(cluster))
     else:
         raise InputError(f"--cluster: expected the path of a TOML file, got {show(cluster)}")
-    own = ("nodes", "devices_per_node", "device_profile")
-    known = (*own, *(field.name for field in dataclasses.fields(Links)))
-    for key in table:
-        if not isinstance(key, str) or key not in known:
-            near = suggestion(key, known) if isinstance(key, str) else f"; valid: {', '.join(known)}"
-            raise InputError(f"--cluster: unknown key {show(key)} in {where}{near}")
-    sizes = {name: table[name] for name in own[:2] if name in table}
-    for name, value in sizes.items():
-        check_integer(f"--cluster: {name} in {where}", value, 1, MAX_DEVICES)
+    check_keys("--cluster", table, (*_SIZES, "device_profile", *_LINKS), where)
+    sizes = {
+        name: check_integer(f"--cluster: {name} in {where}", table[name], 1, MAX_DEVICES)
+        for name in _SIZES
+        if name in table
+    }
     profile = table.get("device_profile")
     if profile is not None:
         profile = check_text(f"--cluster: device_profile in {where}", profile)
         if profile.endswith(".toml") and not isinstance(cluster, Mapping):
             profile = os.path.join(os.path.dirname(os.fspath(cluster)), profile)
-    links = {key: value for key, value in table.items() if key not in own}
+    links = {key: value for key, value in table.items() if key in _LINKS}
     return ClusterFile(**sizes, device_profile=profile, links=read_links(links, where) if links else None)
 
 
@@ -103,29 +102,22 @@ def read_links(table: object, where: str) -> Links:
     """Links from literals, as a file or a package's SPEC has them."""
     if not isinstance(table, Mapping):
         raise InputError(f"--cluster: {where}: expected a table of links, got {show(table)}")
-    known = tuple(field.name for field in dataclasses.fields(Links))
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise InputError(f"--cluster: unknown key {show(key)} in {where}; valid: {', '.join(known)}")
-        values[key] = value
-        if key != "links_per_node" and value is not None:
-            values[key] = _peak(value, f"--cluster: {key} in {where}")
-    return Links(**values)
+    check_keys("--cluster", table, _LINKS, where)
+    peaks = {
+        key: _peak(value, f"--cluster: {key} in {where}")
+        for key, value in table.items()
+        if key != "links_per_node" and value is not None
+    }
+    return Links(**{**table, **peaks})
 
 
 def _peak(value: object, where: str) -> Peak:
-    fields: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
-    rate, source = fields.get("value"), fields.get("source")
-    if (
-        set(fields) != {"value", "source"}
-        or not isinstance(source, str)
-        or not isinstance(rate, int | float)
-        or isinstance(rate, bool)
-    ):
-        valid = '{ value = 50.0, source = "measured: ..." }'
-        raise InputError(f"{where}: expected a number and where it is from, as {valid}; got {show(value)}")
-    peak = Peak(math.inf if abs(rate) > 1e15 else float(rate), source)  # float() raises for huge integers
+    match value:
+        case {"value": int() | float() as rate, "source": str(source), **more} if not more and type(rate) is not bool:
+            peak = Peak(math.inf if abs(rate) > 1e15 else float(rate), source)  # float() raises for huge integers
+        case _:
+            valid = '{ value = 50.0, source = "measured: ..." }'
+            raise InputError(f"{where}: expected a number and where it is from, as {valid}; got {show(value)}")
     if defect := peak.defect():
         raise InputError(f"{where}: {defect}")
     return peak

@@ -1,8 +1,7 @@
 """The problem: what a loss package is generated for.
 
-`make_problem` turns flags (strings from the command line, values from Python or from a TOML file) into one
-`Problem`; `Problem` itself refuses values out of range, so that every later stage can rely on them. Each
-message names the flag.
+`make_problem` turns flags (strings from the command line, values from Python or from a TOML file) into one `Problem`.
+`Problem` itself refuses values out of range, so that every later stage can rely on them. Each message names the flag.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.errors import InputError
-from infcl_gen.inputs.cluster_file import MAX_DEVICES, Links, read_cluster, read_links
+from infcl_gen.inputs.cluster_file import MAX_DEVICES, ClusterFile, Links, read_cluster, read_links
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
 from infcl_gen.inputs.text import (
     check_integer,
@@ -29,12 +28,19 @@ from infcl_gen.inputs.text import (
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-PRECISIONS = ("default", "tf32", "exact")
-TARGETS = ("auto", "cpu", "cuda", "rocm")
-
 MAX_BATCH = 2**40
 MAX_DIM = 65536
 MAX_BUDGET_BYTES = 2**50
+_LARGEST = {
+    "batch_size": MAX_BATCH, "keys": MAX_BATCH, "dim": MAX_DIM, "devices": MAX_DEVICES, "nodes": MAX_DEVICES,
+    "memory_budget_bytes": MAX_BUDGET_BYTES,
+}  # fmt: skip
+_WORDS = {
+    "dtype": tuple(DTYPE_BYTES),
+    "precision": ("default", "tf32", "exact"),
+    "target": ("auto", "cpu", "cuda", "rocm"),
+}
+_OPTIONAL = ("keys", "memory_budget_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +68,18 @@ class Problem:
     links: Links | None = None
 
     def __post_init__(self) -> None:
-        check_integer("--batch-size", self.batch_size, 1, MAX_BATCH)
-        if self.keys is not None:
-            check_integer("--keys", self.keys, 1, MAX_BATCH)
-            if self.keys == self.batch_size:  # one problem, one package, one tuning record
-                object.__setattr__(self, "keys", None)
-        check_integer("--dim", self.dim, 1, MAX_DIM)
-        check_integer("--devices", self.devices, 1, MAX_DEVICES)
-        check_integer("--nodes", self.nodes, 1, MAX_DEVICES)
+        for name, largest in _LARGEST.items():
+            if name not in _OPTIONAL or getattr(self, name) is not None:
+                check_integer(flag_name(name), getattr(self, name), 1, largest)
+        for name, words in _WORDS.items():
+            check_word(flag_name(name), getattr(self, name), words)
+        if self.keys == self.batch_size:  # one problem, one package, one tuning record
+            object.__setattr__(self, "keys", None)
         if self.devices % self.nodes:
             raise InputError(
                 f"--nodes: {self.nodes} nodes cannot hold {self.devices} devices evenly;"
                 " --devices (the total) must be a multiple of --nodes"
             )
-        if self.memory_budget_bytes is not None:
-            check_integer("--memory-budget", self.memory_budget_bytes, 1, MAX_BUDGET_BYTES)
-        check_word("--dtype", self.dtype, tuple(DTYPE_BYTES))
-        check_word("--precision", self.precision, PRECISIONS)
-        check_word("--target", self.target, TARGETS)
         if self.precision != "default" and self.dtype != "fp32":
             raise InputError(f"--precision: {self.precision} is for --dtype fp32, not {self.dtype}; give 'default'")
         _check_loss(self.loss)
@@ -108,14 +108,11 @@ class Problem:
 
 
 def make_problem(**flags: Any) -> Problem:
-    """`Problem` from flags as users write them: sizes as "64k" or numbers, `memory_budget` as "2GiB" or
-    "auto".
+    """`Problem` from flags as users write them: sizes as "64k" or numbers, `memory_budget` as "2GiB" or "auto".
 
-    Keywords are the flags with underscores (`batch_size`, `dim`, `loss`, `keys`, `devices`, `nodes`,
-    `memory_budget`, `dtype`, `precision`, `target`, `device_profile`, `set`, `cluster`) and the fields
-    `memory_budget_bytes`, `settings` and `links`; None means "not given". `set` is a mapping, or an iterable of
-    "key=value" or of pairs; `cluster` the path of a cluster file, or a mapping of what stands in one. Raises InputError
-    naming the flag.
+    Keywords are the fields of `Problem`, and the flags `memory_budget`, `set` and `cluster`; None means "not given".
+    `set` is a mapping, or an iterable of "key=value" or of pairs; `cluster` the path of a cluster file, or a mapping of
+    what stands in one. Raises InputError naming the flag.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     known = (*(field.name for field in dataclasses.fields(Problem)), "memory_budget", "set", "cluster")
@@ -128,61 +125,47 @@ def make_problem(**flags: Any) -> Problem:
     for short, full in (("memory_budget", "memory_budget_bytes"), ("set", "settings")):
         if short in given and full in given:
             raise InputError(f"{flag_name(short)}: give either {short} or {full}, not both")
-    if "cluster" in given:
-        given = _with_cluster(given)
     values: dict[str, Any] = {}
     for name, value in given.items():
-        if name in ("batch_size", "keys", "dim", "devices", "nodes"):
-            values[name] = parse_count(value, flag_name(name))
-        elif name in ("memory_budget", "memory_budget_bytes"):
+        if name in ("memory_budget", "memory_budget_bytes"):
             values["memory_budget_bytes"] = None if value == "auto" else parse_bytes(value, "--memory-budget")
-        elif name in ("set", "settings"):
-            values["settings"] = parse_overrides(value)
+        elif name in _LARGEST:
+            values[name] = parse_count(value, flag_name(name))
         elif name == "links":
             values[name] = value if isinstance(value, Links) else read_links(value, "the links")
         elif name in ("loss", "device_profile") and isinstance(value, os.PathLike):
             values[name] = os.fspath(value)
-        else:
-            values[name] = value
+        elif name != "cluster":
+            values["settings" if name == "set" else name] = value
+    if "cluster" in given:
+        values |= _said_by(read_cluster(given["cluster"]), values)
     return Problem(**values)
 
 
-def _with_cluster(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags with what the cluster file gives: devices, nodes, profile, links. A flag may repeat it, not differ."""
-    cluster = read_cluster(given["cluster"])
-    flags = {name: value for name, value in given.items() if name != "cluster"}
-    asked: dict[str, Any] = {}
-    for name in ("devices", "nodes"):
-        if name in flags:
-            asked[name] = parse_count(flags[name], flag_name(name))
-    nodes, each = cluster.nodes or asked.get("nodes"), cluster.devices_per_node
+def _said_by(cluster: ClusterFile, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the cluster file gives: devices, nodes, profile, links. A flag may repeat it, not differ."""
+    nodes, each = cluster.nodes or given.get("nodes"), cluster.devices_per_node
     if each is not None and nodes is None:
-        nodes = max(1, asked.get("devices", 1) // each)
+        nodes = max(1, given.get("devices", 1) // each)
     said = {
         "nodes": nodes if cluster.nodes or each else None,
         "devices": nodes * each if nodes and each else None,
         "device_profile": cluster.device_profile,
         "links": cluster.links,
     }
+    said = {name: value for name, value in said.items() if value is not None}
     for name, value in said.items():
-        if value is None:
-            continue
-        before = asked.get(name, flags.get(name))
-        before = os.fspath(before) if isinstance(before, os.PathLike) else before
-        if before not in (None, value):
+        if given.get(name) not in (None, value):
             raise InputError(
-                f"{flag_name(name)}: {show(before)} contradicts {show(value)} of --cluster; leave one of them out"
+                f"{flag_name(name)}: {show(given[name])} contradicts {show(value)} of --cluster; leave one of them out"
             )
-        flags[name] = value
-    return flags
+    return said
 
 
 def _check_loss(value: object) -> None:
     text = check_text("--loss", value)
-    name = text
-    if ":" in text:
-        path, _, name = text.rpartition(":")
-        if Path(path).suffix != ".py":
-            raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME")
+    path, _, name = text.rpartition(":")
+    if ":" in text and Path(path).suffix != ".py":
+        raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME")
     if not (name.isascii() and name.isidentifier()):
         raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")

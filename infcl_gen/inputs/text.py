@@ -7,20 +7,21 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from infcl_gen.errors import InputError
 
 _MAX_TEXT = 1024
-
 _MAX_FILE_BYTES = 2**20
 
 
 def check_text(flag: str, value: object) -> str:
-    """`value` if it is a printable, non-empty text of moderate length; control characters, newlines and
-    invisible direction marks are refused because the text may be shown, or written into a package as a
-    literal."""
+    """`value` if it is a printable, non-empty text of moderate length.
+
+    Control characters, newlines and invisible direction marks are refused because the text may be shown, or written
+    into a package as a literal.
+    """
     if not isinstance(value, str):
         raise InputError(f"{flag}: expected text, got {show(value)}")
     if not value or len(value) > _MAX_TEXT or not value.isprintable():
@@ -28,16 +29,25 @@ def check_text(flag: str, value: object) -> str:
     return value
 
 
-def check_integer(flag: str, value: object, low: int, high: int) -> None:
+def check_integer(flag: str, value: object, low: int, high: int) -> int:
+    """`value` if it is an integer within these limits."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{flag}: expected an integer from {low} to {high}, got {show(value)}")
     if not low <= value <= high:
-        raise InputError(f"{flag}: {_short_integer(value)} is out of range; valid: {low} to {high}")
+        raise InputError(f"{flag}: {show(value)} is out of range; valid: {low} to {high}")
+    return value
 
 
 def check_word(flag: str, value: object, valid: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in valid:
         raise InputError(f"{flag}: {show(value)} is unknown; valid: {', '.join(valid)}")
+
+
+def check_keys(flag: str, table: Mapping[Any, Any], known: Collection[str], where: str) -> None:
+    """Refuses keys of a table that are not known."""
+    for key in table:
+        if key not in known:
+            raise InputError(f"{flag}: unknown key {show(key)} in {where}{suggestion(key, known)}")
 
 
 def parse_count(value: object, flag: str = "count") -> int:
@@ -79,35 +89,28 @@ def bytes_text(size: int) -> str:
     return f"{size} B"
 
 
-def read_text_file(flag: str, path: str | os.PathLike[str]) -> str:
-    """The text of a small regular UTF-8 file. Raises InputError naming `flag` (also for a device or a pipe,
-    which would block)."""
-    name = check_text(flag, os.fspath(path))
-    try:
-        mode = os.stat(name).st_mode
-        if not stat.S_ISREG(mode):
-            raise InputError(f"{flag}: {show(name)} is not a regular file")
-        with open(name, "rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{flag}: cannot read {show(name)}: {error.strerror or error}") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise InputError(f"{flag}: {show(name)} is larger than {_MAX_FILE_BYTES} bytes")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{flag}: {show(name)} is not UTF-8 text (byte {error.start})") from None
-
-
 def read_toml(flag: str, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table in a TOML file. Raises InputError naming the flag that named the file."""
+    """The table in a small regular file of TOML.
+
+    Raises InputError naming the flag that named the file (also for a device or a pipe, which would block).
+    """
     import msgspec
 
-    text = read_text_file(flag, path)
+    name = show(check_text(flag, os.fspath(path)))
     try:
-        table: dict[str, Any] = msgspec.toml.decode(text)
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise InputError(f"{flag}: {name} is not a regular file")
+        with open(path, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise InputError(f"{flag}: {name} is larger than {_MAX_FILE_BYTES} bytes")
+        table: dict[str, Any] = msgspec.toml.decode(data.decode())
+    except OSError as error:
+        raise InputError(f"{flag}: cannot read {name}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{flag}: {name} is not UTF-8 text (byte {error.start})") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InputError(f"{flag}: {show(os.fspath(path))} is not valid TOML: {error}") from None
+        raise InputError(f"{flag}: {name} is not valid TOML: {error}") from None
     return table
 
 
@@ -130,13 +133,8 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: object, known: Iterable[str]) -> str:
     """ "; did you mean ...?" or the list of what is valid."""
     known = list(known)
-    close = difflib.get_close_matches(name[:64], known, n=1)
+    close = difflib.get_close_matches(name[:64] if isinstance(name, str) else "", known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(known)}"
-
-
-def _short_integer(value: int) -> str:
-    # str() of an integer beyond 4300 digits raises.
-    return str(value) if abs(value) < 10**30 else f"a number of {value.bit_length()} bits"
