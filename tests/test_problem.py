@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infcl_gen.cli.options import FLAGS, read_config
 from infcl_gen.errors import (
     InfclError,
     InfeasibleError,
@@ -15,7 +16,6 @@ from infcl_gen.errors import (
     ToolchainError,
     VerificationError,
 )
-from infcl_gen.inputs.config import CONFIG_FLAGS, read_config
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
 from infcl_gen.inputs.problem import MAX_BATCH, Problem, make_problem
 from infcl_gen.inputs.text import clean, parse_bytes, parse_count, show
@@ -140,7 +140,7 @@ def test_config_accepts_dashes_and_underscores(tmp_path: Path) -> None:
     file.write_text('batch-size = "64k"\ndim = 768\nmemory_budget = "1GiB"\nranks = 2\n[set]\npanel_rows = 64\n')
     config = read_config(file)
     assert config == {"batch_size": "64k", "dim": 768, "memory_budget": "1GiB", "ranks": 2, "set": {"panel_rows": 64}}
-    assert set(config) <= set(CONFIG_FLAGS)
+    assert set(config) <= set(FLAGS)
 
 
 @given(st.text(max_size=200))

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from infcl_gen.cli import options, text
-from infcl_gen.cli.group import Reported, main, show
+from infcl_gen.cli.group import Reported, show
+from infcl_gen.cli.options import COUNT, COUNTS, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
 
 if TYPE_CHECKING:
@@ -23,41 +22,40 @@ BENCH = ("batches", "dims", "package", "against", "scale", "features", "repeats"
 NOT_OF_RINGS = ("plot", "errors", "features")
 
 
-@main.command()
-@options.problem
-@click.option("--batches", metavar="N,...", help="Several batch sizes: 8k,16k,64k.")
-@click.option("--dims", metavar="D,...", help="Several embedding dimensions.")
-@click.option("--package", multiple=True, metavar="DIR", help="Measure this package; may be given again.")
-@click.option("--against", metavar="NAME,...", help="Whom to compare with: names, all or none [all].")
-@click.option("--scale", metavar="S", help="Logit scale [14.3].")
-@click.option("--features", metavar="DTYPE", help="Of features: the package's [default], or fp32 under autocast to it.")
-@click.option("--repeats", metavar="N", help="Timed runs of each [10].")
-@click.option("--ranks", metavar="N", help="Measure a ring of N processes, with and without communication [1].")
-@click.option("--errors", metavar="N", help="Largest batch whose errors are computed, in fp64 [32k].")
-@click.option("--campaign", metavar="FILE.toml", help="Measure what this file describes; goes on where it stopped.")
-@click.option("--plot", metavar="FILE", help="Draw time and memory against the batch size: .svg, .png, .pdf.")
-@click.option("-o", "--output", metavar="FILE", help="Write the measurements to this .json file.")
-@options.common
-def bench(**flags: Any) -> None:
+@command(
+    *options.problem,
+    option("--batches", "N,...", "Several batch sizes: 8k,16k,64k.", COUNTS),
+    option("--dims", "D,...", "Several embedding dimensions.", COUNTS),
+    option("--package", "DIR", "Measure this package; may be given again.", list[str]),
+    option("--against", "NAME,...", "Whom to compare with: names, all or none [all].", NAMES),
+    option("--scale", "S", "Logit scale [14.3].", NUMBER),
+    option("--features", "DTYPE", "Of features: the package's [default], or fp32 under autocast to it."),
+    option("--repeats", "N", "Timed runs of each [10].", COUNT),
+    option("--ranks", "N", "Measure a ring of N processes, with and without communication [1].", COUNT),
+    option("--errors", "N", "Largest batch whose errors are computed, in fp64 [32k].", COUNT),
+    option("--campaign", "FILE.toml", "Measure what this file describes; goes on where it stopped."),
+    option("--plot", "FILE", "Draw time and memory against the batch size: .svg, .png, .pdf."),
+    option("-o --output", "FILE", "Write the measurements to this .json file."),
+)
+def bench(flags: dict[str, Any]) -> None:
     """Time packages side by side with plain torch and other libraries: milliseconds, memory, errors.
 
     A package is generated for every batch size and dimension, or those of --package are taken, also edited ones. Who is
     not installed is named as absent.
     """
-    flags = options.settle(flags)
     if flags["campaign"] is not None:
         _campaign(flags)
         return
     from infcl_gen.bench import contest, results, ring
     from infcl_gen.bench.peers import chosen_peers
 
-    ranks = options.ranks_of(flags["ranks"]) or 1
-    rounds = options.count(flags["repeats"], "--repeats", 10, 1, 10000)
-    errors = options.count(flags["errors"], "--errors", 32768, 0, 2**40)
-    scale = options.number(flags["scale"], "--scale", 14.3, 1e6, "scale")
+    ranks = options.count(flags, "ranks", 1, 1, options.MAX_RANKS)
+    rounds = options.count(flags, "repeats", 10, 1, 10000)
+    errors = options.count(flags, "errors", 32768, 0, 2**40)
+    scale = options.number(flags, "scale", 14.3, 1e6, "scale")
     everybody = list(ring.PEERS) if ranks > 1 else None
     peers = chosen_peers(everybody if flags["against"] is None else flags["against"])
-    output, picture = options.json_file(flags["output"]), _picture(flags)
+    output, picture = options.json_file(flags), _picture(flags)
     command = options.command_line("bench", flags, (*options.PROBLEM, *BENCH))
     libraries = [peer.distribution for peer in peers]
     measured = contest.Contest(peers, scale, contest.Limits(rounds, errors_up_to=errors), flags["features"])
@@ -85,13 +83,10 @@ def bench(**flags: Any) -> None:
 def _campaign(flags: dict[str, Any]) -> None:
     from infcl_gen.bench.campaign import read_campaign, run_campaign
     from infcl_gen.bench.results import measurement
-    from infcl_gen.inputs.text import flag_name
 
-    for name in (*options.PROBLEM, *BENCH):
-        if flags[name] not in (None, ()):
-            raise InputError(f"{flag_name(name)}: stands in the file of --campaign; leave it out")
+    options.refuse(flags, (*options.PROBLEM, *BENCH), "stands in the file of --campaign; leave it out")
     campaign = read_campaign(flags["campaign"])
-    output = options.json_file(flags["output"] or str(campaign.output)) or campaign.output
+    output = options.json_file({"output": flags["output"] or str(campaign.output)}) or campaign.output
     picture = _picture(flags)
     command = options.command_line("bench", flags, ("campaign",))
     with options.progress(flags) as progress:
@@ -106,7 +101,7 @@ def _campaign(flags: dict[str, Any]) -> None:
 
 def _picture(flags: Mapping[str, Any]) -> Path | None:
     """The file of --plot, if it can be drawn here."""
-    picture = options.result_file("--plot", flags["plot"])
+    picture = options.result_file(flags, "plot")
     if picture is not None:
         from infcl_gen.bench.plots import check_plot
 
@@ -132,25 +127,19 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[Work]:
     from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
     from infcl_gen.inputs.text import flag_name
 
-    for name in NOT_OF_RINGS if ranks > 1 else ():
-        if flags[name] is not None:
-            raise InputError(f"{flag_name(name)}: not with --ranks; leave it out")
+    if ranks > 1:
+        options.refuse(flags, NOT_OF_RINGS, "not with --ranks; leave it out")
     for several, one in (("batches", "batch_size"), ("dims", "dim")):
         if flags[several] is not None and flags[one] is not None:
             raise InputError(f"--{several}: give either --{several} or {flag_name(one)}, not both")
-    batches: list[int] | None = None
-    if flags["batches"] is not None:
-        batches = options.counts(flags["batches"], "--batches", MAX_BATCH)
+    batches = options.counts(flags, "batches", MAX_BATCH)
     if flags["package"]:
-        for name in (*options.PROBLEM, "dims", *(["batches"] if ranks > 1 else [])):
-            if flags[name] not in (None, ()):
-                raise InputError(f"{flag_name(name)}: comes with --package; give one of them")
-        names = dict.fromkeys(flags["package"])
-        folders = [Path(options.directory_name(folder, "--package")) for folder in names]
-        sizes: list[int | None] = [*batches] if batches else [None]
-        yield [(folders, batch) for batch in sizes]
+        others = (*options.PROBLEM, "dims", *(["batches"] if ranks > 1 else []))
+        options.refuse(flags, others, "comes with --package; give one of them")
+        folders = [Path(options.directory_name(name, "--package")) for name in dict.fromkeys(flags["package"])]
+        yield [(folders, batch) for batch in batches or (None,)]
         return
-    dims = [flags["dim"]] if flags["dims"] is None else options.counts(flags["dims"], "--dims", MAX_DIM)
+    dims = options.counts(flags, "dims", MAX_DIM) or [flags["dim"]]
     given = {name: flags[name] for name in options.PROBLEM}
     given["devices"] = given["devices"] or (ranks if ranks > 1 else None)
     problems = [
@@ -162,32 +151,29 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[Work]:
         yield work
 
 
-@main.command()
-@options.together(options.loss, options.keys, options.dim)
-@click.option("--batches", metavar="N,...", help="Batch sizes, over all devices [1M,32M].")
-@click.option("--devices", metavar="N,...", help="Devices in all [8 to 4096, doubled; 8 a node].")
-@options.together(*options.device)
-@click.option("--plot", metavar="FILE", help="Draw time and efficiency against devices: .svg, .png, .pdf.")
-@click.option("-o", "--output", metavar="FILE", help="Write the rows to this .json file.")
-@options.common
-def scale(**flags: Any) -> None:
+@command(
+    *(options.loss, options.keys, options.dim),
+    option("--batches", "N,...", "Batch sizes, over all devices [1M,32M].", COUNTS),
+    option("--devices", "N,...", "Devices in all [8 to 4096, doubled; 8 a node].", COUNTS),
+    *options.device,
+    option("--plot", "FILE", "Draw time and efficiency against devices: .svg, .png, .pdf."),
+    option("-o --output", "FILE", "Write the rows to this .json file."),
+)
+def scale(flags: dict[str, Any]) -> None:
     """Simulate a step on clusters of many sizes: time, efficiency, memory, and what bounds it.
 
     Each size is planned as `plan` does it, then its schedule runs as events on hosts, kernels, links and network.
     Nothing is measured, and no GPU is needed. A cluster file gives the devices of a node, and the links.
     """
-    flags = options.settle(flags)
     from infcl_gen.bench import scaling
     from infcl_gen.files import write_file
     from infcl_gen.hardware import resolve_cluster
     from infcl_gen.inputs.cluster_file import MAX_DEVICES
     from infcl_gen.inputs.problem import MAX_BATCH
 
-    batches = options.counts(flags["batches"] or "1M,32M", "--batches", MAX_BATCH)
-    devices = None
-    if flags["devices"] is not None:
-        devices = options.counts(flags["devices"], "--devices", MAX_DEVICES)
-    output, picture = options.json_file(flags["output"]), _picture(flags)
+    batches = options.counts(flags, "batches", MAX_BATCH) or [1 << 20, 32 << 20]
+    devices = options.counts(flags, "devices", MAX_DEVICES)
+    output, picture = options.json_file(flags), _picture(flags)
     names = [name for name in options.PROBLEM if name not in ("batch_size", "devices", "nodes")]
     problems = scaling.clusters({name: flags[name] for name in names}, devices, batches)
     board = resolve_cluster(problems[0]).profile.name
@@ -210,18 +196,15 @@ def scale(**flags: Any) -> None:
     show(flags, result, lambda: "\n".join(lines))
 
 
-@main.command()
-@options.common
-def doctor(**flags: Any) -> None:
+@command()
+def doctor(flags: dict[str, Any]) -> None:
     """Show what is here: devices, links, versions, what works, and what to do about the rest."""
-    flags = options.settle(flags)
     from infcl_gen.hardware.doctor import examine
 
     report = examine()
-    rows = [(row.subject, row.state, row.detail, row.advice) for row in report.findings]
-    keys = ("subject", "state", "detail", "advice")
-    result: dict[str, Any] = {"findings": [dict(zip(keys, row, strict=True)) for row in rows], "links": None}
-    shown = text.table_text(keys, rows)
+    rows = [dataclasses.asdict(finding) for finding in report.findings]
+    result: dict[str, Any] = {"findings": rows, "links": None}
+    shown = text.table_text(tuple(rows[0]), [tuple(row.values()) for row in rows])
     if report.links is not None:
         lines, (header, *rates) = report.links.cluster_file(report.profile), report.links.table()
         pairs = [[rate or None for rate in row] for row in report.links.pairs]
@@ -229,5 +212,5 @@ def doctor(**flags: Any) -> None:
         shown += f"\n\nLinks, one copy at a time\n{text.table_text(header, rates)}\n\nFor a --cluster file\n"
         shown += "\n".join("  " + line for line in lines)
     show(flags, result, lambda: shown)
-    if any(row.state == "missing" and row.subject == "torch" for row in report.findings):
+    if any(row["state"] == "missing" and row["subject"] == "torch" for row in rows):
         raise Reported(ToolchainError("torch is missing: packages can be generated here, not run or verified"))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from infcl_gen.cli.group import main
 from infcl_gen.errors import InputError
 from infcl_gen.files import check_folder
 
@@ -21,51 +23,72 @@ if TYPE_CHECKING:
     from infcl_gen.inputs.problem import Problem
 
 MAX_RANKS = 64
-PROBLEM = (
-    *("loss", "batch_size", "keys", "dim", "devices", "nodes", "memory_budget"),
-    *("dtype", "precision", "target", "device_profile", "cluster", "set"),
-)
+
+# What a configuration file may give: every flag, and of which type its value is there.
+FLAGS: dict[str, Any] = {}
+COUNT = int | str
+COUNTS = int | str | list[int | str]
+NUMBER = int | float | str
+NAMES = str | list[str]
+SETTINGS = dict[str, int | str] | list[str]
+
+Default = TypeVar("Default", int, None)
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def together(*given: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """One decorator that adds all these options, in this order."""
-
-    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(given):
-            function = option(function)
-        return function
-
-    return apply
+def option(names: str, metavar: str | None, help_text: str, kind: Any = str) -> Option:
+    """A flag of a command line, and of a configuration file, where its value is of this kind."""
+    name = names.rpartition("--")[2].replace("-", "_")
+    FLAGS[name] = FLAGS.get(name, kind) | kind
+    form: dict[str, Any] = {"is_flag": True} if kind is bool else {"multiple": kind in (list[str], SETTINGS)}
+    return click.option(*names.split(), metavar=metavar, help=help_text, **form)
 
 
-loss = click.option("--loss", metavar="NAME|FILE.py:NAME", help="Loss [clip].")
-keys = click.option("--keys", metavar="N", help="Keys over all devices, if not as many as queries.")
-dim = click.option("--dim", metavar="D", help="Embedding dimension.")
+loss = option("--loss", "NAME|FILE.py:NAME", "Loss [clip].")
+keys = option("--keys", "N", "Keys over all devices, if not as many as queries.", COUNT)
+dim = option("--dim", "D", "Embedding dimension.", COUNT)
 device = (
-    click.option("--memory-budget", metavar="SIZE", help="Per device: 512MiB, 2GiB, or auto [auto]."),
-    click.option("--dtype", metavar="bf16|fp16|fp32|fp64", help="Features [bf16]."),
-    click.option("--precision", metavar="default|tf32|exact", help="Products of fp32 features [default]."),
-    click.option("--target", metavar="auto|cpu|cuda|rocm", help="What the package runs on [auto]."),
-    click.option("--device-profile", metavar="NAME|FILE.toml|auto", help="Device to plan for [auto]."),
-    click.option("--cluster", metavar="FILE.toml", help="Nodes, devices, profile and links from a file."),
-    click.option("--set", multiple=True, metavar="KEY=VALUE", help="Override a choice of the planner."),
+    option("--memory-budget", "SIZE", "Per device: 512MiB, 2GiB, or auto [auto].", COUNT),
+    option("--dtype", "bf16|fp16|fp32|fp64", "Features [bf16]."),
+    option("--precision", "default|tf32|exact", "Products of fp32 features [default]."),
+    option("--target", "auto|cpu|cuda|rocm", "What the package runs on [auto]."),
+    option("--device-profile", "NAME|FILE.toml|auto", "Device to plan for [auto]."),
+    option("--cluster", "FILE.toml", "Nodes, devices, profile and links from a file."),
+    option("--set", "KEY=VALUE", "Override a choice of the planner.", SETTINGS),
 )
-problem = together(
+problem = (
     loss,
-    click.option("--batch-size", metavar="N", help="Queries over all devices: 65536, 64k, 4M (k = 1024)."),
+    option("--batch-size", "N", "Queries over all devices: 65536, 64k, 4M (k = 1024).", COUNT),
     keys,
     dim,
-    click.option("--devices", metavar="N", help="Devices in all [1]."),
-    click.option("--nodes", metavar="N", help="Nodes that hold them [1]."),
+    option("--devices", "N", "Devices in all [1].", COUNT),
+    option("--nodes", "N", "Nodes that hold them [1].", COUNT),
     *device,
 )
-common = together(
-    click.option("--json", is_flag=True, help="One JSON object on stdout."),
-    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-    click.option("-v", "--verbose", is_flag=True, help="Log to stderr what happens; tracebacks of internal errors."),
+PROBLEM = tuple(FLAGS)
+common = (
+    option("--json", None, "One JSON object on stdout.", bool),
+    option("-q --quiet", None, "Print errors only.", bool),
+    option("-v --verbose", None, "Log to stderr what happens; tracebacks of internal errors.", bool),
     click.option("--config", metavar="FILE.toml", help="Flags from a file; flags given here win."),
 )
 directory = click.argument("directory", metavar="DIR")
+
+
+def command(*given: Option) -> Callable[[Callable[[dict[str, Any]], None]], click.Command]:
+    """A command of the group with these options and the common ones. It gets its flags settled."""
+
+    def apply(function: Callable[[dict[str, Any]], None]) -> click.Command:
+        @functools.wraps(function)
+        def run(**flags: Any) -> None:
+            function(settle(flags))
+
+        options: Any = run
+        for each in reversed((*given, *common)):
+            options = each(options)
+        return main.command()(options)
+
+    return apply
 
 
 class _Log(logging.Handler):
@@ -83,20 +106,17 @@ def settle(flags: dict[str, Any]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise InputError("the current folder was deleted; change to another one") from error
     if flags["config"] is not None:
-        from infcl_gen.inputs.config import read_config
         from infcl_gen.inputs.overrides import parse_overrides
 
         config = read_config(flags["config"])
         if "set" in config and "set" in flags:
-            merged = dict(parse_overrides(config["set"]).pairs) | dict(parse_overrides(flags["set"]).pairs)
+            merged = dict(parse_overrides(config.pop("set")).pairs) | dict(parse_overrides(flags["set"]).pairs)
             flags["set"] = tuple(f"{key}={value}" for key, value in merged.items())
         default = click.core.ParameterSource.DEFAULT
         given = {name for name in flags if context.get_parameter_source(name) is not default}
         if given & {"quiet", "verbose"}:
             given |= {"quiet", "verbose"}  # one of them given here, the other in the file
-        for name, value in config.items():
-            if name in flags and name != "set" and name not in given:
-                flags[name] = value
+        flags |= {name: value for name, value in config.items() if name in flags.keys() - given}
     context.obj.update(json=flags["json"], verbose=flags["verbose"])
     if flags["quiet"] and flags["verbose"]:
         raise InputError("--quiet: contradicts --verbose; give one of them")
@@ -104,6 +124,30 @@ def settle(flags: dict[str, Any]) -> dict[str, Any]:
     logger.handlers = [_Log()]
     logger.setLevel(logging.INFO if flags["verbose"] else logging.WARNING)
     return flags
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The flags given in a TOML file, by their names with underscores (dashes are accepted as well).
+
+    One file may serve every command: a flag that the running command does not have is checked, and unused.
+    Raises InputError naming the key that is unknown, given twice, or has a wrong type.
+    """
+    import msgspec
+
+    from infcl_gen.inputs.text import read_toml, show, suggestion
+
+    values: dict[str, Any] = {}
+    for key, value in read_toml("--config", path).items():
+        name, place = key.replace("-", "_"), f"{show(key)} in {show(path)}"
+        if name not in FLAGS:
+            raise InputError(f"--config: unknown key {place}{suggestion(name, FLAGS)}")
+        if name in values:
+            raise InputError(f"--config: {show(key)} is given twice in {show(path)}")
+        try:
+            values[name] = msgspec.convert(value, FLAGS[name], strict=True)
+        except msgspec.ValidationError as error:
+            raise InputError(f"--config: key {place}: {error}") from None
+    return values
 
 
 def problem_of(flags: Mapping[str, Any]) -> Problem:
@@ -117,87 +161,93 @@ def directory_name(directory: str, flag: str = "DIR") -> str:
     """A folder that is there."""
     from infcl_gen.inputs.text import check_text, show
 
-    check_text(flag, directory)
-    if not os.path.isdir(directory):
+    if not os.path.isdir(check_text(flag, directory)):
         raise InputError(f"{flag}: {show(directory)} is not a folder; give one that infcl-gen generate wrote")
     return directory
 
 
-def number(value: object, flag: str, default: float, most: float, what: str) -> float:
-    """A number above 0, at most `most`."""
-    from infcl_gen.inputs.text import show
+def refuse(flags: Mapping[str, Any], names: Iterable[str], why: str) -> None:
+    """Raises InputError that names the first of these flags that was given."""
+    from infcl_gen.inputs.text import flag_name
 
+    for name in names:
+        if flags[name] not in (None, ()):
+            raise InputError(f"{flag_name(name)}: {why}")
+
+
+def number(flags: Mapping[str, Any], name: str, default: float, most: float, what: str) -> float:
+    """A number above 0, at most `most`."""
+    from infcl_gen.inputs.text import flag_name, show
+
+    value = flags[name]
     try:
-        found = default if value is None else float(value) if isinstance(value, str | int | float) else math.nan
+        found = default if value is None else float(value)
     except (ValueError, OverflowError):
         found = math.nan
     if not 0 < found <= most:
-        raise InputError(f"{flag}: {show(value)} is not a {what}; valid: above 0, at most {most:g}")
+        raise InputError(f"{flag_name(name)}: {show(value)} is not a {what}; valid: above 0, at most {most:g}")
     return found
 
 
-def count(value: object, flag: str, default: int, low: int, high: int) -> int:
+def count(flags: Mapping[str, Any], name: str, default: Default, low: int, high: int) -> int | Default:
     """A count within limits."""
-    from infcl_gen.inputs.text import parse_count, show
-
-    found = default if value is None else parse_count(value, flag)
-    if not low <= found <= high:
-        raise InputError(f"{flag}: {show(found)} is out of range; valid: {low} to {high}")
-    return found
+    return default if flags[name] is None else _count(flags[name], name, low, high)
 
 
-def ranks_of(value: object) -> int | None:
-    return None if value is None else count(value, "--ranks", 1, 1, MAX_RANKS)
-
-
-def counts(value: object, flag: str, high: int) -> list[int]:
+def counts(flags: Mapping[str, Any], name: str, high: int) -> list[int] | None:
     """The counts of a comma-separated text, or of a list from a configuration file; each once, in order."""
-    return list(dict.fromkeys(count(part, flag, 0, 1, high) for part in _parts(value)))
+    if flags[name] is None:
+        return None
+    return list(dict.fromkeys(_count(part, name, 1, high) for part in _parts(flags[name])))
+
+
+def _count(value: object, name: str, low: int, high: int) -> int:
+    from infcl_gen.inputs.text import check_integer, flag_name, parse_count
+
+    return check_integer(flag_name(name), parse_count(value, flag_name(name)), low, high)
 
 
 def _parts(value: object) -> list[Any]:
     return value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
 
 
-def result_file(flag: str, value: str | None) -> Path | None:
+def result_file(flags: Mapping[str, Any], name: str) -> Path | None:
     """A file to write at the end of a long run, if it can be written now."""
-    from infcl_gen.inputs.text import check_text, show
+    from infcl_gen.inputs.text import check_text, flag_name, show
 
-    if value is None:
+    if flags[name] is None:
         return None
-    path = Path(check_text(flag, value)).absolute()
+    flag, path = flag_name(name), Path(check_text(flag_name(name), flags[name])).absolute()
     if path.is_dir():
-        raise InputError(f"{flag}: {show(value)} is a folder; give a file in a folder of yours")
+        raise InputError(f"{flag}: {show(flags[name])} is a folder; give a file in a folder of yours")
     check_folder(flag, path.parent)
     return path
 
 
-def json_file(value: str | None) -> Path | None:
+def json_file(flags: Mapping[str, Any]) -> Path | None:
     """The file of --output, if it can be written now."""
-    output = result_file("--output", value)
+    output = result_file(flags, "output")
     if output is not None and output.suffix != ".json":
         raise InputError(f"--output: {output} must end in .json")
     return output
 
 
-def targets(value: str | list[str] | None) -> list[str] | None:
+def targets(flags: Mapping[str, Any]) -> list[str] | None:
     """The architectures of --aot."""
     from infcl_gen.hardware import load_profile, profile_names
-    from infcl_gen.inputs.text import show
+    from infcl_gen.inputs.text import check_word
 
-    if value is None:
+    if flags["aot"] is None:
         return None
-    names = [str(name).strip() for name in _parts(value)]
+    names = [str(name).strip() for name in _parts(flags["aot"])]
     known = sorted({profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"})
     for name in names:
-        if name not in known:
-            raise InputError(f"--aot: {show(name)} is unknown; valid: {', '.join(known)}")
+        check_word("--aot", name, tuple(known))
     return list(dict.fromkeys(names))
 
 
 def command_line(command: str, flags: Mapping[str, Any], names: Sequence[str]) -> str:
     """The command line that gives the same: what was given, wherever it came from."""
-
     from infcl_gen.inputs.overrides import parse_overrides
     from infcl_gen.inputs.text import flag_name
 

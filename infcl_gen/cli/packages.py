@@ -5,20 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import click
-
 from infcl_gen.cli import options, text
-from infcl_gen.cli.group import Reported, main, show
+from infcl_gen.cli.group import Reported, show
+from infcl_gen.cli.options import COUNT, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, VerificationError
 
 
-@main.command()
-@options.problem
-@options.common
-def plan(**flags: Any) -> None:
-    """Print the plan: tiles with reasons, memory by buffer, time by phase, the largest batch for the
-    budget."""
-    flags = options.settle(flags)
+@command(*options.problem)
+def plan(flags: dict[str, Any]) -> None:
+    """Print the plan: tiles with reasons, memory by buffer, time by phase, the largest batch for the budget."""
     import infcl_gen
 
     problem = options.problem_of(flags)
@@ -26,33 +21,29 @@ def plan(**flags: Any) -> None:
     show(flags, {"plan": result.as_dict()}, lambda: f"{text.plan_text(result)}\n\n{text.record_text(problem)}")
 
 
-@main.command()
-@options.problem
-@click.option("-o", "--output", metavar="DIR", help="Folder for the package.")
-@click.option("--force", is_flag=True, help="Replace a package that is there.")
-@options.common
-def generate(**flags: Any) -> None:
+@command(
+    *options.problem,
+    option("-o --output", "DIR", "Folder for the package."),
+    option("--force", None, "Replace a package that is there.", bool),
+)
+def generate(flags: dict[str, Any]) -> None:
     """Plan a problem and write its loss package; byte-identical for identical inputs."""
-    flags = options.settle(flags)
     import infcl_gen
     from infcl_gen.inputs.text import check_text
 
-    if flags.get("output") is None:
+    if flags["output"] is None:
         raise InputError("--output: is required; give the folder to write the package to")
     output = check_text("--output", flags["output"])
     path = infcl_gen.generate(options.problem_of(flags), output, force=flags["force"])
     show(flags, {"path": str(path)}, lambda: f"wrote {path}")
 
 
-@main.command()
-@options.directory
-@options.common
-def inspect(directory: str, **flags: Any) -> None:
+@command(options.directory)
+def inspect(flags: dict[str, Any]) -> None:
     """Show a package: SPEC, plan, derived formulas, kernels. Parses the files, never imports them."""
-    flags = options.settle(flags)
     from infcl_gen.emission.package import kernels_of, read_package
 
-    package = read_package(options.directory_name(directory), partial=True)
+    package = read_package(options.directory_name(flags["directory"]), partial=True)
     files = (package.files.get(name, b"").decode() for name in ("kernels.py", "hopper.py"))
     kernels = [kernel for file in files for kernel in kernels_of(file)]
     sizes = {path: len(content) for path, content in sorted(package.files.items())}
@@ -61,16 +52,15 @@ def inspect(directory: str, **flags: Any) -> None:
     show(flags, result, lambda: text.package_text(package.spec, kernels, sizes, missing))
 
 
-@main.command()
-@options.directory
-@click.option("--ranks", metavar="N", help="Check on a ring of N processes as well.")
-@click.option("--aot", metavar="ARCH,...", help="Compile every kernel for these targets: sm_90,gfx942,...")
-@options.common
-def verify(directory: str, **flags: Any) -> None:
+@command(
+    options.directory,
+    option("--ranks", "N", "Check on a ring of N processes as well.", COUNT),
+    option("--aot", "ARCH,...", "Compile every kernel for these targets: sm_90,gfx942,...", NAMES),
+)
+def verify(flags: dict[str, Any]) -> None:
     """Re-render a package and compare bytes, then check its numbers on this machine against fp64."""
-    flags = options.settle(flags)
-    ranks, targets = options.ranks_of(flags.get("ranks")), options.targets(flags.get("aot"))
-    folder = options.directory_name(directory)
+    ranks, targets = options.count(flags, "ranks", None, 1, options.MAX_RANKS), options.targets(flags)
+    folder = options.directory_name(flags["directory"])
     from infcl_gen.verification.verify import verify_package
 
     report = verify_package(folder, ranks=ranks, aot=targets)
@@ -78,23 +68,21 @@ def verify(directory: str, **flags: Any) -> None:
     show(flags, report.as_dict(), lambda: text.table_text(("", "check", "detail"), rows))
     if not report.passed:
         failed = [row["check"] for row in report.rows if not row["passed"]]
-        error = VerificationError(f"{len(failed)} of {len(report.rows)} checks failed: {', '.join(failed)}")
-        raise Reported(error)
+        raise Reported(VerificationError(f"{len(failed)} of {len(report.rows)} checks failed: {', '.join(failed)}"))
 
 
-@main.command()
-@options.directory
-@click.option("--minutes", metavar="N", help="Time to spend [20]; one family of kernels is finished in any case.")
-@click.option("--records", metavar="DIR", help="Folder of the record [the user's data folder].")
-@options.common
-def tune(directory: str, **flags: Any) -> None:
+@command(
+    options.directory,
+    option("--minutes", "N", "Time to spend [20]; one family of kernels is finished in any case.", NUMBER),
+    option("--records", "DIR", "Folder of the record [the user's data folder]."),
+)
+def tune(flags: dict[str, Any]) -> None:
     """Measure candidates on this machine, write a record, and the package again with the winner.
 
     May be interrupted at any moment: another run goes on from the last finished family of kernels.
     """
-    flags = options.settle(flags)
-    minutes = options.number(flags["minutes"], "--minutes", 20.0, 1440, "number of minutes")
-    folder = options.directory_name(directory)
+    minutes = options.number(flags, "minutes", 20.0, 1440, "number of minutes")
+    folder = options.directory_name(flags["directory"])
     from infcl_gen.inputs.text import check_text
     from infcl_gen.tuning.family import Limits
     from infcl_gen.tuning.search import tune
