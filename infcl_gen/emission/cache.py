@@ -12,13 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 from infcl_gen.emission.package import read_package, write_package
-from infcl_gen.emission.pipeline import build, find_record, resolved
+from infcl_gen.emission.pipeline import build, case_of, find_record
 from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import lock
-from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import Problem
-from infcl_gen.losses import load_loss, spec_as_dict
+from infcl_gen.losses import spec_as_dict
 from infcl_gen.planning.records import Found
 from infcl_gen.version import __version__
 
@@ -81,10 +80,9 @@ def cache_folder() -> Path:
 
 def cache_key(problem: Problem) -> str:
     """Content decides: the problem as resolved here, the files it names, and the generator's own source."""
-    loss, cluster = load_loss(problem.loss), resolve_cluster(problem)
-    record = find_record(problem)
+    case, record = case_of(problem), find_record(problem)
     measured = record.record.settings if isinstance(record, Found) else None
-    found = (astuple(resolved(problem, loss, cluster)), spec_as_dict(loss), asdict(cluster.profile), measured)
+    found = (astuple(case.resolved()), spec_as_dict(case.loss), asdict(case.cluster.profile), measured)
     digest = hashlib.sha256(repr((__version__, found)).encode())
     for root in (SOURCE, template_folder()):
         for file in sorted(root.rglob("*")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
 import re
 import stat
@@ -12,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from infcl_gen.emission.render import content_digest, with_digest
 from infcl_gen.errors import InputError
@@ -44,6 +45,16 @@ class Package:
         if self.edited:
             return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()
         return str(self.spec["digest"])
+
+
+class Manifest(msgspec.Struct, omit_defaults=True):
+    """manifest.json: what wrote the package, its digest, the sha256 of each file; what a partial package leaves out."""
+
+    generator: str
+    schema_version: Any
+    digest: Any
+    files: dict[str, str]
+    missing: list[str] = []
 
 
 class PartialPackageError(InputError):
@@ -89,30 +100,28 @@ def read_package(folder: str | Path, partial: bool = False, edited: bool = False
     root = Path(folder)
     if not root.is_dir():
         raise InputError(f"{root}: no such folder; give the folder of a generated package")
-    entries, missing = _manifest_entries(root)
-    present = set(_package_files(root))
-    if lost := sorted(set(entries) - present):
+    manifest = _read_manifest(root)
+    present, missing = set(_package_files(root)), tuple(manifest.missing)
+    if lost := sorted(manifest.files.keys() - present):
         raise InputError(f"{root}: damaged package: missing {', '.join(lost)}; generate it again")
-    added = sorted(present - set(entries) - {MANIFEST})
+    added = sorted(present - manifest.files.keys() - {MANIFEST})
     if added and not edited:
         raise InputError(f"{root}: not as generated: {', '.join(added)} was added; remove it or generate again")
-    files = {path: _read_bytes(root / path) for path in sorted(entries)}
-    changed = [path for path, content in files.items() if hashlib.sha256(content).hexdigest() != entries[path]]
+    files = {path: _read_bytes(root / path) for path in sorted(manifest.files)}
+    changed = [path for path, content in files.items() if hashlib.sha256(content).hexdigest() != manifest.files[path]]
     if changed and (not edited or "spec.py" in changed):
         raise InputError(f"{root}: not as generated: {', '.join(changed)} was edited or cut short; generate it again")
     if (changed or added) and not missing:
-        spec = _parse_spec(root, {"spec.py": files["spec.py"].decode()})
         files |= {path: _read_bytes(root / path) for path in added}
-        return Package(root.resolve(), spec, files, missing, tuple(changed + added))
+        return Package(root.resolve(), _parse_spec(root, files["spec.py"]), files, edited=tuple(changed + added))
     try:
         texts = {path: content.decode() for path, content in files.items()}
     except UnicodeDecodeError as error:
         raise InputError(f"{root}: not as generated: a file is not UTF-8 text; generate it again") from error
-    spec = _parse_spec(root, texts)
+    spec = _parse_spec(root, files["spec.py"])
     if spec["digest"] != content_digest(texts):
         raise InputError(f"{root}: SPEC's digest does not fit the files; generate it again")
-    files[MANIFEST] = _read_bytes(root / MANIFEST)
-    if json.loads(files[MANIFEST]).get("digest") != spec["digest"]:
+    if manifest.digest != spec["digest"]:
         raise InputError(
             f"{root}: not as generated: {MANIFEST} was edited (its digest is not SPEC's); generate it again"
         )
@@ -121,7 +130,7 @@ def read_package(folder: str | Path, partial: bool = False, edited: bool = False
             f"{root}: a partial package, without {', '.join(missing[:2])} and more: inspect shows it, "
             "nothing can run it; generate the whole one from the flags in its SPEC"
         )
-    return Package(root.resolve(), spec, files, missing)
+    return Package(root.resolve(), spec, files | {MANIFEST: _read_bytes(root / MANIFEST)}, missing)
 
 
 def kernels_of(source: str) -> list[dict[str, Any]]:
@@ -136,27 +145,20 @@ def kernels_of(source: str) -> list[dict[str, Any]]:
 
 
 def manifest_text(files: Mapping[str, str], missing: Sequence[str] = ()) -> str:
-    """manifest.json: what wrote the package, its digest, the sha256 of each file; what a partial package leaves out."""
-    manifest: dict[str, Any] = {
-        "generator": "infcl_gen",
-        "schema_version": SCHEMA_VERSION,
-        "digest": content_digest(files),
-        "files": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())},
-    }
-    if missing:
-        manifest["missing"] = list(missing)
-    return json.dumps(manifest, indent=2) + "\n"
+    """The text of manifest.json for these files."""
+    sums = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in sorted(files.items())}
+    manifest = Manifest("infcl_gen", SCHEMA_VERSION, content_digest(files), sums, list(missing))
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2).decode() + "\n"
 
 
 def check_output(output: str | Path, force: bool = False) -> Path:
     """The absolute output path, if a package may be written there; otherwise raises InputError."""
     if not isinstance(output, str | os.PathLike):
         raise InputError(f"--output {output!r}: not a path")
-    text = str(output)
-    if not text.strip() or "\0" in text or any(not character.isprintable() for character in text):
-        raise InputError(f"--output {text!a}: not a usable folder name")
+    if not str(output).strip() or not str(output).isprintable():
+        raise InputError(f"--output {str(output)!a}: not a usable folder name")
     try:
-        target = Path(os.path.abspath(text))
+        target = Path(os.path.abspath(output))
         defect = _defect_of_place(target)
         occupied = not defect and target.exists() and any(target.iterdir())
     except OSError as error:  # such as a current folder that was deleted
@@ -185,41 +187,35 @@ def _defect_of_place(target: Path) -> str | None:
 
 def _check_replaceable(target: Path, force: bool) -> None:
     try:
-        entries, _ = _manifest_entries(target)
+        manifest = _read_manifest(target)
     except InputError as error:
         raise InputError(f"--output {target}: exists and is not a generated package; give another folder") from error
     if not force:
         raise InputError(f"--output {target}: exists; give another folder, or --force to replace the package")
-    if foreign := sorted(set(_package_files(target)) - set(entries) - {MANIFEST}):
+    if foreign := sorted(set(_package_files(target)) - manifest.files.keys() - {MANIFEST}):
         raise InputError(f"--output {target}: holds files that are not the package's ({foreign[0]}); move them away")
 
 
-def _manifest_entries(root: Path) -> tuple[dict[str, str], tuple[str, ...]]:
-    """sha256 by path and what is left out, as manifest.json has them; InputError unless it is a manifest of ours."""
+def _read_manifest(root: Path) -> Manifest:
+    """The manifest in a folder. Raises InputError unless it is one of ours."""
     file = root / MANIFEST
     if not file.is_file():
         raise InputError(f"{root}: not a generated package (no {MANIFEST})")
     try:
-        manifest = json.loads(_read_bytes(file))
+        manifest = msgspec.json.decode(_read_bytes(file), type=Manifest)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{file}: not the manifest of a generated package") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: damaged (not JSON); generate the package again") from error
-    entries = manifest.get("files") if isinstance(manifest, dict) else None
-    missing = manifest.get("missing", []) if isinstance(manifest, dict) else None
-    if (
-        not isinstance(entries, dict)
-        or not isinstance(missing, list)
-        or not all(isinstance(path, str) and _is_inner_path(path) for path in missing)
-        or manifest.get("generator") != "infcl_gen"
-        or not all(isinstance(value, str) and _is_inner_path(path) for path, value in entries.items())
-        or "spec.py" not in entries
-    ):
+    paths = (*manifest.files, *manifest.missing)
+    if manifest.generator != "infcl_gen" or "spec.py" not in manifest.files or not all(map(_is_inner_path, paths)):
         raise InputError(f"{file}: not the manifest of a generated package")
-    if manifest.get("schema_version") != SCHEMA_VERSION:
+    if manifest.schema_version != SCHEMA_VERSION:
         raise InputError(
-            f"{file}: schema version {manifest.get('schema_version')!r}, this infcl_gen reads {SCHEMA_VERSION}; "
+            f"{file}: schema version {manifest.schema_version!r}, this infcl_gen reads {SCHEMA_VERSION}; "
             "generate the package again"
         )
-    return entries, tuple(missing)
+    return manifest
 
 
 def _is_inner_path(path: str) -> bool:
@@ -229,21 +225,18 @@ def _is_inner_path(path: str) -> bool:
 def _package_files(root: Path) -> list[str]:
     """Paths of all that is below `root` except Python's bytecode caches. A link, and a folder that holds nothing
     (written "name/"), count as files."""
+    paths = sorted(root.rglob("*"))
+    occupied = {path.parent for path in paths}
     found = []
-    for folder, folders, names in os.walk(root):
-        caches = os.path.basename(folder) == "__pycache__"
-        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        folders[:] = [name for name in folders if name not in links]
-        kept = [name for name in names if not (caches and _is_bytecode(os.path.join(folder, name)))]
-        found += [os.path.relpath(os.path.join(folder, name), root) for name in kept + links]
-        if not (folders or names or links or caches or os.path.samefile(folder, root)):
-            found.append(os.path.relpath(folder, root) + "/")
-    return [path.replace(os.sep, "/") for path in found]
-
-
-def _is_bytecode(file: str) -> bool:
-    """A file that Python writes to its caches; while it does, under a name that ends in digits."""
-    return re.search(r"\.pyc(\.\d+)?$", file) is not None and not os.path.islink(file)
+    for path in paths:
+        if path.is_symlink() or not path.is_dir():
+            # Python writes to its caches; while it does, under a name that ends in digits.
+            cached = path.parent.name == "__pycache__" and re.search(r"\.pyc(\.\d+)?$", path.name)
+            if path.is_symlink() or not cached:
+                found.append(path.relative_to(root).as_posix())
+        elif path not in occupied and path.name != "__pycache__":
+            found.append(f"{path.relative_to(root).as_posix()}/")
+    return found
 
 
 def _read_bytes(file: Path) -> bytes:
@@ -256,20 +249,16 @@ def _read_bytes(file: Path) -> bytes:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def _parse_spec(root: Path, texts: Mapping[str, str]) -> dict[str, Any]:
+def _parse_spec(root: Path, source: bytes) -> dict[str, Any]:
+    values = []
     try:
-        assignments = [
-            node.value
-            for node in ast.parse(texts["spec.py"]).body
-            if isinstance(node, ast.AnnAssign | ast.Assign) and ast.unparse(_target(node)) == "SPEC"
-        ]
-        spec = ast.literal_eval(assignments[0]) if len(assignments) == 1 and assignments[0] else None
+        for node in ast.parse(source).body:
+            match node:
+                case ast.AnnAssign(ast.Name("SPEC"), value=value) | ast.Assign([ast.Name("SPEC")], value=value):
+                    values.append(value)
+        spec = ast.literal_eval(values[0]) if len(values) == 1 and values[0] else None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise InputError(f"{root}/spec.py: SPEC is not a literal; generate the package again") from error
     if not isinstance(spec, dict) or not {"schema_version", "digest", "problem", "plan"} <= set(spec):
         raise InputError(f"{root}/spec.py: no complete SPEC; generate the package again")
     return spec
-
-
-def _target(node: ast.AnnAssign | ast.Assign) -> ast.expr:
-    return node.target if isinstance(node, ast.AnnAssign) else node.targets[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 from infcl_gen.emission.lower import lower
-from infcl_gen.emission.package import manifest_text, read_package, specific_part
+from infcl_gen.emission.package import MANIFEST, manifest_text, read_package, specific_part
 from infcl_gen.emission.render import render
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster, profile_from_literals, resolve_cluster
@@ -22,41 +23,53 @@ from infcl_gen.planning.timeline import LEAD_S, Timeline, execute
 _LOG = logging.getLogger("infcl_gen")
 
 
+class Case(NamedTuple):
+    """What a package is generated from: a problem, and the loss and cluster that it names."""
+
+    problem: Problem
+    loss: LossSpec
+    cluster: Cluster
+
+    def resolved(self) -> Problem:
+        """The same problem, with names of what was found: nothing depends on the machine or on a user's file."""
+        profile = self.cluster.profile
+        return dataclasses.replace(
+            self.problem, loss=self.loss.name, target=profile.target, device_profile=profile.name
+        )
+
+
+def case_of(problem: Problem) -> Case:
+    """The problem with its loss and its cluster, found on this machine."""
+    return Case(problem, load_loss(problem.loss), resolve_cluster(problem))
+
+
 def build(problem: Problem) -> dict[str, str]:
     """The text of every file of the package for `problem`, without the manifest; a tuning record that fits is used."""
-    cluster = resolve_cluster(problem)
-    planned, derivation = _measured_plan(problem, load_loss(problem.loss), cluster)
-    return render(lower(planned, derivation, cluster.profile))
+    case = case_of(problem)
+    return render(lower(*_measured_plan(case), case.cluster.profile))
 
 
 def plan_problem(problem: Problem) -> tuple[Plan, Derivation]:
     """The plan and the derived gradient; the plan's problem names the loss and device that were found."""
-    return _measured_plan(problem, load_loss(problem.loss), resolve_cluster(problem))
+    return _measured_plan(case_of(problem))
 
 
 def simulate_problem(problem: Problem, lead_s: float = LEAD_S, **how: bool) -> tuple[Plan, Timeline]:
     """The plan, and a step of it as `planning.timeline.execute` simulates it, behind other work; `how` are its
     keywords."""
-    cluster = resolve_cluster(problem)
-    planned, _ = _measured_plan(problem, load_loss(problem.loss), cluster)
-    return planned, execute(planned, cost_model(planned, cluster), lead_s=lead_s, **how)
+    case = case_of(problem)
+    planned, _ = _measured_plan(case)
+    return planned, execute(planned, cost_model(planned, case.cluster), lead_s=lead_s, **how)
 
 
 def find_record(problem: Problem) -> Found | Missing:
     """The tuning record that `build` uses for the problem, or why there is none."""
-    return _find_record(problem, load_loss(problem.loss), resolve_cluster(problem))
+    return _find_record(case_of(problem))
 
 
 def build_for(problem: Problem, loss: LossSpec, cluster: Cluster) -> dict[str, str]:
     """The text of the package for a problem as it stands: no tuning record is looked up."""
-    planned, derivation = _plan(problem, loss, cluster)
-    return render(lower(planned, derivation, cluster.profile))
-
-
-def resolved(problem: Problem, loss: LossSpec, cluster: Cluster) -> Problem:
-    """The same problem, with names of what was found: nothing depends on the machine or on a user's file."""
-    profile = cluster.profile
-    return dataclasses.replace(problem, loss=loss.name, target=profile.target, device_profile=profile.name)
+    return render(lower(*_plan(Case(problem, loss, cluster)), cluster.profile))
 
 
 def rerender(folder: str | Path) -> dict[str, bytes]:
@@ -68,45 +81,36 @@ def rerender(folder: str | Path) -> dict[str, bytes]:
     """
     package = read_package(folder, partial=True)
     files = build_for(*spec_inputs(package.spec))
-    missing: tuple[str, ...] = ()
-    if package.missing:
-        files, missing = specific_part(files)
-    written = {**files, "manifest.json": manifest_text(files, missing)}
+    files, missing = specific_part(files) if package.missing else (files, ())
+    written = {**files, MANIFEST: manifest_text(files, missing)}
     return {path: text.encode() for path, text in written.items()}
 
 
-def spec_inputs(spec: dict[str, object]) -> tuple[Problem, LossSpec, Cluster]:
+def spec_inputs(spec: dict[str, object]) -> Case:
     """Problem, loss and cluster of a package from its SPEC alone. Raises InputError if it lacks one of them."""
-    problem = spec_problem(spec)
-    loss, device = spec.get("loss"), spec.get("device")
-    if not isinstance(loss, dict) or not isinstance(device, dict):
-        raise InputError("SPEC lacks the loss or the device; generate the package again")
-    cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device), problem.links or Links())
-    return problem, spec_from_dict(loss), cluster
-
-
-def _find_record(problem: Problem, loss: LossSpec, cluster: Cluster) -> Found | Missing:
-    key = record_key(problem, loss, cluster)
-    return lookup(problem, key, lambda applied: _plan(applied, loss, cluster)[0])
-
-
-def _plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Derivation]:
-    derivation = derive(loss)
-    return plan(resolved(problem, loss, cluster), derivation, cluster), derivation
-
-
-def _measured_plan(problem: Problem, loss: LossSpec, cluster: Cluster) -> tuple[Plan, Derivation]:
-    """The plan with the settings of a record that fits, else by the cost model."""
-    found = _find_record(problem, loss, cluster)
-    if isinstance(found, Found):
-        return found.plan, derive(loss)
-    _LOG.info("no measured settings: %s", found.reason)
-    return _plan(problem, loss, cluster)
-
-
-def spec_problem(spec: dict[str, object]) -> Problem:
-    """The problem that a package was generated for. Raises InputError if SPEC["problem"] is not one."""
-    fields = spec["problem"]
+    fields, loss, device = spec["problem"], spec.get("loss"), spec.get("device")
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise InputError("SPEC['problem'] is not a set of problem flags; generate the package again")
-    return make_problem(**fields)
+    if not isinstance(loss, dict) or not isinstance(device, dict):
+        raise InputError("SPEC lacks the loss or the device; generate the package again")
+    problem = make_problem(**fields)
+    cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device), problem.links or Links())
+    return Case(problem, spec_from_dict(loss), cluster)
+
+
+def _find_record(case: Case) -> Found | Missing:
+    return lookup(case.problem, record_key(*case), lambda applied: _plan(case._replace(problem=applied))[0])
+
+
+def _plan(case: Case) -> tuple[Plan, Derivation]:
+    derivation = derive(case.loss)
+    return plan(case.resolved(), derivation, case.cluster), derivation
+
+
+def _measured_plan(case: Case) -> tuple[Plan, Derivation]:
+    """The plan with the settings of a record that fits, else by the cost model."""
+    found = _find_record(case)
+    if isinstance(found, Found):
+        return found.plan, derive(case.loss)
+    _LOG.info("no measured settings: %s", found.reason)
+    return _plan(case)
