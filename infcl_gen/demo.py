@@ -6,12 +6,12 @@ Exits with 5 if an error is larger than allowed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,8 @@ from infcl_gen.errors import InfclError
 from infcl_gen.verification.properties import DTYPES
 from infcl_gen.verification.verify import verify_package
 
+GPU_PROBLEM = {"batch_size": 65536, "dim": 768, "dtype": "bf16", "memory_budget": "1GiB"}
+CPU_PROBLEM = {"batch_size": 4096, "dim": 256, "dtype": "fp32", "memory_budget": "32MiB", "target": "cpu"}
 # On a GPU accuracy is checked with fewer rows than timed: a dense fp64 matrix of 65 536 rows is 34 GB.
 CHECKED_ROWS = 8192
 # Allowed relative error: twice that of plain torch in the same arithmetic, and a few roundings of a result.
@@ -31,11 +33,11 @@ ROUNDS = 5
 RING_EXAMPLES = 4
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    arguments.add_argument("-o", "--output", type=Path, default=Path("build/demo"), help="folder for the package")
+@click.command(help=(__doc__ or "").partition("\n")[0])
+@click.option("-o", "--output", type=Path, default="build/demo", show_default=True, help="Folder for the packages.")
+def main(output: Path) -> None:
     try:
-        passed = demo(arguments.parse_args().output)
+        passed = demo(output)
     except InfclError as error:
         sys.exit(f"demo: {error}")
     sys.exit(0 if passed else 5)
@@ -44,13 +46,9 @@ def main() -> None:
 def demo(output: Path) -> bool:
     """Run the demonstration, print its tables, and return whether all errors are within what is allowed."""
     console = Console(width=100, highlight=False)
-    flags: dict[str, Any] = (
-        {"batch_size": 65536, "dim": 768, "dtype": "bf16", "memory_budget": "1GiB"}
-        if torch.cuda.is_available()
-        else {"batch_size": 4096, "dim": 256, "dtype": "fp32", "memory_budget": "32MiB", "target": "cpu"}
-    )
+    flags: dict[str, Any] = GPU_PROBLEM if torch.cuda.is_available() else CPU_PROBLEM
     started = time.perf_counter()
-    plan = infcl_gen.plan(loss="clip", **flags)
+    plan = infcl_gen.plan(**flags)
     folder = infcl_gen.generate(plan.problem, output / f"clip_{plan.target}", force=True)
     import_package(folder)
     console.print(f"planned, generated and imported in {time.perf_counter() - started:.1f} s: {folder}")
@@ -78,17 +76,16 @@ def demo(output: Path) -> bool:
     console.print(table)
 
     if not torch.cuda.is_available():
-        two: dict[str, Any] = {"devices": 2, "set": {"transport": "ring"}}
-        spread = infcl_gen.generate(loss="clip", **flags, **two, output=output / "clip_ring", force=True)
+        ring = output / "clip_ring"
+        spread = infcl_gen.generate(output=ring, force=True, devices=2, set={"transport": "ring"}, **flags)
         report = verify_package(spread, ranks=2, examples=RING_EXAMPLES)
         passed = passed and report.passed
         console.print(f"verify --ranks 2: {report.rows[-1]['check']}: {report.rows[-1]['detail']}")
-    console.print(f"package: {folder}")
-    console.print(
-        "all errors are within twice those of plain torch, plus a few roundings"
-        if passed
-        else "FAILED: an error is too large"
+    good, bad = (
+        "all errors are within twice those of plain torch, plus a few roundings",
+        "FAILED: an error is too large",
     )
+    console.print(f"package: {folder}\n{good if passed else bad}")
     return passed
 
 
