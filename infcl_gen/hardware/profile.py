@@ -111,8 +111,13 @@ def load_profile(name_or_path: str) -> DeviceProfile:
     if name not in profile_names():
         near = suggestion(name, profile_names())
         raise InputError(f"--device-profile: {show(text)} is neither a profile nor a FILE.toml{near}")
-    profile = profile_from_literals(read_toml("--device-profile", _FOLDER / "profiles" / f"{name}.toml"), name)
+    profile = _shipped(name)
     return _resized(profile, text, int(size[2]), int(size[3]) * 2**30) if size else profile
+
+
+@functools.cache
+def _shipped(name: str) -> DeviceProfile:
+    return profile_from_literals(read_toml("--device-profile", _FOLDER / "profiles" / f"{name}.toml"), name)
 
 
 def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") -> DeviceProfile:

@@ -5,6 +5,7 @@ that each may have. What does not apply, or cannot be, is refused here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -38,164 +39,212 @@ TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 # What a gather must be predicted to save, since its memory grows with the number of ranks. On 2 H200s with 64k rows
 # each it took 0.9 % less than a ring from an idle device, and as much behind other work; with 16k rows 5 to 6 % more.
 GATHER_GAIN = 0.01
+SATURATED = 512  # rows of a rank, or keys, for each multiprocessor: from here on more do not change a block
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A choice with sizes: its predicted time from an idle device and peak. `order`: of the choice, by preference."""
+    """A choice with sizes, and the predicted peak. `order`: of the choice, by preference."""
 
-    time_s: float
-    peak_bytes: int
     order: int
     model: CostModel
     sizes: Sizes
+    peak_bytes: int
+
+    @functools.cached_property
+    def time_s(self) -> float:
+        """Predicted, from an idle device; computed where it is asked for, as memory excludes most candidates."""
+        return self.model.time_s(self.sizes)
 
 
-def choices_of(problem: Problem, derivation: Derivation, cluster: Cluster) -> list[Choice]:
-    """The strategies that problem, device and settings allow, in order of preference at equal predicted time.
+class Choices:
+    """The choices that problem, device and settings allow, for any number of queries and keys.
 
-    Raises InputError for a setting that is impossible here, or that applies to none of them.
+    The search for the largest batch asks for many of them; equal choices are made once.
     """
-    wanted, given = problem.settings.strategy, problem.settings.keys
-    profile = cluster.profile
-    if wanted is None:
-        names = ("torch",) if profile.target == "cpu" else ("fused", "panel", "stash")
-    else:
-        names = (wanted,)
-        reason = _impossible(wanted, problem, derivation, cluster)
-        if reason:
-            raise InputError(f"--set strategy: {wanted} {reason}")
-    possible = [name for name in names if not _impossible(name, problem, derivation, cluster)]
-    if not possible:
-        raise InputError(f"--loss: {profile.name} {_impossible('panel', problem, derivation, cluster)}")
-    usable = [name for name in possible if given <= _settings_of(name)]
-    if not usable:
-        name = possible[-1] if wanted is None and len(possible) == 1 else wanted or "panel"
-        extra = sorted(given - _settings_of(name)) or sorted(given)
-        raise InputError(
-            f"--set {extra[0]}: does not apply to the strategies possible here"
-            f" ({', '.join(possible)}); valid: {', '.join(sorted(set().union(*map(_settings_of, possible))))}"
-        )
-    if problem.settings.stash_rows:
-        usable = [name for name in usable if name == "stash"]
-    elif problem.memory_budget_bytes is None and wanted is None:
-        usable = [name for name in usable if name != "stash"]
-    found: list[Choice] = []
-    transports = _transports(problem, cluster)
-    replay = problem.settings.replay
-    for name in usable:
-        try:
-            choice = _choice(name, problem, derivation, cluster)
-        except InputError:
-            if name == usable[-1] and not found:
-                raise
-            continue
-        if not replay:
-            found += (dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports)
-        if _recordable(name, cluster) and (_short(name, problem, cluster) if replay is None else replay):
-            found.append(dataclasses.replace(choice, replay=True))
-    if not found:
-        raise InputError(
-            "--set replay: on needs kernels, an NVIDIA GPU and --devices 1, not"
-            f" {' or '.join(usable)} on {cluster.devices} x {cluster.profile.name}; valid: off"
-        )
-    return found
 
+    def __init__(self, problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
+        self._problem, self._derivation, self._cluster = problem, derivation, cluster
+        self._settings, self._given, self._profile = problem.settings, problem.settings.keys, cluster.profile
+        self._travelling = derivation.travelling(problem.dim)
+        self._variants = functools.cache(self._make_variants)
+        self._table = functools.cache(self._make_table)
 
-def _transports(problem: Problem, cluster: Cluster) -> tuple[tuple[str, bool], ...]:
-    """How keys may travel, by a ring or all at once among few devices of one node; and whether a ring keeps those that
-    visit last."""
-    wanted, keeps, devices = problem.settings.transport, problem.settings.keeps, cluster.devices
-    if keeps is not None and (devices == 1 or wanted == "gather"):
-        raise InputError("--set keeps: is for a ring of several devices; give --devices, and no other transport")
-    if wanted is not None and devices == 1:
-        raise InputError("--set transport: keys travel between devices, and there is one; give --devices")
-    impossible = None
-    if cluster.nodes > 1:
-        impossible = f"not between {cluster.nodes} nodes"
-    elif devices > GATHER_LIMIT:
-        impossible = f"at most {GATHER_LIMIT} devices, not {devices}"
-    if wanted == "gather" and impossible:
-        raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
-    if devices == 1:
-        return (("none", False),)
-    rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep))
-    gathers = () if impossible or keeps is not None else (("gather", False),)
-    return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
+    def models(self, queries: int, keys: int) -> list[CostModel]:
+        """The cost models for so many queries and keys of all ranks, in order of preference at equal predicted time.
 
-
-def _short(name: str, problem: Problem, cluster: Cluster) -> bool:
-    """Whether the host's start is so much of a step that recordings, which keep their memory, are worth a thought."""
-    flops = 8 * problem.batch_size * problem.total_keys * problem.dim
-    limit_s = STASH_REPLAY_LIMIT_S if name == "stash" else REPLAY_LIMIT_S
-    return flops < limit_s * cluster.profile.matmul_tflops[problem.dtype].value * 1e12
-
-
-def _recordable(name: str, cluster: Cluster) -> bool:
-    """Whether CUDA graphs may be recorded: of kernels, on one NVIDIA GPU."""
-    return name != "torch" and cluster.profile.target == "cuda" and cluster.devices == 1
-
-
-def _choice(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> Choice:
-    choice = Choice(
-        strategy=name,
-        dim=problem.dim,
-        dtype=problem.dtype,
-        precision=problem.precision,
-        target=cluster.profile.target,
-        has_keys=bool(derivation.has_keys),
-        labels=derivation.spec.positives == "label",
-        affine=derivation.slope is not None,
-        products=_products(name, problem, cluster),
-        world_size=cluster.devices,
-    )
-    if name != "torch":
-        choice = dataclasses.replace(choice, descriptors=_descriptors(problem, cluster, choice.split))
-    rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
-    chosen = {kernel for kernel, _, _ in problem.settings.blocks}
-    blocks = default_blocks(cluster.profile, choice, rows, keys, chosen)
-    for kernel, field, count in problem.settings.blocks:
-        blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: count})
-    if name == "stash":  # the forward keeps the backward's tiles
-        if {"rows", "keys"} & problem.settings.block("forward").keys():
+        Raises InputError for a setting that is impossible here, or that applies to none of them.
+        """
+        usable = self._usable(keys)
+        rank_rows, rank_keys = (-(-total // self._cluster.devices) for total in (queries, keys))
+        saturated = SATURATED * self._profile.multiprocessors
+        variants: list[Choice] = []
+        for name in usable:
+            try:
+                variants += self._variants(name, min(rank_rows, saturated), min(rank_keys, saturated))
+            except InputError:
+                if name == usable[-1] and not variants:
+                    raise
+        found = [choice for choice in variants if self._may_replay(choice, queries, keys)]
+        if not found:
             raise InputError(
-                "--set forward.rows, forward.keys: a stash keeps the gradient's tiles; set gradient.* instead"
+                "--set replay: on needs kernels, an NVIDIA GPU and --devices 1, not"
+                f" {' or '.join(usable)} on {self._cluster.devices} x {self._profile.name}; valid: off"
             )
-        tile = blocks["gradient"]
-        blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
-    for kernel, field, _ in problem.settings.blocks:
-        for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
-            found = violations(changed, blocks[changed], cluster.profile, choice)
-            if found:
-                raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
-    choice = dataclasses.replace(choice, blocks=blocks)
-    return dataclasses.replace(choice, hopper_stages=hopper_stages(cluster.profile, choice))
+        return [CostModel(choice, self._cluster, rank_rows, rank_keys, self._table(choice)) for choice in found]
 
+    def _usable(self, keys: int) -> list[str]:
+        """The strategies that are possible here and to which all settings apply."""
+        wanted, given = self._settings.strategy, self._given
+        if wanted is None:
+            names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash")
+        else:
+            names = (wanted,)
+            reason = self._impossible(wanted, keys)
+            if reason:
+                raise InputError(f"--set strategy: {wanted} {reason}")
+        possible = [name for name in names if not self._impossible(name, keys)]
+        if not possible:
+            raise InputError(f"--loss: {self._profile.name} {self._impossible('panel', keys)}")
+        usable = [name for name in possible if given <= _settings_of(name)]
+        if not usable:
+            name = possible[-1] if wanted is None and len(possible) == 1 else wanted or "panel"
+            extra = sorted(given - _settings_of(name)) or sorted(given)
+            raise InputError(
+                f"--set {extra[0]}: does not apply to the strategies possible here"
+                f" ({', '.join(possible)}); valid: {', '.join(sorted(set().union(*map(_settings_of, possible))))}"
+            )
+        if self._settings.stash_rows:
+            usable = [name for name in usable if name == "stash"]
+        elif self._problem.memory_budget_bytes is None and wanted is None:
+            usable = [name for name in usable if name != "stash"]
+        return usable
 
-def _impossible(name: str, problem: Problem, derivation: Derivation, cluster: Cluster) -> str | None:
-    """Why a strategy cannot be used, as the end of a sentence; None if it can."""
-    if name == "torch":
+    def _impossible(self, name: str, keys: int) -> str | None:
+        """Why a strategy cannot be used, as the end of a sentence; None if it can."""
+        problem, derivation = self._problem, self._derivation
+        if name == "torch":
+            return None
+        if self._profile.target == "cpu":
+            return "needs a GPU target; on the CPU the strategy is torch"
+        if derivation.slope is None:
+            logit = f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
+            return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
+        if name == "fused" and problem.dim > FUSED_DIM_LIMIT:
+            return f"holds the whole embedding in one block: --dim at most {FUSED_DIM_LIMIT}, not {problem.dim}"
+        if name == "fused" and DTYPE_BYTES[problem.dtype] != 2:
+            return f"keeps a whole gradient row in registers, too many of them for {problem.dtype}; valid: bf16, fp16"
+        if name == "stash" and self._cluster.devices > 1:
+            return "keeps tiles of the rank's own keys, and needs --devices 1"
+        if name == "stash" and keys > PANEL_LIMIT:
+            return f"addresses its rows with 32 bits: --keys at most {PANEL_LIMIT}, not {keys}"
+        if name == "stash" and problem.dtype != "bf16":
+            return f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
         return None
-    if cluster.profile.target == "cpu":
-        return "needs a GPU target; on the CPU the strategy is torch"
-    if derivation.slope is None:
-        logit = f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
-        return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
-    if name == "fused" and problem.dim > FUSED_DIM_LIMIT:
-        return f"holds the whole embedding in one block: --dim at most {FUSED_DIM_LIMIT}, not {problem.dim}"
-    if name == "fused" and DTYPE_BYTES[problem.dtype] != 2:
-        return f"keeps a whole gradient row in registers, too many of them for {problem.dtype}; valid: bf16, fp16"
-    if name == "stash" and cluster.devices > 1:
-        return "keeps tiles of the rank's own keys, and needs --devices 1"
-    if name == "stash" and problem.total_keys > PANEL_LIMIT:
-        return f"addresses its rows with 32 bits: --keys at most {PANEL_LIMIT}, not {problem.total_keys}"
-    if name == "stash" and problem.dtype != "bf16":
-        return f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
-    return None
+
+    def _make_variants(self, name: str, rows: int, keys: int) -> list[Choice]:
+        """A strategy by each transport; and with recorded CUDA graphs, if kernels run on one NVIDIA GPU."""
+        transports, choice = self._transports, self._choice(name, rows, keys)
+        found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
+        if name != "torch" and self._profile.target == "cuda" and self._cluster.devices == 1:
+            found.append(dataclasses.replace(choice, replay=True))
+        return found
+
+    def _may_replay(self, choice: Choice, queries: int, keys: int) -> bool:
+        """Whether a choice has recordings, or none, as set; where nothing is set, only if the host's start is so much
+        of a step that recordings, which keep their memory, are worth a thought."""
+        if self._settings.replay is not None:
+            return choice.replay == self._settings.replay
+        flops = 8 * queries * keys * choice.dim
+        limit_s = STASH_REPLAY_LIMIT_S if choice.strategy == "stash" else REPLAY_LIMIT_S
+        return not choice.replay or flops < limit_s * self._profile.matmul_tflops[choice.dtype].value * 1e12
+
+    def _make_table(self, choice: Choice) -> Table:
+        """What the cluster's devices send to each other."""
+        cluster = self._cluster
+        return Table(choice.transport, cluster.nodes, cluster.devices_per_node, choice.keeps, self._travelling)
+
+    @functools.cached_property
+    def _transports(self) -> tuple[tuple[str, bool], ...]:
+        """How keys may travel, by a ring or all at once among few devices of one node; and whether a ring keeps those
+        that visit last."""
+        wanted, keeps, devices = self._settings.transport, self._settings.keeps, self._cluster.devices
+        if keeps is not None and (devices == 1 or wanted == "gather"):
+            raise InputError("--set keeps: is for a ring of several devices; give --devices, and no other transport")
+        if wanted is not None and devices == 1:
+            raise InputError("--set transport: keys travel between devices, and there is one; give --devices")
+        impossible = None
+        if self._cluster.nodes > 1:
+            impossible = f"not between {self._cluster.nodes} nodes"
+        elif devices > GATHER_LIMIT:
+            impossible = f"at most {GATHER_LIMIT} devices, not {devices}"
+        if wanted == "gather" and impossible:
+            raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
+        if devices == 1:
+            return (("none", False),)
+        rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep))
+        gathers = () if impossible or keeps is not None else (("gather", False),)
+        return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
+
+    def _choice(self, name: str, rows: int, keys: int) -> Choice:
+        problem, derivation, profile = self._problem, self._derivation, self._profile
+        choice = Choice(
+            strategy=name,
+            dim=problem.dim,
+            dtype=problem.dtype,
+            precision=problem.precision,
+            target=profile.target,
+            has_keys=bool(derivation.has_keys),
+            labels=derivation.spec.positives == "label",
+            affine=derivation.slope is not None,
+            products=self._products(name),
+            world_size=self._cluster.devices,
+        )
+        if name != "torch":
+            choice = dataclasses.replace(choice, descriptors=self._descriptors(choice.split))
+        chosen = {kernel for kernel, _, _ in problem.settings.blocks}
+        blocks = default_blocks(profile, choice, rows, keys, chosen)
+        for kernel, field, count in problem.settings.blocks:
+            blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: count})
+        if name == "stash":  # the forward keeps the backward's tiles
+            if {"rows", "keys"} & problem.settings.block("forward").keys():
+                raise InputError(
+                    "--set forward.rows, forward.keys: a stash keeps the gradient's tiles; set gradient.* instead"
+                )
+            tile = blocks["gradient"]
+            blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
+        for kernel, field, _ in problem.settings.blocks:
+            for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
+                found = violations(changed, blocks[changed], profile, choice)
+                if found:
+                    raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
+        choice = dataclasses.replace(choice, blocks=blocks)
+        return dataclasses.replace(choice, hopper_stages=hopper_stages(profile, choice))
+
+    def _products(self, name: str) -> str:
+        if name in ("torch", "fused"):
+            return {"torch": "torch", "fused": "triton"}[name]
+        wanted = self._settings.products
+        if wanted == "library" and self._profile.target != "cuda":
+            raise InputError(
+                f"--set products: {self._profile.target} has no library product with fp32 output; valid: triton"
+            )
+        return wanted or ("library" if self._profile.target == "cuda" else "triton")
+
+    def _descriptors(self, split: bool) -> bool:
+        dim, dtype, wanted = self._problem.dim, self._problem.dtype, self._settings.descriptors
+        aligned = split or dim * DTYPE_BYTES[dtype] % 16 == 0  # split operands are padded
+        if wanted and not self._profile.tensor_descriptors:
+            raise InputError(f"--set descriptors: {self._profile.name} has no tensor descriptors; valid: off")
+        if wanted and not aligned:
+            raise InputError(f"--set descriptors: a row of {dim} {dtype} is not a multiple of 16 bytes; valid: off")
+        by_default = self._profile.architecture.products_read_shared
+        return (by_default if wanted is None else wanted) and self._profile.tensor_descriptors and aligned
 
 
-def _settings_of(name: str) -> set[str]:
+@functools.cache
+def _settings_of(name: str) -> frozenset[str]:
     """The keys of `--set` that mean something to a strategy."""
     keys = {"strategy", "panel_rows", "records", "transport", "keeps"}
     keys |= {f"{kernel}.{field}" for kernel in KERNELS_OF[name] for field in BLOCK_FIELDS}
@@ -205,43 +254,7 @@ def _settings_of(name: str) -> set[str]:
         keys |= {"descriptors", "replay"}
     if name in ("panel", "stash"):
         keys |= {"products"}
-    return keys | {"stash_rows"} if name == "stash" else keys
-
-
-def _products(name: str, problem: Problem, cluster: Cluster) -> str:
-    if name in ("torch", "fused"):
-        return {"torch": "torch", "fused": "triton"}[name]
-    wanted = problem.settings.products
-    if wanted == "library" and cluster.profile.target != "cuda":
-        raise InputError(
-            f"--set products: {cluster.profile.target} has no library product with fp32 output; valid: triton"
-        )
-    return wanted or ("library" if cluster.profile.target == "cuda" else "triton")
-
-
-def _descriptors(problem: Problem, cluster: Cluster, split: bool) -> bool:
-    aligned = split or problem.dim * DTYPE_BYTES[problem.dtype] % 16 == 0  # split operands are padded
-    wanted = problem.settings.descriptors
-    if wanted and not cluster.profile.tensor_descriptors:
-        raise InputError(f"--set descriptors: {cluster.profile.name} has no tensor descriptors; valid: off")
-    if wanted and not aligned:
-        raise InputError(
-            f"--set descriptors: a row of {problem.dim} {problem.dtype} is not a multiple of 16 bytes; valid: off"
-        )
-    by_default = cluster.profile.architecture.products_read_shared
-    return (by_default if wanted is None else wanted) and cluster.profile.tensor_descriptors and aligned
-
-
-def table_of(choice: Choice, derivation: Derivation, cluster: Cluster) -> Table:
-    """What the cluster's devices send to each other."""
-    travelling = derivation.travelling(choice.dim)
-    return Table(choice.transport, cluster.nodes, cluster.devices_per_node, choice.keeps, travelling)
-
-
-def model_of(choice: Choice, problem: Problem, cluster: Cluster, table: Table) -> CostModel:
-    """The cost model of a choice."""
-    rows, keys = (-(-total // cluster.devices) for total in (problem.batch_size, problem.total_keys))
-    return CostModel(choice, cluster, rows, keys, table)
+    return frozenset(keys | {"stash_rows"} if name == "stash" else keys)
 
 
 def smallest_peak(model: CostModel, settings: Overrides) -> int:
@@ -250,11 +263,11 @@ def smallest_peak(model: CostModel, settings: Overrides) -> int:
     rows = _fixed(settings, "panel_rows", row_unit, model.rows) or row_unit
     keys = _fixed(settings, "panel_keys", key_unit, model.keys) or key_unit
     keys = _padded(model.keys, key_unit) if model.choice.strategy == "fused" else keys
-    return min(map(model.peak_bytes, _with_stash(model, settings, rows, keys, smallest=True)))
+    return min(peak for _, peak in _with_stash(model, settings, rows, keys, smallest=True))
 
 
-def sizes_of(model: CostModel, settings: Overrides) -> Iterator[Sizes]:
-    """All candidates, the smallest among them."""
+def sizes_of(model: CostModel, settings: Overrides) -> Iterator[tuple[Sizes, int]]:
+    """All sizes that are considered, with their peaks; the smallest among them."""
     strategy = model.choice.strategy
     row_unit, key_unit = _units(model.choice)
     cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
@@ -290,7 +303,10 @@ def _units(choice: Choice) -> tuple[int, int]:
     return rows, max(b["gradient"].keys, b["product"].rows, b["product"].depth)
 
 
-def _with_stash(model: CostModel, settings: Overrides, rows: int, keys: int, smallest: bool) -> Iterator[Sizes]:
+def _with_stash(
+    model: CostModel, settings: Overrides, rows: int, keys: int, smallest: bool
+) -> Iterator[tuple[Sizes, int]]:
+    """A backward panel with each stash that is considered, and their peaks."""
     if model.choice.strategy != "stash":
         yield _with_forward(model, rows, keys, 0)
         return
@@ -308,21 +324,23 @@ def _with_stash(model: CostModel, settings: Overrides, rows: int, keys: int, sma
             yield _with_forward(model, rows, keys, count * rows)
 
 
-def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> Sizes:
-    """The largest forward panel whose buffers take no more than the backward phase, which is there anyway.
+def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tuple[Sizes, int]:
+    """The largest forward panel whose buffers take no more than the backward phase, which is there anyway; the peak.
 
     A stash is filled by whole panels of the backward sweep; the torch strategy uses one panel for both.
     """
     if model.choice.strategy in ("torch", "stash"):
-        return Sizes(rows, keys, rows, keys, stash_rows)
+        sizes = Sizes(rows, keys, rows, keys, stash_rows)
+        return sizes, model.memory(sizes).peak_bytes
     block = model.choice.blocks["forward"]
     row_unit, key_unit = block.rows, block.keys
     row_cap = key_cap = FORWARD_CAP
     while True:
         forward = (_split(model.rows, row_unit, row_cap), _split(model.keys, key_unit, key_cap))
         sizes = Sizes(*forward, rows, keys, 0)
-        if model.forward_fits(sizes) or (row_cap, key_cap) == (row_unit, key_unit):
-            return sizes
+        memory = model.memory(sizes)
+        if memory.forward_fits or (row_cap, key_cap) == (row_unit, key_unit):
+            return sizes, memory.peak_bytes
         row_cap, key_cap = (
             (row_cap, max(key_unit, key_cap // 2)) if key_cap >= row_cap and key_cap > key_unit
             else (max(row_unit, row_cap // 2), key_cap)

@@ -1,5 +1,6 @@
-"""Every buffer that the loss allocates beyond its inputs, as SymPy expressions of a plan's sizes.
+"""Every buffer that the loss allocates beyond its inputs.
 
+What one rank computes with: SymPy expressions of a plan's sizes. What travels: read from the table of communication.
 One source: `model` computes with them, plans are explained by them, and `model.markdown` writes them down.
 """
 
@@ -7,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import sympy
 from sympy import Expr, Max, Min
 
 from infcl_gen.planning.choice import SPLIT_TERMS, Choice
 from infcl_gen.planning.levels import LIBRARY_MULTIPLE, LOSS_ROWS, STRIP_ROWS
+from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Place, Table, Travelling
 
+MIB = 2**20
+# In the order of `CostModel`'s values: those that differ between sizes of one choice come last.
 LEGEND = {
     "m": "query rows of this rank",
     "n": "key rows of this rank",
@@ -23,31 +28,66 @@ LEGEND = {
     "P": "embedding, of split operands once for each term, padded to the depth of a block (fused: to its parts)",
     "e": "bytes of a feature",
     "s": "bytes of a statistic or an accumulator element",
-    "F": "rows of a forward panel",
-    "G": "keys of a forward panel",
-    "R": "rows of a backward panel",
-    "C": "keys of a backward panel",
-    "S": "query rows whose tiles are kept from forward to backward (stash)",
     "Bf": "rows of a forward block",
     "Kf": "keys of a forward block",
     "Bg": "rows of a gradient block",
     "Kg": "keys of a gradient block",
     "Bu": "rows of a fused block",
     "Ku": "visiting rows of a fused block",
-    "T": "strips of a forward panel for each block of keys, at most",
-    "V": "strips of a backward panel for each block of keys, at most",
     "Bo": "rows of a finish block",
     "U": "multiprocessors",
     "w": "bytes of the matrix library's workspace",
+    "F": "rows of a forward panel",
+    "G": "keys of a forward panel",
+    "R": "rows of a backward panel",
+    "C": "keys of a backward panel",
+    "S": "query rows whose tiles are kept from forward to backward (stash)",
+    "T": "strips of a forward panel for each block of keys, at most",
+    "V": "strips of a backward panel for each block of keys, at most",
 }
 SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in LEGEND}
-m, n, W, D, P, e, s, F, G, R, C, S, Bf, Kf, Bg, Kg, Bu, Ku, T, V, Bo, U, w = SYMBOLS.values()
+m, n, W, D, P, e, s, Bf, Kf, Bg, Kg, Bu, Ku, Bo, U, w, F, G, R, C, S, T, V = SYMBOLS.values()
 
 
 class ceil_div(sympy.Function):
     """ceil_div(a, b) = ceil(a / b), exact for integers."""
 
     nargs = 2
+
+    def _pythoncode(self, printer: Any) -> str:
+        """As `lambdify` prints it."""
+        count, size = map(printer.doprint, self.args)
+        return f"(-(-({count}) // ({size})))"
+
+
+class Exchange(NamedTuple):
+    """What buffers and work depend on of the communication between ranks, read from its table.
+
+    kept     where statistics of other ranks' keys stay from forward to backward: KEPT, ALL, or OWN: they do not stay
+    at_once  the gradients of others' keys have a place each, and go home together
+    """
+
+    kept: Place = OWN
+    at_once: bool = False
+
+
+def exchange_of(table: Table) -> Exchange:
+    """What a table makes of memory and work."""
+    forward, backward = table.places("forward"), table.places("backward")
+    stay = {place for item in table.named("summed", "forward") for place in forward[item.name]} & {KEPT, ALL}
+    return Exchange(next(iter(stay), OWN), any(RECEIVED in places for places in backward.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One line of the memory plan. `bytes` counts all its pieces, without allocator slack."""
+
+    name: str
+    phase: str
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    why: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +109,17 @@ class BufferTerm:
 
 
 @functools.cache
-def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
-    """Everything that the loss allocates beyond its inputs, in the order of its life."""
+def buffer_terms(choice: Choice, exchange: Exchange) -> tuple[BufferTerm, ...]:
+    """What one rank computes with, in the order of its life."""
     v = choice
     ring, both, forward, backward, finish = v.ring, "both", "forward", "backward", "finish"
     positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
+    kept_keys = W * n if exchange.kept == ALL else 2 * n if exchange.kept == KEPT else n
     terms = [
         BufferTerm("query_statistics", both, (2 + positive_rows, m), "statistics", "r_i as a wide float; the positive"),
-        v.has_keys and BufferTerm("key_statistics", both, (2, _kept_keys(v)), "statistics", "c_j as a wide float"),
+        v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "statistics", "c_j as a wide float"),
         v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
         v.labels and BufferTerm("absent", forward, (m,), "statistics", "NaN for labels that name no key"),
         BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
@@ -88,8 +129,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         shape = ceil_div(Min(S, m), Bf) * Bf, ceil_div(n, Kf) * Kf + 16 * ceil_div(2 * ceil_div(n, Kf), 16)
         why = "kept tiles and the reference of each"
         terms.append(BufferTerm("stash", both, shape, "features", why))
-    if v.gather and v.has_keys and v.strategy == "torch":
-        shape = (3 * W + 7, Min(G, W * n))
+    if exchange.kept == ALL and v.strategy == "torch":
+        shape = (3 * W + 7, Min(G, kept_keys))
         terms.append(BufferTerm("merged_statistics", forward, shape, "statistics", "what adds them up"))
     if v.strategy == "torch":
         why = "temporaries of the loss's terms"
@@ -149,8 +190,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         for name, x in (("dq", m), ("dk", n if v.separate else room))
     )
     total_dq = BufferTerm("dq_accumulator", backward, (m, D), "statistics", "dq over all hops")
-    if ring:  # the results are written when what has travelled is gone; of a gather, dk where others' sums were
-        results = (dq,) if v.gather else (dq, dk)
+    if ring:  # the results are written when what has travelled is gone; dk, if it can be, where others' sums were
+        results = (dq,) if exchange.at_once else (dq, dk)
         finished = [total_dq, *results] if v.separate else [total_dq]
         terms += [total_dq, *(dataclasses.replace(term, phase=finish) for term in finished)]
     else:
@@ -179,6 +220,67 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     return tuple(term for term in terms if term)
 
 
-def _kept_keys(choice: Choice) -> Any:
-    """Keys whose statistics are kept: of all ranks, or of this one and of the keys that visit last."""
-    return W * n if choice.gather else 2 * n if choice.keeps else n
+def travelling_bytes(item: Travelling, choice: Choice, keys: int) -> int:
+    """Bytes of a tensor that travels, of this many keys."""
+    sizes = {"features": choice.feature_bytes, "statistics": choice.statistics_bytes, "int64": 8}
+    return keys * item.columns * sizes[item.dtype]
+
+
+class TravellingTerm(NamedTuple):
+    """`pieces` tensors for `counts` shards in all of something that travels."""
+
+    item: Travelling
+    name: str
+    phase: str
+    why: str
+    counts: tuple[int, ...]
+    pieces: int = 1
+
+    def bytes(self, choice: Choice, keys: int) -> int:
+        return math.prod(self.counts) * travelling_bytes(self.item, choice, keys)
+
+    def buffer(self, choice: Choice, keys: int) -> Buffer:
+        """Where each rank has this many keys."""
+        item = self.item
+        dtypes = {"features": choice.dtype, "statistics": choice.statistics_dtype}
+        shape = (*self.counts, *((item.columns, keys) if item.across else (keys, item.columns)))
+        name, dtype = f"{self.name} {item.name}", dtypes.get(item.dtype, item.dtype)
+        return Buffer(name, self.phase, self.bytes(choice, keys), shape, dtype, self.why)
+
+
+@functools.lru_cache(maxsize=64)
+def travelling_terms(table: Table) -> tuple[TravellingTerm, ...]:
+    """What the table needs of memory. Statistics that stay for backward are part of `key_statistics`."""
+    found: list[TravellingTerm] = []
+    ranks = table.world_size
+    for phase in ("forward", "backward"):
+        for item in table.travelling:
+            add = functools.partial(TravellingTerm, item)
+            places, stays = table.places(phase)[item.name], item.forward == "summed"
+            slots = sum(isinstance(place, int) for place in places)
+            if slots:
+                found.append(add("visiting", phase, "in use or in flight, in turns", (slots,), slots))
+            if slots and phase == "backward" and item.role(phase) == "summed":
+                found.append(add("own", "finish", "home again", (1,)))
+            if KEPT in places and (phase == "backward" if stays else phase == "forward"):
+                found.append(add("last", phase if stays else "both", "visits last in forward, first in backward", (1,)))
+            if ALL in places and phase == "forward" and not stays:
+                found.append(add("all", "both", "of all ranks, from forward to backward", (ranks,)))
+            if RECEIVED in places and item.backward == "unchanged":
+                found.append(add("shared", phase, "of the keys of all ranks, from each", (ranks, ranks)))
+            elif RECEIVED in places:
+                for when in ("backward", "finish") if phase == "backward" else ("forward",):
+                    found += [
+                        add("own", when, "of this rank", (1,)),
+                        add("others'", when, "sums that go home", (ranks - 1,)),
+                        add("received", when, "sums of all others that come home", (ranks - 1,)),
+                    ]
+    return tuple(found)
+
+
+def allocated_bytes(size: int, pieces: int, gpu: bool) -> int:
+    """Upper bound on what the caching allocator takes for `size` bytes in `pieces` tensors."""
+    if not gpu:
+        return size
+    rounded = size + 511 * pieces if pieces > 1 else -(-size // 512) * 512
+    return rounded + pieces * MIB if size >= MIB else rounded

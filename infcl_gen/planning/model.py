@@ -5,29 +5,41 @@ the runtime allocates: each allocation of 1 MiB or more is counted with 1 MiB of
 are rounded up to 512 bytes. Time is one term per phase: max(flops / (peak * efficiency), bytes / bandwidth,
 exponentials / rate), whose largest is what bounds the phase, plus its launches. Phases follow one another, so they add;
 communication counts where it is not hidden.
+
+Expressions become functions of numbers once per kind of choice and process; what is the same for all sizes of a choice
+is computed once per model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
 
 from infcl_gen.planning.choice import Choice, Sizes, embedding_parts
 from infcl_gen.planning.levels import most_strips
-from infcl_gen.planning.memory import LEGEND, SYMBOLS, buffer_terms
-from infcl_gen.planning.work import QUANTITIES, time_terms
-from infcl_gen.runtime.table import ALL, KEPT, RECEIVED, Table, Transfer, Travelling
+from infcl_gen.planning.memory import (
+    LEGEND,
+    SYMBOLS,
+    Buffer,
+    Exchange,
+    allocated_bytes,
+    buffer_terms,
+    exchange_of,
+    travelling_bytes,
+    travelling_terms,
+)
+from infcl_gen.planning.work import TimeTerm, time_terms
+from infcl_gen.runtime.table import ALL, KEPT, Table, Transfer
 
 if TYPE_CHECKING:
     from infcl_gen.hardware import Cluster, DeviceProfile
 
-MIB = 2**20
 # A step is (1 + COOL) times as fast at first, before its power has lowered the clock, which fades over COOL_S: fitted
 # with the efficiencies of `work`.
 COOL, COOL_S = 0.1, 6e-3
@@ -57,22 +69,26 @@ BATCH_S = 78e-6
 # of 2 and 4 H200s that sent one message of keys and one of gradients more; of 2 in h200-ring2.json within 6 %.
 SLOWDOWN = 0.4
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
-# What a panel of a ring's hop does before it adds to what travels.
-BEFORE_SUMS = ("forward product", "gradient product", "gradient", "dq product", "fused dq")
-AFTER_HOPS = ("finish", "additions")  # what is done once, when the last hop's work is over
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured
 
 
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """One line of the memory plan. `bytes` counts all its pieces, without allocator slack."""
+class Memory(NamedTuple):
+    """Bytes of one rank by phase, with allocator slack. "both" lives from forward to the end of backward."""
 
-    name: str
-    phase: str
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    why: str
+    both: int
+    forward: int
+    backward: int
+    finish: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Upper bound on what one rank allocates beyond its inputs, from forward to the end of backward."""
+        return self.both + max(self.forward, self.backward, self.finish)
+
+    @property
+    def forward_fits(self) -> bool:
+        """Whether the forward phase takes no more than the backward phase, which is there anyway."""
+        return self.forward <= max(self.backward, self.finish)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +102,23 @@ class PhaseTime:
     bytes: float
 
 
+class _Sent(NamedTuple):
+    """What one kind of step of the table sends, and how many such steps there are.
+
+    transfer_s  all of its messages; sums_s: those until the sums that the step's own work adds to are here.
+    works       whether the step works on keys meanwhile.
+    """
+
+    times: int
+    works: bool
+    transfer_s: float
+    sums_s: float
+    bytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """The model of one choice for one problem on one device: `peak_bytes` and `time_s` of any `Sizes`."""
+    """The model of one choice for one problem on one device: memory and time of any `Sizes`."""
 
     choice: Choice
     cluster: Cluster
@@ -96,136 +126,71 @@ class CostModel:
     keys: int
     table: Table
 
-    @functools.cached_property
-    def _kind(self) -> Choice:
-        return self.choice.kind
-
     @property
     def profile(self) -> DeviceProfile:
         return self.cluster.profile
 
-    @property
-    def world_size(self) -> int:
-        return self.cluster.devices
-
-    @property
-    def nodes(self) -> int:
-        return self.cluster.nodes
-
-    def peak_bytes(self, sizes: Sizes) -> int:
-        """Upper bound on what one rank allocates beyond its inputs, from forward to the end of backward."""
-        totals = self._by_phase(sizes)
-        return totals["both"] + max(totals["forward"], totals["backward"], totals["finish"])
-
-    def forward_fits(self, sizes: Sizes) -> bool:
-        """Whether the forward phase takes no more than the backward phase, which is there anyway."""
-        totals = self._by_phase(sizes)
-        return totals["forward"] <= max(totals["backward"], totals["finish"])
+    def memory(self, sizes: Sizes) -> Memory:
+        """What one rank allocates beyond its inputs."""
+        phases = _memory(*self._kind)(*self._values(sizes))
+        return Memory(*(own + moving for own, moving in zip(phases, self._travelling, strict=True)))
 
     def buffers(self, sizes: Sizes) -> tuple[Buffer, ...]:
         """The memory plan by buffer, without those that are empty."""
-        values = self._values(sizes)
         names = {"features": self.choice.dtype, "statistics": self.choice.statistics_dtype}
         found = []
-        lengths = iter(_shapes(self._kind)(*values))
-        for term, size in zip(buffer_terms(self._kind), _memory(self._kind)(*values), strict=True):
-            shape = tuple(next(lengths) for _ in term.shape)
-            if not all(shape):
-                continue
-            shape = (term.pieces, *shape) if term.pieces > 1 else shape
-            found.append(Buffer(term.name, term.phase, size, shape, names.get(term.dtype, term.dtype), term.why))
-        return (*found, *(buffer for buffer, _ in self._travelling))
+        shapes = _shapes(*self._kind)(*self._values(sizes))
+        for term, (size, shape) in zip(buffer_terms(*self._kind), shapes, strict=True):
+            if all(shape):
+                whole = (term.pieces, *shape) if term.pieces > 1 else tuple(shape)
+                found.append(Buffer(term.name, term.phase, size, whole, names.get(term.dtype, term.dtype), term.why))
+        return (*found, *(term.buffer(self.choice, self.keys) for term in travelling_terms(self.table)))
 
     def time_s(self, sizes: Sizes) -> float:
         """Predicted time of one forward and backward that begin on an idle device."""
-        return math.fsum(phase.time_s for phase in self.phases(sizes))
+        return math.fsum(self._seconds(self._work(sizes), sizes))
 
     def queued_s(self, sizes: Sizes) -> float:
         """The same behind other work, as in training: the device does not wait for the host."""
         return math.fsum(phase.time_s for phase in self.phases(sizes) if phase.name != HOST)
 
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
-        """Time by phase, of a ring the last two are what of the communication is not hidden. Kernels wait for the host
-        at the start; where they are short they do so all the time."""
-        terms = time_terms(self._kind)
+        """Time by phase; with several ranks the last two are what of the communication is not hidden."""
         work = self._work(sizes)
-        bandwidth = self.profile.bandwidth_gbs.value * 1e9
-        found = []
-        for term, (flops, moved, exponentials, efficiency, launches) in zip(terms, work, strict=True):
-            times = {
-                "product": flops / (self._rate(term.rate) * efficiency),
-                "memory": moved / bandwidth,
-                "exponentials": exponentials / (self.profile.exp_gops.value * 1e9),
-            }
-            bound = max(times, key=lambda name: times[name])
-            launch_s = launches * self.profile.launch_us.value * 1e-6
-            bound = "launches" if launch_s > times[bound] else bound
-            found.append(PhaseTime(term.name, _rounded(max(times.values()) + launch_s), bound, flops, moved))
+        found: list[tuple[str, str, float, float]] = []
+        for term, (flops, moved, *_), (*times, launch_s) in zip(self._terms, work, self._limits(work), strict=True):
+            limits = dict(zip(("product", "memory", "exponentials"), times, strict=True))
+            bound = max(limits, key=lambda name: limits[name])
+            found.append((term.name, "launches" if launch_s > limits[bound] else bound, flops, moved))
         if self.choice.strategy != "torch":
-            busy_s = math.fsum(phase.time_s for phase in found)
-            faster = 1 + COOL * math.exp(-busy_s / COOL_S)
-            found = [dataclasses.replace(phase, time_s=_rounded(phase.time_s / faster)) for phase in found]
-            found.append(PhaseTime(HOST, self._host_s(found, [launches for *_, launches in work]), "launches", 0, 0))
-        if self.choice.ring:
-            done = {"forward": found[:2], "backward": found[2 : len(terms)]}
-            found += [self._link(phase, parts, sizes) for phase, parts in done.items()]
-        return tuple(found)
+            found.append((HOST, "launches", 0, 0))
+        for phase, sent in self._sent.items():
+            found.append((f"{phase} communication", "link", 0, sum(step.times * step.bytes for step in sent)))
+        seconds = self._seconds(work, sizes)
+        return tuple(
+            PhaseTime(name, time_s, bound, flops, moved)
+            for time_s, (name, bound, flops, moved) in zip(seconds, found, strict=True)
+        )
 
-    def launches(self, sizes: Sizes) -> dict[str, float]:
-        """How many kernels the host launches in each phase, over all hops."""
-        terms, work = time_terms(self._kind), self._work(sizes)
-        return {term.name: launches for term, (*_, launches) in zip(terms, work, strict=True)}
+    def launches(self, phase: str, sizes: Sizes) -> float:
+        """How many kernels the host launches in "forward" or "backward", over all hops."""
+        work = self._work(sizes)
+        return math.fsum(of_term[-1] for term, of_term in zip(self._terms, work, strict=True) if term.phase == phase)
 
-    def _work(self, sizes: Sizes) -> list[list[float]]:
-        """The QUANTITIES of each term."""
-        numbers, width = _time(self._kind)(*self._values(sizes)), len(QUANTITIES)
-        return [numbers[start : start + width] for start in range(0, len(numbers), width)]
-
-    def _host_s(self, phases: Sequence[PhaseTime], launches: Sequence[float]) -> float:
-        """What the device waits for the host: at the start, and where kernels are shorter than their launches."""
-        start_s, step_s = host_times(self.choice.strategy, self.choice.replay)
-        if not self.choice.replay:
-            step_s += HOST_LAUNCH_S * sum(launches)
-        alone_s = max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in phases))
-        return _rounded(alone_s + RANKS_HOST_S * self.choice.ring)
-
-    def _link(self, phase: str, work: Sequence[PhaseTime], sizes: Sizes) -> PhaseTime:
-        """What of the communication of a direction is not hidden, step by step of the table.
-
-        A step's messages travel beside its work. What takes longer than that counts, and of sums what takes longer than
-        the work before they are added to (the forward product of a panel, in backward its gradient and dq); the rest
-        slows the work down. Where nothing is worked on all of it is waited for.
-        """
-        hop_s = math.fsum(part.time_s for part in work if part.name not in AFTER_HOPS) / self.world_size
-        before_s = math.fsum(part.time_s for part in work if part.name in BEFORE_SUMS)
-        first_s = before_s / self.world_size / self.panels(phase, sizes)
-        start_s, exposed_s, total = BATCH_S * (self.profile.target != "cpu"), 0.0, 0
-        for step, count in self.table.kinds(phase).items():
-            elapsed_s = waited_s = 0.0
-            for batch in self.table.batches(phase, step, self.sent_bytes):
-                elapsed_s += start_s
-                together: dict[tuple[str, str], int] = {}  # of a role, over a level
-                for sent in batch:
-                    key = self.table.role(sent.name, phase), self.table.level(sent.to)
-                    together[key] = together.get(key, 0) + self.transfer_bytes(sent)
-                for (role, level), size in together.items():
-                    elapsed_s += self._transfer_s(size, level == "node")
-                    total += count * size
-                    if role == "summed" and step.sums_from == 0:  # waited for in this step
-                        waited_s = max(waited_s, elapsed_s - first_s)
-            waited_s = elapsed_s if step.owner is None else max(waited_s, elapsed_s - hop_s)
-            exposed_s += count * _added(elapsed_s, waited_s)
-        return PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, total)
+    def hop_s(self, phase: str, seconds: Sequence[float], sizes: Sizes) -> tuple[float, float]:
+        """Time of one hop, and of what its first panel does before it adds to sums that travel; `seconds`: by term."""
+        hop, first = self._parts[phase]
+        first_s = math.fsum([seconds[index] for index in first]) / self.table.world_size / self.panels(phase, sizes)
+        return math.fsum([seconds[index] for index in hop]) / self.table.world_size, first_s
 
     def sent_bytes(self, name: str) -> int:
         """Bytes of a tensor of a rank's keys that travels."""
         item = next(item for item in self.table.travelling if item.name == name)
-        sizes = {"features": self.choice.feature_bytes, "statistics": self.choice.statistics_bytes, "int64": 8}
-        return self.keys * item.columns * sizes[item.dtype]
+        return travelling_bytes(item, self.choice, self.keys)
 
     def transfer_bytes(self, sent: Transfer) -> int:
         """Bytes of one message."""
-        return self.sent_bytes(sent.name) * (self.world_size if sent.of is None else 1)
+        return self.sent_bytes(sent.name) * (self.table.world_size if sent.of is None else 1)
 
     def panels(self, phase: str, sizes: Sizes) -> int:
         """Panels of a hop."""
@@ -235,7 +200,105 @@ class CostModel:
         rows, keys = (sizes.forward_rows, sizes.forward_keys) if forward else (sizes.panel_rows, sizes.panel_keys)
         return -(-self.rows // rows) * -(-self.keys // keys)
 
-    def _transfer_s(self, size: int, network: bool = False) -> float:
+    # What is the same for all sizes.
+
+    @functools.cached_property
+    def _kind(self) -> tuple[Choice, Exchange]:
+        return _kind(self.choice, self.table)
+
+    @functools.cached_property
+    def _terms(self) -> tuple[TimeTerm, ...]:
+        return time_terms(*self._kind)
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, tuple[list[int], list[int]]]:
+        """By phase, which terms a hop consists of, and which of them come before it adds to sums."""
+        found: dict[str, tuple[list[int], list[int]]] = {"forward": ([], []), "backward": ([], [])}
+        for index, term in enumerate(self._terms):
+            if term.part != "end":
+                found[term.phase][0].append(index)
+            if term.part == "first":
+                found[term.phase][1].append(index)
+        return found
+
+    @functools.cached_property
+    def _travelling(self) -> Memory:
+        """What is in flight, or has arrived."""
+        totals, gpu = dict.fromkeys(Memory._fields, 0), self.profile.target != "cpu"
+        for term in travelling_terms(self.table):
+            size = term.bytes(self.choice, self.keys) // term.pieces
+            totals[term.phase] += term.pieces * allocated_bytes(size, 1, gpu)
+        return Memory(**totals)
+
+    @functools.cached_property
+    def _given(self) -> tuple[int, ...]:
+        """The values of the symbols that do not depend on sizes."""
+        choice, blocks = self.choice, self.choice.blocks
+        tiles = {name: (block.rows, block.keys) for name, block in blocks.items()}
+        depth = blocks["forward"].depth if blocks else 64
+        padded = -(-choice.inner_dim("forward") // depth) * depth
+        if choice.strategy == "fused":
+            padded = sum(embedding_parts(choice.dim))
+        kernels = (length for name in ("forward", "gradient", "fused") for length in tiles.get(name, (64, 64)))
+        return (
+            *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
+            *(choice.feature_bytes, choice.statistics_bytes, *kernels, tiles.get("finish", (64, 64))[0]),
+            *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
+        )
+
+    def _values(self, sizes: Sizes) -> tuple[int, ...]:
+        """The values of all symbols."""
+        panels = sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys
+        forward, gradient = self.choice.blocks.get("forward"), self.choice.blocks.get("gradient")
+        return (
+            *(*self._given, *panels, sizes.stash_rows),
+            most_strips(*panels[:2], forward) if forward else 1,
+            most_strips(*panels[2:], gradient) if gradient else 1,
+        )
+
+    @functools.cached_property
+    def _rates(self) -> list[float]:
+        """The peak of each term's product in FLOP/s: the kind of unit that the dtype and the precision allow."""
+        choice, found = self.choice, {}
+        for rate in ("triton", "product"):
+            kind, fraction = choice.dtype, 1.0
+            library = rate == "product" and choice.library
+            if choice.split:
+                kind = "bf16"
+            elif choice.dtype == "fp32" and self.profile.vendor == "nvidia" and choice.strategy != "torch":
+                kind, fraction = (LIBRARY_FP32_MODES if library else FP32_MODES)[choice.precision]
+            if rate == "product" and choice.strategy != "torch" and not library:
+                fraction *= TRITON_PRODUCT_FRACTION
+            peak = self.profile.matmul_tflops[kind]
+            reached = VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0
+            found[rate] = peak.value * 1e12 * fraction * reached
+        return [found[term.rate] for term in self._terms]
+
+    @functools.cached_property
+    def _sent(self) -> dict[str, list[_Sent]]:
+        """What the table sends in each direction, by kind of step; nothing on one device."""
+        start_s = BATCH_S * (self.profile.target != "cpu")
+        found: dict[str, list[_Sent]] = {}
+        for phase in ("forward", "backward") if self.table.world_size > 1 else ():
+            found[phase] = []
+            for step, count in self.table.kinds(phase).items():
+                elapsed_s, sums_s, total = 0.0, 0.0, 0
+                for batch in self.table.batches(phase, step, self.sent_bytes):
+                    elapsed_s += start_s
+                    together: Counter[tuple[str, str]] = Counter()  # of a role, over a level
+                    for sent in batch:
+                        together[self.table.role(sent.name, phase), self.table.level(sent.to)] += self.transfer_bytes(
+                            sent
+                        )
+                    for (role, level), size in together.items():
+                        elapsed_s += self._transfer_s(size, level == "node")
+                        total += size
+                        if role == "summed" and step.sums_from == 0:  # waited for in this step
+                            sums_s = elapsed_s
+                found[phase].append(_Sent(count, step.owner is not None, elapsed_s, sums_s, total))
+        return found
+
+    def _transfer_s(self, size: int, network: bool) -> float:
         """Of one message, of as many bytes to the device as from it."""
         cluster = self.cluster
         gbs, latency_us = cluster.link_gbs.value, cluster.latency_us.value
@@ -244,93 +307,62 @@ class CostModel:
             latency_us = cluster.node_latency_us.value
         return size and size / (gbs * 1e9) + latency_us * 1e-6
 
-    def _by_phase(self, sizes: Sizes) -> dict[str, int]:
-        totals = {"both": 0, "forward": 0, "backward": 0, "finish": 0}
-        gpu = self.profile.target != "cpu"
-        for (phase, pieces), size in zip(_pieces(self._kind), _memory(self._kind)(*self._values(sizes)), strict=True):
-            totals[phase] += allocated_bytes(size, pieces, gpu)
-        for buffer, pieces in self._travelling:
-            totals[buffer.phase] += pieces * allocated_bytes(buffer.bytes // pieces, 1, gpu)
-        return totals
+    # Time of given sizes.
 
-    @functools.cached_property
-    def _travelling(self) -> tuple[tuple[Buffer, int], ...]:
-        """What the table needs of memory, and in how many pieces. Statistics that stay for backward are part of
-        `key_statistics`."""
-        found: list[tuple[Buffer, int]] = []
+    def _work(self, sizes: Sizes) -> list[list[float]]:
+        """The quantities of each term."""
+        return _time(*self._kind)(*self._values(sizes))
 
-        def add(item: Travelling, what: str, phase: str, why: str, counts: tuple[int, ...], pieces: int = 1) -> None:
-            dtypes = {"features": self.choice.dtype, "statistics": self.choice.statistics_dtype}
-            each = (item.columns, self.keys) if item.across else (self.keys, item.columns)
-            size, dtype = math.prod(counts) * self.sent_bytes(item.name), dtypes.get(item.dtype, item.dtype)
-            found.append((Buffer(f"{what} {item.name}", phase, size, (*counts, *each), dtype, why), pieces))
-
-        ranks = self.world_size
-        for phase, item in itertools.product(("forward", "backward"), self.table.travelling):
-            places, stays = self.table.places(phase)[item.name], item.forward == "summed"
-            slots = sum(isinstance(place, int) for place in places)
-            home = ("backward", "finish") if phase == "backward" else ("forward",)
-            if slots:
-                add(item, "visiting", phase, "in use or in flight, in turns", (slots,), slots)
-            if slots and phase == "backward" and item.role(phase) == "summed":
-                add(item, "own", "finish", "home again", (1,))
-            if KEPT in places and (phase == "backward" if stays else phase == "forward"):
-                add(item, "last", phase if stays else "both", "visits last in forward, first in backward", (1,))
-            if ALL in places and phase == "forward" and not stays:
-                add(item, "all", "both", "of all ranks, from forward to backward", (ranks,))
-            if RECEIVED in places and item.backward == "unchanged":
-                add(item, "shared", phase, "of the keys of all ranks, from each", (ranks, ranks))
-            elif RECEIVED in places:
-                for when in home:
-                    add(item, "own", when, "of this rank", (1,))
-                    add(item, "others'", when, "sums that go home", (ranks - 1,))
-                    add(item, "received", when, "sums of all others that come home", (ranks - 1,))
-        return tuple(found)
-
-    def _values(self, sizes: Sizes) -> tuple[int, ...]:
-        block = dict.fromkeys(("forward", "gradient", "fused", "finish"), (64, 64, 64)) | {
-            name: (block.rows, block.keys, block.depth) for name, block in self.choice.blocks.items()
-        }
-        depth = block["forward"][2]
-        padded = -(-self.choice.inner_dim("forward") // depth) * depth
-        if self.choice.strategy == "fused":
-            padded = sum(embedding_parts(self.choice.dim))
-        strips = [
-            most_strips(*panel, self.choice.blocks[name]) if name in self.choice.blocks else 1
-            for name, panel in (
-                ("forward", (sizes.forward_rows, sizes.forward_keys)),
-                ("gradient", (sizes.panel_rows, sizes.panel_keys)),
+    def _limits(self, work: list[list[float]]) -> list[tuple[float, float, float, float]]:
+        """Seconds of each term by its product, its bytes and its exponentials alone, and of its launches."""
+        bandwidth, exponential_rate = self.profile.bandwidth_gbs.value * 1e9, self.profile.exp_gops.value * 1e9
+        launch_us = self.profile.launch_us.value
+        return [
+            (
+                *(flops / (rate * efficiency), moved / bandwidth, exponentials / exponential_rate),
+                launches * launch_us * 1e-6,
             )
+            for rate, (flops, moved, exponentials, efficiency, launches) in zip(self._rates, work, strict=True)
         ]
-        choice = self.choice
-        return (
-            self.rows, self.keys, self.world_size, choice.dim, padded, choice.feature_bytes, choice.statistics_bytes,
-            sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys, sizes.stash_rows,
-            *block["forward"][:2], *block["gradient"][:2], *block["fused"][:2], *strips, block["finish"][0],
-            self.profile.multiprocessors, self.profile.library_workspace_bytes,
-        )  # fmt: skip
 
-    def _rate(self, rate: str) -> float:
-        """Peak of a product in FLOP/s: the kind of unit that the dtype and the precision allow."""
-        kind, fraction = self.choice.dtype, 1.0
-        library = rate == "product" and self.choice.library
-        if self.choice.split:
-            kind = "bf16"
-        elif self.choice.dtype == "fp32" and self.profile.vendor == "nvidia" and self.choice.strategy != "torch":
-            kind, fraction = (LIBRARY_FP32_MODES if library else FP32_MODES)[self.choice.precision]
-        if rate == "product" and self.choice.strategy != "torch" and not library:
-            fraction *= TRITON_PRODUCT_FRACTION
-        peak = self.profile.matmul_tflops[kind]
-        return peak.value * 1e12 * fraction * (VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0)
+    def _seconds(self, work: list[list[float]], sizes: Sizes) -> list[float]:
+        """Of each phase. Kernels wait for the host at the start; where they are short they do so all the time."""
+        seconds = [_rounded(max(times) + launch_s) for *times, launch_s in self._limits(work)]
+        if self.choice.strategy == "torch":
+            return seconds + self._exposed(seconds, sizes)
+        faster = 1 + COOL * math.exp(-math.fsum(seconds) / COOL_S)
+        seconds = [_rounded(time_s / faster) for time_s in seconds]
+        start_s, step_s = host_times(self.choice.strategy, self.choice.replay)
+        if not self.choice.replay:
+            step_s += HOST_LAUNCH_S * sum(launches for *_, launches in work)
+        alone_s = max(start_s, step_s - HIDDEN * math.fsum(seconds))
+        host_s = _rounded(alone_s + RANKS_HOST_S * self.choice.ring)
+        return [*seconds, host_s, *self._exposed(seconds, sizes)]
+
+    def _exposed(self, seconds: list[float], sizes: Sizes) -> list[float]:
+        """What of the communication of each direction is not hidden, step by step of the table.
+
+        A step's messages travel beside its work. What takes longer than that counts, and of sums what takes longer than
+        the work before they are added to (the forward product of a panel, in backward its gradient and dq); the rest
+        slows the work down. Where nothing is worked on all of it is waited for.
+        """
+        found = []
+        for phase, steps in self._sent.items():
+            hop_s, first_s = self.hop_s(phase, seconds, sizes)
+            exposed_s = 0.0
+            for step in steps:
+                all_s = step.transfer_s
+                waited_s = max(0.0, step.sums_s - first_s, all_s - hop_s) if step.works else all_s
+                exposed_s += step.times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
+            found.append(_rounded(exposed_s))
+        return found
 
 
-def markdown(choices: Sequence[Choice] | None = None) -> str:
+def markdown() -> str:
     """The whole model as a page: legend, memory by buffer and time by phase for each choice."""
-    if choices is None:
-        names = ("panel", "fused", "stash", "torch")
-        ring = Choice(strategy="panel", dim=1, world_size=2, transport="ring")
-        choices = [Choice(strategy=name, dim=1) for name in names]
-        choices += [ring, dataclasses.replace(ring, transport="gather")]
+    ring = Choice(strategy="panel", dim=1, world_size=2)
+    cases = {name: (Choice(strategy=name, dim=1), Exchange()) for name in ("panel", "fused", "stash", "torch")}
+    cases |= {"panel, ring": (ring, Exchange(KEPT)), "panel, gather": (ring, Exchange(ALL, at_once=True))}
     lines = [
         "# Cost model",
         "",
@@ -341,13 +373,11 @@ def markdown(choices: Sequence[Choice] | None = None) -> str:
         "|---|---|",
     ]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in LEGEND.items()]
-    for choice in choices:
-        transport = ", gather" if choice.gather else ", ring" if choice.ring else ""
-        lines += ["", f"## {choice.strategy}{transport}", ""]
-        lines += ["| buffer | phase | bytes | why |", "|---|---|---|---|"]
-        lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(choice)]
+    for title, case in cases.items():
+        lines += ["", f"## {title}", "", "| buffer | phase | bytes | why |", "|---|---|---|---|"]
+        lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(*case)]
         lines += ["", "| phase | FLOPs | bytes | exponentials | efficiency | launches |", "|---|---|---|---|---|---|"]
-        for term in time_terms(choice):
+        for term in time_terms(*case):
             lines.append("| " + " | ".join([term.name, *(f"`{value}`" for value in term.quantities)]) + " |")
     return "\n".join(lines) + "\n"
 
@@ -359,43 +389,39 @@ def host_times(strategy: str, replay: bool) -> tuple[float, float]:
     return HOST_START_S + STASH_START_S * (strategy == "stash"), HOST_STEP_S
 
 
-def allocated_bytes(size: int, pieces: int, gpu: bool) -> int:
-    """Upper bound on what the caching allocator takes for `size` bytes in `pieces` tensors."""
-    if not gpu:
-        return size
-    rounded = size + 511 * pieces if pieces > 1 else -(-size // 512) * 512
-    return rounded + pieces * MIB if size >= MIB else rounded
-
-
-def _added(transfer_s: float, waited_s: float) -> float:
-    """What a transfer adds to the work beside it: what is waited for, and what the rest of it slows the work down."""
-    return waited_s + (transfer_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN)
-
-
-def _compile(expressions: Sequence[Any]) -> Callable[..., list[Any]]:
-    names = {"ceil_div": lambda a, b: -(-a // b), "Min": min, "Max": max}
-    function = sympy.lambdify(tuple(SYMBOLS.values()), list(expressions), modules=[names, "math"])
+def _compile(expressions: Sequence[Any], **functions: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the values of SYMBOLS that returns those of the expressions, nested as they are."""
+    names = {"Min": min, "Max": max, **functions}
+    function = sympy.lambdify(tuple(SYMBOLS.values()), expressions, modules=[names, "math"])
     return function  # type: ignore[no-any-return]
 
 
-@functools.cache
-def _memory(kind: Choice) -> Callable[..., list[int]]:
-    return _compile([term.bytes for term in buffer_terms(kind)])
+@functools.lru_cache(maxsize=256)
+def _kind(choice: Choice, table: Table) -> tuple[Choice, Exchange]:
+    """What expressions depend on."""
+    return choice.kind, exchange_of(table)
 
 
 @functools.cache
-def _pieces(kind: Choice) -> tuple[tuple[str, int], ...]:
-    return tuple((term.phase, term.pieces) for term in buffer_terms(kind))
+def _memory(kind: Choice, exchange: Exchange) -> Callable[..., list[int]]:
+    """The fields of `Memory`."""
+    allocated, gpu = sympy.Function("allocated"), kind.target != "cpu"
+    sums = dict.fromkeys(Memory._fields, sympy.Integer(0))
+    for term in buffer_terms(kind, exchange):
+        sums[term.phase] += allocated(term.bytes, term.pieces)
+    return _compile(list(sums.values()), allocated=functools.partial(allocated_bytes, gpu=gpu))
 
 
 @functools.cache
-def _shapes(kind: Choice) -> Callable[..., list[int]]:
-    return _compile([length for term in buffer_terms(kind) for length in term.shape])
+def _shapes(kind: Choice, exchange: Exchange) -> Callable[..., list[tuple[int, list[int]]]]:
+    """Bytes and shape of each buffer."""
+    return _compile([(term.bytes, list(term.shape)) for term in buffer_terms(kind, exchange)])
 
 
 @functools.cache
-def _time(kind: Choice) -> Callable[..., list[float]]:
-    return _compile([value for term in time_terms(kind) for value in term.quantities])
+def _time(kind: Choice, exchange: Exchange) -> Callable[..., list[list[float]]]:
+    """The quantities of each term."""
+    return _compile([list(term.quantities) for term in time_terms(kind, exchange)])
 
 
 def _rounded(time_s: float) -> float:

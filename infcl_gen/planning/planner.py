@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING, Any
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
-from infcl_gen.planning.candidates import (
-    GATHER_GAIN,
-    Candidate,
-    choices_of,
-    model_of,
-    sizes_of,
-    smallest_peak,
-    table_of,
-)
+from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of, smallest_peak
 from infcl_gen.planning.choice import Choice, Sizes
-from infcl_gen.planning.model import Buffer, CostModel, PhaseTime
+from infcl_gen.planning.memory import Buffer
+from infcl_gen.planning.model import CostModel, PhaseTime
 from infcl_gen.planning.reasons import Reason, reasons_of
 from infcl_gen.runtime.table import Table
 
@@ -81,14 +74,15 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     ceiling = problem.memory_budget_bytes
     if ceiling is None:
         ceiling = cluster.profile.memory_bytes // AUTO_FRACTION
-    models = _models(problem, derivation, cluster)
+    choices = Choices(problem, derivation, cluster)
+    models = choices.models(problem.batch_size, problem.total_keys)
     smallest = min(smallest_peak(model, problem.settings) for model in models)
-    largest = _largest_batch(problem, derivation, cluster, ceiling)
+    largest = _largest_batch(problem, choices, ceiling)
     if smallest > ceiling:
         raise InfeasibleError(_infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest)
     everything = _candidates(problem, models)
     candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
-    best = _best(candidates, _fastest_ring_s(everything))
+    best = _best(everything, candidates)
     model, sizes, peak = best.model, best.sizes, best.peak_bytes
     return Plan(
         **vars(model.choice),
@@ -112,7 +106,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
 
 def cost_model(plan: Plan, cluster: Cluster) -> CostModel:
     """The cost model that a plan was chosen by."""
-    return model_of(plan, plan.problem, cluster, plan.schedule)
+    return CostModel(plan, cluster, plan.rows_per_rank, plan.keys_per_rank, plan.schedule)
 
 
 def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
@@ -127,32 +121,25 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
         raise InputError(f"--precision: tf32 needs an NVIDIA GPU, not {cluster.profile.name}")
 
 
-def _models(problem: Problem, derivation: Derivation, cluster: Cluster) -> list[CostModel]:
-    return [
-        model_of(choice, problem, cluster, table_of(choice, derivation, cluster))
-        for choice in choices_of(problem, derivation, cluster)
-    ]
-
-
 def _candidates(problem: Problem, models: list[CostModel]) -> list[Candidate]:
     """Everything, whatever the budget."""
     return [
-        Candidate(model.time_s(sizes), model.peak_bytes(sizes), order, model, sizes)
+        Candidate(order, model, sizes, peak)
         for order, model in enumerate(models)
-        for sizes in sizes_of(model, problem.settings)
+        for sizes, peak in sizes_of(model, problem.settings)
     ]
 
 
-def _fastest_ring_s(everything: list[Candidate]) -> float:
-    """Of all budgets: a gather is compared with it, so that more budget never gives a slower plan."""
-    return min((c.time_s for c in everything if c.model.choice.transport == "ring"), default=math.inf)
+def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate:
+    """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order.
 
-
-def _best(candidates: list[Candidate], ring_s: float) -> Candidate:
-    """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order."""
-    worthwhile = (1 - GATHER_GAIN) * ring_s
-    rest = [c for c in candidates if c.model.choice.transport != "gather" or c.time_s <= worthwhile]
-    candidates = rest or candidates  # a gather alone may keep the budget, or be what was set
+    A gather is compared with the fastest ring of any budget, so that more budget never gives a slower plan.
+    """
+    if any(c.model.choice.gather for c in candidates):
+        ring_s = min((c.time_s for c in everything if not c.model.choice.gather), default=math.inf)
+        worthwhile = (1 - GATHER_GAIN) * ring_s
+        rest = [c for c in candidates if not c.model.choice.gather or c.time_s <= worthwhile]
+        candidates = rest or candidates  # a gather alone may keep the budget, or be what was set
     limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
     return min(
         (candidate for candidate in candidates if candidate.time_s <= limit),
@@ -160,14 +147,13 @@ def _best(candidates: list[Candidate], ring_s: float) -> Candidate:
     )
 
 
-def _largest_batch(problem: Problem, derivation: Derivation, cluster: Cluster, ceiling: int) -> int | None:
-    """The largest global batch that some option can plan within the ceiling; None if not even one row fits."""
+def _largest_batch(problem: Problem, choices: Choices, ceiling: int) -> int | None:
+    """The largest global batch that some choice can plan within the ceiling; None if not even one row fits."""
 
     @functools.cache
     def fits(batch: int) -> bool:
-        other = dataclasses.replace(problem, batch_size=batch)  # keys stay if they are given
         try:
-            models = _models(other, derivation, cluster)
+            models = choices.models(batch, problem.keys or batch)  # keys stay if they are given
         except InputError:  # another batch may not be allowed: a stash of too many keys
             return False
         return any(model_fits(model) for model in models)

@@ -86,7 +86,7 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
 def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candidate]) -> tuple[Reason, Reason]:
     """Levels 0 and 1: how keys get to the queries."""
     model, cluster, way = best.model, best.model.cluster, best.model.choice.transport
-    world, nodes = model.world_size, cluster.nodes
+    world, nodes = cluster.devices, cluster.nodes
     outer = Reason(0, "one node", "nothing crosses the network")
     if nodes > 1:
         inside = cluster.devices_per_node

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -119,12 +120,10 @@ class Missing:
 
 def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
     """The key of a problem; settings that the tuner chose (`records=measured`) are not part of it."""
-    literals = spec_as_dict(loss)
-    content = repr((literals["formula"], literals["positives"]))
     return Key(
         board=cluster.profile.name,
         loss=loss.name,
-        loss_digest=hashlib.sha256(content.encode()).hexdigest()[:16],
+        loss_digest=_loss_digest(loss),
         batch_size=problem.batch_size,
         keys=problem.keys,
         dim=problem.dim,
@@ -136,6 +135,13 @@ def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
         target=cluster.profile.target,
         settings=own_settings(problem.settings).pairs,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_digest(loss: LossSpec) -> str:
+    literals = spec_as_dict(loss)
+    content = repr((literals["formula"], literals["positives"]))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def is_tuned(key: str) -> bool:
@@ -239,16 +245,23 @@ def staleness(record: Record, plan: Plan) -> str:
 
 def read_records(file: Path) -> tuple[Record, ...]:
     """The records of a file; none if it is absent. Raises InputError if it is damaged or of another schema."""
-    import msgspec
-
     try:
         if file.stat().st_size > _LARGEST_FILE_BYTES:
             raise InputError(f"{file}: too large for a file of tuning records")
-        table = json.loads(file.read_bytes())
+        return _decoded(file.read_bytes(), str(file))
     except FileNotFoundError:
         return ()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+@functools.lru_cache(maxsize=2)  # the user's records and those that come with infcl_gen
+def _decoded(content: bytes, file: str) -> tuple[Record, ...]:
+    """The records of a file with this content."""
+    import msgspec
+
+    try:
+        table = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: damaged tuning records (not JSON)") from error
     if not isinstance(table, dict) or table.get("schema_version") != SCHEMA_VERSION:

@@ -23,12 +23,11 @@ Work is the cost model's, launches too; what messages cost is below.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.planning.events import Events, Pipe, Task
-from infcl_gen.planning.model import AFTER_HOPS, BATCH_S, BEFORE_SUMS, HOST_LAUNCH_S, SLOWDOWN, host_times
+from infcl_gen.planning.model import BATCH_S, HOST_LAUNCH_S, SLOWDOWN, host_times
 from infcl_gen.runtime.table import Move, Transfer
 
 if TYPE_CHECKING:
@@ -128,22 +127,19 @@ def execute(
 
 def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     """What a rank does in "forward" and in "backward", from the phases of the cost model."""
-    launches = model.launches(plan)
-    times = {phase.name: phase.time_s for phase in plan.phases if phase.name in launches}
-    hops = plan.world_size
-    names = list(times)  # two phases forward, as in the cost model
+    seconds = [phase.time_s for phase in plan.phases]
+    times = {phase.name: phase.time_s for phase in plan.phases}
     found = {}
-    for phase, mine in (("forward", names[:2]), ("backward", names[2:])):
-        hop_s = math.fsum(times[name] for name in mine if name not in AFTER_HOPS) / hops
-        before_s = math.fsum(times[name] for name in mine if name in BEFORE_SUMS)
-        first_s = before_s / hops / model.panels(phase, plan)
-        last_s = times["finish"] if phase == "backward" else 0.0
+    for phase in ("forward", "backward"):
+        hop_s, first_s = model.hop_s(phase, seconds, plan)
+        last_s, added_s = (times["finish"], times.get("additions", 0.0)) if phase == "backward" else (0.0, 0.0)
+        # What follows the last hop is of queries, then of keys: as long.
         found[phase] = Work(
             first_s,
             max(0.0, hop_s - first_s),
-            last_s / 2,  # of queries, then of keys: as long
-            last_s / 2 + times.get("additions", 0.0) * (phase == "backward"),
-            math.fsum(launches[name] for name in mine) / hops,
+            last_s / 2,
+            last_s / 2 + added_s,
+            model.launches(phase, plan) / plan.world_size,
         )
     return found
 

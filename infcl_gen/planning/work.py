@@ -1,4 +1,4 @@
-"""The work of every phase of a step, as SymPy expressions of a plan's sizes, and how fast kernels do it."""
+"""The work of a step, term by term, as SymPy expressions of a plan's sizes, and how fast kernels do it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 from sympy import Expr, Integer, Max, Min, Rational
 
 from infcl_gen.planning.choice import SPLIT_TERMS, Choice
-from infcl_gen.planning.memory import Bf, Bg, Bu, C, D, F, G, Kf, Kg, P, R, S, T, U, W, ceil_div, e, m, n, s
-
-QUANTITIES = ("flops", "bytes", "exponentials", "efficiency", "launches")
+from infcl_gen.planning.memory import Bf, Bg, Bu, C, D, Exchange, F, G, Kf, Kg, P, R, S, T, U, W, ceil_div, e, m, n, s
 
 
 @dataclasses.dataclass(frozen=True)
 class TimeTerm:
-    """Work of one phase of one rank over all hops. `rate`: which peak the flops run at ("triton" or "product")."""
+    """Work of one rank over all hops.
+
+    phase  of a step, "forward" or "backward".
+    part   "first": a panel's, before it adds to sums that travel; "rest"; or "end": when the last hop is over.
+    rate   which peak the flops run at, "triton" or "product".
+    """
 
     name: str
+    phase: str = "backward"
+    part: str = "rest"
     flops: Any = 0
     bytes: Any = 0
     exponentials: Any = 0
@@ -28,8 +33,8 @@ class TimeTerm:
 
     @property
     def quantities(self) -> tuple[Any, ...]:
-        """The values of QUANTITIES."""
-        return tuple(getattr(self, name) for name in QUANTITIES)
+        """Everything that has a value for each size."""
+        return self.flops, self.bytes, self.exponentials, self.efficiency, self.launches
 
 
 # Fraction of the peak that a kernel reaches as a function of the embedding: fitted to the 76 rows of an earlier
@@ -52,11 +57,12 @@ PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 
 
 @functools.cache
-def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
-    """The phases of one forward and one backward sweep, without communication."""
+def time_terms(choice: Choice, exchange: Exchange) -> tuple[TimeTerm, ...]:
+    """One forward and one backward sweep, without communication."""
     v = choice
     pairs = m * n * W
     terms: list[Any] = []
+    additions = [TimeTerm("additions", part="end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * exchange.at_once
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"]}
         panels = ceil_div(m, R) * ceil_div(n, C) * W
@@ -64,14 +70,22 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         # Passes over a panel of z: maximum, difference and exponential, and sum per side; backward one exponential per
         # side, their weighted sum, and the positives.
         return (
-            TimeTerm("forward product", **product, launches=panels),
-            TimeTerm("statistics", bytes=(2 + 4 * sides) * s * pairs, exponentials=sides * pairs, launches=12 * panels),
-            TimeTerm("gradient product", **product, launches=panels),
-            TimeTerm("gradient", bytes=6 * sides * s * pairs, exponentials=sides * pairs, launches=8 * panels),
-            TimeTerm("dq product", **product, rate="product", launches=panels),
+            TimeTerm("forward product", "forward", "first", **product, launches=panels),
+            TimeTerm(
+                "statistics",
+                "forward",
+                bytes=(2 + 4 * sides) * s * pairs,
+                exponentials=sides * pairs,
+                launches=12 * panels,
+            ),
+            TimeTerm("gradient product", part="first", **product, launches=panels),
+            TimeTerm(
+                "gradient", part="first", bytes=6 * sides * s * pairs, exponentials=sides * pairs, launches=8 * panels
+            ),
+            TimeTerm("dq product", part="first", **product, rate="product", launches=panels),
             TimeTerm("dk product", **product, rate="product", launches=panels),
-            TimeTerm("finish", bytes=(m + n) * D * (2 * s + e), launches=4),
-            *_additions(v),
+            TimeTerm("finish", part="end", bytes=(m + n) * D * (2 * s + e), launches=4),
+            *additions,
         )
     sides = 2 if v.has_keys else 1
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W
@@ -82,6 +96,8 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     terms.append(
         TimeTerm(
             "forward product",
+            "forward",
+            "first",
             flops=2 * rows * keys * W * P,
             bytes=features + partials,
             exponentials=pairs,
@@ -91,15 +107,16 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         )
     )
     launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
-    terms.append(TimeTerm("statistics", bytes=partials + 2 * W * m * D * e, launches=launches))
+    terms.append(TimeTerm("statistics", "forward", bytes=partials + 2 * W * m * D * e, launches=launches))
     if v.strategy == "fused":
         rows = m if v.ring else Min(R, m)
         slices = W if v.ring else ceil_div(m, R)
-        for name, owned, other in (("fused dq", rows, n), ("fused dk", n, rows)):
+        for name, part, owned, other in (("fused dq", "first", rows, n), ("fused dk", "rest", n, rows)):
             programs = ceil_div(owned, Bu)
             terms.append(
                 TimeTerm(
                     name,
+                    part=part,
                     flops=4 * slices * programs * Bu * other * P,
                     bytes=slices * owned * D * (e + 2 * s),
                     exponentials=slices * programs * Bu * other,
@@ -118,6 +135,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         terms += [
             TimeTerm(
                 "gradient",
+                part="first",
                 flops=2 * rows * keys * W * P * fraction,
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs * fraction,
@@ -131,17 +149,18 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             *(
                 TimeTerm(
                     f"{name} product",
+                    part=part,
                     flops=2 * products * pairs * D,
                     bytes=e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride)),
                     efficiency=EFFICIENCY[name] * PANEL_EFFICIENCY,
                     rate="product",
                     launches=panels,
                 )
-                for name, own, stride, other, step in (("dq", m, R, n, C), ("dk", n, C, m, R))
+                for name, part, own, stride, other, step in (("dq", "first", m, R, n, C), ("dk", "rest", n, C, m, R))
             ),
         ]
-    terms.append(TimeTerm("finish", bytes=(m + n) * D * (2 * s + e) + m * D * e, launches=2 * ceil_div(m, R) + 2))
-    terms += _additions(v)
+    finish = (m + n) * D * (2 * s + e) + m * D * e
+    terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions]
     if v.split:  # the rows of a panel once, its keys once for each panel of rows
         sweeps = ceil_div(m, F) + ceil_div(m, R)
         read_written = e + 2 * SPLIT_TERMS
@@ -155,10 +174,3 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
 def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:
     """Part of the multiprocessors that a panel has blocks for: small ones do not fill a large board."""
     return Min(1, ceil_div(rows, block_rows) * ceil_div(keys, block_keys) / U)
-
-
-def _additions(choice: Choice) -> list[TimeTerm]:
-    """What comes home at once is added up one by one."""
-    if not choice.gather:
-        return []
-    return [TimeTerm("additions", bytes=3 * s * (W - 1) * n * D, launches=W - 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 import sympy
 
 from infcl_gen.planning.choice import Choice
-from infcl_gen.planning.memory import LEGEND, SYMBOLS, buffer_terms
-from infcl_gen.planning.model import BATCH_S, MIB, SLOWDOWN, allocated_bytes, markdown
+from infcl_gen.planning.memory import LEGEND, MIB, SYMBOLS, Exchange, allocated_bytes, buffer_terms, exchange_of
+from infcl_gen.planning.model import BATCH_S, SLOWDOWN, markdown
 from infcl_gen.planning.work import time_terms
+from infcl_gen.runtime.table import ALL, KEPT, OWN
 from tests.planning.conftest import allowed_error, budget_of, plan_flags
 
 CHOICES = [
@@ -26,16 +26,35 @@ CHOICES = [
     for keys, labels, ring, library in itertools.product([True, False], repeat=4)
 ]  # fmt: skip
 CHOICES += [Choice(strategy="stash", dim=8), Choice(strategy="panel", dim=8, dtype="fp32", replay=True)]
-CHOICES += [dataclasses.replace(choice, transport="gather") for choice in CHOICES if choice.ring]
+CASES = [(choice, Exchange()) for choice in CHOICES]
+CASES += [(c, Exchange(ALL if c.has_keys else OWN, at_once=True)) for c in CHOICES if c.ring]
+CASES += [(choice, Exchange(KEPT)) for choice in CHOICES if choice.ring and choice.has_keys]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_terms_are_closed_expressions(choice: Choice) -> None:
-    for term in buffer_terms(choice):
+@pytest.mark.parametrize(("choice", "exchange"), CASES, ids=str)
+def test_terms_are_closed_expressions(choice: Choice, exchange: Exchange) -> None:
+    for term in buffer_terms(choice, exchange):
         assert sympy.sympify(term.bytes).free_symbols <= set(SYMBOLS.values())
-    for time in time_terms(choice):
-        for value in (time.flops, time.bytes, time.exponentials, time.efficiency, time.launches):
+    for time in time_terms(choice, exchange):
+        for value in time.quantities:
             assert sympy.sympify(value).free_symbols <= set(SYMBOLS.values())
+
+
+def test_what_memory_and_work_know_of_communication_is_read_from_its_table() -> None:
+    for transport, keeps, exchange in (
+        ("ring", False, Exchange()),
+        ("ring", True, Exchange(KEPT)),
+        ("gather", False, Exchange(ALL, at_once=True)),
+    ):
+        for nodes, devices in ((1, 2), (1, 5), (2, 3))[: 2 if transport == "gather" else 3]:
+            for loss in ("clip", "infonce"):
+                flags = {"devices": nodes * devices, "nodes": nodes, "loss": loss}
+                settings = {"transport": transport}
+                if transport == "ring":
+                    settings["keeps"] = "on" if keeps else "off"
+                table = plan_flags(**flags, set=settings).schedule
+                assert exchange_of(table) == (exchange if loss == "clip" else Exchange(at_once=exchange.at_once))
+    assert exchange_of(plan_flags().schedule) == Exchange()
 
 
 def test_a_buffer_is_its_shape() -> None:

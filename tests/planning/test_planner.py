@@ -75,7 +75,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         model = cost_model(plan, resolve_cluster(problem))
         block = plan.blocks["forward"]
         smallest = (plan.forward_rows, plan.forward_keys) == (block.rows, block.keys)
-        assert model.forward_fits(plan) or smallest
+        assert model.memory(plan).forward_fits or smallest
     # A panel is never more than one block longer than the problem.
     assert plan.panel_rows < plan.rows_per_rank + 256 and plan.forward_rows < plan.rows_per_rank + 256
     assert plan.panel_keys < plan.keys_per_rank + 256 and plan.forward_keys < plan.keys_per_rank + 256
