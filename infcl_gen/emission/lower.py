@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infcl_gen.emission.kernel_context import gradient_exponent, kernel_templates, kernels_context
 from infcl_gen.emission.printing import kernel_printers
 from infcl_gen.hardware import load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.kernels import Traits, families
 from infcl_gen.kernels.arguments import named_parts
-from infcl_gen.losses import is_builtin, loss_template_context, spec_as_dict, triton_code
-from infcl_gen.losses.printers import p
+from infcl_gen.losses import is_builtin, loss_template_context, spec_as_dict
 from infcl_gen.planning.choice import SPLIT_TERMS, Block, embedding_parts
 from infcl_gen.planning.levels import (
     EXACT_DEPTH,
@@ -38,8 +37,6 @@ from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
-    from sympy import Expr
-
     from infcl_gen.hardware import DeviceProfile
     from infcl_gen.inputs.problem import Problem
     from infcl_gen.losses import Derivation
@@ -103,7 +100,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
     if plan.strategy == "torch":
         files.append(FileSpec("schedule.py", ("torch/schedule.py.jinja",), shared | _device_context(plan, derivation)))
     else:
-        context = shared | _device_context(plan, derivation) | triton_expressions(derivation)
+        context = shared | _device_context(plan, derivation)
         hopper = _hopper(plan)
         context |= _strip_context(plan, profile, at_once=profile.multiprocessors if hopper else 0)
         context["with_ratios"], context["flagged"] = "ratios" in names, "gradient_wide" in names
@@ -111,10 +108,13 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         context["hopper"] = hopper
         found = families(traits)
         context |= kernel_printers(found, traits, kernels)
-        pieces = ("header", *(family.template for family in found if family.file == "kernels.py"))
-        files.append(FileSpec("kernels.py", tuple(f"triton/{piece}.py.jinja" for piece in pieces), context))
+        kernel = kernels_context(name, plan, derivation, profile)
+        of_kernels = {**vars(kernel), "signature": context["signature"]}
+        context["gradient_factor"] = kernel.gradient_factor
+        templates = kernel_templates([family.template for family in found if family.file == "kernels.py"], kernel)
+        files.append(FileSpec("kernels.py", templates, of_kernels))
         files += [
-            FileSpec(family.file, (f"triton/{family.template}.py.jinja",), context)
+            FileSpec(family.file, (f"triton/{family.template}.py.jinja",), of_kernels)
             for family in found
             if family.file != "kernels.py"
         ]
@@ -136,7 +136,7 @@ def spec_literals(
         "problem": plan.problem.as_dict(),
         "positives": derivation.spec.positives,
         "has_keys": bool(derivation.has_keys),
-        "gradient_exponent": _gradient_exponent(plan, derivation),
+        "gradient_exponent": gradient_exponent(plan, derivation),
         "descriptors": plan.descriptors,
         "loss": spec_as_dict(derivation.spec),
         "device": dataclasses.asdict(profile),
@@ -224,29 +224,6 @@ def package_name(plan: Plan, derivation: Derivation) -> str:
     return f"{_identifier(derivation.spec.name)}_{_identifier(plan.problem.device_profile)}_d{plan.problem.dim}"
 
 
-def triton_expressions(derivation: Derivation) -> dict[str, Any]:
-    """The derived mathematics as Triton source.
-
-    slope, shift, gradient_factor, dscale_factor: in `scale`, `bias`; dbias: a number; query_term in `r`, `p`; the key
-    term, linear in `p`, as key_term_without_positive in `c` and key_positive_term in `p`; logit, dlogit_dz in `z`,
-    `scale`, `bias` ("" if affine).
-    """
-    affine = derivation.slope is not None
-    without_positive, with_positive = _split_positive(derivation.key_term)
-    return {
-        "affine": affine,
-        "slope": triton_code(derivation.slope) if affine else "",
-        "shift": triton_code(derivation.shift) if affine else "",
-        "gradient_factor": triton_code(derivation.gradient_factor),
-        "dscale_factor": triton_code(derivation.dscale_factor),
-        "dbias": float(derivation.dbias),
-        "times_dscale_factor": "" if derivation.dscale_factor == 1 else f" * ({triton_code(derivation.dscale_factor)})",
-        "query_term": triton_code(derivation.query_term),
-        "key_term_without_positive": triton_code(without_positive),
-        "key_positive_term": triton_code(with_positive),
-    }
-
-
 def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     """What the kernels and both device sweeps are specialised to."""
     formulas = derivation.formulas()
@@ -268,7 +245,7 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "loss_rows": LOSS_ROWS,
         "strip_rows": STRIP_ROWS,
         "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
-        "gradient_exponent": (exponent := _gradient_exponent(plan, derivation)),
+        "gradient_exponent": (exponent := gradient_exponent(plan, derivation)),
         "undo_exponent": f" * {2.0**-exponent}" if exponent else "",
         "input_precision": plan.input_precision,
         "has_keys": bool(derivation.has_keys),
@@ -303,21 +280,6 @@ def _strip_context(plan: Plan, profile: DeviceProfile, at_once: int = 0) -> dict
         },
         "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},
     }
-
-
-def _gradient_exponent(plan: Plan, derivation: Derivation) -> int:
-    """Gradients of logits are kept times 2 to this power: they are of order 1/M, and fp16 would underflow, or overflow
-    beyond 65504."""
-    if plan.dtype != "fp16" or plan.strategy == "torch":
-        return 0
-    softmaxes = abs(derivation.query_share) + abs(derivation.key_share)
-    return 14 - math.ceil(math.log2(max(softmaxes, abs(derivation.positive_share))))
-
-
-def _split_positive(term: Expr) -> tuple[Expr, Expr]:
-    """A key term, linear in p, as the part without p and the part with it."""
-    with_positive = term.diff(p) * p
-    return (term - with_positive).expand(), with_positive
 
 
 def _identifier(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,17 @@ def content_digest(files: Mapping[str, str]) -> str:
         digest.update(f"{path}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+@jinja2.pass_context
+def piece(context: jinja2.runtime.Context, name: str, each: Sequence[Any] = (None,), **more: Any) -> str:
+    """The text of triton/pieces/`name`.py.jinja with the caller's names and `more`; once for `each` one, as `part`.
+
+    For `    {{ piece("name") | indent(4) }}`: statements that several kernels have in common.
+    """
+    template = context.environment.get_template(f"triton/pieces/{name}.py.jinja")
+    names = {**context.get_all(), **more}
+    return "".join(template.render({**names, "part": part}) for part in each).rstrip("\n")
 
 
 def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
@@ -127,6 +138,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    environment.globals["piece"] = piece
     environment.filters["literal"] = literal
     environment.filters["broken_literal"] = broken_literal
     return environment
