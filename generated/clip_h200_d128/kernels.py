@@ -6,18 +6,23 @@ Gradient   g_ij = 1/M * (0.5 * exp(x_ij - r_i) + 0.5 * exp(x_ij - c_j) - [j = po
 Legend
     q (M, D), k (N, D)  features of one rank's queries and of the visiting keys, any strides
     z = q k^T           similarity, fp32; one tile of it lives in registers and is never stored
-    x = f(z)            logit; y = x log2(e) - shift log2(e) is what the kernels exponentiate in base 2
-                        (the logit's shift is the same for every pair: it cancels in every softmax and enters only the loss)
-    r_i, c_j            log-sum-exp of row i and of column j, as a wide float: sum of 2^y = mantissa * 2^exponent, exponent an integer
+    x = f(z)            logit; y = x log2(e) - shift log2(e) is what the kernels exponentiate in base 2 (the shift is
+                        the same for every pair: it cancels in every softmax and enters only the loss)
+    r_i                 log-sum-exp of row i, as a wide float: sum of 2^y = mantissa * 2^exponent, exponent an integer
+    c_j                 log-sum-exp of column j, likewise
     g                   gradient of one logit, times M
 
-Strips. A program of the forward owns a block of keys and walks a strip of row blocks: what belongs to its keys stays in
-registers. In the backward a program owns a block of rows of one side and walks all of the other side.
+Order. Partial sums are added in the order of their blocks, and no two programs add to one place: results repeat
+bitwise. A program writes its own flag, always, so flags need no clearing.
 
-Range. One exponential per element, against one reference for a whole block: HEADROOM below the largest value of a sample
-(forward) or of the complete statistics (backward). fp32 then holds rows and columns that lie up to SPREAD
-binary orders below it, or 100 above, to better than 2^-17; a strip with a wider range raises its flag, and the *_wide
-kernel that follows recomputes just that strip exactly. Logits may reach 10^9.
+Strips. A program of the forward owns a block of keys and walks a strip of row blocks: what belongs to its
+keys stays in registers.
+In the backward a program owns a block of rows of one side and walks all of the other side.
+
+Range. One exponential per element, against one reference for a whole block of keys: HEADROOM below the largest value of
+a sample (forward) or of the complete statistics (backward). fp32 then holds rows and
+columns that lie up to SPREAD binary orders below it, or 100 above, to better than 2^-17. A strip with a wider range
+raises its flag, and the *_wide kernel that follows computes just that strip again, exactly. Logits may reach 10^9.
 """
 
 import triton
@@ -34,7 +39,8 @@ POSITIVE_ROWS = tl.constexpr(64)
 POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(16)
 FINISH_DEPTH = tl.constexpr(128)
-PART_WIDTHS = [128]  # the embedding in parts: whole tiles of it would be padded to a power of two
+# The embedding in parts: tiles are powers of two, and a whole one would be padded to the next.
+PART_WIDTHS = [128]
 KEY_LANES = tl.constexpr(32)  # a program's sums over queries, kept apart by lane until its strip is done
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
 WIDE_ROWS = tl.constexpr(64)  # at a time where a strip is computed again
@@ -62,7 +68,10 @@ def base2_slope(scale_ptr, bias_ptr):
 @triton.jit
 def load_block(source, row0, depth0, rows, row_stride, depth_stride, ROWS: tl.constexpr, DEPTH: tl.constexpr,
                DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """Tile (ROWS, DEPTH) of a feature matrix; zero beyond its last row and column. WIDEN: the interpreter has no bf16."""
+    """Tile (ROWS, DEPTH) of a feature matrix; zero beyond its last row and column.
+
+    DESCRIPTORS: `source` is a tensor descriptor, which fills with zeros itself. WIDEN: the interpreter has no bf16.
+    """
     if DESCRIPTORS:
         tile = source.load([row0, depth0])
     else:
@@ -113,7 +122,11 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 @triton.jit
 def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride,
         k_row_stride, k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel."""
+    """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
+
+    An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
+    last one again: nothing is masked. A sample that misses the largest y by too much raises a flag in `forward`.
+    """
     if DESCRIPTORS:  # their rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
         q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
     key_block = tl.program_id(0)
@@ -122,8 +135,10 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
     z = tl.zeros((SAMPLE_ROWS, FORWARD_KEYS), tl.float32)
     for depth0 in range(0, DIM, FORWARD_DEPTH):
         d = (depth0 + tl.arange(0, FORWARD_DEPTH)).to(tl.int64)
-        a = tl.load(q + rows[:, None] * q_row_stride + d[None, :] * q_depth_stride, mask=(d < DIM)[None, :], other=0.0)
-        b = tl.load(k + columns[:, None] * k_row_stride + d[None, :] * k_depth_stride, mask=(d < DIM)[None, :], other=0.0)
+        a = tl.load(q + rows[:, None] * q_row_stride + d[None, :] * q_depth_stride,
+                    mask=(d < DIM)[None, :], other=0.0)
+        b = tl.load(k + columns[:, None] * k_row_stride + d[None, :] * k_depth_stride,
+                    mask=(d < DIM)[None, :], other=0.0)
         if WIDEN:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
@@ -140,7 +155,12 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
 def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags,
         queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride,
         k_depth_stride, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """One strip: each z is computed once and reduced along both axes."""
+    """One strip: each z is computed once and reduced along both axes.
+
+    Row sums go to memory tile by tile, (key blocks, rows); column sums stay in registers until the strip is done,
+    (strips, keys). MASKED: the panel has ragged tiles, whose z is 0, not absent: their terms are cleared, and their
+    sums count as 1 in the strip's range. The flag is up if a sum leaves the range that fp32 holds well.
+    """
     program = tl.program_id(0)
     key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
     key0 = key_block * FORWARD_KEYS
@@ -150,12 +170,16 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
     smallest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     largest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     lane_sums = tl.zeros((KEY_LANES, FORWARD_KEYS), tl.float32)
-    visiting = load_block(k, key0, 0, keys, k_row_stride, k_depth_stride, FORWARD_KEYS, 128, DESCRIPTORS, WIDEN)
+    visiting = load_block(
+        k, key0, 0, keys, k_row_stride, k_depth_stride, FORWARD_KEYS, 128,
+        DESCRIPTORS, WIDEN)
     for row_block in range(first_block, stop_block):
         row0 = row_block * FORWARD_ROWS
         rows = row0 + tl.arange(0, FORWARD_ROWS)
         z = tl.zeros((FORWARD_ROWS, FORWARD_KEYS), tl.float64 if WIDEN else tl.float32)
-        own = load_block(q, row0, 0, queries, q_row_stride, q_depth_stride, FORWARD_ROWS, 128, DESCRIPTORS, WIDEN)
+        own = load_block(
+            q, row0, 0, queries, q_row_stride, q_depth_stride,
+            FORWARD_ROWS, 128, DESCRIPTORS, WIDEN)
         z = add_products(z, own, visiting, WIDEN)
         z = z.to(tl.float32)
         p = tl.exp2(tl.fma(z, slope, -shared))
@@ -187,10 +211,14 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
 def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
         keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """Recomputes a flagged strip with a reference for each row and each column; exits at once elsewhere."""
+    """Computes a flagged strip again, each row and column against its own largest y; exits at once elsewhere.
+
+    Launched as `forward` was, with the same strips, whose sums it overwrites. It takes WIDE_ROWS at a time, as it holds
+    more registers, and always pointers. Of columns the running reference is that of the rows so far.
+    """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
-        if DESCRIPTORS:  # as above
+        if DESCRIPTORS:  # as in `references`
             q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
         key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
         key0 = key_block * FORWARD_KEYS
@@ -226,8 +254,10 @@ def binary_exponent(x):
 
 @triton.jit
 def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride, written):
-    """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it.
-    written: rows that hold statistics already, all or none."""
+    """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa), in the order of the parts.
+
+    written: rows that hold statistics already, all or none. After it 1 <= mantissa < 2: numbers have one form only.
+    """
     r = block * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
     e = tl.load(exponent + r, mask=r < written, other=0.0)
     s = tl.load(mantissa + r, mask=r < written, other=0.0)
@@ -250,20 +280,26 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
 def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
         queries_written, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts,
         keys_stride, keys_written):
-    """The partial sums of one panel into the statistics of its queries and of its keys."""
+    """Adds the partial sums of one panel to the running statistics of queries and keys, each by one program."""
     program = tl.program_id(0)
     row_programs = tl.cdiv(queries, MERGE_ROWS)
     if program < row_programs:
-        merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride, queries_written)
+        merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts,
+                   rows_stride, queries_written)
     else:
-        merge_rows(program - row_programs, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride, keys_written)
+        merge_rows(program - row_programs, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys,
+                   key_parts, keys_stride, keys_written)
 
 
 @triton.jit
 def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z,
         positive_row_reference, positive_key_reference, queries, keys, strip, rows_stride, keys_stride,
         q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """Of each row's positive, where it lies in this panel: the diagonal of a tile of q against the gathered keys."""
+    """Of each row's positive, where it lies in this panel: z, and the references that its 2^y was taken against.
+
+    z is the diagonal of a tile of q against the gathered keys, by the products of a tile of z in their order: numerator
+    and denominator of a probability near 1 must round alike. Rows whose positive lies elsewhere are left as they are.
+    """
     rows = tl.program_id(0) * POSITIVE_ROWS + tl.arange(0, POSITIVE_ROWS)
     columns = rows.to(tl.int64) + first_positive - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
@@ -281,9 +317,11 @@ def positives(q, k, first_positive, first_key, row_exponent, key_exponent, posit
     i = tl.arange(0, POSITIVE_ROWS)
     tl.store(positive_z + rows, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), axis=1), mask=here)
     part = columns // FORWARD_KEYS
-    tl.store(positive_row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
+    tl.store(positive_row_reference + rows,
+             tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
     part = rows // (FORWARD_ROWS * strip)
-    tl.store(positive_key_reference + rows, tl.load(key_exponent + part * keys_stride + columns, mask=here, other=0.0), mask=here)
+    tl.store(positive_key_reference + rows,
+             tl.load(key_exponent + part * keys_stride + columns, mask=here, other=0.0), mask=here)
 
 
 @triton.jit
@@ -295,7 +333,7 @@ def log2_of(exponent, mantissa):
 
 @triton.jit
 def positive_log2(z, slope, reference):
-    """y of a positive in fp64, as the logarithm of the very term that its sum holds; as it is, where fp32 has no such term."""
+    """y of a positive in fp64: the logarithm of the very term that its sum holds, or y itself where fp32 has none."""
     y = tl.fma(z, slope, -reference)
     term = tl.exp2(y)
     return tl.where(term >= 2.0**-126, log2_of(reference, term), y.to(tl.float64) + reference)
@@ -305,7 +343,10 @@ def positive_log2(z, slope, reference):
 def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z,
         positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys,
         query_weight, key_weight, BLOCK: tl.constexpr):
-    """part_sums[program] = what BLOCK queries and keys add to this rank's share of the loss, in fp64."""
+    """part_sums[program] = what BLOCK of queries and keys add to this rank's share of the loss, in fp64.
+
+    The statistics are complete. p, r, c are logits with their shift; a lone pair's terms cancel to exactly 0.
+    """
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
     slope = base2_slope(scale_ptr, bias_ptr)
@@ -337,20 +378,24 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def positive_gradient(rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa):
+def positive_gradient(
+        rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr,
+        query_exponent, query_mantissa, key_exponent, key_mantissa):
     """g of the positives (rows, columns), each share times p - 1 = (2^y - sum) / sum.
 
     2^y is rounded as it was when it entered the sums, so g is 0 where a sum holds nothing else, and elsewhere as exact
-    as the sum of the others is in the sum; a rounded p would leave its own rounding.
+    as the sum of the others is in the sum; a rounded p would leave its own rounding. Where not `here` it is any number.
     """
     slope = base2_slope(scale_ptr, bias_ptr)
     z = tl.load(positive_z + rows, mask=here, other=0.0)
     reference = tl.load(positive_row_reference + rows, mask=here, other=0.0)
-    term = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
+    term = (tl.exp2(tl.fma(z, slope, -reference))
+            * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0)))
     total = tl.load(query_mantissa + rows, mask=here, other=1.0)
     value = QUERY_SHARE * ((term - total) / total)
     reference = tl.load(positive_key_reference + rows, mask=here, other=0.0)
-    term = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(key_exponent + columns, mask=here, other=0.0))
+    term = (tl.exp2(tl.fma(z, slope, -reference))
+            * tl.exp2(reference - tl.load(key_exponent + columns, mask=here, other=0.0)))
     total = tl.load(key_mantissa + columns, mask=here, other=1.0)
     value += KEY_SHARE * ((term - total) / total)
     return value
@@ -358,8 +403,10 @@ def positive_gradient(rows, columns, here, positive_z, positive_row_reference, p
 
 @triton.jit
 def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Per block of ROWS: reference, HEADROOM below its largest exponent; its lowest; and share / sum relative to it, 0 beyond
-    the last row."""
+    """Per block of ROWS: `reference`, HEADROOM below its largest exponent; `lowest`, its lowest exponent; and `ratio`.
+
+    ratio (whole blocks) is SHARE / sum relative to the reference, and 0 beyond the last row: readers need no mask.
+    """
     block = tl.program_id(0)
     r = block * ROWS + tl.arange(0, ROWS)
     e = tl.load(exponent + r, mask=r < count, other=float("-inf"))
@@ -374,11 +421,16 @@ def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.conste
 def fused_positives(first_positive, first_key, positive_z, positive_row_reference, positive_key_reference,
         scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, positive_g,
         queries, keys):
-    """g of each positive, in fp32: 1 - p would lose its digits in a probability that is rounded first."""
+    """positive_g[i] = g of row i's positive, in fp32: 1 - p would lose its digits in a rounded probability.
+
+    Where the positive is none of these keys the number means nothing: the kernels that read it look where it lies.
+    """
     rows = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
     columns = rows.to(tl.int64) + first_positive - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
-    value = positive_gradient(rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa)
+    value = positive_gradient(
+        rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr,
+        query_exponent, query_mantissa, key_exponent, key_mantissa)
     tl.store(positive_g + rows, value, mask=rows < queries)
 
 
@@ -387,7 +439,13 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
         key_exponent, key_mantissa, key_ratio, key_reference, key_lowest, positive_g, total, flags,
         queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr,
         MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """total (queries, D) += g k: a program owns FUSED_ROWS queries and walks the keys."""
+    """total (queries, D) += g k: a program owns FUSED_ROWS queries and walks all keys.
+
+    The statistics are complete. `ratios` has prepared those of the keys: b_j relative to the block's reference,
+    0 beyond the last. positive_g holds g of each query's positive, which takes the place of a negative's. MASKED: the
+    last block of keys is ragged; its z is 0 there, and so must g be. Rows beyond the last are computed, and not
+    stored. The flag is up, and total left as it is, if a row lies more than SPREAD below a reference.
+    """
     program = tl.program_id(0)
     own0 = program * FUSED_ROWS
     rows = own0 + tl.arange(0, FUSED_ROWS)
@@ -395,7 +453,10 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
     own_rows = tl.minimum(rows, queries - 1)
     total += own0.to(tl.int64) * DIM
     places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
-    features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
+    features = load_block(
+        q, own0, 0, queries,
+        q_row_stride, q_depth_stride,
+        FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
     result = tl.zeros((FUSED_ROWS, 128), tl.float32)
     e = tl.load(query_exponent + own_rows)
     a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
@@ -416,27 +477,33 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
-        visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        visiting = load_block(
+            k, other0, 0, keys,
+            k_row_stride, k_depth_stride,
+            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(key_reference + block)
         spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(key_lowest + block)))
         b = tl.load(key_ratio + columns)
         a_here = a * tl.exp2(reference - e)
-        if MASKED:  # z is 0 beyond the last of the keys, and so is g then
-            g = tl.exp2(tl.fma(z, slope, tl.where(columns < keys, -reference, float("-inf"))[None, :])) * (a_here[:, None] + b[None, :])
+        if MASKED:
+            g = (tl.exp2(tl.fma(z, slope, tl.where(columns < keys, -reference, float("-inf"))[None, :]))
+                 * (a_here[:, None] + b[None, :]))
         else:
             g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
         g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
         g = g.to(visiting.dtype)
         result = tl.dot(g, visiting, result, input_precision="ieee")
-
     for index in range(0, whole - with_positives):
         block = tl.where(index < first_block, index, index + with_positives)
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
-        visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        visiting = load_block(
+            k, other0, 0, keys,
+            k_row_stride, k_depth_stride,
+            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(key_reference + block)
@@ -446,7 +513,6 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
         g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
         g = g.to(visiting.dtype)
         result = tl.dot(g, visiting, result, input_precision="ieee")
-
     flag = spread > SPREAD
     tl.store(flags + program, flag.to(tl.int32))
     if not flag:
@@ -462,7 +528,11 @@ def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, que
         query_mantissa, key_exponent, key_mantissa, positive_g, total, flags, queries, keys, q_row_stride,
         q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr, MASKED: tl.constexpr,
         WIDEN: tl.constexpr):
-    """The programs flagged by fused_queries, with two exponentials an element; exits at once elsewhere."""
+    """Computes a program flagged by `fused_queries` again, with two exponentials an element; exits at once elsewhere.
+
+    Launched as that was. It takes FUSED_WIDE_KEYS keys at a time, the embedding as a whole, and always
+    pointers. Ragged blocks read the statistics of the last of the keys again; MASKED: g is cleared there.
+    """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         own0 = program * FUSED_ROWS
@@ -471,11 +541,13 @@ def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, que
         own_rows = tl.minimum(rows, queries - 1)
         total += own0.to(tl.int64) * DIM
         places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
-        features = load_block(q, own0, 0, queries, q_row_stride, q_depth_stride, FUSED_ROWS, 128, False, WIDEN)
+        features = load_block(
+            q, own0, 0, queries, q_row_stride, q_depth_stride,
+            FUSED_ROWS, 128, False, WIDEN)
         result = tl.zeros((FUSED_ROWS, 128), tl.float32)
         e = tl.load(query_exponent + own_rows)
         a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
-        place = rows + (first_positive - first_key)  # the row of the other side that is each one's positive
+        place = rows + (first_positive - first_key)
         target = tl.where((place >= 0) & (place < keys), place, -1).to(tl.int32)
         own_positive = tl.load(positive_g + own_rows)
         blocks = tl.cdiv(keys, FUSED_WIDE_KEYS)
@@ -483,19 +555,21 @@ def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, que
             other0 = block * FUSED_WIDE_KEYS
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
             z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
-            visiting = load_block(k, other0, 0, keys, k_row_stride, k_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
+            visiting = load_block(
+                k, other0, 0, keys, k_row_stride,
+                k_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
             z = add_products(z, features, visiting, WIDEN)
             z = z.to(tl.float32)
             other_rows = tl.minimum(columns, keys - 1)
             other_e = tl.load(key_exponent + other_rows)
             b = KEY_SHARE / tl.load(key_mantissa + other_rows)
-            g = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None] + tl.exp2(tl.fma(z, slope, -other_e[None, :])) * b[None, :]
+            g = (tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
+                 + tl.exp2(tl.fma(z, slope, -other_e[None, :])) * b[None, :])
             g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
             if MASKED:
                 g = tl.where((columns < keys)[None, :], g, 0.0)
             g = g.to(visiting.dtype)
             result = tl.dot(g, visiting, result, input_precision="ieee")
-
         d = tl.arange(0, 128)
         inside = (rows < queries)[:, None] & (d < DIM)[None, :]
         if not FRESH:  # total holds something
@@ -508,7 +582,13 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
         key_exponent, key_mantissa, query_ratio, query_reference, query_lowest, positive_g, total, flags,
         queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr,
         MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """total (keys, D) += g^T q: a program owns FUSED_ROWS keys and walks the queries."""
+    """total (keys, D) += g^T q: a program owns FUSED_ROWS keys and walks all queries.
+
+    The statistics are complete. `ratios` has prepared those of the queries: b_j relative to the block's reference,
+    0 beyond the last. positive_g holds g of each query's positive, which takes the place of a negative's. MASKED: the
+    last block of queries is ragged; its z is 0 there, and so must g be. Rows beyond the last are computed, and not
+    stored. The flag is up, and total left as it is, if a row lies more than SPREAD below a reference.
+    """
     program = tl.program_id(0)
     own0 = program * FUSED_ROWS
     rows = own0 + tl.arange(0, FUSED_ROWS)
@@ -516,7 +596,10 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
     own_rows = tl.minimum(rows, keys - 1)
     total += own0.to(tl.int64) * DIM
     places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
-    features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
+    features = load_block(
+        k, own0, 0, keys,
+        k_row_stride, k_depth_stride,
+        FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
     result = tl.zeros((FUSED_ROWS, 128), tl.float32)
     e = tl.load(key_exponent + own_rows)
     a = KEY_SHARE / tl.load(key_mantissa + own_rows)
@@ -537,27 +620,33 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
-        visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        visiting = load_block(
+            q, other0, 0, queries,
+            q_row_stride, q_depth_stride,
+            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(query_reference + block)
         spread = tl.maximum(spread, reference - tl.minimum(own_lowest, tl.load(query_lowest + block)))
         b = tl.load(query_ratio + columns)
         a_here = a * tl.exp2(reference - e)
-        if MASKED:  # z is 0 beyond the last of the queries, and so is g then
-            g = tl.exp2(tl.fma(z, slope, tl.where(columns < queries, -reference, float("-inf"))[None, :])) * (a_here[:, None] + b[None, :])
+        if MASKED:
+            g = (tl.exp2(tl.fma(z, slope, tl.where(columns < queries, -reference, float("-inf"))[None, :]))
+                 * (a_here[:, None] + b[None, :]))
         else:
             g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
         g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
         g = g.to(visiting.dtype)
         result = tl.dot(g, visiting, result, input_precision="ieee")
-
     for index in range(0, whole - with_positives):
         block = tl.where(index < first_block, index, index + with_positives)
         other0 = block * FUSED_KEYS
         columns = other0 + tl.arange(0, FUSED_KEYS)
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
-        visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+        visiting = load_block(
+            q, other0, 0, queries,
+            q_row_stride, q_depth_stride,
+            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(query_reference + block)
@@ -567,7 +656,6 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
         g = tl.exp2(tl.fma(z, slope, -reference)) * (a_here[:, None] + b[None, :])
         g = g.to(visiting.dtype)
         result = tl.dot(g, visiting, result, input_precision="ieee")
-
     flag = spread > SPREAD
     tl.store(flags + program, flag.to(tl.int32))
     if not flag:
@@ -582,7 +670,11 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
 def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa,
         key_exponent, key_mantissa, positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride,
         k_row_stride, k_depth_stride, FRESH: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr):
-    """The programs flagged by fused_keys, with two exponentials an element; exits at once elsewhere."""
+    """Computes a program flagged by `fused_keys` again, with two exponentials an element; exits at once elsewhere.
+
+    Launched as that was. It takes FUSED_WIDE_KEYS queries at a time, the embedding as a whole, and always
+    pointers. Ragged blocks read the statistics of the last of the queries again; MASKED: g is cleared there.
+    """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         own0 = program * FUSED_ROWS
@@ -591,11 +683,13 @@ def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_
         own_rows = tl.minimum(rows, keys - 1)
         total += own0.to(tl.int64) * DIM
         places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
-        features = load_block(k, own0, 0, keys, k_row_stride, k_depth_stride, FUSED_ROWS, 128, False, WIDEN)
+        features = load_block(
+            k, own0, 0, keys, k_row_stride, k_depth_stride,
+            FUSED_ROWS, 128, False, WIDEN)
         result = tl.zeros((FUSED_ROWS, 128), tl.float32)
         e = tl.load(key_exponent + own_rows)
         a = KEY_SHARE / tl.load(key_mantissa + own_rows)
-        place = rows - (first_positive - first_key)  # the row of the other side that is each one's positive
+        place = rows - (first_positive - first_key)
         target = tl.where((place >= 0) & (place < queries), place, -1).to(tl.int32)
         own_positive = tl.load(positive_g + tl.maximum(target, 0))
         blocks = tl.cdiv(queries, FUSED_WIDE_KEYS)
@@ -603,19 +697,21 @@ def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_
             other0 = block * FUSED_WIDE_KEYS
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
             z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
-            visiting = load_block(q, other0, 0, queries, q_row_stride, q_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
+            visiting = load_block(
+                q, other0, 0, queries, q_row_stride,
+                q_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
             z = add_products(z, features, visiting, WIDEN)
             z = z.to(tl.float32)
             other_rows = tl.minimum(columns, queries - 1)
             other_e = tl.load(query_exponent + other_rows)
             b = QUERY_SHARE / tl.load(query_mantissa + other_rows)
-            g = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None] + tl.exp2(tl.fma(z, slope, -other_e[None, :])) * b[None, :]
+            g = (tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
+                 + tl.exp2(tl.fma(z, slope, -other_e[None, :])) * b[None, :])
             g = tl.where(columns[None, :] == target[:, None], own_positive[:, None], g)
             if MASKED:
                 g = tl.where((columns < queries)[None, :], g, 0.0)
             g = g.to(visiting.dtype)
             result = tl.dot(g, visiting, result, input_precision="ieee")
-
         d = tl.arange(0, 128)
         inside = (rows < keys)[:, None] & (d < DIM)[None, :]
         if not FRESH:  # total holds something
@@ -626,7 +722,10 @@ def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_
 @triton.jit
 def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride,
         DOTS: tl.constexpr):
-    """out (rows, D) = upstream * weight * (scale) * total;  dots[program] = sum over its rows of x . total."""
+    """out (rows, D) = upstream * weight * (scale) * total, rounded once, to the features' dtype.
+
+    DOTS: dots[program] = sum over its rows of x . total, of which `scalars` makes dscale: on the side of queries.
+    """
     program = tl.program_id(0)
     r = program * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
     scale = tl.load(scale_ptr)
@@ -640,7 +739,9 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
         value = tl.load(total + places, mask=mask, other=0.0)
         if DOTS:
-            feature = tl.load(x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride, mask=mask, other=0.0)
+            feature = tl.load(
+                x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
+                mask=mask, other=0.0)
             dot += feature.to(tl.float32) * value
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
     if DOTS:
@@ -649,7 +750,10 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
 
 @triton.jit
 def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
-    """dscale = upstream * weight * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
+    """dscale = upstream * weight * (sum of dots), dbias = upstream * weight * (0.0 * rows).
+
+    One program adds the dots in fp64, in a fixed order.
+    """
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, parts, BLOCK):

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "1f56cc526a01ca73db3c73b90a1617a7bc9c4339bca3590fefd82e34c8c76b0e",
+    "digest": "73ff434a1c95a3adb88f3c2269035d67bc3641168bd05655d730b34dae0d8100",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f3f17a13f910cfbf9b0e4530c9c8d304f9ff7e0e1d6ab046a418f10e614b56d0",
+    "digest": "65fca4fc592bc969159e0b609240d3771b5a7be7b50a72ab0583ece20cbc5455",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

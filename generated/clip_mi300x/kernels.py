@@ -6,18 +6,22 @@ Gradient   g_ij = 1/M * (0.5 * exp(x_ij - r_i) + 0.5 * exp(x_ij - c_j) - [j = po
 Legend
     q (M, D), k (N, D)  features of one rank's queries and of the visiting keys, any strides
     z = q k^T           similarity, fp32; one tile of it lives in registers and is never stored
-    x = f(z)            logit; y = x log2(e) - shift log2(e) is what the kernels exponentiate in base 2
-                        (the logit's shift is the same for every pair: it cancels in every softmax and enters only the loss)
-    r_i, c_j            log-sum-exp of row i and of column j, as a wide float: sum of 2^y = mantissa * 2^exponent, exponent an integer
+    x = f(z)            logit; y = x log2(e) - shift log2(e) is what the kernels exponentiate in base 2 (the shift is
+                        the same for every pair: it cancels in every softmax and enters only the loss)
+    r_i                 log-sum-exp of row i, as a wide float: sum of 2^y = mantissa * 2^exponent, exponent an integer
+    c_j                 log-sum-exp of column j, likewise
     g                   gradient of one logit, times M
 
-Strips. A program of forward and gradient owns a block of keys and walks a strip of row blocks: what belongs to its keys stays in
-registers.
+Order. Partial sums are added in the order of their blocks, and no two programs add to one place: results repeat
+bitwise. A program writes its own flag, always, so flags need no clearing.
 
-Range. One exponential per element, against one reference for a whole block: HEADROOM below the largest value of a sample
-(forward) or of the complete statistics (backward). fp32 then holds rows and columns that lie up to SPREAD
-binary orders below it, or 100 above, to better than 2^-17; a strip with a wider range raises its flag, and the *_wide
-kernel that follows recomputes just that strip exactly. Logits may reach 10^9.
+Strips. A program of forward and gradient owns a block of keys and walks a strip of row blocks: what belongs to its
+keys stays in registers.
+
+Range. One exponential per element, against one reference for a whole block of keys: HEADROOM below the largest value of
+a sample (forward) or of the complete statistics (backward). fp32 then holds rows and
+columns that lie up to SPREAD binary orders below it, or 100 above, to better than 2^-17. A strip with a wider range
+raises its flag, and the *_wide kernel that follows computes just that strip again, exactly. Logits may reach 10^9.
 """
 
 import triton
@@ -63,7 +67,10 @@ def base2_slope(scale_ptr, bias_ptr):
 @triton.jit
 def load_block(source, row0, depth0, rows, row_stride, depth_stride, ROWS: tl.constexpr, DEPTH: tl.constexpr,
                DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """Tile (ROWS, DEPTH) of a feature matrix; zero beyond its last row and column. WIDEN: the interpreter has no bf16."""
+    """Tile (ROWS, DEPTH) of a feature matrix; zero beyond its last row and column.
+
+    DESCRIPTORS: `source` is a tensor descriptor, which fills with zeros itself. WIDEN: the interpreter has no bf16.
+    """
     if DESCRIPTORS:
         tile = source.load([row0, depth0])
     else:
@@ -114,15 +121,21 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 @triton.jit
 def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride,
         k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel."""
+    """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
+
+    An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
+    last one again: nothing is masked. A sample that misses the largest y by too much raises a flag in `forward`.
+    """
     key_block = tl.program_id(0)
     rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
     columns = tl.minimum(key_block * FORWARD_KEYS + tl.arange(0, FORWARD_KEYS), keys - 1).to(tl.int64)
     z = tl.zeros((SAMPLE_ROWS, FORWARD_KEYS), tl.float32)
     for depth0 in range(0, DIM, FORWARD_DEPTH):
         d = (depth0 + tl.arange(0, FORWARD_DEPTH)).to(tl.int64)
-        a = tl.load(q + rows[:, None] * q_row_stride + d[None, :] * q_depth_stride, mask=(d < DIM)[None, :], other=0.0)
-        b = tl.load(k + columns[:, None] * k_row_stride + d[None, :] * k_depth_stride, mask=(d < DIM)[None, :], other=0.0)
+        a = tl.load(q + rows[:, None] * q_row_stride + d[None, :] * q_depth_stride,
+                    mask=(d < DIM)[None, :], other=0.0)
+        b = tl.load(k + columns[:, None] * k_row_stride + d[None, :] * k_depth_stride,
+                    mask=(d < DIM)[None, :], other=0.0)
         if WIDEN:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
@@ -139,7 +152,12 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
 def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags,
         queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride,
         k_depth_stride, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """One strip: each z is computed once and reduced along both axes."""
+    """One strip: each z is computed once and reduced along both axes.
+
+    Row sums go to memory tile by tile, (key blocks, rows); column sums stay in registers until the strip is done,
+    (strips, keys). MASKED: the panel has ragged tiles, whose z is 0, not absent: their terms are cleared, and their
+    sums count as 1 in the strip's range. The flag is up if a sum leaves the range that fp32 holds well.
+    """
     program = tl.program_id(0)
     key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
     key0 = key_block * FORWARD_KEYS
@@ -181,7 +199,11 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
 def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
         keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         WIDEN: tl.constexpr):
-    """Recomputes a flagged strip with a reference for each row and each column; exits at once elsewhere."""
+    """Computes a flagged strip again, each row and column against its own largest y; exits at once elsewhere.
+
+    Launched as `forward` was, with the same strips, whose sums it overwrites. It takes WIDE_ROWS at a time, as it holds
+    more registers, and always pointers. Of columns the running reference is that of the rows so far.
+    """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
@@ -218,8 +240,10 @@ def binary_exponent(x):
 
 @triton.jit
 def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, part_stride, written):
-    """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa); 1 <= mantissa < 2 after it.
-    written: rows that hold statistics already, all or none."""
+    """Wide-float sum of `parts` partial sums (parts, part_stride) into (exponent, mantissa), in the order of the parts.
+
+    written: rows that hold statistics already, all or none. After it 1 <= mantissa < 2: numbers have one form only.
+    """
     r = block * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
     e = tl.load(exponent + r, mask=r < written, other=0.0)
     s = tl.load(mantissa + r, mask=r < written, other=0.0)
@@ -242,20 +266,26 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
 def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
         queries_written, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts,
         keys_stride, keys_written):
-    """The partial sums of one panel into the statistics of its queries and of its keys."""
+    """Adds the partial sums of one panel to the running statistics of queries and keys, each by one program."""
     program = tl.program_id(0)
     row_programs = tl.cdiv(queries, MERGE_ROWS)
     if program < row_programs:
-        merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride, queries_written)
+        merge_rows(program, row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts,
+                   rows_stride, queries_written)
     else:
-        merge_rows(program - row_programs, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts, keys_stride, keys_written)
+        merge_rows(program - row_programs, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys,
+                   key_parts, keys_stride, keys_written)
 
 
 @triton.jit
 def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z,
         positive_row_reference, positive_key_reference, queries, keys, strip, rows_stride, keys_stride,
         q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
-    """Of each row's positive, where it lies in this panel: the diagonal of a tile of q against the gathered keys."""
+    """Of each row's positive, where it lies in this panel: z, and the references that its 2^y was taken against.
+
+    z is the diagonal of a tile of q against the gathered keys, by the products of a tile of z in their order: numerator
+    and denominator of a probability near 1 must round alike. Rows whose positive lies elsewhere are left as they are.
+    """
     rows = tl.program_id(0) * POSITIVE_ROWS + tl.arange(0, POSITIVE_ROWS)
     columns = rows.to(tl.int64) + first_positive - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
@@ -273,9 +303,11 @@ def positives(q, k, first_positive, first_key, row_exponent, key_exponent, posit
     i = tl.arange(0, POSITIVE_ROWS)
     tl.store(positive_z + rows, tl.sum(tl.where(i[:, None] == i[None, :], z, 0.0), axis=1), mask=here)
     part = columns // FORWARD_KEYS
-    tl.store(positive_row_reference + rows, tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
+    tl.store(positive_row_reference + rows,
+             tl.load(row_exponent + part * rows_stride + rows, mask=here, other=0.0), mask=here)
     part = rows // (FORWARD_ROWS * strip)
-    tl.store(positive_key_reference + rows, tl.load(key_exponent + part * keys_stride + columns, mask=here, other=0.0), mask=here)
+    tl.store(positive_key_reference + rows,
+             tl.load(key_exponent + part * keys_stride + columns, mask=here, other=0.0), mask=here)
 
 
 @triton.jit
@@ -287,7 +319,7 @@ def log2_of(exponent, mantissa):
 
 @triton.jit
 def positive_log2(z, slope, reference):
-    """y of a positive in fp64, as the logarithm of the very term that its sum holds; as it is, where fp32 has no such term."""
+    """y of a positive in fp64: the logarithm of the very term that its sum holds, or y itself where fp32 has none."""
     y = tl.fma(z, slope, -reference)
     term = tl.exp2(y)
     return tl.where(term >= 2.0**-126, log2_of(reference, term), y.to(tl.float64) + reference)
@@ -297,7 +329,10 @@ def positive_log2(z, slope, reference):
 def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z,
         positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys,
         query_weight, key_weight, BLOCK: tl.constexpr):
-    """part_sums[program] = what BLOCK queries and keys add to this rank's share of the loss, in fp64."""
+    """part_sums[program] = what BLOCK of queries and keys add to this rank's share of the loss, in fp64.
+
+    The statistics are complete. p, r, c are logits with their shift; a lone pair's terms cancel to exactly 0.
+    """
     scale = tl.load(scale_ptr).to(tl.float64)
     bias = tl.load(bias_ptr).to(tl.float64)
     slope = base2_slope(scale_ptr, bias_ptr)
@@ -328,11 +363,17 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(total).to(tl.float32))
 
 
-@triton.jit(do_not_specialize_on_alignment=["key_reference", "key_lowest"])  # a panel's begin anywhere among those of all keys
+@triton.jit(do_not_specialize_on_alignment=["key_reference", "key_lowest"])  # a panel's: they begin anywhere
 def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_ratio, key_reference,
         key_lowest, g, flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride,
         k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
-    """g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential."""
+    """g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential.
+
+    The statistics are complete, and `ratios` has prepared those of keys: b_j relative to the block's reference, 0
+    beyond the last key. g (rows, g_stride) has whole tiles and is stored without a mask: what lies beyond the last row
+    and key holds any number, and is never read. Positives get the g of a negative; `gradient_positives` follows. The
+    flag is up if a row or key lies more than SPREAD below the reference.
+    """
     program = tl.program_id(0)
     key_block, number, first_block, stop_block = strip_of(program, queries, strip, GRADIENT_ROWS)
     key0 = key_block * GRADIENT_KEYS
@@ -362,7 +403,11 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_rati
 def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
         g, flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride,
         k_depth_stride, WIDEN: tl.constexpr):
-    """Recomputes a flagged strip with two exponentials an element; exits at once elsewhere."""
+    """Computes a flagged strip again, g = share_i 2^(y - r_i) + share_j 2^(y - c_j); exits at once elsewhere.
+
+    Launched as the kernel that flags was, with the same strips, whose g it overwrites. It takes WIDE_ROWS at a time, as
+    it holds more registers, and always pointers. Masks and padding are as in `gradient`.
+    """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
         key_block, number, first_block, stop_block = strip_of(program, queries, strip, GRADIENT_ROWS)
@@ -389,20 +434,24 @@ def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key
 
 
 @triton.jit
-def positive_gradient(rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa):
+def positive_gradient(
+        rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr,
+        query_exponent, query_mantissa, key_exponent, key_mantissa):
     """g of the positives (rows, columns), each share times p - 1 = (2^y - sum) / sum.
 
     2^y is rounded as it was when it entered the sums, so g is 0 where a sum holds nothing else, and elsewhere as exact
-    as the sum of the others is in the sum; a rounded p would leave its own rounding.
+    as the sum of the others is in the sum; a rounded p would leave its own rounding. Where not `here` it is any number.
     """
     slope = base2_slope(scale_ptr, bias_ptr)
     z = tl.load(positive_z + rows, mask=here, other=0.0)
     reference = tl.load(positive_row_reference + rows, mask=here, other=0.0)
-    term = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0))
+    term = (tl.exp2(tl.fma(z, slope, -reference))
+            * tl.exp2(reference - tl.load(query_exponent + rows, mask=here, other=0.0)))
     total = tl.load(query_mantissa + rows, mask=here, other=1.0)
     value = QUERY_SHARE * ((term - total) / total)
     reference = tl.load(positive_key_reference + rows, mask=here, other=0.0)
-    term = tl.exp2(tl.fma(z, slope, -reference)) * tl.exp2(reference - tl.load(key_exponent + columns, mask=here, other=0.0))
+    term = (tl.exp2(tl.fma(z, slope, -reference))
+            * tl.exp2(reference - tl.load(key_exponent + columns, mask=here, other=0.0)))
     total = tl.load(key_mantissa + columns, mask=here, other=1.0)
     value += KEY_SHARE * ((term - total) / total)
     return value
@@ -410,8 +459,10 @@ def positive_gradient(rows, columns, here, positive_z, positive_row_reference, p
 
 @triton.jit
 def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Per block of ROWS: reference, HEADROOM below its largest exponent; its lowest; and share / sum relative to it, 0 beyond
-    the last row."""
+    """Per block of ROWS: `reference`, HEADROOM below its largest exponent; `lowest`, its lowest exponent; and `ratio`.
+
+    ratio (whole blocks) is SHARE / sum relative to the reference, and 0 beyond the last row: readers need no mask.
+    """
     block = tl.program_id(0)
     r = block * ROWS + tl.arange(0, ROWS)
     e = tl.load(exponent + r, mask=r < count, other=float("-inf"))
@@ -426,18 +477,26 @@ def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.conste
 def gradient_positives(first_positive, first_key, positive_z, positive_row_reference,
         positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent,
         key_mantissa, g, queries, keys, g_stride):
-    """Overwrites g of each positive: its share is added in fp32, before g is rounded, or 1 - p would lose its digits."""
+    """Overwrites g of each positive: its share is added in fp32, before g is rounded, or 1 - p would lose its digits.
+
+    Rows whose positive lies in another panel are left as they are. No two rows write to one place.
+    """
     rows = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
     columns = rows.to(tl.int64) + first_positive - first_key
     here = (rows < queries) & (columns >= 0) & (columns < keys)
-    value = positive_gradient(rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa)
+    value = positive_gradient(
+        rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr,
+        query_exponent, query_mantissa, key_exponent, key_mantissa)
     tl.store(g + rows.to(tl.int64) * g_stride + columns, value.to(g.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride,
         FRESH: tl.constexpr, WIDEN: tl.constexpr):
-    """One tile of `total`, which only this program touches: fp32, inner dimension in order. FRESH: total holds nothing."""
+    """One tile of total (rows, D) += g (rows, inner) x (inner, D), any strides of g and x; total is contiguous, fp32.
+
+    No other program touches the tile, and the inner dimension is added in order. FRESH: total holds nothing yet.
+    """
     row0 = tl.program_id(0) * PRODUCT_ROWS
     depth0 = tl.program_id(1) * PRODUCT_KEYS
     r = row0 + tl.arange(0, PRODUCT_ROWS)
@@ -464,7 +523,10 @@ def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stri
 @triton.jit
 def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride,
         DOTS: tl.constexpr):
-    """out (rows, D) = upstream * weight * (scale) * total;  dots[program] = sum over its rows of x . total."""
+    """out (rows, D) = upstream * weight * (scale) * total, rounded once, to the features' dtype.
+
+    DOTS: dots[program] = sum over its rows of x . total, of which `scalars` makes dscale: on the side of queries.
+    """
     program = tl.program_id(0)
     r = program * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
     scale = tl.load(scale_ptr)
@@ -478,7 +540,9 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
         value = tl.load(total + places, mask=mask, other=0.0)
         if DOTS:
-            feature = tl.load(x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride, mask=mask, other=0.0)
+            feature = tl.load(
+                x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
+                mask=mask, other=0.0)
             dot += feature.to(tl.float32) * value
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
     if DOTS:
@@ -487,7 +551,10 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
 
 @triton.jit
 def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
-    """dscale = upstream * weight * sum of dots, summed in fp64 by one program; dbias is a constant of the rows."""
+    """dscale = upstream * weight * (sum of dots), dbias = upstream * weight * (0.0 * rows).
+
+    One program adds the dots in fp64, in a fixed order.
+    """
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, parts, BLOCK):

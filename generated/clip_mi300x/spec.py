@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "59cdd46a65e9f27f42f7a5f38981c7d3df28c3c59408e4deb059d230469e4025",
+    "digest": "79d49a0feccbf4b056516ecd431654f8ac3df59686b404d9a83bf405189b5119",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

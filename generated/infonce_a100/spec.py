@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "c8cd13678228c8867bbd4a2969f5fda8253e3e779cb4189bee34e8ca4ab9777e",
+    "digest": "add935a382deffea777a31d2a8c25100f5dbb995a83106ab0844567c888c2ba4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

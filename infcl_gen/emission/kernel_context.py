@@ -1,4 +1,4 @@
-"""What the templates of kernels read: literals, printed expressions and lists of arguments; and which templates those are.
+"""What templates of kernels read: literals, printed expressions, lists of arguments; and which templates those are.
 
 Statements of kernels stand in templates. All that is computed for them, and every choice between pieces, is made here.
 """

@@ -1,4 +1,4 @@
-"""Templates of kernels read as kernels: few tags, no arithmetic, plain names; and what they print fits into 120 columns."""
+"""Templates of kernels read as kernels: few tags, no arithmetic, plain names; what they print fits into 120 columns."""
 
 import re
 from pathlib import Path
