@@ -73,13 +73,11 @@ def folder_of() -> Callable[[ModuleType], Path]:
 
 
 @pytest.fixture(scope="module")
-def planted(
-    packages: Callable[..., ModuleType], folder_of: Callable[[ModuleType], Path]
-) -> Callable[[str, str, tuple[Edit, ...]], str]:
-    """`planted(bug, loss, edits)` -> the import name of a copy of that loss's package with the edits."""
+def planted(packages: Callable[..., ModuleType], folder_of: Callable[[ModuleType], Path]) -> Callable[..., str]:
+    """`planted(bug, loss, edits, ...)` -> the import name of a copy of that package with the edits."""
 
-    def make(bug: str, loss: str, edits: tuple[Edit, ...]) -> str:
-        original = folder_of(packages(loss))
+    def make(bug: str, loss: str, edits: tuple[Edit, ...], **options: str) -> str:
+        original = folder_of(packages(loss, **options))
         target = original.parent / f"planted_{loss}_{''.join(c for c in bug if c.isalpha())}"
         if not target.exists():
             shutil.copytree(original, target, ignore=shutil.ignore_patterns("__pycache__"))
