@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -31,6 +32,9 @@ BOARDS = {
     "gfx942": "mi300x",
     "gfx950": "mi355x",
 }
+# Bytes a thread that a version of Triton spills in the forward kernels of these dimensions, by (major.minor, target,
+# dimension). What it compiles otherwise, and what other versions compile, has no spills.
+KNOWN_SPILLS = {("3.6", "sm_90", 40): 16, ("3.6", "sm_90", 72): 16, ("3.6", "sm_90", 128): 16}
 # In a process of its own: triton may have been imported here to interpret kernels.
 COMPILE_ALL = """
 import json, sys
@@ -57,12 +61,18 @@ def resources(package: Path, target: str, *kernels: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def allowed_spill(kernel: str, target: str, dim: int, version: str) -> int:
+    known = KNOWN_SPILLS.get((version.rpartition(".")[0], target, dim), 0)
+    return known if kernel in ("forward", "forward_wide") else 0
+
+
 def check(rows: list[dict[str, Any]], package: Path, target: str, *kernels: str) -> None:
+    dim, version = read_package(package).spec["problem"]["dim"], importlib.metadata.version("triton")
     assert {row["kernel"] for row in rows} == set(kernels or read_package(package).spec["launches"])
     assert {row["kernel"] for row in rows if row["ragged"]}
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
-        assert row["spill_bytes"] == 0, row
+        assert row["spill_bytes"] <= allowed_spill(row["kernel"], target, dim, version), row
         assert not row["races"], row
         assert 0 < row["registers"] <= (512 if target.startswith("gfx") else 255), row
 
@@ -96,6 +106,20 @@ def test_forwards_that_read_their_keys_once(dim: int, flags: dict[str, str], tmp
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="h200", **flags)
     kernels = ("references", "forward", "forward_wide")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "target", "dim", "version", "spill"),
+    [
+        ("forward_wide", "sm_90", 128, "3.6.0", 16),
+        ("forward_wide", "sm_90", 128, "3.7.1", 0),
+        ("forward_wide", "sm_90", 256, "3.6.0", 0),
+        ("forward_wide", "sm_100", 128, "3.6.0", 0),
+        ("gradient", "sm_90", 128, "3.6.0", 0),
+    ],
+)
+def test_a_spill_is_known_of_one_version_only(kernel: str, target: str, dim: int, version: str, spill: int) -> None:
+    assert allowed_spill(kernel, target, dim, version) == spill
 
 
 @pytest.mark.parametrize("dim", [144, 200])

@@ -19,6 +19,8 @@ def test_the_kernel_of_the_issue_is_refused_and_passes_with_barriers(tmp_path: P
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
+    if "unknown" in found:
+        pytest.skip(f"Gluon has no `{found['unknown']}` in this version of Triton: the issue's kernel needs it")
     assert found["missing"] and "overwrites what the product of line" in found["missing"][0]
     assert found["there"] == found["one group"] == []
 
