@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from infcl_gen.runtime.selftest import product_roundoff
-from infcl_gen.verification.oracle import LossAndGrads, loss_module, oracle, plain_torch
+from infcl_gen.verification.oracle import Inputs, LossAndGrads, loss_module, oracle, plain_torch
 
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
@@ -62,9 +62,6 @@ class GateRow:
         """The error as a part of what is allowed; 0 where nothing is compared."""
         return self.error / self.tolerance if self.tolerance else 0.0
 
-    def as_dict(self) -> dict[str, object]:
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class Truth:
@@ -76,29 +73,17 @@ class Truth:
     magnitude: LossAndGrads
 
 
-def gate(result: LossAndGrads | tuple[Tensor, ...], truth: Truth, factor: float = 1.0) -> list[GateRow]:
-    """Compare (loss, dq, dk, dscale, dbias) with the truth; `factor` widens every tolerance (1 is the gate)."""
-    return [
-        _judge(name, value, reference, plain, bound, magnitude, factor)
-        for name, value, reference, plain, bound, magnitude in zip(
-            LossAndGrads._fields, result, truth.reference, truth.plain, truth.bound, truth.magnitude, strict=True
-        )
-    ]
+def gate(result: LossAndGrads | tuple[Tensor, ...], truth: Truth) -> list[GateRow]:
+    """Compare (loss, dq, dk, dscale, dbias) with the truth."""
+    parts = (truth.reference, truth.plain, truth.bound, truth.magnitude)
+    return [_judge(*each) for each in zip(LossAndGrads._fields, result, *parts, strict=True)]
 
 
-def truth_of(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    scale: float | Tensor = 1.0,
-    bias: float | Tensor | None = None,
-    labels: Tensor | None = None,
-    precision: str = "default",
-) -> Truth:
+def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
     """Everything the gate needs to judge results of `module` for this input; O(M N) memory, a few fp64 matrices."""
-    reference = oracle(module, q, k, scale, bias, labels)
-    bound, magnitude = _error_bound(module, q, k, scale, bias, labels, precision, reference)
-    return Truth(reference, plain_torch(module, q, k, scale, bias, labels), bound, magnitude)
+    reference = oracle(module, inputs)
+    bound, magnitude = _error_bound(module, inputs, reference)
+    return Truth(reference, plain_torch(module, inputs), bound, magnitude)
 
 
 def failures(rows: list[GateRow]) -> str:
@@ -106,9 +91,7 @@ def failures(rows: list[GateRow]) -> str:
     return "; ".join(row.detail for row in rows if not row.passed)
 
 
-def _judge(
-    name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor, factor: float
-) -> GateRow:
+def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         shapes = f"{tuple(value.shape)} for {tuple(reference.shape)}"
@@ -120,138 +103,107 @@ def _judge(
         detail = f"{name}: {wrong} of {value.numel()} elements are NaN or infinite and must not be, or the reverse"
         return GateRow(name, False, math.inf, 0.0, math.inf, detail)
 
-    def kept(tensor: Tensor) -> Tensor:  # rows (M, D), or one row for a number, without what is not finite
-        return torch.where(finite, tensor.to(torch.float64), 0.0).reshape(
-            -1, reference.shape[-1] if reference.dim() else 1
-        )
+    def norms(tensor: Tensor) -> Tensor:
+        """Of the whole, then of each row; a number is one row, and what is not finite does not count."""
+        kept = torch.where(finite, tensor.to(torch.float64), 0.0)
+        squares = kept.reshape(-1, reference.shape[-1] if reference.dim() else 1).square()
+        return torch.cat([squares.sum()[None], squares.sum(1)]).sqrt()
 
-    difference, plain_difference = kept(value - reference), kept(plain.to(torch.float64) - reference)
-    bound, magnitude = kept(bound), kept(magnitude)
-
-    def verdict(dim: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        def norm(tensor: Tensor) -> Tensor:
-            return tensor.square().sum(dim).sqrt()
-
-        credit = PLAIN_CREDIT * norm(magnitude)
-        plain_error = norm(plain_difference)
-        plain_error = torch.where(plain_error.isfinite(), plain_error.minimum(credit), credit)
-        return (
-            norm(difference),
-            factor * (PLAIN_FACTOR * plain_error + BOUND_FACTOR * norm(bound)),
-            norm(plain_difference),
-        )
-
-    error, tolerance, plain_error = (float(number) for number in verdict((0, 1)))
-    row_error, row_tolerance, _ = verdict((1,))
-    bad_rows = ~(row_error <= row_tolerance)  # so that NaN is bad
-    passed = error <= tolerance and not bool(bad_rows.any())
-    size = float(kept(reference).square().sum().sqrt()) or 1.0
-    detail = f"{name}: error {error / size:.2e}, allowed {tolerance / size:.2e}, plain torch {plain_error / size:.2e}"
-    if error <= tolerance and not passed:
-        worst = int((row_error / row_tolerance).nan_to_num(math.inf).argmax())
+    errors, plain_errors, credit = norms(value - reference), norms(plain - reference), PLAIN_CREDIT * norms(magnitude)
+    credited = torch.where(plain_errors.isfinite(), plain_errors.minimum(credit), credit)
+    tolerances = PLAIN_FACTOR * credited + BOUND_FACTOR * norms(bound)
+    bad = ~(errors <= tolerances)  # so that NaN is bad
+    size = float(norms(reference)[0]) or 1.0
+    error, tolerance, plain_error = (float(each[0]) / size for each in (errors, tolerances, plain_errors))
+    detail = f"{name}: error {error:.2e}, allowed {tolerance:.2e}, plain torch {plain_error:.2e}"
+    if bool(bad.any()) and not bad[0]:
+        beyond = (errors / tolerances)[1:].nan_to_num(math.inf)
         detail += (
-            f"; {int(bad_rows.sum())} of {len(bad_rows)} rows beyond their own tolerance, row {worst} "
-            f"by {float(row_error[worst] / row_tolerance[worst]):.1f} times"
+            f"; {int(bad[1:].sum())} of {len(beyond)} rows beyond their own tolerance, row {int(beyond.argmax())} "
+            f"by {float(beyond.max()):.1f} times"
         )
-    return GateRow(name, passed, error / size, tolerance / size, plain_error / size, detail)
+    return GateRow(name, not bool(bad.any()), error, tolerance, plain_error, detail)
 
 
-def _error_bound(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    scale: float | Tensor,
-    bias: float | Tensor | None,
-    labels: Tensor | None,
-    precision: str,
-    reference: LossAndGrads,
-) -> tuple[LossAndGrads, LossAndGrads]:
+@torch.no_grad()
+def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) -> tuple[LossAndGrads, LossAndGrads]:
     """The bound of the module docstring, and the magnitudes: the sums of the absolute values of what is summed."""
-    mathematics = loss_module(module)
-    dtype = q.dtype
-    out = torch.finfo(dtype)
-    statistics = torch.finfo(torch.promote_types(dtype, torch.float32))
+    mathematics, plan = loss_module(module), module.SPEC["plan"]
+    dtype = inputs.q.dtype
+    out, statistics = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
     u, v = out.eps / 2, statistics.eps / 2
-    w = product_roundoff(dtype, precision == "tf32", bool(module.SPEC.get("plan", {}).get("split")))
+    w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", plan["split"])
 
-    with torch.no_grad():
-        q, k = q.to(torch.float64), k.to(torch.float64)
-        scale = torch.as_tensor(scale, dtype=torch.float64, device=q.device)
-        bias = torch.as_tensor(0.0 if bias is None else bias, dtype=torch.float64, device=q.device)
-        rows = torch.arange(len(q), device=q.device)
-        at_positives = (rows, rows if labels is None else labels.to(q.device))
-        z = q @ k.T
-        z_sum = (1 + math.sqrt(q.shape[1]) / 4) * (q.abs() @ k.abs().T)
-        x = mathematics.logit(z, scale, bias)
-        r = x.logsumexp(1)
-        own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
-        slope = own_slope * abs(float(mathematics.gradient_factor(scale, bias)))
+    q, k, scale, bias = inputs.leaves(torch.float64, torch.float64)
+    at_positives = (torch.arange(len(q), device=q.device), inputs.positives())
+    z = q @ k.T
+    z_sum = (1 + math.sqrt(q.shape[1]) / 4) * (q.abs() @ k.abs().T)
+    x = mathematics.logit(z, scale, bias)
+    own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
+    slope = own_slope * abs(float(mathematics.gradient_factor(scale, bias)))
+    sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
+    statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
 
-        # the logits, and through them the probabilities and the loss
-        longest = max(z.shape)
-        long_sum = 4 + math.sqrt(longest) / 8
-        dx = slope * (w * (q.square() @ k.square().T).sqrt() + v * z_sum)
-        dx += v * (x.abs() + r.abs()[:, None] + long_sum)
-        if mathematics.HAS_KEYS:
-            c = x.logsumexp(0)
-            dx += v * c.abs()
-        dx.clamp_(max=1.0)  # a probability is not wronger than by its own size
-        query = (x - r[:, None]).exp()
-        mean = (query * dx).sum(1)
-        probability = mathematics.QUERY_SHARE * query
-        dprobability = abs(mathematics.QUERY_SHARE) * query * (dx + mean[:, None])
-        dloss = abs(mathematics.QUERY_SHARE) * (mean + v * (r.abs() + long_sum)).sum()
-        if mathematics.HAS_KEYS:
-            key = (x - c).exp()
-            mean = (key * dx).sum(0)
-            probability = probability + mathematics.KEY_SHARE * key
-            dprobability += abs(mathematics.KEY_SHARE) * key * (dx + mean)
-            dloss = dloss + abs(mathematics.KEY_SHARE) * (mean + v * (c.abs() + long_sum)).sum()
-        g, uncancelled = probability.clone(), probability.abs()
-        g[at_positives] += mathematics.POSITIVE_SHARE
-        uncancelled[at_positives] += abs(mathematics.POSITIVE_SHARE)
-        dloss = dloss + abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * x[at_positives].abs()).sum()
+    # the logits
+    longest = max(z.shape)
+    long_sum = 4 + math.sqrt(longest) / 8
+    dx = slope * (w * (q.square() @ k.square().T).sqrt() + v * z_sum)
+    dx += v * (x.abs() + sum(each.abs() for each in statistic.values()) + long_sum)
+    dx.clamp_(max=1.0)  # a probability is not wronger than by its own size
 
-        # the gradient of a logit, without its rounding, which is added where it is summed
-        # g is rounded when it is stored, and before that where a stash keeps its probabilities
-        rounded = max(u * (2 if module.SPEC.get("plan", {}).get("stash_rows") else 1), w)
-        stored_exponent = 14 if dtype == torch.float16 else 0
-        underflow = statistics.smallest_normal + out.smallest_normal * u * 2.0**-stored_exponent
-        dg = dprobability + v * uncancelled + underflow
-        # The slope of a soft-capped logit cancels too (1 - tanh^2): it is accurate to its value at z = 0.
-        at_zero = mathematics.dlogit_dz(torch.zeros_like(z[:1, :1]), scale, bias).abs()
-        dg += 4 * v * at_zero / own_slope.clamp(min=1e-30) * g.abs()
-        accumulation = v * min(longest, 4 * math.sqrt(longest))
+    # through them the probabilities, the gradient of a logit before positives are subtracted, and the loss
+    probability, dprobability = torch.zeros_like(x), torch.zeros_like(x)
+    dloss = abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * x[at_positives].abs()).sum()
+    for axis, share in sides:
+        own = (x - statistic[axis]).exp()
+        mean = (own * dx).sum(axis, keepdim=True)
+        probability += share * own
+        dprobability += abs(share) * own * (dx + mean)
+        dloss += abs(share) * (mean + v * (statistic[axis].abs() + long_sum)).sum()
+    g, uncancelled = probability.clone(), probability.abs()
+    g[at_positives] += mathematics.POSITIVE_SHARE
+    uncancelled[at_positives] += abs(mathematics.POSITIVE_SHARE)
 
-        factor = abs(float(mathematics.dscale_factor(scale, bias)))
-        product = own_slope * z
-        spread = (g * product).square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
-        alike = (probability * product).sum().abs() + (g * product)[at_positives].sum().abs()
-        rounding = (g * product).abs().sum().minimum(alike + spread)
-        dscale = (dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum()
-        dscale = factor * (dscale + rounded * rounding)
-        positive = torch.zeros_like(g)
-        positive[at_positives] = g[at_positives]
-        sums = (slope * g, slope * probability, slope * positive, slope * dg)
-        bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
-        tiny = out.smallest_normal * out.eps / 2
-        dq = _sum_bound(*sums, other=k, accumulation=accumulation, unit=rounded)
-        dk = _sum_bound(*(part.T for part in sums), other=q, accumulation=accumulation, unit=rounded)
-        dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
-        bound = LossAndGrads(
-            loss=dloss / len(q),
-            dq=dq / len(q) + u * reference.dq.abs() + tiny,
-            dk=dk / len(q) + u * reference.dk.abs() + tiny,
-            dscale=dscale / len(q) + v * reference.dscale.abs(),
-            dbias=dbias / len(q) + v * reference.dbias.abs(),
-        )
-        magnitude = LossAndGrads(
-            loss=reference.loss.abs(),
-            dq=(slope * g.abs()) @ k.abs() / len(q),
-            dk=(slope * g.abs()).T @ q.abs() / len(q),
-            dscale=factor * (g * product).abs().sum() / len(q),
-            dbias=reference.dbias.abs(),
-        )
+    # the gradient of a logit, without its rounding, which is added where it is summed
+    # g is rounded when it is stored, and before that where a stash keeps its probabilities
+    rounded = max(u * (2 if plan["stash_rows"] else 1), w)
+    stored_exponent = 14 if dtype == torch.float16 else 0
+    underflow = statistics.smallest_normal + out.smallest_normal * u * 2.0**-stored_exponent
+    dg = dprobability + v * uncancelled + underflow
+    # The slope of a soft-capped logit cancels too (1 - tanh^2): it is accurate to its value at z = 0.
+    at_zero = mathematics.dlogit_dz(torch.zeros_like(z[:1, :1]), scale, bias).abs()
+    dg += 4 * v * at_zero / own_slope.clamp(min=1e-30) * g.abs()
+    accumulation = v * min(longest, 4 * math.sqrt(longest))
+
+    # the sums over keys, over queries and over pairs
+    factor = abs(float(mathematics.dscale_factor(scale, bias)))
+    product = own_slope * z
+    spread = (g * product).square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
+    alike = (probability * product).sum().abs() + (g * product)[at_positives].sum().abs()
+    rounding = (g * product).abs().sum().minimum(alike + spread)
+    dscale = factor * ((dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum() + rounded * rounding)
+    positive = torch.zeros_like(g)
+    positive[at_positives] = g[at_positives]
+    sums = (slope * g, slope * probability, slope * positive, slope * dg)
+    bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
+    tiny = out.smallest_normal * out.eps / 2
+    dq = _sum_bound(*sums, other=k, accumulation=accumulation, unit=rounded)
+    dk = _sum_bound(*(part.T for part in sums), other=q, accumulation=accumulation, unit=rounded)
+    dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
+    bound = LossAndGrads(
+        loss=dloss / len(q),
+        dq=dq / len(q) + u * reference.dq.abs() + tiny,
+        dk=dk / len(q) + u * reference.dk.abs() + tiny,
+        dscale=dscale / len(q) + v * reference.dscale.abs(),
+        dbias=dbias / len(q) + v * reference.dbias.abs(),
+    )
+    magnitude = LossAndGrads(
+        loss=reference.loss.abs(),
+        dq=(slope * g.abs()) @ k.abs() / len(q),
+        dk=(slope * g.abs()).T @ q.abs() / len(q),
+        dscale=factor * (g * product).abs().sum() / len(q),
+        dbias=reference.dbias.abs(),
+    )
     return bound, magnitude
 
 

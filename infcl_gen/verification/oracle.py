@@ -26,43 +26,49 @@ class LossAndGrads(NamedTuple):
     dbias: Tensor
 
 
-def oracle(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    scale: float | Tensor = 1.0,
-    bias: float | Tensor | None = None,
-    labels: Tensor | None = None,
-) -> LossAndGrads:
+class Inputs(NamedTuple):
+    """What a loss is computed of: q (M, D), k (N, D), numbers or 0-dim tensors, and the positives of "label" losses."""
+
+    q: Tensor
+    k: Tensor
+    scale: float | Tensor = 1.0
+    bias: float | Tensor | None = None
+    labels: Tensor | None = None
+
+    def leaves(self, features: torch.dtype, numbers: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Fresh q, k, scale and bias in these dtypes that ask for gradients."""
+        values = (self.q, self.k, self.scale, 0.0 if self.bias is None else self.bias)
+        q, k, scale, bias = (
+            torch.as_tensor(value, dtype=dtype, device=self.q.device).detach().clone().requires_grad_()
+            for value, dtype in zip(values, (features, features, numbers, numbers), strict=True)
+        )
+        return q, k, scale, bias
+
+    def positives(self) -> Tensor:
+        """The key of each query."""
+        own = torch.arange(len(self.q)) if self.labels is None else self.labels
+        return own.to(self.q.device)
+
+
+def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     """The dense fp64 loss of the package and its gradients, all fp64, for features of any dtype and strides."""
-    leaves = _leaves(q, k, scale, bias)
-    loss = module.reference(*leaves, labels=labels, dtype=torch.float64)
+    leaves = inputs.leaves(torch.float64, torch.float64)
+    loss = module.reference(*leaves, labels=inputs.labels, dtype=torch.float64)
     return _gradients(loss, leaves)
 
 
-def plain_torch(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    scale: float | Tensor = 1.0,
-    bias: float | Tensor | None = None,
-    labels: Tensor | None = None,
-) -> LossAndGrads:
+def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     """The same loss as one would write it in torch, in the features' own dtype; its error sets the tolerance.
 
     What OpenCLIP computes under autocast: the similarities are a product in the features' dtype (so bf16 rounds them),
     logits and cross-entropy are fp32, and autograd returns through the same dtypes. fp32 and fp64 stay what they are.
     """
     mathematics = loss_module(module)
-    statistics = torch.promote_types(q.dtype, torch.float32)
-    q, k, scale, bias = _leaves(q, k, scale, bias, q.dtype, statistics)
+    statistics = torch.promote_types(inputs.q.dtype, torch.float32)
+    leaves = q, k, scale, bias = inputs.leaves(inputs.q.dtype, statistics)
     x = mathematics.logit((q @ k.T).to(statistics), scale, bias)
-    if mathematics.POSITIVES == "label":
-        labels = torch.arange(len(q), device=q.device) if labels is None else labels.to(q.device)
-        loss = mathematics.loss_of_logits(x, labels)
-    else:
-        loss = mathematics.loss_of_logits(x)
-    return _gradients(loss, (q, k, scale, bias))
+    labels = (inputs.positives(),) if mathematics.POSITIVES == "label" else ()
+    return _gradients(mathematics.loss_of_logits(x, *labels), leaves)
 
 
 def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, labels: Tensor) -> LossAndGrads:
@@ -103,27 +109,5 @@ def loss_module(module: ModuleType) -> Any:
     return importlib.import_module(f"{module.__name__}.loss")
 
 
-def _leaves(
-    q: Tensor,
-    k: Tensor,
-    scale: float | Tensor,
-    bias: float | Tensor | None,
-    dtype: torch.dtype = torch.float64,
-    statistics: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fresh leaves that ask for gradients."""
-
-    def leaf(value: float | Tensor, dtype: torch.dtype) -> Tensor:
-        tensor = torch.as_tensor(value, dtype=dtype, device=q.device).detach().clone()
-        return tensor.requires_grad_()
-
-    return (leaf(q, dtype), leaf(k, dtype), leaf(scale, statistics), leaf(0.0 if bias is None else bias, statistics))
-
-
 def _gradients(loss: Tensor, leaves: tuple[Tensor, Tensor, Tensor, Tensor]) -> LossAndGrads:
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    filled = (
-        torch.zeros_like(leaf) if gradient is None else gradient
-        for leaf, gradient in zip(leaves, gradients, strict=True)
-    )
-    return LossAndGrads(loss.detach(), *filled)
+    return LossAndGrads(loss.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.verification.gate import GateRow, gate, truth_of
+from infcl_gen.verification.oracle import Inputs
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
 DIMS = (1, 3, 16, 64, 96, 100, 384, 640, 768, 1152)
@@ -48,14 +48,6 @@ class Case:
     features: str = "unit"
     layout: str = "contiguous"
     seed: int = 0
-
-
-class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    scale: float
-    bias: float | None
-    labels: Tensor | None
 
 
 def tensors(case: Case, positives: str = "diagonal", device: torch.device | str = "cpu") -> Inputs:
@@ -89,18 +81,11 @@ def tensors(case: Case, positives: str = "diagonal", device: torch.device | str 
 
 
 def random_cases(
-    examples: int,
-    dim: int,
-    dtype: str,
-    largest_queries: int,
-    largest_keys: int,
-    positives: str = "diagonal",
-    seed: int = 0,
-    rows: Iterable[int] = ROWS,
+    examples: int, dim: int, dtype: str, largest: int, positives: str = "diagonal", rows: Iterable[int] = ROWS
 ) -> Iterator[Case]:
-    """`examples` cases that a package of this dimension, dtype and size must get right; the same for the same seed."""
-    draw = random.Random(seed)
-    sizes = [size for size in rows if size <= min(largest_queries, largest_keys)] or [1]
+    """`examples` cases, always the same, that a package of this dimension and dtype for so many rows must get right."""
+    draw = random.Random(0)
+    sizes = [size for size in rows if size <= largest] or [1]
     for index in range(examples):
         queries = draw.choice(sizes)
         yield Case(
@@ -125,57 +110,40 @@ class Verdict(NamedTuple):
         return all(row.passed for row in self.rows)
 
 
-def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu", **options: Any) -> Verdict:
+def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> Verdict:
     """Run one case through a package, by autograd on odd seeds and by `loss_and_grads` on even ones, and judge it."""
     inputs = tensors(case, module.SPEC["positives"], device)
-    run = partial(autograd_results, module) if case.seed % 2 else module.loss_and_grads
-    result = run(inputs.q, inputs.k, inputs.scale, inputs.bias, labels=inputs.labels, **options)
-    truth = truth_of(module, *inputs, precision=module.SPEC["problem"]["precision"])
-    return Verdict(case, gate(result, truth))
+    run = autograd_results if case.seed % 2 else direct_results
+    return Verdict(case, gate(run(module, inputs), truth_of(module, inputs)))
+
+
+def cases_for(module: ModuleType, examples: int, rows: Iterable[int]) -> list[Case]:
+    """Random cases of the sizes that an imported package was generated for."""
+    problem = module.SPEC["problem"]
+    largest = min(problem["batch_size"], problem["keys"] or problem["batch_size"])
+    positives = module.SPEC["positives"]
+    return list(random_cases(examples, problem["dim"], problem["dtype"], largest, positives, rows))
 
 
 def check_package(
-    module: ModuleType,
-    device: torch.device | str = "cpu",
-    examples: int = 14,
-    seed: int = 0,
-    share: slice = slice(None),
-    **draw: Any,
+    module: ModuleType, device: str, examples: int = 14, rows: Iterable[int] = ROWS, share: slice = slice(None)
 ) -> list[Verdict]:
-    """The numerics gate over `share` of `examples` random cases of an imported package, in the sizes it was generated
-    for."""
-    problem = module.SPEC["problem"]
-    cases = random_cases(
-        examples,
-        dim=problem["dim"],
-        dtype=problem["dtype"],
-        largest_queries=problem["batch_size"],
-        largest_keys=problem["keys"] or problem["batch_size"],
-        positives=module.SPEC["positives"],
-        seed=seed,
-        **draw,
-    )
-    return [check_case(module, case, device) for case in list(cases)[share]]
+    """The numerics gate over `share` of `examples` random cases of an imported package."""
+    return [check_case(module, case, device) for case in cases_for(module, examples, rows)[share]]
 
 
-def autograd_results(
-    module: ModuleType,
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    bias: float | None = None,
-    labels: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
+def direct_results(module: ModuleType, inputs: Inputs) -> tuple[Tensor, ...]:
+    """(loss, dq, dk, dscale, dbias) of `loss_and_grads`."""
+    results: tuple[Tensor, ...] = module.loss_and_grads(*inputs[:4], labels=inputs.labels)
+    return results
+
+
+def autograd_results(module: ModuleType, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:
     """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd, with all four asking for gradients."""
-    statistics = torch.promote_types(q.dtype, torch.float32)
-    q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
-    numbers = [
-        torch.tensor(0.0 if value is None else value, dtype=statistics, device=q.device) for value in (scale, bias)
-    ]
-    leaves = (q, k, *(number.requires_grad_() for number in numbers))
-    loss = module.contrastive_loss(*leaves, labels=labels, **options)
-    return (loss.detach(), *torch.autograd.grad(loss, leaves))
+    q, k = (x.detach().requires_grad_() for x in inputs[:2])  # as they lie in memory
+    *_, scale, bias = inputs.leaves(q.dtype, torch.promote_types(q.dtype, torch.float32))
+    loss = module.contrastive_loss(q, k, scale, bias, labels=inputs.labels, **options)
+    return (loss.detach(), *torch.autograd.grad(loss, (q, k, scale, bias)))
 
 
 def _laid_out(x: Tensor, layout: str, device: torch.device | str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from infcl_gen.version import __version__
 
 SCHEMA_VERSION = 1
 WORKER = "infcl_gen.verification.worker"
-EXAMPLES = {"cpu": 28, "interpreter": 7, "cuda": 56}
-RING_EXAMPLES = {"cpu": 14, "interpreter": 3, "cuda": 28}
+EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 56}, "ring": {"cpu": 14, "interpreter": 3, "cuda": 28}}
 # Each input is of other sizes and strides, for which Triton compiles other kernels, a second or two each: 163 of them
 # for 56 inputs of a panel package, 265 of a fused one. More processes would crowd one GPU's memory.
 MOST_PROCESSES = 8
@@ -25,6 +24,8 @@ LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
 MEMORY_WORK = {"cpu": 2e11, "cuda": 2e15}  # FLOPs beyond which the planned size is not run
 MEMORY_INPUTS_BYTES = 4 << 30
+
+Row = dict[str, Any]  # check (name), passed, detail (one line)
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """The checks in the order they ran: rows of check (name), passed, detail (one line)."""
+    """The checks in the order they ran."""
 
     package: str
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[Row, ...]
 
     @property
     def passed(self) -> bool:
@@ -83,27 +84,27 @@ def verify_package(
         raise InputError(f"--ranks {ranks}: expected 1 to {LARGEST_RANKS}")
     if device not in (None, "cpu", "cuda", "interpreter"):
         raise InputError(f"device {device!r}: expected cpu, cuda or interpreter")
-    rows = list(_byte_checks(folder))
-    report_of = str(folder)
+    rows = _byte_checks(folder)
     if not all(row["passed"] for row in rows):
-        return Report(report_of, tuple(rows))
+        return Report(str(folder), tuple(rows))
     spec = read_package(folder).spec
     place = device or _device(spec)
-    rows += _numerics(folder, place, examples or EXAMPLES[place], timeout_s)
+    job = Job("numerics", str(folder.resolve()), place, examples or EXAMPLES["numerics"][place], timeout_s)
+    rows += run(job, min(_processes(place), job.examples))
     if _memory_is_affordable(spec, place):
-        rows += _run("memory", folder, place, 1, 1, timeout_s)
+        rows += run(replace(job, kind="memory"), 1)
     if ranks is not None:
         if place == "cuda" and _gpus() < ranks:  # a ring on GPUs needs one for each rank
             place = "cpu" if spec["plan"]["strategy"] == "torch" else "interpreter"
-        rows += _ring(folder, place, examples or RING_EXAMPLES[place], ranks, timeout_s)
+        rows += run(replace(job, kind="ring", device=place, examples=examples or EXAMPLES["ring"][place]), ranks)
     if aot:
         from infcl_gen.verification.aot import aot_checks
 
         rows += aot_checks(folder, list(aot))
-    return Report(report_of, tuple(rows))
+    return Report(str(folder), tuple(rows))
 
 
-def _byte_checks(folder: Path) -> list[dict[str, Any]]:
+def _byte_checks(folder: Path) -> list[Row]:
     try:
         package = read_package(folder)
     except PartialPackageError:
@@ -151,26 +152,29 @@ def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
     return bool(problem["devices"] == 1 and affordable)
 
 
-def _numerics(folder: Path, place: str, examples: int, timeout_s: float) -> list[dict[str, Any]]:
-    """A row for each result: of all examples, which are shared out among processes where kernels are compiled."""
-    judged = _run("numerics", folder, place, examples, min(_processes(place), examples), timeout_s)
-    return _summaries(judged, place)
+def _processes(place: str) -> int:
+    """How many share the inputs: one, unless kernels are compiled for each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_PROCESSES, cores // 2)) if place == "cuda" else 1
 
 
-def _ring(folder: Path, place: str, examples: int, ranks: int, timeout_s: float) -> list[dict[str, Any]]:
-    backend = "nccl" if place == "cuda" else "gloo"
-    return _summaries(_run("ring", folder, place, examples, ranks, timeout_s), f"{ranks} {backend} ranks")
-
-
-def _summaries(judged: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """A row for all inputs of each check; or the row that says why there are none."""
-    if any("passed" in found for found in judged):
-        return judged
+def run(job: Job, processes: int) -> list[Row]:
+    """A row for each check of a job that so many processes do; or one failed row that says how they ended."""
+    environment = {"TRITON_INTERPRET": "1" if job.device == "interpreter" else "0"}
+    try:
+        parts = run_ranks(f"{WORKER}:run", asdict(job), processes, job.timeout_s, environment)
+    except ProcessError as error:
+        return [_row(f"ring of {processes}" if job.kind == "ring" else job.kind, False, str(error))]
+    found = [each for part in parts for each in part]
+    if job.kind == "memory":
+        return found
+    ranks = f"{processes} {'nccl' if job.device == 'cuda' else 'gloo'} ranks"
+    where = ranks if job.kind == "ring" else job.device
     rows = []
-    for check in dict.fromkeys(found["check"] for found in judged):
-        of_it = [found for found in judged if found["check"] == check]
-        bad = [found["failure"] for found in of_it if found["failure"] is not None]
-        ratio = max(found["ratio"] for found in of_it)
+    for check in dict.fromkeys(each["check"] for each in found):
+        of_it = [each for each in found if each["check"] == check]
+        bad = [each["failure"] for each in of_it if each["failure"] is not None]
+        ratio = max(each["ratio"] for each in of_it)
         detail = f"{len(of_it)} inputs on {where}, largest error {ratio:.2f} of what is allowed"
         if bad:
             detail = f"{len(bad)} of {len(of_it)} inputs on {where} fail, such as {bad[0]}"
@@ -178,22 +182,5 @@ def _summaries(judged: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
     return rows
 
 
-def _processes(place: str) -> int:
-    """How many share the inputs: one, unless kernels are compiled for each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_PROCESSES, cores // 2)) if place == "cuda" else 1
-
-
-def _run(kind: str, folder: Path, place: str, examples: int, processes: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Run a job in that many processes and return what they found, or one failed row that says how it ended."""
-    job = Job(kind, str(folder.resolve()), place, examples, timeout_s)
-    environment = {"TRITON_INTERPRET": "1" if place == "interpreter" else "0"}
-    try:
-        found = run_ranks(f"{WORKER}:run", asdict(job), processes, timeout_s, environment)
-    except ProcessError as error:
-        return [_row(f"ring of {processes}" if kind == "ring" else kind, False, str(error))]
-    return [row for part in found for row in part]
-
-
-def _row(check: str, passed: bool, detail: str) -> dict[str, Any]:
+def _row(check: str, passed: bool, detail: str) -> Row:
     return {"check": check, "passed": passed, "detail": detail}

@@ -22,11 +22,11 @@ from infcl_gen.processes import Seat
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import LossAndGrads
-from infcl_gen.verification.properties import ROWS, Case, Inputs, check_package, random_cases, tensors
+from infcl_gen.verification.properties import ROWS, Case, cases_for, check_package, tensors
 from infcl_gen.verification.verify import Job
 
-SMALL_ROWS = (1, 17, 64, 65, 130)  # under the Triton interpreter
 LARGE_ROWS = (*ROWS, 1000, 2049, 4096)  # on a GPU
+SIZES = {"cpu": ROWS, "interpreter": (1, 17, 64, 65, 130), "cuda": LARGE_ROWS}
 
 
 def run(argument: dict[str, Any], seat: Seat) -> list[dict[str, Any]]:
@@ -34,15 +34,14 @@ def run(argument: dict[str, Any], seat: Seat) -> list[dict[str, Any]]:
     job = Job(**argument)
     torch.set_num_threads(max(1, torch.get_num_threads() // seat.ranks))
     module = import_package(Path(job.package))
-    return {"numerics": numerics, "memory": memory, "ring": ring}[job.kind](job, module, seat)
+    return JOBS[job.kind](job, module, seat)
 
 
 def numerics(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
     """Of each example and quantity: its error over what is allowed, and the failure, if it is one."""
-    sizes = {"cuda": LARGE_ROWS, "interpreter": SMALL_ROWS}.get(job.device, ROWS)
     device = "cpu" if job.device == "interpreter" else job.device
     share = slice(seat.rank, None, seat.ranks)
-    verdicts = check_package(module, device, job.examples, rows=sizes, share=share)
+    verdicts = check_package(module, device, job.examples, SIZES[job.device], share)
     return [
         {
             "check": f"numerics {row.quantity}",
@@ -59,12 +58,10 @@ def memory(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
     case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
     inputs = tensors(case, module.SPEC["positives"], job.device)
-    arguments = (inputs.q, inputs.k, 14.3)
     if job.device == "cuda":
-        module.loss_and_grads(*arguments, labels=inputs.labels)  # compiles
+        module.loss_and_grads(inputs.q, inputs.k, 14.3, labels=inputs.labels)  # compiles
     with PeakMeter(job.device) as meter:
-        result = module.loss_and_grads(*arguments, labels=inputs.labels)
-    del result
+        module.loss_and_grads(inputs.q, inputs.k, 14.3, labels=inputs.labels)
     detail = f"measured {meter.peak_bytes / 2**20:.2f} MiB, predicted {predicted / 2**20:.2f} MiB"
     return [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
 
@@ -74,34 +71,21 @@ def ring(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
     device = torch.device("cuda", seat.rank) if job.device == "cuda" else torch.device("cpu")
     seat.join_group(device.type, job.timeout_s)
     rank, ranks = seat.rank, seat.ranks
-    problem = module.SPEC["problem"]
-    cases = random_cases(
-        job.examples,
-        problem["dim"],
-        problem["dtype"],
-        problem["batch_size"],
-        problem["keys"] or problem["batch_size"],
-        module.SPEC["positives"],
-        rows=SMALL_ROWS if job.device == "interpreter" else ROWS,
-    )
     found = []
-    for case in cases:
+    for case in cases_for(module, job.examples, ROWS if job.device == "cuda" else SIZES[job.device]):
         inputs = tensors(case, module.SPEC["positives"], device)
         q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
         labels = inputs.labels
         if case.keys > case.queries:  # over several ranks they must be given
             labels = torch.arange(case.queries, device=device) if labels is None else labels
+        own = None if labels is None else labels[q_cuts[rank]]
         result = module.loss_and_grads(
-            inputs.q[q_cuts[rank]],
-            inputs.k[k_cuts[rank]],
-            inputs.scale,
-            inputs.bias,
-            labels=None if labels is None else labels[q_cuts[rank]],
+            inputs.q[q_cuts[rank]], inputs.k[k_cuts[rank]], inputs.scale, inputs.bias, labels=own
         )
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, [tensor.cpu() for tensor in result])
         if rank == 0:
-            judged = gate(averaged(parts), _truth(module, inputs))
+            judged = gate(averaged(parts), truth_of(module, inputs))
             rows = [cut.stop - cut.start for cut in q_cuts]
             passed = all(row.passed for row in judged)
             found.append(
@@ -112,6 +96,9 @@ def ring(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+JOBS = {"numerics": numerics, "memory": memory, "ring": ring}
 
 
 def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:
@@ -141,7 +128,3 @@ def averaged(parts: list[list[Tensor]]) -> LossAndGrads:
         return torch.cat([part.double() for part in rows]) / count
 
     return LossAndGrads(mean(loss), joined(dq), joined(dk), mean(dscale), mean(dbias))
-
-
-def _truth(module: ModuleType, inputs: Inputs) -> Any:
-    return truth_of(module, *inputs, precision=module.SPEC["problem"]["precision"])

@@ -64,7 +64,7 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
             assert len(bands.buffers) > 10, "the package's allocations were not seen"
             assert torch.equal(q, inputs.q) and torch.equal(k, inputs.k), f"{where}: an input was overwritten"
             flags.append(bands.written(torch.int32))
-        judged = gate(results[0], truth(package, inputs))
+        judged = gate(results[0], truth_of(package, inputs))
         assert all(row.passed for row in judged), f"{where}: {failures(judged)}"
         same = [torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True)]
         assert all(same), f"{where}: what lies outside the buffers shows in {same}"
@@ -78,7 +78,7 @@ def not_finite(made: Made, which: str, value: float, device: str = "cpu") -> Non
     inputs = tensors(case, package.SPEC["positives"], device)
     (inputs.q if which == "q" else inputs.k)[37, -1] = value
     ours = LossAndGrads(*package.loss_and_grads(inputs.q, inputs.k, inputs.scale, labels=inputs.labels))
-    theirs = oracle(package, *inputs)
+    theirs = oracle(package, inputs)
     if math.isnan(value):
         assert ours.loss.isnan() and ours.dscale.isnan() and ours.dbias.isnan(), f"{ours.loss} {ours.dscale}"
         assert (ours.dq[37] if which == "q" else ours.dk[37]).isnan().all()
@@ -108,7 +108,7 @@ def repeatable(made: Made, case: Case, repeats: int, device: str = "cpu") -> Non
         again = package.loss_and_grads(inputs.q, inputs.k, inputs.scale, inputs.bias, labels=inputs.labels)
         for name, a, b in zip(LossAndGrads._fields, first, again, strict=True):
             assert torch.equal(a, b), f"{name} differs on repeat {repeat + 1} by {float((a - b).abs().max())}"
-    for name, a, b in zip(LossAndGrads._fields, first, autograd_results(package, *inputs), strict=True):
+    for name, a, b in zip(LossAndGrads._fields, first, autograd_results(package, inputs), strict=True):
         assert torch.equal(a, b), f"{name} differs between loss_and_grads and autograd"
 
 
@@ -128,7 +128,7 @@ def far_rows(made: Made, device: str = "cpu") -> None:
     k.copy_(inputs.k)
     labels = None if inputs.labels is None else inputs.labels.to(device)
     result = package.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=labels)
-    judged = gate(result, truth(package, inputs._replace(q=q, k=k, labels=labels)))
+    judged = gate(result, truth_of(package, inputs._replace(q=q, k=k, labels=labels)))
     assert all(row.passed for row in judged), failures(judged)
 
 
@@ -161,14 +161,15 @@ def small_probabilities(made: Made, device: str = "cpu") -> None:
     k = torch.zeros(200, q.shape[1], device=device, dtype=q.dtype)
     q[:, 0], k[0, 0], k[1:, 1] = 1.0, 1.0, 1.0
     labels = torch.zeros(8, dtype=torch.int64, device=device)
-    ours, theirs = (package.loss_and_grads(q, k, 17.5, labels=labels)[1], oracle(package, q, k, 17.5, labels=labels).dq)
+    inputs = Inputs(q, k, 17.5, labels=labels)
+    ours, theirs = (package.loss_and_grads(q, k, 17.5, labels=labels)[1], oracle(package, inputs).dq)
     negatives = (
         ours[:, 1].double(),
         theirs[:, 1],
     )  # along the other axis 1 - p cancels, to an error of one fp32 rounding
     error = float((negatives[0] - negatives[1]).norm() / negatives[1].norm())
     assert error < 0.02, f"dq is wrong by {error:.1%}"
-    plain = plain_torch(package, q, k, 17.5, labels=labels).dq
+    plain = plain_torch(package, inputs).dq
     whole, allowed = ((each.double() - theirs).norm() for each in (ours, plain))
     assert whole <= 2 * allowed, f"dq as a whole is wrong by {float(whole / theirs.norm()):.1%}"
 
@@ -195,7 +196,7 @@ def solved(made: Made, device: str = "cpu") -> None:
     for rows, scale in ((2, 7.0), (70, 20.0), (70, 40.0)):
         x = features(rows, rows)
         ours = LossAndGrads(*package.loss_and_grads(x, x.clone(), scale))
-        true, plain = (f(package, x, x.clone(), scale) for f in (oracle, plain_torch))
+        true, plain = (f(package, Inputs(x, x.clone(), scale)) for f in (oracle, plain_torch))
         for name in ("dq", "dk"):
             wanted = getattr(true, name)
             error, allowed = ((getattr(found, name).double() - wanted).norm() for found in (ours, plain))
@@ -212,7 +213,7 @@ def large_logits(made: Made, device: str = "cpu", layout: str = "contiguous") ->
         inputs = tensors(case, package.SPEC["positives"], device)
         q, k = (x.mul_(norm) for x in inputs[:2])
         ours = LossAndGrads(*package.loss_and_grads(q, k, scale, labels=inputs.labels))
-        true = oracle(package, q, k, scale, labels=inputs.labels)
+        true = oracle(package, Inputs(q, k, scale, labels=inputs.labels))
         for name in ("loss", "dq", "dk"):
             found, wanted = getattr(ours, name).double(), getattr(true, name)
             error = float((found - wanted).norm() / wanted.norm())
@@ -452,7 +453,7 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     working = sum(own > 0 for shards in rows for own in shards)
     assert scratch.call_count == working, f"{scratch.call_count} scratches for {working} sweeps"
     for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
-        judged = gate(averaged(parts), truth(package, inputs))
+        judged = gate(averaged(parts), truth_of(package, inputs))
         assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"
 
 
@@ -634,7 +635,7 @@ def near_exact(made: Made, rows: int, device: str = "cuda") -> None:
         error = statistics.log(statistics.view(pair.double())) - torch.logsumexp(100.0 * similarity, axis)
         assert error.abs().max() <= 1e-4, f"a log-sum-exp is off by {float(error.abs().max()):.1e}"
     del similarity
-    true = oracle(package, inputs.q, inputs.k, 100.0)
+    true = oracle(package, Inputs(inputs.q, inputs.k, 100.0))
     ours = package.loss_and_grads(inputs.q, inputs.k, 100.0)
     for name in ("dq", "dk"):
         a, b = getattr(LossAndGrads(*ours), name), getattr(true, name)
@@ -768,10 +769,6 @@ def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[No
         yield
     finally:
         schedule.backward_block, schedule.finish = backward_block, finish
-
-
-def truth(package: ModuleType, inputs: Inputs) -> Any:
-    return truth_of(package, *inputs, precision=package.SPEC["problem"]["precision"])
 
 
 def _sparse(elements: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from infcl_gen.verification.properties import Case, autograd_results, tensors
+from infcl_gen.verification.properties import Case, Inputs, autograd_results, tensors
 from tests.verification.dense import dense_loss
 
 HIDDEN = 5
@@ -253,9 +253,8 @@ def case_results(
     whole = tensors(case, module.SPEC["positives"], _device)
     q, k = shard(whole.q, rows, rank), shard(whole.k, keys, rank)
     labels = shard(whole.labels, rows, rank)
-    results = [
-        autograd_results(module, q, k, whole.scale, whole.bias, labels=labels, group=group) for _ in range(repeats)
-    ]
+    own = Inputs(q, k, whole.scale, whole.bias, labels)
+    results = [autograd_results(module, own, group=group) for _ in range(repeats)]
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"
     return [result.cpu() for result in results[0]]

@@ -98,8 +98,7 @@ def test_results_are_as_accurate_as_one_process_and_repeatable(
 
     @functools.cache
     def truth(module: ModuleType, case: Case) -> Truth:
-        inputs = tensors(case, module.SPEC["positives"], device)
-        return truth_of(module, *inputs, precision=module.SPEC["problem"]["precision"])
+        return truth_of(module, tensors(case, module.SPEC["positives"], device))
 
     pool = Pool(world, folders, backend=backend, groups=GROUPS)
     try:

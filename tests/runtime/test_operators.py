@@ -1,4 +1,4 @@
-"""What a tracer records does what a plain call does: every option arrives, and gradients come in the features' dtype."""
+"""What a tracer records is what a plain call does: every option arrives, and gradients have the features' dtype."""
 
 from __future__ import annotations
 

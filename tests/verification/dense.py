@@ -65,7 +65,11 @@ def dense_package(spec: LossSpec) -> types.ModuleType:
     exec(compile(text, f"{name}/loss.py", "exec"), loss.__dict__)
     package.loss, package.reference = loss, loss.reference  # type: ignore[attr-defined]
     package.__path__ = []
-    package.SPEC = {"positives": spec.positives, "problem": {"precision": "default"}}  # type: ignore[attr-defined]
+    package.SPEC = {  # type: ignore[attr-defined]
+        "positives": spec.positives,
+        "problem": {"precision": "default"},
+        "plan": {"split": False, "stash_rows": 0},
+    }
     sys.modules |= {name: package, f"{name}.loss": loss}
     return package
 

@@ -80,7 +80,7 @@ def test_autograd_and_loss_and_grads_agree_to_the_bit_on_every_repeat(loss: str,
     for _ in range(100 if dtype == "fp32" else 3):
         again = module.loss_and_grads(q, k, scale, bias, labels=labels)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    by_autograd = autograd_results(module, q, k, scale, bias, labels)
+    by_autograd = autograd_results(module, Inputs(q, k, scale, bias, labels))
     assert all(torch.equal(a, b) for a, b in zip(first, by_autograd, strict=True))
     assert first[1].dtype == first[2].dtype == q.dtype and first[0].dim() == first[3].dim() == 0
 

@@ -23,7 +23,7 @@ def test_the_oracle_is_the_loss_by_its_definition(name: str, dtype: str) -> None
     """Also of strided bf16 features, with labels that repeat, a scale and a bias."""
     case = Case(33, 33 if name == "clip" else 20, 8, dtype, 14.3, -1.0, layout="strided", seed=1)
     inputs = tensors(case, SPECS[name].positives)
-    assert_close(oracle.oracle(dense_package(SPECS[name]), *inputs), dense(name, *inputs))
+    assert_close(oracle.oracle(dense_package(SPECS[name]), inputs), dense(name, *inputs))
 
 
 @pytest.mark.parametrize("name", SPECS)

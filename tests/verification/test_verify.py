@@ -55,11 +55,11 @@ def test_a_good_package_passes_on_one_device_and_on_a_ring(good: Path) -> None:
     assert json.loads(json.dumps(report.as_dict()))["passed"] is True
 
 
-def test_examples_are_shared_out_and_none_is_lost(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_are_shared_out_and_none_is_lost(good: Path) -> None:
     """Three processes judge what one does."""
-    alone = verify._numerics(good, "cpu", examples=7, timeout_s=200.0)
-    monkeypatch.setattr(verify, "_processes", lambda place: 3)
-    assert verify._numerics(good, "cpu", examples=7, timeout_s=200.0) == alone
+    job = verify.Job("numerics", str(good), "cpu", examples=7, timeout_s=200.0)
+    alone = verify.run(job, 1)
+    assert verify.run(job, 3) == alone
     assert all(row["passed"] and row["detail"].startswith("7 inputs on cpu, ") for row in alone)
 
 
@@ -123,14 +123,13 @@ PLANTED = {  # edits of a good package's text, each a bug that a peer has had, a
 
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("bug", sorted(PLANTED))
-def test_planted_bugs_are_found(copy: Path, bug: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_processes", lambda place: processes)
+def test_planted_bugs_are_found(copy: Path, bug: str, processes: int) -> None:
     path, old, new, check = PLANTED[bug]
     text = (copy / path).read_text()
     assert old in text
     (copy / path).write_text(text.replace(old, new, 1))
     resealed(copy)
-    rows = verify._numerics(copy, "cpu", examples=7, timeout_s=200.0)
+    rows = verify.run(verify.Job("numerics", str(copy), "cpu", examples=7, timeout_s=200.0), processes)
     assert check in [row["check"] for row in rows if not row["passed"]]
     assert all("\n" not in row["detail"] for row in rows)
 
@@ -150,7 +149,7 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     resealed(copy)
     started = time.monotonic()
     limit_s = 12.0 if how == "hang" else 200.0
-    (row,) = verify._run("ring", copy, "cpu", examples=1, processes=2, timeout_s=limit_s)
+    (row,) = verify.run(verify.Job("ring", str(copy), "cpu", examples=1, timeout_s=limit_s), 2)
     assert time.monotonic() - started < limit_s + 10
     assert not row["passed"]
     assert ("not finished after 12 s" if how == "hang" else "rank 1 of 2: exit code 3") in row["detail"]
