@@ -35,9 +35,9 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import sympy
 from sympy import Expr, Function, Integer, Rational, Symbol
@@ -46,37 +46,11 @@ from sympy.core.function import ArgumentIndexError
 from infcl_gen.errors import InputError
 
 __all__ = [
-    "FUNCTIONS",
-    "SYMBOLS",
-    "LossError",
-    "LossSpec",
-    "bias",
-    "exp",
-    "is_positive",
-    "is_self",
-    "key_weight",
-    "keys",
-    "log",
-    "logsumexp_over_keys",
-    "logsumexp_over_queries",
-    "mean_of_keys",
-    "mean_over_keys",
-    "mean_over_positives",
-    "mean_over_queries",
-    "positive",
-    "positives_of_query",
-    "queries",
-    "query_weight",
-    "same_id",
-    "scale",
-    "sigmoid",
-    "similarity",
-    "softplus",
-    "step",
-    "sum_over_pairs",
-    "tanh",
-    "z",
-]
+    "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "is_positive", "is_self", "key_weight", "keys",
+    "log", "logsumexp_over_keys", "logsumexp_over_queries", "mean_of_keys", "mean_over_keys", "mean_over_positives",
+    "mean_over_queries", "positive", "positives_of_query", "queries", "query_weight", "same_id", "scale", "sigmoid",
+    "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
+]  # fmt: skip
 
 Positives = Literal["diagonal", "label", "id"]
 
@@ -195,28 +169,16 @@ def is_identifier(name: object) -> bool:
     )
 
 
-def _symbol(name: str) -> Symbol:
-    return Symbol(name, real=True)
-
-
-z = _symbol("z")
-scale = _symbol("scale")
-bias = _symbol("bias")
-queries = _symbol("queries")
-keys = _symbol("keys")
-is_positive = _symbol("is_positive")
-is_self = _symbol("is_self")
-same_id = _symbol("same_id")
-positives_of_query = _symbol("positives_of_query")
-query_weight = _symbol("query_weight")
-key_weight = _symbol("key_weight")
-
 SYMBOLS: dict[str, Symbol] = {
-    str(symbol): symbol
-    for symbol in (
-        z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight,
+    name: Symbol(name, real=True)
+    for name in (
+        "z", "scale", "bias", "queries", "keys", "is_positive", "is_self", "same_id", "positives_of_query",
+        "query_weight", "key_weight",
     )
 }  # fmt: skip
+z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight = (
+    SYMBOLS.values()
+)
 
 
 def similarity(
@@ -232,29 +194,23 @@ def similarity(
     if first is not None and (not isinstance(first, int) or first < 1):
         raise LossError(f"similarity of the first {first!r} features: give a positive integer")
     name = "z" if (rows, columns) == ("query", "key") else f"z_{rows}_{columns}"
-    return _symbol(name if first is None else f"{name}_first_{first}")
-
-
-def is_similarity(name: str) -> bool:
-    """True for the names that `similarity` gives its symbols."""
-    head, _, first = name.partition("_first_")
-    whole = head == name or (first.isdecimal() and first.isascii() and first[0] != "0")
-    return whole and head in ("z", "z_query_query", "z_key_key", "z_key_query")
+    return Symbol(name if first is None else f"{name}_first_{first}", real=True)
 
 
 def similarity_symbol(name: str) -> Symbol | None:
     """The symbol that `similarity` gives this name, if any."""
-    return _symbol(name) if is_similarity(name) else None
+    known = re.fullmatch("z(_query_query|_key_key|_key_query)?(_first_[1-9][0-9]*)?", name)
+    return Symbol(name, real=True) if known else None
 
 
 class _Opaque(Function):
-    """A function that SymPy leaves alone; subclasses define `_slope`, the derivative in the first argument.
+    """A function that SymPy leaves alone, with its derivative in the first argument.
 
     Reductions define it *for one pair*: how the reduced value that the pair (i, j) belongs to changes with
     the pair's own argument. The chain rule of SymPy then gives dL/dx_ij of a whole formula.
     """
 
-    _slope: Callable[[], Expr]
+    slope: ClassVar[Expr]
 
     @classmethod
     def eval(cls, *arguments: Expr) -> None:
@@ -265,65 +221,59 @@ class _Opaque(Function):
             raise ArgumentIndexError(self, argindex)
         return self._slope()
 
-    @property
-    def where(self) -> Expr:
-        return self.args[1] if len(self.args) > 1 else Integer(1)
+    def _slope(self) -> Expr:
+        return self.slope
 
 
-class logsumexp_over_keys(_Opaque):
+class _LogSumExp(_Opaque):
+    def _slope(self) -> Expr:
+        where = self.args[1] if len(self.args) > 1 else Integer(1)
+        return where * sympy.exp(self.args[0] - self)
+
+
+class logsumexp_over_keys(_LogSumExp):
     nargs = (1, 2)
 
-    def _slope(self) -> Expr:
-        return self.where * sympy.exp(self.args[0] - self)
 
-
-class logsumexp_over_queries(_Opaque):
+class logsumexp_over_queries(_LogSumExp):
     nargs = (1, 2)
-
-    def _slope(self) -> Expr:
-        return self.where * sympy.exp(self.args[0] - self)
 
 
 class positive(_Opaque):
     nargs = 1
-
-    def _slope(self) -> Expr:
-        return is_positive
+    slope = is_positive
 
 
 class mean_over_positives(_Opaque):
     nargs = 1
-
-    def _slope(self) -> Expr:
-        return is_positive / positives_of_query
+    slope = is_positive / positives_of_query
 
 
 class mean_of_keys(_Opaque):
     nargs = 1
-
-    def _slope(self) -> Expr:
-        return 1 / keys
+    slope = 1 / keys
 
 
 class mean_over_queries(_Opaque):
     nargs = 1
-
-    def _slope(self) -> Expr:
-        return 1 / queries
+    slope = 1 / queries
 
 
 class mean_over_keys(_Opaque):
     nargs = 1
-
-    def _slope(self) -> Expr:
-        return 1 / keys
+    slope = 1 / keys
 
 
 class sum_over_pairs(_Opaque):
     nargs = 1
+    slope = Integer(1)
 
-    def _slope(self) -> Expr:
-        return Integer(1)
+
+class step(_Opaque):
+    """1 where u > 0, else 0; its derivative is 0."""
+
+    nargs = 1
+    slope = Integer(0)
 
 
 class softplus(_Opaque):
@@ -342,15 +292,6 @@ class sigmoid(_Opaque):
 
     def _slope(self) -> Expr:
         return self * sigmoid(-self.args[0])
-
-
-class step(_Opaque):
-    """1 where u > 0, else 0; its derivative is 0."""
-
-    nargs = 1
-
-    def _slope(self) -> Expr:
-        return Integer(0)
 
 
 def exp(u: Expr) -> Expr:

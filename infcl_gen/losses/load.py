@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import operator
 import sys
 from collections.abc import Mapping
@@ -12,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sympy import Expr, Number, Symbol, sqrt, sympify
+from sympy import Expr, Number, sqrt, sympify
 
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
-from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, is_similarity
+from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
 from infcl_gen.losses.printers import LONGEST_TEXT, display
 
 
@@ -98,10 +97,8 @@ def _built(node: ast.expr) -> Expr:
             not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
         ):
             return sympify(value)
-        case ast.Name(id=name) if name in SYMBOLS:
-            return SYMBOLS[name]
-        case ast.Name(id=name) if is_similarity(name):
-            return Symbol(name, real=True)
+        case ast.Name(id=name) if (symbol := SYMBOLS.get(name) or similarity_symbol(name)) is not None:
+            return symbol
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_build(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if 0 < exponent <= 4:
@@ -128,20 +125,16 @@ _OPERATIONS: dict[type, Any] = {
 
 
 def _execute(file: str) -> ModuleType:
+    path = Path(file)
     try:
-        path = Path(file)
-        if path.suffix != ".py" or not path.is_file():
-            raise LossError(f"--loss: no Python file {file!r}")
-        source = path.read_bytes()
+        source = path.read_bytes() if path.suffix == ".py" and path.is_file() else None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        if isinstance(error, LossError):
-            raise
         raise LossError(f"--loss: cannot read {file!r}: {_one_line(error)}") from error
+    if source is None:
+        raise LossError(f"--loss: no Python file {file!r}")
     # Compiled here rather than by an import loader, so that no __pycache__ appears beside the user's file.
     name = "infcl_gen_user_loss"
-    specification = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
-    assert specification is not None
-    module = importlib.util.module_from_spec(specification)
+    module = ModuleType(name)
     module.__file__ = str(path)
     previous = sys.modules.get(name)
     sys.modules[name] = module  # dataclasses and pickling look their module up while it runs

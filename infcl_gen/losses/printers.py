@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -23,56 +23,29 @@ from infcl_gen.losses.language import LossError
 # The statistics a derived expression is written in: x is the logit of a pair, r = logsumexp over a query's keys,
 # c = logsumexp over a key's queries, p the positive's logit.
 x, r, c, p = (Symbol(name, real=True) for name in "xrcp")
-STATISTICS: dict[str, Symbol] = {"x": x, "r": r, "c": c, "p": p}
 
 LONGEST_TEXT = 10_000  # characters of an expression: a translation may repeat its argument, so nested ones double
 
+_SYMBOLS = {**language.SYMBOLS, "x": x, "r": r, "c": c, "p": p}
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
 
-def triton_code(expression: Expr, names: Mapping[str, str] | None = None) -> str:
-    """The expression as Triton source (`tl.*`, fp32 arithmetic), valid in Triton 3.6 and newer.
-
-    names   what a symbol is called in the kernel, by its name in the language; others keep their name.
-    Raises LossError for a symbol, function or number that has no translation.
-    """
-    return _TRITON.text(expression, names)
-
-
-def torch_code(expression: Expr, names: Mapping[str, str] | None = None) -> str:
-    """The expression as torch source; symbols stand for tensors. Raises LossError like `triton_code`."""
-    return _TORCH.text(expression, names)
-
-
-def python_code(expression: Expr, names: Mapping[str, str] | None = None) -> str:
-    """The expression as Python source over floats and `math`. Raises LossError like `triton_code`."""
-    return _PYTHON.text(expression, names)
-
-
-def display(expression: Expr, names: Mapping[str, str] | None = None) -> str:
-    """The expression for people, `exp(x - r) / 2 - is_positive`; `load.parse_formula` reads a formula back."""
-    return _DISPLAY.text(expression, names)
-
-
-def dense_code(expression: Expr) -> str:
-    """A formula over r (M,), c (N,), p (M,) as torch source; means become `.mean()`. Raises LossError as above."""
-    return _DENSE.text(expression, None)
-
-
-Translation = Callable[..., str]
-
-
 @dataclass(frozen=True)
-class _Printer:
-    target: str
-    functions: Mapping[Any, Translation]
-    integers: bool = True  # print 2 rather than 2.0
-    formulas: bool = False  # whole formulas: functions of several arguments, other blocks of similarities
-    power: Callable[[str, int], str] = lambda base, exponent: f"{base}**{exponent}"
-    square_root: Translation = lambda text: f"sqrt({text})"
-    symbols: Mapping[str, Symbol] = field(default_factory=lambda: {**language.SYMBOLS, **STATISTICS})
+class Printer:
+    """One language. `functions`: what each function is there, with "{}" for its arguments."""
 
-    def text(self, expression: Expr, names: Mapping[str, str] | None) -> str:
+    target: str
+    functions: dict[Any, str]
+    integers: bool = True  # print 2 rather than 2.0
+    powers: bool = True  # print z**2 rather than z * z
+    formulas: bool = False  # whole formulas: functions of several arguments, other blocks of similarities
+
+    def __call__(self, expression: Expr, names: Mapping[str, str] | None = None) -> str:
+        """The expression as source text.
+
+        names   what a symbol is called there, by its name in the language; others keep their name.
+        Raises LossError for a symbol, function or number that has no translation.
+        """
         return self._print(sympy.sympify(expression), names or {})[0]
 
     def _print(self, expression: Expr, names: Mapping[str, str]) -> tuple[str, int]:
@@ -89,7 +62,7 @@ class _Printer:
             return self._pow(expression, names)
         translation = self.functions.get(expression.func)
         if translation is not None and (len(expression.args) == 1 or self.formulas):
-            text = translation(*(self._print(argument, names)[0] for argument in expression.args))
+            text = translation.format(", ".join(self._print(argument, names)[0] for argument in expression.args))
             if len(text) > LONGEST_TEXT:
                 raise LossError(f"{self.target} would need more than {LONGEST_TEXT} characters for it")
             return text, (_SUM if _is_sum(text) else _ATOM)
@@ -100,8 +73,8 @@ class _Printer:
         return text if binds >= level else f"({text})"
 
     def _symbol(self, symbol: Symbol, names: Mapping[str, str]) -> str:
-        known = self.symbols.get(symbol.name) == symbol
-        if not known and not (self.formulas and symbol == language.similarity_symbol(symbol.name)):
+        block = language.similarity_symbol(symbol.name) if self.formulas else None
+        if symbol != _SYMBOLS.get(symbol.name, block):
             raise LossError(f"{self.target} does not know the symbol {symbol.name!r}")
         text = names.get(symbol.name, symbol.name)
         return text if re.fullmatch(r"[A-Za-z_]\w*(\[[^\[\]]*\])?", text) else f"({text})"
@@ -155,10 +128,10 @@ class _Printer:
             one = self._number(sympy.Integer(1))[0]
             return f"{one} / {self._bound(1 / expression, names, _POWER)}", _PRODUCT
         if exponent == sympy.Rational(1, 2):
-            return self.square_root(self._print(base, names)[0]), _ATOM
+            return self.functions[sympy.sqrt].format(self._print(base, names)[0]), _ATOM
         if exponent.is_Integer and 2 <= exponent <= 4:
-            text = self.power(self._bound(base, names, _ATOM), int(exponent))
-            return text, (_POWER if "**" in text else _PRODUCT)
+            text = self._bound(base, names, _ATOM)
+            return (f"{text}**{exponent}", _POWER) if self.powers else (" * ".join([text] * exponent), _PRODUCT)
         raise LossError(f"{self.target} has no translation for the power {expression}")
 
 
@@ -176,61 +149,46 @@ def _is_sum(text: str) -> bool:
     return text.startswith("-") or not text.endswith(")")
 
 
-def _repeated(base: str, exponent: int) -> str:
-    return " * ".join([base] * exponent)  # Triton has no power
+def _calls(module: str) -> dict[Any, str]:
+    """The functions that every library has under the same names."""
+    names = {sympy.exp: "exp", sympy.log: "log", sympy.tanh: "tanh", sympy.sqrt: "sqrt", language.sigmoid: "sigmoid"}
+    return {function: f"{module}.{name}({{}})" for function, name in names.items()}
 
 
-_TRITON = _Printer(
+# Triton kernels, in fp32 arithmetic, valid in Triton 3.6 and newer. tl has no power, and no tanh that every backend
+# knows; this one saturates correctly and is exact to fp32 rounding of 1.
+triton_code = Printer(
     target="Triton",
+    functions={
+        **_calls("tl"),
+        sympy.tanh: "2.0 * tl.sigmoid(2.0 * ({})) - 1.0",
+        language.softplus: "tl.maximum({0}, 0.0) + tl.log(1.0 + tl.exp(-tl.abs({0})))",
+    },
     integers=False,
-    power=_repeated,
-    square_root=lambda u: f"tl.sqrt({u})",
-    functions={
-        sympy.exp: lambda u: f"tl.exp({u})",
-        sympy.log: lambda u: f"tl.log({u})",
-        # tl has no tanh that every backend knows; this one saturates correctly and is exact to fp32 rounding of 1.
-        sympy.tanh: lambda u: f"2.0 * tl.sigmoid(2.0 * ({u})) - 1.0",
-        language.sigmoid: lambda u: f"tl.sigmoid({u})",
-        language.softplus: lambda u: f"tl.maximum({u}, 0.0) + tl.log(1.0 + tl.exp(-tl.abs({u})))",
-    },
+    powers=False,
 )
-_TORCH_FUNCTIONS: dict[Any, Translation] = {
-    sympy.exp: lambda u: f"torch.exp({u})",
-    sympy.log: lambda u: f"torch.log({u})",
-    sympy.tanh: lambda u: f"torch.tanh({u})",
-    language.sigmoid: lambda u: f"torch.sigmoid({u})",
-    # Not functional.softplus: it turns linear beyond 20, which is 2e-9 off.
-    language.softplus: lambda u: f"-torch.nn.functional.logsigmoid(-({u}))",
-}
-_TORCH = _Printer(target="torch", functions=_TORCH_FUNCTIONS, square_root=lambda u: f"torch.sqrt({u})")
-_DENSE = _Printer(
+# Symbols stand for tensors. Not functional.softplus: it turns linear beyond 20, which is 2e-9 off.
+torch_code = Printer(
+    target="torch", functions={**_calls("torch"), language.softplus: "-torch.nn.functional.logsigmoid(-({}))"}
+)
+# A formula over r (M,), c (N,), p (M,) as torch source.
+dense_code = Printer(
     target="the dense reference",
-    functions={
-        **_TORCH_FUNCTIONS,
-        language.mean_over_queries: lambda e: f"({e}).mean()",
-        language.mean_over_keys: lambda e: f"({e}).mean()",
-    },
-    square_root=lambda u: f"torch.sqrt({u})",
+    functions=torch_code.functions
+    | {language.mean_over_queries: "({}).mean()", language.mean_over_keys: "({}).mean()"},
 )
-_PYTHON = _Printer(
+# Floats and `math`.
+python_code = Printer(
     target="Python",
-    square_root=lambda u: f"math.sqrt({u})",
     functions={
-        sympy.exp: lambda u: f"math.exp({u})",
-        sympy.log: lambda u: f"math.log({u})",
-        sympy.tanh: lambda u: f"math.tanh({u})",
-        language.sigmoid: lambda u: f"(0.5 + 0.5 * math.tanh(0.5 * ({u})))",
-        language.softplus: lambda u: f"(max({u}, 0.0) + math.log1p(math.exp(-abs({u}))))",
+        **_calls("math"),
+        language.sigmoid: "(0.5 + 0.5 * math.tanh(0.5 * ({})))",
+        language.softplus: "(max({0}, 0.0) + math.log1p(math.exp(-abs({0}))))",
     },
 )
-
-
-def _named(name: str) -> Translation:
-    return lambda *arguments: f"{name}({', '.join(arguments)})"
-
-
-_DISPLAY = _Printer(
+# For people, `exp(x - r) / 2 - is_positive`; `load.parse_formula` reads a formula back.
+display = Printer(
     target="the display",
+    functions={sympy.sqrt: "sqrt({})"} | {function: f"{name}({{}})" for name, function in language.FUNCTIONS.items()},
     formulas=True,
-    functions={function: _named(name) for name, function in language.FUNCTIONS.items()},
 )
