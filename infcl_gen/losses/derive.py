@@ -38,7 +38,7 @@ from infcl_gen.losses.language import (
     queries,
     scale,
     z,
-)
+)  # fmt: skip
 from infcl_gen.losses.printers import c, dense_code, display, p, python_code, r, torch_code, triton_code, x
 from infcl_gen.runtime.table import Travelling
 
@@ -71,14 +71,21 @@ class Derivation:
     dlogit_dz: Expr
     query_term: Expr
     key_term: Expr
-    has_queries: bool
-    has_keys: bool
     query_share: float
     key_share: float
     positive_share: float
     gradient_factor: Expr
     dscale_factor: Expr
     dbias: Expr
+
+    @property
+    def has_queries(self) -> bool:
+        """Whether the keys of a query are reduced; `has_keys`: the queries of a key."""
+        return bool(self.query_term.has(r))
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.key_term.has(c))
 
     @property
     def positive_rest(self) -> float:
@@ -100,18 +107,13 @@ class Derivation:
     def formulas(self) -> dict[str, str]:
         """The derivation for people: names of quantities to ASCII formulas."""
         pair = {"x": "x_ij", "z": "z_ij", "r": "r_i", "c": "c_j", "p": "p_i"}
-        share = [
-            f"{_signed(value, index == 0)}{text}"
-            for index, (value, text) in enumerate(
-                (value, text)
-                for value, text in (
-                    (self.query_share, "exp(x_ij - r_i)"),
-                    (self.key_share, "exp(x_ij - c_j)"),
-                    (self.positive_share, "[j = positive(i)]"),
-                )
-                if value
-            )
-        ]
+        shares = {
+            "exp(x_ij - r_i)": self.query_share,
+            "exp(x_ij - c_j)": self.key_share,
+            "[j = positive(i)]": self.positive_share,
+        }
+        used = [(value, text) for text, value in shares.items() if value]
+        share = [f"{_signed(value, index == 0)}{text}" for index, (value, text) in enumerate(used)]
         terms = []
         if self.has_queries:
             terms.append(f"sum_i ({display(self.query_term, pair)})")
@@ -149,16 +151,24 @@ def derive(spec: LossSpec) -> Derivation:
 
     Raises LossError, in one sentence, for a loss that is not well formed or for which no kernel exists.
     """
-    logit = find_logit(spec)
+    try:
+        return _derived(spec)
+    except _Refusal as refusal:
+        raise LossError(f"loss {spec.name}: {refusal}; {SUPPORTED}") from None
+
+
+def _derived(spec: LossSpec) -> Derivation:
+    logit = _logit(spec)
     formula = _over_x(spec, logit)
-    query_term, key_term = _terms(spec, formula)
-    has_queries, has_keys = query_term.has(r), key_term.has(c)
-    if has_keys and spec.positives != "diagonal":
-        raise _refused(spec, "key reductions need positives='diagonal' (as many keys as queries)")
-    if key_term != 0 and not has_keys:
-        raise _refused(spec, "mean_over_keys without logsumexp_over_queries: use mean_over_queries")
-    if not (has_queries or has_keys):
-        raise _refused(spec, "neither logsumexp_over_keys nor logsumexp_over_queries occurs")
+    query_term, key_term = _terms(formula)
+    _refuse(
+        (key_term.has(c) and spec.positives != "diagonal",
+         "key reductions need positives='diagonal' (as many keys as queries)"),
+        (key_term != 0 and not key_term.has(c),
+         "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
+        (not (query_term.has(r) or key_term.has(c)),
+         "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
+    )  # fmt: skip
     shares = _shares(spec, formula)
     total = sum(shares, Integer(0))  # M * sum_j dL/dx_ij, summed over i and divided by M: the weight of a constant
 
@@ -177,21 +187,19 @@ def derive(spec: LossSpec) -> Derivation:
         dlogit_dz=dx_dz / gradient_factor,
         query_term=query_term,
         key_term=key_term,
-        has_queries=has_queries,
-        has_keys=has_keys,
         query_share=float(shares[0]),
         key_share=float(shares[1]),
         positive_share=float(shares[2]),
         gradient_factor=gradient_factor,
-        dscale_factor=_dscale_factor(spec, logit, slope, shift, total),
-        dbias=_dbias(spec, logit, total),
+        dscale_factor=_dscale_factor(logit, slope, shift, total),
+        dbias=_dbias(logit, total),
     )
     for expression in (logit, derivation.dlogit_dz, query_term, key_term, gradient_factor, derivation.dscale_factor):
         for printer in (triton_code, torch_code, python_code):
             try:
                 printer(expression)  # refuses here rather than in the middle of an emission
             except LossError as error:
-                raise _refused(spec, f"its derivative has what kernels cannot compute: {error}") from None
+                raise _Refusal(f"its derivative has what kernels cannot compute: {error}") from None
     return derivation
 
 
@@ -204,46 +212,48 @@ def pair_gradient(spec: LossSpec) -> Expr:
     return diff(spec.formula, z)
 
 
-def find_logit(spec: LossSpec) -> Expr:
-    """The one expression that log-sum-exps and positives are taken of. Raises LossError if there are several."""
-    foreign = sorted({f.func.__name__ for f in spec.formula.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS)} - _WITH_KERNELS)
-    if foreign:
-        raise _refused(spec, f"{', '.join(foreign)} has no kernel yet")
-    if spec.positives == "id":
-        raise _refused(spec, "positives='id' has no kernel yet")
-    reductions = spec.formula.atoms(logsumexp_over_keys, logsumexp_over_queries, positive)
-    if any(len(reduction.args) > 1 for reduction in reductions):
-        raise _refused(spec, "masks (where=) have no kernel yet")
-    logits = sorted({reduction.args[0] for reduction in reductions}, key=sympy.default_sort_key)
-    if len(logits) != 1:
-        listed = "; ".join(map(str, logits)) or "none"
-        raise _refused(spec, f"a loss needs exactly one logit, and this one has {len(logits)} ({listed})")
+class _Refusal(Exception):
+    """Why no kernel exists for a loss."""
+
+
+def _refuse(*checks: tuple[object, str]) -> None:
+    """Refuses for the first of these reasons that holds."""
+    for holds, why in checks:
+        if holds:
+            raise _Refusal(why)
+
+
+_STATISTICS = (logsumexp_over_keys, logsumexp_over_queries, positive)
+_MEANS = (mean_over_queries, mean_over_keys)
+
+
+def _logit(spec: LossSpec) -> Expr:
+    """The one expression that log-sum-exps and positives are taken of."""
+    reductions = spec.formula.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS)
+    foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, (*_STATISTICS, *_MEANS))})
+    statistics = [each for each in reductions if isinstance(each, _STATISTICS)]
+    logits = sorted({each.args[0] for each in statistics}, key=sympy.default_sort_key)
+    listed = "; ".join(map(str, logits)) or "none"
+    _refuse(
+        (foreign, f"{', '.join(foreign)} has no kernel yet"),
+        (spec.positives == "id", "positives='id' has no kernel yet"),
+        (any(len(each.args) > 1 for each in statistics), "masks (where=) have no kernel yet"),
+        (len(logits) != 1, f"a loss needs exactly one logit, and this one has {len(logits)} ({listed})"),
+    )
     (logit,) = logits
     unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
     if unknown or logit.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS):
         inside = ", ".join(unknown) or "another reduction"
-        raise _refused(spec, f"the logit {logit} depends on {inside}, not only on z, scale and bias")
+        raise _Refusal(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
     return logit
-
-
-_WITH_KERNELS = {
-    function.__name__
-    for function in (mean_over_queries, mean_over_keys, logsumexp_over_keys, logsumexp_over_queries, positive)
-}
-
-
-def _refused(spec: LossSpec, why: str) -> LossError:
-    return LossError(f"loss {spec.name}: {why}; {SUPPORTED}")
 
 
 def _over_x(spec: LossSpec, logit: Expr) -> Expr:
     """The formula with the logit replaced by the symbol x; nothing else may depend on z, scale or bias."""
-    formula = spec.formula.replace(
-        lambda e: isinstance(e, (logsumexp_over_keys, logsumexp_over_queries, positive)), lambda e: e.func(x)
-    )
+    formula = spec.formula.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
     outside = sorted(map(str, formula.free_symbols - {x}))
     if outside:
-        raise _refused(spec, f"{', '.join(outside)} occurs outside the logit")
+        raise _Refusal(f"{', '.join(outside)} occurs outside the logit")
     return formula
 
 
@@ -251,29 +261,28 @@ def _over_statistics(expression: Expr) -> Expr:
     return expression.xreplace({logsumexp_over_keys(x): r, logsumexp_over_queries(x): c, positive(x): p})
 
 
-def _terms(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr]:
+def _terms(formula: Expr) -> tuple[Expr, Expr]:
     """query_term(r, p) and key_term(c, p): what is averaged over queries and over keys, with its coefficients."""
-    means = sorted(formula.atoms(mean_over_queries, mean_over_keys), key=sympy.default_sort_key)
+    means = sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)
     dummies = {mean: Dummy(f"mean_{index}") for index, mean in enumerate(means)}
-    linear = sympy.expand_mul(formula.xreplace(dummies))
-    terms = {mean_over_queries: Integer(0), mean_over_keys: Integer(0)}
-    rest = linear
+    rest = linear = sympy.expand_mul(formula.xreplace(dummies))
+    terms = dict.fromkeys(_MEANS, Integer(0))
     for mean, dummy in dummies.items():
-        if mean.args[0].atoms(mean_over_queries, mean_over_keys):
-            raise _refused(spec, "a mean of a mean")
         coefficient = diff(linear, dummy)
-        if not coefficient.is_number:
-            raise _refused(spec, "the loss is not a sum of constant multiples of means")
+        _refuse(
+            (mean.args[0].atoms(*_MEANS), "a mean of a mean"),
+            (not coefficient.is_number, "the loss is not a sum of constant multiples of means"),
+        )
         terms[mean.func] += coefficient * _over_statistics(mean.args[0])
         rest -= coefficient * dummy
     if sympy.expand(rest) != 0:
-        raise _refused(spec, "something stands outside the means, or a mean is not multiplied by a constant")
-    query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in (mean_over_queries, mean_over_keys))
+        raise _Refusal("something stands outside the means, or a mean is not multiplied by a constant")
+    query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in _MEANS)
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
-            raise _refused(spec, f"mean_over_{side} of a value that there is not one of for each of the {side}")
+            raise _Refusal(f"mean_over_{side} of a value that there is not one of for each of the {side}")
         if any(not diff(term, statistic).is_number for statistic in (own, p)):
-            raise _refused(spec, f"mean_over_{side} of {display(term)}, which is not linear in its statistics")
+            raise _Refusal(f"mean_over_{side} of {display(term)}, which is not linear in its statistics")
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term)
 
 
@@ -288,35 +297,35 @@ def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
     shares = tuple(diff(linear, dummy) for dummy in stand_ins)
     rest = sympy.expand(linear - sum(s * d for s, d in zip(shares, stand_ins, strict=True)))
     if rest != 0 or not all(share.is_number and share.is_finite and share.is_real for share in shares):
-        raise _refused(spec, f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares")
+        raise _Refusal(f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares")
     if any(share != 0 and not SMALLEST_NUMBER <= abs(share) <= LARGEST_NUMBER for share in shares):
-        raise _refused(spec, f"a weight below {SMALLEST_NUMBER:g} or above {LARGEST_NUMBER:g} leaves the range of fp32")
+        raise _Refusal(f"a weight below {SMALLEST_NUMBER:g} or above {LARGEST_NUMBER:g} leaves the range of fp32")
     return shares[0], shares[1], shares[2]
 
 
-def _dscale_factor(spec: LossSpec, logit: Expr, slope: Expr | None, shift: Expr | None, total: Expr) -> Expr:
+def _dscale_factor(logit: Expr, slope: Expr | None, shift: Expr | None, total: Expr) -> Expr:
     if not logit.has(scale):
         return Integer(0)
     if slope is not None and shift is not None:
         # dx/dscale = slope' z + shift'; the second summand meets the constant `total`, which is 0 for a proper loss.
         if shift.has(scale) and total != 0:
-            raise _refused(spec, "the part of the logit without z depends on scale, and the shares do not sum to 0")
+            raise _Refusal("the part of the logit without z depends on scale, and the shares do not sum to 0")
         return diff(slope, scale)
     # f(scale * z): dx/dscale = z * dx/dz / scale
     u = Symbol("u", real=True)
     if sympy.expand(logit.subs(z, u / scale)).has(scale):
-        raise _refused(spec, "scale occurs in a non-affine logit other than as scale * z")
+        raise _Refusal("scale occurs in a non-affine logit other than as scale * z")
     return Integer(1)
 
 
-def _dbias(spec: LossSpec, logit: Expr, total: Expr) -> Expr:
+def _dbias(logit: Expr, total: Expr) -> Expr:
     """sum_ij dL/dx_ij dx/dbias over the whole batch."""
     slope = diff(logit, bias)
     if slope == 0 or (total == 0 and not slope.has(z)):
         return Integer(0)
     if slope.is_number:
         return total * slope
-    raise _refused(spec, "dL/dbias is not a constant (bias must be added to the logit)")
+    raise _Refusal("dL/dbias is not a constant (bias must be added to the logit)")
 
 
 def loss_template_context(derivation: Derivation) -> dict[str, Any]:
