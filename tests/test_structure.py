@@ -18,6 +18,7 @@ ORDER = (
     "inputs",
     "hardware",
     "losses",
+    "kernels",
     "planning",
     "emission",
     "runtime",
@@ -54,6 +55,11 @@ def imports_of(path: Path) -> set[str]:
                 base = ".".join([*parent, *([node.module] if node.module else [])])
             found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
     return found
+
+
+def test_every_part_has_its_place() -> None:
+    parts = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in MODULES}
+    assert parts == {*BOTTOM, *ORDER, "__init__"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))

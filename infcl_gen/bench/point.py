@@ -27,7 +27,7 @@ from infcl_gen.bench.timing import SEED, Timer, Times, floor_figures, time_figur
 from infcl_gen.emission.package import Package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.inputs.text import show
-from infcl_gen.planning.choice import SPLIT_TERMS
+from infcl_gen.kernels.choice import SPLIT_TERMS
 
 LEAST_ROUNDS = 3
 WRONG = 0.25  # of the norm of loss, dq or dk: what roundings in bf16 never reach, and a wrong factor does

@@ -10,11 +10,12 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from infcl_gen.kernels import forward
+from infcl_gen.kernels import fused as fused_family
 from infcl_gen.kernels.arguments import named_parts
+from infcl_gen.kernels.choice import SPLIT_TERMS
 from infcl_gen.losses import triton_code
 from infcl_gen.losses.printers import p
-from infcl_gen.planning.choice import SPLIT_TERMS, embedding_parts
-from infcl_gen.planning.levels import fused_wide, key_lanes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,9 +129,9 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     """Of the package `name`, whose strategy has kernels."""
     formulas, blocks = derivation.formulas(), plan.blocks
     has_keys, labels = bool(derivation.has_keys), derivation.spec.positives == "label"
-    fused, keeps_keys = plan.strategy == "fused", plan.keeps_keys("forward", blocks["forward"])
+    fused, keeps_keys = plan.strategy == "fused", forward.keeps_keys(blocks["forward"], plan)
     unit = 2.0 ** gradient_exponent(plan, derivation)
-    parts = parts_of(plan.inner_dim("forward"))
+    parts = parts_of(plan.inner_dim)
     without_positive, with_positive = _split_positive(derivation.key_term)
     sampled = "a sample (forward) or of the complete statistics (backward)" if has_keys else (
         "a sample (the backward takes each row's own)"
@@ -157,14 +158,14 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         formula_of_g="share_i 2^(y - r_i)" + " + share_j 2^(y - c_j)" * has_keys,
         dim=plan.problem.dim,
         inner="INNER" if plan.split else "DIM",
-        inner_dim=plan.inner_dim("forward"),
+        inner_dim=plan.inner_dim,
         padded_dim=blocks["fused"].depth if fused else 0,
         split_terms=SPLIT_TERMS,
         tile_constants=_tile_constants(plan),
         part_widths=[part.width for part in parts] if fused or keeps_keys else [],
-        key_lanes=key_lanes(blocks["forward"], profile),
+        key_lanes=forward.key_lanes(blocks["forward"], profile),
         wide_rows=min(profile.architecture.recomputed_rows, *_walked_rows(plan)),
-        fused_wide_keys=fused_wide(profile, blocks["fused"])[0] if fused else 0,
+        fused_wide_keys=fused_family.wide(profile, blocks["fused"])[0] if fused else 0,
         query_share=derivation.query_share * unit,
         key_share=derivation.key_share * unit,
         positive_rest=derivation.positive_rest * unit,
@@ -221,7 +222,7 @@ def kernel_templates(families: Sequence[str], context: KernelsContext) -> tuple[
 def parts_of(dim: int) -> tuple[Part, ...]:
     """The embedding as kernels multiply it that hold a whole one."""
     found, start = [], 0
-    for name, width in named_parts(embedding_parts(dim)):
+    for name, width in named_parts(dim):
         columns = f"{start} + tl.arange(0, {width})" if start else f"tl.arange(0, {width})"
         found.append(Part(name, start, width, columns))
         start += width

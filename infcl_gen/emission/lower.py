@@ -18,21 +18,14 @@ from infcl_gen.emission.kernel_context import gradient_exponent, kernel_template
 from infcl_gen.emission.printing import kernel_printers
 from infcl_gen.hardware import load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES
-from infcl_gen.kernels import Traits, families
+from infcl_gen.kernels import TILES, families, forward, hopper
 from infcl_gen.kernels.arguments import named_parts
+from infcl_gen.kernels.choice import SPLIT_TERMS
+from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
+from infcl_gen.kernels.family import most_strips
+from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.losses import is_builtin, loss_template_context, spec_as_dict
-from infcl_gen.planning.choice import SPLIT_TERMS, Block, embedding_parts
-from infcl_gen.planning.levels import (
-    EXACT_DEPTH,
-    LIBRARY_MULTIPLE,
-    LOSS_ROWS,
-    RING_WAVES,
-    STRIP_ROWS,
-    fused_wide,
-    key_lanes,
-    most_strips,
-    resident_programs,
-)
+from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
 
@@ -45,7 +38,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RUNTIME_FOLDER = Path(__file__).resolve().parent.parent / "runtime"  # ships inside every package, verbatim
 
-HOPPER_STRIP = 256  # row blocks of 128: a panel's
+# Of programs, of several devices: messages take multiprocessors from them, and one wave costs 1.2 to 1.6 % more.
+RING_WAVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +74,7 @@ class PackageSpec:
 def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> PackageSpec:
     """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
     name = package_name(plan, derivation)
-    traits = traits_of(plan, derivation)
-    kernels = kernel_specs(plan, profile, traits)
+    kernels = kernel_specs(plan, profile)
     names = {kernel.name for kernel in kernels}
     literals = spec_literals(plan, derivation, profile, name, kernels)
     shared = {
@@ -101,13 +94,12 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         files.append(FileSpec("schedule.py", ("torch/schedule.py.jinja",), shared | _device_context(plan, derivation)))
     else:
         context = shared | _device_context(plan, derivation)
-        hopper = _hopper(plan)
-        context |= _strip_context(plan, profile, at_once=profile.multiprocessors if hopper else 0)
+        context |= _strip_context(plan, profile, at_once=profile.multiprocessors if plan.hopper_stages else 0)
         context["with_ratios"], context["flagged"] = "ratios" in names, "gradient_wide" in names
         context["gather"] = "merge_ranks" in names
-        context["hopper"] = hopper
-        found = families(traits)
-        context |= kernel_printers(found, traits, kernels)
+        context["hopper"] = {"longest_strip": hopper.LONGEST_STRIP} if plan.hopper_stages else {}
+        found = families(plan)
+        context |= kernel_printers(found, plan, kernels)
         kernel = kernels_context(name, plan, derivation, profile)
         of_kernels = {**vars(kernel), "signature": context["signature"]}
         context["gradient_factor"] = kernel.gradient_factor
@@ -174,49 +166,19 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
     return f"infcl-gen generate --batch-size {{queries}} --keys {{keys}} {literal} -o DIR"
 
 
-def traits_of(plan: Plan, derivation: Derivation) -> Traits:
-    return Traits(
-        strategy=plan.strategy,
-        has_keys=bool(derivation.has_keys),
-        labels=derivation.spec.positives == "label",
-        exact=plan.exact,
-        split=plan.split,
-        descriptors=plan.descriptors,
-        stash=plan.stash_rows > 0,
-        replay=plan.replay,
-        parts=named_parts(embedding_parts(plan.inner_dim("forward"))),
-        keeps_keys=plan.strategy != "torch" and plan.keeps_keys("forward", plan.blocks["forward"]),
-        hopper_stages=plan.hopper_stages,
-        gather=bool(derivation.has_keys) and plan.schedule.transport == "gather" and plan.strategy != "torch",
-    )
-
-
-def kernel_specs(plan: Plan, profile: DeviceProfile, traits: Traits) -> tuple[KernelSpec, ...]:
+def kernel_specs(plan: Plan, profile: DeviceProfile) -> tuple[KernelSpec, ...]:
     """The kernels of a package in the order of kernels.py; none for the torch strategy."""
     specs = []
-    for kernel in (kernel for family in families(traits) for kernel in family.kernels(traits)):
+    for kernel in (kernel for family in families(plan) for kernel in family.kernels(plan)):
         if not kernel.block:
             specs.append(KernelSpec(kernel.name, kernel.warps, kernel.stages))
         elif kernel.wide:
-            specs.append(KernelSpec(kernel.name, _wide_warps(kernel.block, plan.blocks[kernel.block], profile), 2))
+            warps = TILES[kernel.block].wide_warps(plan.blocks[kernel.block], profile)
+            specs.append(KernelSpec(kernel.name, warps, 2))
         else:
             block = plan.blocks[kernel.block]
             specs.append(KernelSpec(kernel.name, block.warps, block.stages))
     return tuple(specs)
-
-
-def _hopper(plan: Plan) -> dict[str, int]:
-    """Parts of 64 columns, how much is multiplied of the last, and stages of hopper.py; {} where it has no kernels."""
-    if not plan.hopper_stages:
-        return {}
-    parts = -(-plan.problem.dim // 64)
-    last = -(-(plan.problem.dim - 64 * (parts - 1)) // 16) * 16
-    return {"parts": parts, "last": last, "stages": plan.hopper_stages, "longest_strip": HOPPER_STRIP}
-
-
-def _wide_warps(family: str, block: Block, profile: DeviceProfile) -> int:
-    """Two references and pointers hold more registers: a thread gets at most 32 elements of a tile, or it spills."""
-    return fused_wide(profile, block)[1] if family == "fused" else max(4, block.keys // 16)
 
 
 def package_name(plan: Plan, derivation: Derivation) -> str:
@@ -227,7 +189,7 @@ def package_name(plan: Plan, derivation: Derivation) -> str:
 def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     """What the kernels and both device sweeps are specialised to."""
     formulas = derivation.formulas()
-    parts = _parts(plan.inner_dim("forward"))
+    parts = _parts(plan.inner_dim)
     return {
         "strategy": plan.strategy,
         "products": plan.products,
@@ -264,19 +226,15 @@ def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 def _strip_context(plan: Plan, profile: DeviceProfile, at_once: int = 0) -> dict[str, Any]:
     """How the kernels that walk strips are balanced on this board. at_once: programs of theirs that run at once, where
     that is known."""
-    forward = plan.blocks["forward"]
     panels = {"forward": (plan.forward_rows, plan.forward_keys), "gradient": (plan.panel_rows, plan.panel_keys)}
     walking = {name: plan.blocks[name] for name in panels if name in plan.blocks}
-    tiles = [block.rows for block in walking.values()]
     waves = RING_WAVES if plan.world_size > 1 else 1
     return {
         "waves": waves,
-        "wide_rows": 0 if plan.exact else min(profile.architecture.recomputed_rows, *tiles),
-        "fused_wide_keys": fused_wide(profile, plan.blocks["fused"])[0] if plan.strategy == "fused" else 0,
-        "key_lanes": key_lanes(forward, profile),
-        "keeps_keys": plan.keeps_keys("forward", forward),
+        "keeps_keys": forward.keeps_keys(plan.blocks["forward"], plan),
         "programs": {
-            name: waves * (at_once or resident_programs(name, block, profile, plan)) for name, block in walking.items()
+            name: waves * (at_once or TILES[name].resident_programs(block, plan, profile))
+            for name, block in walking.items()
         },
         "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},
     }
@@ -292,7 +250,7 @@ def _parts(dim: int) -> list[dict[str, Any]]:
     """The embedding as kernels multiply it that hold a whole one: where each part begins, its width, what its names end
     with, and whether it reaches beyond the embedding."""
     found, start = [], 0
-    for name, width in named_parts(embedding_parts(dim)):
+    for name, width in named_parts(dim):
         found.append({"start": start, "width": width, "name": name, "ragged": start + width > dim})
         start += width
     return found

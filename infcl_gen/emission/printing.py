@@ -6,24 +6,25 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from infcl_gen.kernels import Family, Traits
+from infcl_gen.kernels import Family
 
 if TYPE_CHECKING:
     from infcl_gen.emission.lower import KernelSpec
+    from infcl_gen.kernels.choice import Choice
 
 WIDTH = 118
 
 
 def kernel_printers(
-    families: Sequence[Family], traits: Traits, launches: Sequence[KernelSpec]
+    families: Sequence[Family], choice: Choice, launches: Sequence[KernelSpec]
 ) -> dict[str, Callable[..., str]]:
     """What templates call: `signature(name)`; `launched(name, grid, *groups, **values)`, of expressions by argument.
 
     A value for an argument that the kernel does not take in this package is left out; one too few is a LookupError.
     """
     options = {launch.name: launch for launch in launches}
-    kernels = {each.name: each for family in families for each in family.kernels(traits)}
-    modules = {each.name: family.file[:-3] for family in families for each in family.kernels(traits)}
+    kernels = {each.name: each for family in families for each in family.kernels(choice)}
+    modules = {each.name: family.file[:-3] for family in families for each in family.kernels(choice)}
 
     def signature(name: str) -> str:
         words = [

@@ -1,4 +1,4 @@
-"""The kernels: for each family its template, its kernels with their arguments, and the packages that have it.
+"""The kernels: for each family its template, kernels with their arguments, tiles, and the packages that have it.
 
 `families` answers with the families of one package, in the order of its files. Kernels for other hardware are one more
 module here and one more template: a `Family` with a file of its own, which the schedule prefers where a GPU runs it
@@ -7,47 +7,55 @@ module here and one more template: a `Family` with a file of its own, which the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
+from infcl_gen.inputs.overrides import KERNELS
 from infcl_gen.kernels import elementwise, forward, fused, gradient, hopper, statistics
-from infcl_gen.kernels.arguments import Argument, Kernel, Traits
+from infcl_gen.kernels.arguments import Argument, Kernel
+from infcl_gen.kernels.choice import Block, Choice
+from infcl_gen.kernels.family import Family, Tile
 
-__all__ = ["FAMILIES", "Argument", "Family", "Kernel", "Traits", "families", "kernels_of_block"]
+if TYPE_CHECKING:
+    from infcl_gen.hardware import DeviceProfile
 
-
-@dataclass(frozen=True)
-class Family:
-    """`template`: triton/`template`.py.jinja. `file`: of the package. `target`: the only one it is for, or ""."""
-
-    template: str
-    wanted: Callable[[Traits], bool]
-    kernels: Callable[[Traits], tuple[Kernel, ...]]
-    file: str = "kernels.py"
-    target: str = ""
-
+__all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default_blocks", "families", "tiles"]
 
 FAMILIES = (
-    Family(forward.TEMPLATE, forward.wanted, forward.kernels),
-    Family(statistics.TEMPLATE, statistics.wanted, statistics.kernels),
-    Family(gradient.TEMPLATE, gradient.wanted, gradient.kernels),
-    Family(fused.TEMPLATE, fused.wanted, fused.kernels),
-    Family("product", gradient.wanted, lambda traits: (elementwise.PRODUCT,)),
-    Family("finish", forward.wanted, lambda traits: (elementwise.FINISH, elementwise.SCALAR_GRADIENTS)),
-    Family("stash", lambda traits: traits.stash, lambda traits: (elementwise.gradient_from_stash(traits),)),
-    Family("split", lambda traits: traits.split, lambda traits: (elementwise.SPLIT,)),
-    Family("replay", lambda traits: traits.replay, lambda traits: (elementwise.COPY_INPUTS,)),
-    Family("gather", lambda traits: traits.gather, lambda traits: (elementwise.MERGE_RANKS,)),
-    Family("hopper", hopper.wanted, hopper.kernels, "hopper.py", "sm_90"),
-)
+    forward.FAMILY, statistics.FAMILY, gradient.FAMILY, fused.FAMILY, *elementwise.FAMILIES, hopper.FAMILY,
+)  # fmt: skip
+TILES = {family.tile.name: family.tile for family in FAMILIES if family.tile}
+LARGE = 1 << 31  # rows or keys that fill any board
 
 
-def families(traits: Traits) -> tuple[Family, ...]:
+def families(choice: Choice) -> tuple[Family, ...]:
     """The families of a package, in the order of its files."""
-    return tuple(family for family in FAMILIES if family.wanted(traits))
+    return tuple(each for each in FAMILIES if choice.strategy in each.strategies and each.wanted(choice))
 
 
-def kernels_of_block(strategy: str, block: str) -> tuple[str, ...]:
-    """The kernels of a strategy that are launched as this family of blocks says, where a loss needs all of them."""
-    traits = Traits(strategy, True, False, False, False, True, strategy == "stash", False, False)
-    return tuple(each.name for family in families(traits) for each in family.kernels(traits) if each.block == block)
+def tiles(strategy: str) -> tuple[Tile, ...]:
+    """The tiles of a strategy, in the order of KERNELS."""
+    named = {each.tile.name: each.tile for each in FAMILIES if each.tile and strategy in each.strategies}
+    return tuple(named[name] for name in KERNELS if name in named)
+
+
+def default_blocks(
+    profile: DeviceProfile, choice: Choice, rows: int = LARGE, keys: int = LARGE, chosen: Collection[str] = ()
+) -> dict[str, Block]:
+    """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs,
+    or where `rows` queries x `keys` keys have fewer tiles than the board has multiprocessors; but not of kernels some
+    of whose fields are `chosen`: what is chosen should not mean another block at each size. The tiles of a stash are
+    the gradient's, so only what is chosen of that keeps them.
+
+    Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
+    """
+    blocks: dict[str, Block] = {}
+    for tile in tiles(choice.strategy):
+        owner = "gradient" if choice.stash and tile.name == "forward" else tile.name  # of the tiles
+        fixed = tile.walks and owner in chosen
+        block = tile.default(profile, choice, LARGE if fixed else rows, LARGE if fixed else keys)
+        if choice.stash and tile.name == "gradient":  # its tiles are those that the forward has kept
+            block = dataclasses.replace(block, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
+        blocks[tile.name] = tile.shrunk(block, choice, profile)
+    return blocks

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from infcl_gen.kernels.choice import Choice, embedding_parts
+
 KINDS = {  # of an argument, and its type in Triton; the operands' dtype is the features', or bf16 of split ones
     "*features": "*{operands}",
     "*inputs": "*{inputs}",
@@ -36,24 +38,6 @@ class Argument:
     multiple: str = "never"
     block: tuple[str, ...] = ()
     layout: str = ""  # of that descriptor, a constant
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What decides which kernels a package has and what they take."""
-
-    strategy: str
-    has_keys: bool
-    labels: bool
-    exact: bool  # fp32 operands: each row and column has its own reference, and nothing is computed twice
-    split: bool
-    descriptors: bool
-    stash: bool
-    replay: bool
-    gather: bool
-    parts: tuple[tuple[str, int], ...] = ()  # of the embedding, where a whole one is held: ends of names, and widths
-    keeps_keys: bool = False  # the forward's programs read their keys once
-    hopper_stages: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,21 +80,21 @@ def strides(*names: str) -> tuple[Argument, ...]:
     )
 
 
-def statistics(traits: Traits) -> tuple[Argument, ...]:
+def statistics(choice: Choice) -> tuple[Argument, ...]:
     """The sums of queries, and of keys where the loss has them, as wide floats."""
-    sides = ("query", "key") if traits.has_keys else ("query",)
+    sides = ("query", "key") if choice.has_keys else ("query",)
     return pointers("*fp32", *(f"{side}_{part}" for side in sides for part in ("exponent", "mantissa")))
 
 
-def positive(traits: Traits) -> tuple[Argument, ...]:
+def positive(choice: Choice) -> tuple[Argument, ...]:
     """What the forward notes of each query's positive."""
-    references = ("positive_row_reference", "positive_key_reference")[: 1 + traits.has_keys]
+    references = ("positive_row_reference", "positive_key_reference")[: 1 + choice.has_keys]
     return pointers("*fp32", "positive_z", *references)
 
 
-def places(traits: Traits) -> tuple[Argument, ...]:
+def places(choice: Choice) -> tuple[Argument, ...]:
     """Where positives are: labels of the queries, or the global index of the first one's; and that of the first key."""
-    own = Argument("labels", "*int64") if traits.labels else Argument("first_positive", "int64")
+    own = Argument("labels", "*int64") if choice.labels else Argument("first_positive", "int64")
     return own, Argument("first_key", "int64")
 
 
@@ -118,15 +102,16 @@ SCALARS = pointers("*fp32", "scale_ptr", "bias_ptr")
 WIDEN = constants("WIDEN")
 
 
-def named_parts(widths: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-    """What the names of each part of the embedding end with, where it begins if there are several; and its width."""
+def named_parts(dim: int) -> tuple[tuple[str, int], ...]:
+    """What the names of each part of an embedding end with, where it begins if there are several; and its width."""
+    widths = embedding_parts(dim)
     several = len(widths) > 1
     return tuple((f"_{sum(widths[:index])}" if several else "", width) for index, width in enumerate(widths))
 
 
-def features(side: str, rows: str, parts: tuple[tuple[str, int], ...]) -> tuple[Argument, ...]:
+def features(side: str, rows: str, dim: int) -> tuple[Argument, ...]:
     """A feature matrix once for each part of the embedding, whose descriptors differ in width."""
-    return tuple(Argument(side + name, "*features", block=(rows, str(width))) for name, width in parts)
+    return tuple(Argument(side + name, "*features", block=(rows, str(width))) for name, width in named_parts(dim))
 
 
 def when(condition: bool, *arguments: Argument | Iterable[Argument]) -> tuple[Argument, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TYPE_CHECKING
+
+from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.kernels.arguments import (
     SCALARS,
     WIDEN,
     Argument,
     Kernel,
-    Traits,
     constants,
     counts,
     features,
@@ -18,39 +21,115 @@ from infcl_gen.kernels.arguments import (
     strides,
     when,
 )
+from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
+from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import RATIOS
 
-TEMPLATE = "fused"
+if TYPE_CHECKING:
+    from infcl_gen.hardware import DeviceProfile
+
+DIM_LIMIT = 256  # the whole padded embedding is one block dimension
+# By columns of the embedding, in parts, that a block holds; its depth is the whole padded embedding.
+BLOCKS = {
+    "hopper": {
+        64: Block(128, 64, 64, 4, 4),
+        96: Block(64, 128, 128, 4, 3),
+        128: Block(64, 128, 128, 4, 2),
+        256: Block(64, 64, 256, 4, 2),
+    },
+    "blackwell": {128: Block(128, 64, 128, 8, 2), 256: Block(64, 128, 256, 8, 2)},
+    "ampere": {128: Block(64, 64, 128, 4, 3), 256: Block(64, 64, 256, 8, 2)},
+    "small": {128: Block(64, 64, 128, 4, 2), 256: Block(64, 64, 256, 8, 2)},
+    "cdna3": {128: Block(64, 64, 128, 4, 2), 256: Block(32, 32, 256, 4, 2)},
+    "cdna4": {128: Block(64, 64, 128, 4, 2), 256: Block(32, 32, 256, 4, 2)},
+}
 
 
-def wanted(traits: Traits) -> bool:
-    return traits.strategy == "fused"
+def impossible(dim: int, dtype: str) -> str | None:
+    """Why features cannot be fused, as the end of a sentence; None if they can."""
+    if dim > DIM_LIMIT:
+        return f"holds the whole embedding in one block: --dim at most {DIM_LIMIT}, not {dim}"
+    if DTYPE_BYTES[dtype] != 2:
+        return f"keeps a whole gradient row in registers, too many of them for {dtype}; valid: bf16, fp16"
+    return None
 
 
-def kernels(traits: Traits) -> tuple[Kernel, ...]:
+class FusedTile(Tile):
+    """`rows` owned x `keys` visiting; `depth` is the whole padded embedding."""
+
+    name = "fused"
+    tuned = described = True
+    shrinks = ("stages", "keys", "rows")
+
+    def tabulated(self, architecture: str, choice: Choice) -> Block:
+        return BLOCKS[architecture][DIM_LIMIT]
+
+    def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:
+        """Taller blocks only where two of them come to every multiprocessor."""
+        held = sum(embedding_parts(choice.dim))
+        tallest = max(64, min(rows, keys) // (2 * profile.multiprocessors))
+        table = BLOCKS[profile.architecture.family]
+        fitting = (block for columns, block in table.items() if held <= columns and block.rows <= tallest)
+        return dataclasses.replace(next(fitting, table[DIM_LIMIT]), depth=padded_dim(choice.dim))
+
+    def shared_bytes(self, block: Block, choice: Choice) -> int:
+        """The owned rows stay, the visiting ones are pipelined."""
+        rows = block.rows + block.stages * block.keys
+        return rows * sum(embedding_parts(choice.dim)) * choice.operand_bytes
+
+    def accumulators(self, block: Block, choice: Choice) -> int:
+        """Also the owned rows of the gradient."""
+        return block.rows * (block.keys + sum(embedding_parts(choice.dim)))
+
+    def wide_warps(self, block: Block, profile: DeviceProfile) -> int:
+        return wide(profile, block)[1]
+
+    def misfits(self, block: Block, choice: Choice) -> list[str]:
+        reason, widest = impossible(choice.dim, choice.dtype), padded_dim(choice.dim)
+        found = [f"fused {reason}"] if reason else []
+        if block.depth != widest:
+            found.append(f"depth = {block.depth} is not the whole padded embedding, {widest}")
+        return found
+
+    def options(self, base: Block, choice: Choice) -> dict[str, tuple[int, ...]]:
+        return super().options(base, choice) | {"depth": (base.depth,)}
+
+
+def wide(profile: DeviceProfile, block: Block) -> tuple[int, int]:
+    """Keys at a time, and warps, of a program that is computed again: `block` with two references and pointers, which
+    hold more registers."""
+    if fixed := profile.architecture.recomputed_fused:
+        return fixed[0], fixed[1]
+    return min(32, block.keys), min(8, 2 * block.warps)
+
+
+def kernels(choice: Choice) -> tuple[Kernel, ...]:
     positives = (
-        *places(traits), *positive(traits), *SCALARS, *statistics(traits), *pointers("*fp32", "positive_g"),
+        *places(choice), *positive(choice), *SCALARS, *statistics(choice), *pointers("*fp32", "positive_g"),
         *counts("queries", "keys"),
     )  # fmt: skip
-    found = [RATIOS] if traits.has_keys else []
+    found = [RATIOS] if choice.has_keys else []
     found.append(Kernel("fused_positives", positives))
     for own in ("queries", "keys"):
-        found.append(Kernel(f"fused_{own}", _arguments(traits, own, wide=False), "fused"))
-        if traits.has_keys:
-            found.append(Kernel(f"fused_{own}_wide", _arguments(traits, own, wide=True), "fused", wide=True))
+        found.append(Kernel(f"fused_{own}", _arguments(choice, own, wide=False), "fused"))
+        if choice.has_keys:
+            found.append(Kernel(f"fused_{own}_wide", _arguments(choice, own, wide=True), "fused", wide=True))
     return tuple(found)
 
 
-def _arguments(traits: Traits, own: str, wide: bool) -> tuple[Argument, ...]:
+def _arguments(choice: Choice, own: str, wide: bool) -> tuple[Argument, ...]:
     rows = ("FUSED_ROWS", "FUSED_KEYS") if own == "queries" else ("FUSED_KEYS", "FUSED_ROWS")
     sources = pointers("*features", "q", "k")
     if not wide:
-        sources = (*features("q", rows[0], traits.parts), *features("k", rows[1], traits.parts))
+        sources = (*features("q", rows[0], choice.dim), *features("k", rows[1], choice.dim))
     other = "key" if own == "queries" else "query"
     ratios = pointers("*fp32", *(f"{other}_{part}" for part in ("ratio", "reference", "lowest")))
     return (
-        *sources, *places(traits), *SCALARS, *statistics(traits), *when(traits.has_keys and not wide, ratios),
-        *pointers("*fp32", "positive_g", "total"), *when(traits.has_keys, pointers("*int32", "flags")),
+        *sources, *places(choice), *SCALARS, *statistics(choice), *when(choice.has_keys and not wide, ratios),
+        *pointers("*fp32", "positive_g", "total"), *when(choice.has_keys, pointers("*int32", "flags")),
         *counts("queries", "keys"), *strides("q", "k"), *constants("FRESH", "MASKED"),
         *when(not wide, constants("DESCRIPTORS")), *WIDEN,
     )  # fmt: skip
+
+
+FAMILY = Family("fused", kernels, ("fused",), tile=FusedTile(), revision=2)

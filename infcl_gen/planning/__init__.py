@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from infcl_gen.planning.levels import KERNELS, Block, violations
 from infcl_gen.planning.planner import Plan, Reason, plan
 from infcl_gen.planning.schedule import walk
 
-__all__ = ["KERNELS", "Block", "Plan", "Reason", "plan", "violations", "walk"]
+__all__ = ["Plan", "Reason", "plan", "walk"]

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from infcl_gen.errors import InputError
-from infcl_gen.inputs.overrides import BLOCK_FIELDS, Overrides
-from infcl_gen.inputs.problem import DTYPE_BYTES
+from infcl_gen.inputs.overrides import Overrides
+from infcl_gen.kernels import TILES, default_blocks, fused, hopper, tiles
+from infcl_gen.kernels.choice import Choice
 from infcl_gen.losses.printers import display
-from infcl_gen.planning.choice import Choice, Sizes
-from infcl_gen.planning.levels import FUSED_DIM_LIMIT, KERNELS_OF, PANEL_UNIT, default_blocks, hopper_stages, violations
-from infcl_gen.planning.model import CostModel
+from infcl_gen.planning.model import CostModel, Sizes
 from infcl_gen.runtime.table import Table
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from infcl_gen.inputs.problem import Problem
     from infcl_gen.losses import Derivation
 
+PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
 # Of the forward, which keeps no panel: a quarter of its launches. At B = 65 536, D = 128 on an H200 from an idle device
 # 10.5 ms for 11.9 of panels of 16 384, behind other work 10.0 for 10.1.
@@ -131,10 +131,8 @@ class Choices:
         if derivation.slope is None:
             logit = f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
             return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
-        if name == "fused" and problem.dim > FUSED_DIM_LIMIT:
-            return f"holds the whole embedding in one block: --dim at most {FUSED_DIM_LIMIT}, not {problem.dim}"
-        if name == "fused" and DTYPE_BYTES[problem.dtype] != 2:
-            return f"keeps a whole gradient row in registers, too many of them for {problem.dtype}; valid: bf16, fp16"
+        if name == "fused" and (reason := fused.impossible(problem.dim, problem.dtype)):
+            return reason
         if name == "stash" and self._cluster.devices > 1:
             return "keeps tiles of the rank's own keys, and needs --devices 1"
         if name == "stash" and keys > PANEL_LIMIT:
@@ -195,6 +193,7 @@ class Choices:
             dtype=problem.dtype,
             precision=problem.precision,
             target=profile.target,
+            arch=profile.arch,
             has_keys=bool(derivation.has_keys),
             labels=derivation.spec.positives == "label",
             affine=derivation.slope is not None,
@@ -202,7 +201,7 @@ class Choices:
             world_size=self._cluster.devices,
         )
         if name != "torch":
-            choice = dataclasses.replace(choice, descriptors=self._descriptors(choice.split))
+            choice = dataclasses.replace(choice, descriptors=self._descriptors(choice.aligned))
         chosen = {kernel for kernel, _, _ in problem.settings.blocks}
         blocks = default_blocks(profile, choice, rows, keys, chosen)
         for kernel, field, count in problem.settings.blocks:
@@ -216,11 +215,11 @@ class Choices:
             blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
         for kernel, field, _ in problem.settings.blocks:
             for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
-                found = violations(changed, blocks[changed], profile, choice)
+                found = TILES[changed].violations(blocks[changed], choice, profile)
                 if found:
                     raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
         choice = dataclasses.replace(choice, blocks=blocks)
-        return dataclasses.replace(choice, hopper_stages=hopper_stages(profile, choice))
+        return dataclasses.replace(choice, hopper_stages=hopper.stages(choice))
 
     def _products(self, name: str) -> str:
         if name in ("torch", "fused"):
@@ -232,9 +231,8 @@ class Choices:
             )
         return wanted or ("library" if self._profile.target == "cuda" else "triton")
 
-    def _descriptors(self, split: bool) -> bool:
+    def _descriptors(self, aligned: bool) -> bool:
         dim, dtype, wanted = self._problem.dim, self._problem.dtype, self._settings.descriptors
-        aligned = split or dim * DTYPE_BYTES[dtype] % 16 == 0  # split operands are padded
         if wanted and not self._profile.tensor_descriptors:
             raise InputError(f"--set descriptors: {self._profile.name} has no tensor descriptors; valid: off")
         if wanted and not aligned:
@@ -246,14 +244,11 @@ class Choices:
 @functools.cache
 def _settings_of(name: str) -> frozenset[str]:
     """The keys of `--set` that mean something to a strategy."""
-    keys = {"strategy", "panel_rows", "records", "transport", "keeps"}
-    keys |= {f"{kernel}.{field}" for kernel in KERNELS_OF[name] for field in BLOCK_FIELDS}
+    keys = {"strategy", "panel_rows", "records", "transport", "keeps"}.union(*(each.settings for each in tiles(name)))
     if name != "fused":
         keys |= {"panel_keys"}
     if name != "torch":
         keys |= {"descriptors", "replay"}
-    if name in ("panel", "stash"):
-        keys |= {"products"}
     return frozenset(keys | {"stash_rows"} if name == "stash" else keys)
 
 

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import sympy
 from sympy import Expr, Max, Min
 
-from infcl_gen.planning.choice import SPLIT_TERMS, Choice
-from infcl_gen.planning.levels import LIBRARY_MULTIPLE, LOSS_ROWS, STRIP_ROWS
+from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
+from infcl_gen.kernels.elementwise import LIBRARY_MULTIPLE
+from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Place, Table, Travelling
 
 MIB = 2**20
 # In the order of `CostModel`'s values: those that differ between sizes of one choice come last.
+STRIP_ROWS = 64  # of a panel, or of features, that the torch strategy works on where it needs temporaries
 LEGEND = {
     "m": "query rows of this rank",
     "n": "key rows of this rank",

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
 
-from infcl_gen.planning.choice import Choice, Sizes, embedding_parts
-from infcl_gen.planning.levels import most_strips
+from infcl_gen.kernels.choice import Choice, embedding_parts
+from infcl_gen.kernels.family import most_strips
 from infcl_gen.planning.memory import (
     LEGEND,
     SYMBOLS,
@@ -70,6 +70,17 @@ BATCH_S = 78e-6
 SLOWDOWN = 0.4
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Rows and keys of a forward and a backward panel, and rows of the stash, which is 0 without one."""
+
+    forward_rows: int
+    forward_keys: int
+    panel_rows: int
+    panel_keys: int
+    stash_rows: int = 0
 
 
 class Memory(NamedTuple):
@@ -236,7 +247,7 @@ class CostModel:
         choice, blocks = self.choice, self.choice.blocks
         tiles = {name: (block.rows, block.keys) for name, block in blocks.items()}
         depth = blocks["forward"].depth if blocks else 64
-        padded = -(-choice.inner_dim("forward") // depth) * depth
+        padded = -(-choice.inner_dim // depth) * depth
         if choice.strategy == "fused":
             padded = sum(embedding_parts(choice.dim))
         kernels = (length for name in ("forward", "gradient", "fused") for length in tiles.get(name, (64, 64)))

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
+from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of, smallest_peak
-from infcl_gen.planning.choice import Choice, Sizes
 from infcl_gen.planning.memory import Buffer
-from infcl_gen.planning.model import CostModel, PhaseTime
+from infcl_gen.planning.model import CostModel, PhaseTime, Sizes
 from infcl_gen.planning.reasons import Reason, reasons_of
 from infcl_gen.runtime.table import Table
 
@@ -61,6 +61,7 @@ class Plan(Choice, Sizes):
         derived = {name: getattr(self, name) for name in ("split", "operand_dtype", "input_precision")}
         literals = _literals(dataclasses.asdict(self) | derived | {"problem": self.problem.as_dict()})
         assert isinstance(literals, dict)
+        del literals["arch"]  # a fact of the device, whose profile stands beside the plan
         return literals
 
 

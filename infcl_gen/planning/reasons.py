@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from infcl_gen.inputs.text import bytes_text
+from infcl_gen.kernels import TILES, default_blocks
+from infcl_gen.kernels.fused import DIM_LIMIT
 from infcl_gen.planning.candidates import GATHER_GAIN, GATHER_LIMIT, Candidate
-from infcl_gen.planning.levels import FUSED_DIM_LIMIT, default_blocks, shared_bytes
 
 if TYPE_CHECKING:
     from infcl_gen.inputs.problem import Problem
@@ -65,7 +66,7 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
     for_many = default_blocks(cluster.profile, choice)
     for kernel, block in choice.blocks.items():
         changed = sorted(f"{kernel}.{field}" for field in problem.settings.block(kernel))
-        size = shared_bytes(kernel, block, choice)
+        size = TILES[kernel].shared_bytes(block, choice)
         why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
         if measured:
             why = f"{by_setting}; {why}"
@@ -127,6 +128,6 @@ def _strategy_why(problem: Problem, best: Candidate, candidates: list[Candidate]
             times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
     others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
     text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")
-    if problem.dim > FUSED_DIM_LIMIT:
-        text += f"; fused needs --dim at most {FUSED_DIM_LIMIT}"
+    if problem.dim > DIM_LIMIT:
+        text += f"; fused needs --dim at most {DIM_LIMIT}"
     return text

@@ -8,7 +8,7 @@ from typing import Any
 
 from sympy import Expr, Integer, Max, Min, Rational
 
-from infcl_gen.planning.choice import SPLIT_TERMS, Choice
+from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
 from infcl_gen.planning.memory import Bf, Bg, Bu, C, D, Exchange, F, G, Kf, Kg, P, R, S, T, U, W, ceil_div, e, m, n, s
 
 

@@ -21,10 +21,9 @@ from infcl_gen.errors import InfclError, InputError, VerificationError
 from infcl_gen.hardware import Cluster
 from infcl_gen.inputs.overrides import BLOCK_FIELDS
 from infcl_gen.inputs.problem import Problem
-from infcl_gen.kernels import kernels_of_block
+from infcl_gen.kernels import TILES, families
 from infcl_gen.losses import Derivation, LossSpec
 from infcl_gen.planning import Plan, plan
-from infcl_gen.planning.levels import Block, default_blocks, violations
 from infcl_gen.planning.records import Candidate, Settings, measured_settings
 from infcl_gen.processes import Worker, last_line
 
@@ -192,14 +191,14 @@ class Family:
         """Drops what is illegal, and removes what is the same plan as an earlier candidate."""
         case, base = self.case, None
         if self.family != "panel":
-            base = default_block(case, self.family)
+            base = case.default.blocks[self.family]
         entries, self.entries, seen = self.entries, [], []
         for entry in entries:
             if base is not None:
                 fields = {k.partition(".")[2]: int(v) for k, v in entry.settings if _is_block(k, self.family)}
                 block = dataclasses.replace(base, **fields)
                 entry.distance = sum(abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS)
-                found = violations(self.family, block, case.cluster.profile, case.default)
+                found = TILES[self.family].violations(block, case.default, case.cluster.profile)
                 if found and fields:
                     entry.drop("illegal", "; ".join(found))
             if not entry.status:
@@ -245,11 +244,11 @@ class Family:
         is. What has not begun by then is left out."""
         from infcl_gen.verification.aot import SHARED_BYTES
 
-        arch, strategy = self.case.cluster.profile.arch, self.case.default.strategy
+        arch, default = self.case.cluster.profile.arch, self.case.default
         # The forward of a stash has the gradient's tiles: it may spill, or not fit, where the gradient does.
-        stash = (strategy, self.family) == ("stash", "gradient")
+        blocks = (self.family, "forward") if default.stash and self.family == "gradient" else (self.family,)
         kernels = [
-            name for block in ("forward",) * stash + (self.family,) for name in kernels_of_block(strategy, block)
+            each.name for family in families(default) for each in family.kernels(default) if each.block in blocks
         ]
         if arch not in SHARED_BYTES or not kernels:
             return
@@ -262,10 +261,8 @@ class Family:
             part = todo[start : start + self.limits.jobs]
             for entry in part:
                 self._write(entry)
-                launches = read_package(entry.folder).spec["launches"]
-                there = [name for name in kernels if name in launches]
                 entry.process = Worker(
-                    f"{_WORKER}:compile_kernels", [str(entry.folder), arch, *there], self._log(entry)
+                    f"{_WORKER}:compile_kernels", [str(entry.folder), arch, *kernels], self._log(entry)
                 )
             for entry, answer in self._answers(part, self.limits.compile_s, "does not compile"):
                 used = answer["resources"]
@@ -375,12 +372,4 @@ def proposed(family: str, settings: Settings) -> Proposed:
 def belongs(key: str, family: str) -> bool:
     if family == "panel":
         return key in ("panel_rows", "panel_keys")
-    return key.startswith(f"{family}.") or (family == "product" and key == "products")
-
-
-def default_block(case: Case, family: str) -> Block:
-    default = case.default
-    if family in default.blocks:
-        return default.blocks[family]
-    rows, keys = default.rows_per_rank, default.keys_per_rank
-    return default_blocks(case.cluster.profile, default, rows, keys)[family]
+    return key in TILES[family].settings

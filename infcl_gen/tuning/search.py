@@ -22,7 +22,7 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ from infcl_gen.emission.render import content_digest
 from infcl_gen.errors import InfclError, InputError, ToolchainError, VerificationError
 from infcl_gen.files import check_folder
 from infcl_gen.hardware import Cluster
-from infcl_gen.inputs.overrides import BLOCK_FIELDS
+from infcl_gen.kernels import TILES, tiles
 from infcl_gen.losses import derive
 from infcl_gen.planning import Plan, plan
-from infcl_gen.planning.levels import Block
 from infcl_gen.planning.records import (
     Key,
     Record,
@@ -52,17 +51,7 @@ from infcl_gen.planning.records import (
     user_folder,
     write_records,
 )
-from infcl_gen.tuning.family import (
-    Case,
-    Family,
-    Limits,
-    Progress,
-    Propose,
-    Proposed,
-    belongs,
-    default_block,
-    proposed,
-)  # fmt: skip
+from infcl_gen.tuning.family import Case, Family, Limits, Progress, Propose, Proposed, belongs, proposed  # fmt: skip
 from infcl_gen.version import __version__
 
 _LOG = logging.getLogger("infcl_gen")
@@ -149,9 +138,7 @@ def tune(
 
 def families(default: Plan) -> tuple[str, ...]:
     """What is tuned one after the other: kernels by the name of their block; panels for torch."""
-    return {"torch": ("panel",), "fused": ("forward", "fused")}.get(
-        default.strategy, ("forward", "gradient", "product")
-    )
+    return tuple(tile.name for tile in tiles(default.strategy) if tile.tuned) or ("panel",)
 
 
 def proposals(case: Case, family: str, best: Settings) -> list[Settings]:
@@ -164,17 +151,8 @@ def proposals(case: Case, family: str, best: Settings) -> list[Settings]:
             if rows < 2 * default.rows_per_rank and keys < 2 * default.keys_per_rank:
                 found.append((*others, ("panel_rows", str(rows)), ("panel_keys", str(keys))))
     else:
-        products: list[Settings] = [()]
-        if family == "product" and case.problem.settings.products is None:
-            found += [(*others, ("products", word)) for word in ("library", "triton")]
-            products = [(("products", "triton"),)]
-        elif family == "product" and default.products == "library":
-            return found
-        base = default_block(case, family)
-        kept = ("rows", "keys") if _keeps_tiles(family, default.strategy) else ()
-        for block in _blocks(family, base, default.strategy):
-            fields = tuple((f"{family}.{name}", str(getattr(block, name))) for name in BLOCK_FIELDS if name not in kept)
-            found += [(*others, *pairs, *(() if block == base else fields)) for pairs in products]
+        base, given = default.blocks[family], case.problem.settings
+        found += [(*others, *pairs) for pairs in TILES[family].proposals(base, default, given)]
     return list(dict.fromkeys(tuple(sorted(settings)) for settings in found))
 
 
@@ -238,21 +216,6 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _keeps_tiles(family: str, strategy: str) -> bool:
-    """The forward of a stash keeps the gradient's tiles."""
-    return family == "forward" and strategy == "stash"
-
-
-def _blocks(family: str, base: Block, strategy: str) -> Iterator[Block]:
-    sides = (64, 128, 256)
-    fixed = _keeps_tiles(family, strategy)
-    rows = (base.rows,) if fixed else sides
-    keys = (base.keys,) if fixed else sides
-    depths = (base.depth,) if family == "fused" else (32, 64, 128)
-    for fields in itertools.product(rows, keys, depths, (4, 8), (2, 3, 4)):
-        yield Block(*fields)
 
 
 def _first_and_last_ms(record: Record) -> tuple[float | None, float | None]:

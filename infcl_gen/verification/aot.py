@@ -6,6 +6,7 @@ is what Triton up to 3.8 may get wrong of asynchronous products (`races`).
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -18,9 +19,9 @@ from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.kernels import Argument, Kernel, Traits, families
-from infcl_gen.kernels.arguments import KINDS, named_parts
-from infcl_gen.planning.choice import SPLIT_TERMS, embedding_parts
+from infcl_gen.kernels import Argument, Kernel, families
+from infcl_gen.kernels.arguments import KINDS
+from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
 
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
@@ -144,7 +145,7 @@ def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str
     constants: dict[str, Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    known = {argument.name: argument for argument in _declared(package, spec)[kernel].arguments}
+    known = {argument.name: argument for argument in _declared(spec)[kernel].arguments}
     for index, name in enumerate(function.arg_names):
         if name not in known:
             raise InputError(f"{kernel} takes {name}, which kernels of this version of the generator do not")
@@ -165,25 +166,13 @@ def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str
     return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
 
 
-def _declared(package: Path, spec: dict[str, Any]) -> dict[str, Kernel]:
+def _declared(spec: dict[str, Any]) -> dict[str, Kernel]:
     """The kernels of a package by name, with their arguments."""
-    plan, module = spec["plan"], load_kernels(package)
-    widths = embedding_parts(spec["problem"]["dim"] * (SPLIT_TERMS if plan["split"] else 1))
-    traits = Traits(
-        strategy=plan["strategy"],
-        has_keys=spec["has_keys"],
-        labels=spec["positives"] == "label",
-        exact=plan["operand_dtype"] == "fp32",
-        split=plan["split"],
-        descriptors=plan["descriptors"],
-        stash=plan["stash_rows"] > 0,
-        replay=plan["replay"],
-        gather="merge_ranks" in spec["launches"],
-        parts=named_parts(widths),
-        keeps_keys=module.forward.arg_names[0] != "q",
-        hopper_stages=plan["hopper_stages"],
-    )
-    return {each.name: each for family in families(traits) for each in family.kernels(traits)}
+    names = {field.name for field in dataclasses.fields(Choice)}
+    literals = {name: value for name, value in spec["plan"].items() if name in names}
+    blocks = {name: Block(**fields) for name, fields in literals["blocks"].items()}
+    choice = Choice(**literals | {"arch": spec["device"]["arch"], "blocks": blocks})
+    return {each.name: each for family in families(choice) for each in family.kernels(choice)}
 
 
 def _argument_type(argument: Argument, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:

@@ -15,8 +15,8 @@ from infcl_gen.hardware import detect, detection, load_profile, profile_names, r
 from infcl_gen.hardware.detection import FoundDevice, match
 from infcl_gen.hardware.profile import MATMUL_KINDS, Architecture, profile_from_literals
 from infcl_gen.inputs.problem import make_problem
-from infcl_gen.planning import levels
-from infcl_gen.planning.choice import Block
+from infcl_gen.kernels import forward, fused
+from infcl_gen.kernels.choice import Block
 
 SHARED = {
     "sm_80": 166912,
@@ -62,13 +62,12 @@ def test_facts_of_architectures() -> None:
     assert set(table) == {*SHARED, "nvidia", "amd"}
     fields = {field.name for field in dataclasses.fields(Architecture)}
     assert all({"family"} <= set(facts) <= fields for facts in table.values())
-    assert all(facts["family"] in {family for family, _ in levels._TABLE} for facts in table.values())
+    assert all(facts["family"] in forward.BLOCKS.keys() & fused.BLOCKS.keys() for facts in table.values())
     a100, h200, b200, mi300x = (load_profile(name) for name in ("a100", "h200", "b200", "mi300x"))
     block = Block(128, 64, 64, 4, 2)
-    lanes = [levels.key_lanes(block, profile) for profile in (a100, h200, b200, mi300x)]
-    assert lanes == [32, 32, 1, 1] and levels.key_lanes(dataclasses.replace(block, rows=32), h200) == 1
-    fused = [levels.fused_wide(profile, block) for profile in (h200, b200)]
-    assert fused == [(32, 8), (16, 8)]
+    lanes = [forward.key_lanes(block, profile) for profile in (a100, h200, b200, mi300x)]
+    assert lanes == [32, 32, 1, 1] and forward.key_lanes(dataclasses.replace(block, rows=32), h200) == 1
+    assert [fused.wide(profile, block) for profile in (h200, b200)] == [(32, 8), (16, 8)]
     unknown = dataclasses.replace(h200, arch="sm_75").architecture
     assert (unknown.family, unknown.row_lanes, unknown.products_read_shared) == ("small", 0, False)
 

@@ -18,7 +18,7 @@ from typing import Any
 import infcl_gen
 from infcl_gen.emission import import_package
 from infcl_gen.files import lock
-from infcl_gen.planning.choice import padded_dim
+from infcl_gen.kernels.choice import padded_dim
 
 FUSED_DIMS = (1, 3, 16, 64, 96, 100)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sympy
 
-from infcl_gen.planning.choice import Choice
+from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning.memory import LEGEND, MIB, SYMBOLS, Exchange, allocated_bytes, buffer_terms, exchange_of
 from infcl_gen.planning.model import BATCH_S, SLOWDOWN, markdown
 from infcl_gen.planning.work import time_terms

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import Problem, make_problem
-from infcl_gen.planning import Plan, violations, walk
+from infcl_gen.kernels import TILES
+from infcl_gen.planning import Plan, walk
 from infcl_gen.planning.planner import cost_model
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
@@ -66,7 +67,7 @@ def check_plan(problem: Problem, plan: Plan) -> None:
     assert plan.keys_per_rank == -(-problem.total_keys // problem.devices)
     profile = plan_profile(problem)
     for kernel, block in plan.blocks.items():
-        assert violations(kernel, block, profile, plan) == ()
+        assert TILES[kernel].violations(block, plan, profile) == ()
         if kernel == "forward":
             assert plan.forward_rows % block.rows == plan.forward_keys % block.keys == 0
         if kernel == "gradient":

@@ -21,8 +21,9 @@ from infcl_gen.errors import InputError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.overrides import parse_overrides
 from infcl_gen.inputs.problem import Problem, make_problem
+from infcl_gen.kernels import forward
 from infcl_gen.losses import load_loss
-from infcl_gen.planning import candidates, levels, records
+from infcl_gen.planning import candidates, records
 from infcl_gen.planning.records import Candidate, Found, Key, Missing, Record, read_records, store
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -174,7 +175,7 @@ def test_measured_settings_are_not_the_users_own() -> None:
     [
         (candidates, "PANEL_CAP", 4096, "panel_keys was 16384, now 4096"),
         (candidates, "FORWARD_CAP", 4096, "forward_keys was 16384, now 4096"),
-        (levels, "DEEP", 4096, "forward.keys was 128, now 64|forward.rows was 256, now 128"),
+        (forward, "DEEP", 4096, "forward.keys was 128, now 64|forward.rows was 256, now 128"),
     ],
 )
 def test_a_record_of_another_plan_is_stale(

@@ -1,4 +1,4 @@
-"""What a plan is made of: one choice of how to compute the loss, with its blocks, and the sizes of its panels."""
+"""What kernels are made for: one choice of how to compute the loss, with the block of each kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from infcl_gen.inputs.problem import DTYPE_BYTES
 
 SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
-SIMILARITIES = ("forward", "gradient", "positive")  # kernels whose depth runs over the terms of split operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +29,12 @@ class Block:
         return dataclasses.asdict(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Rows and keys of a forward and a backward panel, and rows of the stash, which is 0 without one."""
-
-    forward_rows: int
-    forward_keys: int
-    panel_rows: int
-    panel_keys: int
-    stash_rows: int = 0
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """How a loss is computed on one kind of device; what kernels, their blocks and the cost model depend on.
 
     strategy     "panel", "fused", "stash" or "torch".
+    arch         of the device, as its profile names it: "sm_90"; some kernels are for one only.
     dtype        of the features; the rules for all other numbers follow from it and `precision`, below.
     has_keys     keys have statistics, too; `labels`: positives are named; `affine`: the logit is slope * z + shift.
     products     by the matrix "library", by "triton" or by "torch".
@@ -61,6 +50,7 @@ class Choice:
     dtype: str = "bf16"
     precision: str = "default"
     target: str = "cuda"
+    arch: str = ""
     has_keys: bool = True
     labels: bool = False
     affine: bool = True
@@ -134,21 +124,22 @@ class Choice:
         """The same without what the cost model has symbols for: expressions are made once for each kind."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Choice)}
         ranks = min(self.world_size, 2)
-        return Choice(**fields | {"dim": 1, "descriptors": False, "world_size": ranks, "blocks": {}})
+        return Choice(**fields | {"dim": 1, "arch": "", "descriptors": False, "world_size": ranks, "blocks": {}})
 
-    def inner_dim(self, kernel: str) -> int:
-        """Depth of what a kernel multiplies: the embedding, of split operands once for each term of a similarity."""
-        return SPLIT_TERMS * self.dim if self.split and kernel in SIMILARITIES else self.dim
+    @property
+    def stash(self) -> bool:
+        """Whether the forward keeps tiles, which the gradient then does not compute again."""
+        return self.strategy == "stash"
 
-    def stores_tiles(self, kernel: str) -> bool:
-        """Whether a kernel stores its tiles in the background, through shared memory: the forward of a stash."""
-        return kernel == "forward" and self.strategy == "stash" and self.descriptors
+    @property
+    def inner_dim(self) -> int:
+        """Depth of a similarity: the embedding, of split operands once for each term."""
+        return SPLIT_TERMS * self.dim if self.split else self.dim
 
-    def keeps_keys(self, kernel: str, block: Block) -> bool:
-        """Whether a program reads its keys once: the forward does, where one step covers their depth, through
-        descriptors, for tensor cores that read shared memory; not of fp32 operands, whose forward is another."""
-        whole = block.depth >= padded_dim(self.inner_dim(kernel))
-        return kernel == "forward" and whole and self.descriptors and self.operand_bytes == 2
+    @property
+    def aligned(self) -> bool:
+        """Whether rows are multiples of 16 bytes, as tensor descriptors need them; halves of split ones are padded."""
+        return self.split or self.dim * self.feature_bytes % 16 == 0
 
 
 def embedding_parts(dim: int) -> tuple[int, ...]:

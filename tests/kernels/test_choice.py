@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infcl_gen.planning.choice import Choice
+from infcl_gen.kernels.choice import Choice
 from tests.planning.conftest import plan_flags
 
 HALVES = ("bf16", "fp32", True, False, "ieee")
@@ -31,8 +31,8 @@ def test_numbers_follow_from_dtype_and_precision(
     found = (choice.operand_dtype, choice.statistics_dtype, choice.split, choice.exact, choice.input_precision)
     assert found == rules
     assert choice.separate == (dtype in ("bf16", "fp16"))
-    assert choice.inner_dim("forward") == 8 * (3 if choice.split else 1)
-    assert choice.inner_dim("product") == 8
+    assert choice.inner_dim == 8 * (3 if choice.split else 1)
+    assert choice.aligned
 
 
 def test_a_plan_is_a_choice_with_sizes() -> None:

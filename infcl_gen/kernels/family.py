@@ -1,0 +1,210 @@
+"""What each module of this folder says: which kernels a `Family` has, and how a `Tile` of theirs is chosen and limited.
+
+level 2  panel   R x C   g of one panel lives in memory (or in L2)        chosen by the planner from the budget
+level 3  block   rows x keys x depth   one program; shared memory         `Block`
+level 4  warps   warps, stages         registers, pipeline                `Block`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from infcl_gen.errors import InputError
+from infcl_gen.inputs.overrides import BLOCK_FIELDS
+from infcl_gen.kernels.arguments import Kernel
+from infcl_gen.kernels.choice import Block, Choice, padded_dim
+
+if TYPE_CHECKING:
+    from infcl_gen.hardware import DeviceProfile
+    from infcl_gen.inputs.overrides import Overrides
+
+REGISTERS = 65536  # of a multiprocessor, on every board
+SMALL_TILE = 64  # rows and keys of the smallest tile that a small batch is given: a warp group's on Hopper
+MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
+SWEEPS = ("panel", "stash", "fused")  # the strategies that have kernels
+
+# Blocks of forward, gradient and product for fp32 operands, by family of architectures. Here and in the families' own
+# tables: Hopper at 2 bytes is measured on an H200; the others are the largest tiles that compile within shared memory
+# (101 376 bytes for "small", 65 536 for cdna3) and registers without a spill, as `infcl-gen verify --aot` reports.
+FP32_BLOCKS = {
+    "hopper": Block(128, 64, 32, 8, 3),
+    "blackwell": Block(128, 64, 32, 8, 3),
+    "ampere": Block(64, 64, 32, 4, 3),
+    "small": Block(64, 64, 32, 4, 3),
+    "cdna3": Block(64, 64, 32, 4, 2),
+    "cdna4": Block(64, 64, 32, 4, 2),
+}
+
+
+class Tile:
+    """The block of one kind of kernel: its default, what it takes, whether it is legal, what the tuner tries.
+
+    This is what most kernels have in common; a family's subclass states the rest, and `tabulated` always.
+
+    name       under which `--set` and plans know it
+    tuned      whether `infcl-gen tune` tries others
+    described  whether its kernels read features through tensor descriptors
+    walks      whether its programs walk strips of a panel; a small batch is given smaller tiles
+    switches   keys of `--set` that are its kernels' beside the fields of the block
+    """
+
+    name: str
+    tuned = described = walks = False
+    switches: tuple[str, ...] = ()
+    # What may be less where a board has too little: of equal fields the first.
+    shrinks: tuple[str, ...] = ("stages", "keys", "depth", "rows")
+
+    def tabulated(self, architecture: str, choice: Choice) -> Block:
+        """The block for large batches on a family of architectures."""
+        raise NotImplementedError
+
+    def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:
+        """The block for `rows` queries x `keys` keys, legal or not.
+
+        Tiles of a kernel that walks are smaller where a small batch would leave multiprocessors idle: for the 132 of
+        an H200, 1 024 x 1 024 have 32 tiles of 256 x 128, and 256 of 64 x 64.
+        """
+        block = self.tabulated(profile.architecture.family, choice)
+        while self.walks and -(-rows // block.rows) * -(-keys // block.keys) < profile.multiprocessors:
+            if block.rows > SMALL_TILE:
+                block = dataclasses.replace(block, rows=block.rows // 2, warps=min(block.warps, 4))
+            elif block.keys > SMALL_TILE:
+                block = dataclasses.replace(block, keys=block.keys // 2)
+            else:
+                break
+        return dataclasses.replace(block, depth=min(block.depth, self.deepest(choice)))
+
+    def deepest(self, choice: Choice) -> int:
+        """The largest depth of a block."""
+        return padded_dim(choice.inner_dim)
+
+    def shared_bytes(self, block: Block, choice: Choice) -> int:
+        """Shared memory that the block's tiles take, over all pipeline stages."""
+        return block.stages * (block.rows + block.keys) * block.depth * choice.operand_bytes
+
+    def accumulators(self, block: Block, choice: Choice) -> int:
+        """fp32 numbers that a program holds in registers: the tile of z."""
+        return block.rows * block.keys
+
+    def registers(self, block: Block, choice: Choice, warp_size: int) -> int:
+        """Registers of one thread that hold accumulators."""
+        return -(-self.accumulators(block, choice) // (block.warps * warp_size))
+
+    def resident_programs(self, block: Block, choice: Choice, profile: DeviceProfile) -> int:
+        """Programs that the board runs at once: what shared memory and registers of each multiprocessor hold.
+
+        A thread is taken to need 96 registers beside its accumulators.
+        """
+        by_memory = profile.shared_bytes_per_block // max(self.shared_bytes(block, choice), 1)
+        registers = self.registers(block, choice, profile.warp_size) + 96
+        by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
+        return profile.multiprocessors * max(1, min(by_memory, by_registers))
+
+    def wide_warps(self, block: Block, profile: DeviceProfile) -> int:
+        """Warps of the kernel that computes a strip again. Two references and pointers hold more registers: a thread
+        gets at most 32 elements of a tile, or it spills."""
+        return max(4, block.keys // 16)
+
+    def misfits(self, block: Block, choice: Choice) -> list[str]:
+        """What these kernels in particular cannot do with a block."""
+        deepest = self.deepest(choice)
+        return [f"depth = {block.depth} is more than the padded embedding, {deepest}"] * (block.depth > deepest)
+
+    def violations(self, block: Block, choice: Choice, profile: DeviceProfile) -> tuple[str, ...]:
+        """Why the block is illegal on this board, naming field and limit; () if it is legal."""
+        found: list[str] = []
+        for name in ("rows", "keys", "depth"):
+            value = getattr(block, name)
+            if value < 16 or value & (value - 1):
+                found.append(f"{name} = {value} is not a power of two of at least 16")
+        if block.warps < 1 or block.warps & (block.warps - 1) or block.warps > profile.max_warps_per_block:
+            found.append(f"warps = {block.warps} is not a power of two from 1 to {profile.max_warps_per_block}")
+        if not 1 <= block.stages <= 8:
+            found.append(f"stages = {block.stages} is not between 1 and 8")
+        found += self.misfits(block, choice)
+        if found:
+            return tuple(found)  # the estimates below are about well-formed blocks
+        shared = self.shared_bytes(block, choice)
+        if shared > profile.shared_bytes_per_block:
+            found.append(f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}")
+        registers = self.registers(block, choice, profile.warp_size)
+        fp32 = choice.operand_bytes != 2  # such operands pass through registers
+        limit = profile.registers_per_thread * 3 // (8 if fp32 else 4)
+        if registers > limit:
+            found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
+        if choice.descriptors and self.described:
+            for name in ("rows", "keys", "depth"):
+                if getattr(block, name) > 256:
+                    found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
+            if not choice.aligned:
+                row = f"a row of {choice.dim} {choice.dtype}"
+                found.append(f"{row} is not a multiple of 16 bytes, which tensor descriptors need")
+        return tuple(found)
+
+    def shrunk(self, block: Block, choice: Choice, profile: DeviceProfile) -> Block:
+        """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn.
+
+        Raises InputError if there is none.
+        """
+        while found := self.violations(block, choice, profile):
+            wider = [name for name in self.shrinks if getattr(block, name) > (2 if name == "stages" else 16)]
+            if block.warps > profile.max_warps_per_block:
+                change: dict[str, Any] = {"warps": block.warps // 2}
+            elif not wider:
+                raise InputError(f"the {self.name} kernel has no legal block on {profile.name}: {'; '.join(found)}")
+            elif "stages" in wider:
+                change = {"stages": block.stages - 1}
+            else:
+                change = self.halved(block, max(wider, key=lambda name: (getattr(block, name), -wider.index(name))))
+            block = dataclasses.replace(block, **change)
+        return block
+
+    def halved(self, block: Block, name: str) -> dict[str, int]:
+        """The fields of a block that change where `name` is halved."""
+        return {name: getattr(block, name) // 2}
+
+    def options(self, base: Block, choice: Choice) -> dict[str, tuple[int, ...]]:
+        """The values that the tuner tries of each field. `base`: the default."""
+        sides = (64, 128, 256)
+        return {"rows": sides, "keys": sides, "depth": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
+
+    def proposals(self, base: Block, choice: Choice, given: Overrides) -> Iterator[tuple[tuple[str, str], ...]]:
+        """Pairs of `--set` for the tuner to try, legal or not; `given`: the user's. () is the default, `base`."""
+        options = self.options(base, choice)
+        for values in itertools.product(*options.values()):
+            same = values == tuple(getattr(base, name) for name in options)
+            pairs = zip(options, values, strict=True)
+            yield () if same else tuple((f"{self.name}.{name}", str(value)) for name, value in pairs)
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """The keys of `--set` that are this tile's."""
+        return frozenset({*(f"{self.name}.{field}" for field in BLOCK_FIELDS), *self.switches})
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Kernels that share a template, triton/`template`.py.jinja.
+
+    strategies  whose packages have them, where `wanted` agrees
+    tile        of these kernels, where `--set` may change it
+    revision    raised when their text, or how they are launched, changes so that other settings may be the fastest:
+                tuning records of an earlier one are stale; 0 if no setting matters
+    file        of the package
+    """
+
+    template: str
+    kernels: Callable[[Choice], tuple[Kernel, ...]]
+    strategies: tuple[str, ...] = SWEEPS
+    wanted: Callable[[Choice], bool] = lambda choice: True
+    tile: Tile | None = None
+    revision: int = 0
+    file: str = "kernels.py"
+
+
+def most_strips(panel_rows: int, panel_keys: int, block: Block) -> int:
+    """Strips that a panel's row blocks are cut into for each block of keys, at most: their partial sums take memory."""
+    return min(-(-panel_rows // block.rows), max(1, MOST_PROGRAMS // -(-panel_keys // block.keys)))
