@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6aceefa01080dda72357f176d326f9ea1a3d072692e1b2afab1438ac0712a548",
+    "digest": "f760f206cb73fb8851e2ad459f18cf47922be8bdb57b3908dc849601d3d6b8d2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

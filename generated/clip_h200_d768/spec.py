@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "65fca4fc592bc969159e0b609240d3771b5a7be7b50a72ab0583ece20cbc5455",
+    "digest": "0e335725c5be4cb2f9fe66423fa5b133349d87d58622f2fc867b4ce5a3955efc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import agreement, engine, replay
-from .group import group_size
+from .group import find_group
 from .package import Call, Options, Package, Saved
 
 _FORWARD = (
@@ -177,15 +177,9 @@ def _define(package: Package, namespace: str) -> None:
         return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
 
     def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        size, gradients = group_size(inputs[3]), inputs[-1]
-        kept, columns = engine.kept_sizes(package, size, q.shape[0], k.shape[0], bool(gradients))
-        return (
-            q.new_empty((), dtype=statistics),
-            q.new_empty((2 + package.schedule.POSITIVE_PARTS, q.shape[0]), dtype=statistics),
-            q.new_empty((2, columns), dtype=statistics),
-            q.new_empty(kept, dtype=package.dtype),
-            torch.empty((0 if size == 1 else size, 3), dtype=torch.int64, device=q.device if size == 1 else "cpu"),
-        )
+        group = find_group(inputs[3])
+        saved = engine.new_saved(package, q, k, 1 if group is None else group.size, gradients=bool(inputs[-1]))
+        return (q.new_empty((), dtype=statistics), *saved)
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:
         scalars = (q.new_empty((), dtype=statistics), q.new_empty((), dtype=statistics))

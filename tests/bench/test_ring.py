@@ -62,7 +62,7 @@ def test_ways_to_carry_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["infcl, no overlap"].post(*messages) == [] and waited == ["waited"]
     assert found["infcl, no communication"].post(*messages) == [] and waited == ["waited"]
     assert target.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
-    answers = found["infcl, no communication"].ask({"loss": "clip", "rows": 3, "keys": 3}, "backward", 1)()
+    answers = found["infcl, no communication"].exchange({"loss": "clip", "rows": 3, "keys": 3}, "backward", 1)
     assert [(said["rows"], said["keys"], said["phase"]) for said in answers] == [(3, 3, "backward"), (2, 2, "backward")]
     # On a GPU messages are started on a stream of their own, for which the work would not wait.
     with transport.Moment(torch.device("cuda"), beside=False):

@@ -63,14 +63,26 @@ RANKS = (3, [[70, 10, 60]])
 BUGS: dict[str, Bug] = {
     "a ring has room for a panel of its own keys only": Bug(
         IN_A_RING,
-        (("_runtime/engine.py", "forward_scratch(q, max(layout.keys))", "forward_scratch(q, keys)"),),
+        (
+            (
+                "_runtime/engine.py",
+                "forward_scratch(call.q, max(layout.keys))",
+                "forward_scratch(call.q, call.k.shape[0])",
+            ),
+        ),
         checks.over_ranks,
         RANKS,
         "overwritten",
     ),
     "a ring's backward has room for a panel of its first keys only": Bug(
         dataclasses.replace(IN_A_RING, loss="infonce"),
-        (("_runtime/engine.py", "backward_scratch(step, max(layout.keys)", "backward_scratch(step, len(visiting)"),),
+        (
+            (
+                "_runtime/engine.py",
+                "backward_scratch(q.shape[0], max(layout.keys)",
+                "backward_scratch(q.shape[0], len(block.k)",
+            ),
+        ),
         checks.over_ranks,
         (3, [[70, 70, 30]]),
         "overwritten",
@@ -480,7 +492,7 @@ BUGS: dict[str, Bug] = {
         "differs",
     ),
     "memory is used before it is written": Bug(
-        PANEL, (("_runtime/engine.py", "trip.fresh and start == 0", "False"),), checks.guarded, (RAGGED,)
+        PANEL, (("_runtime/engine.py", '"fresh_dk": start == 0', '"fresh_dk": False'),), checks.guarded, (RAGGED,)
     ),
     "statistics of queries are added to what memory held": Bug(
         PANEL, (("schedule.py", "0 if fresh_queries else m", "m"),), checks.guarded, (RAGGED,)

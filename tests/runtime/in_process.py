@@ -269,12 +269,9 @@ class Ring:
     def finish_trip(self) -> None:
         self.group.trips[self.rank] += 1
 
-    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self.ask(header)()
-
-    def ask(
+    def exchange(
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
-    ) -> Callable[[], list[dict[str, Any]]]:
+    ) -> list[dict[str, Any]]:
         group, world = self.group, self.group.world
         headers, trips = group.headers, self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
@@ -284,12 +281,9 @@ class Ring:
             for member in group.members:
                 world.resume(member)
 
-        def answers() -> list[dict[str, Any]]:
-            while len(headers) < self.size:
-                world.wait_for(group.members[self.rank], f"the headers of all ranks of group {group.name!r}")
-            return [headers[rank] for rank in range(self.size)]
-
-        return answers
+        while len(headers) < self.size:
+            world.wait_for(group.members[self.rank], f"the headers of all ranks of group {group.name!r}")
+        return [headers[rank] for rank in range(self.size)]
 
     def post(self, sends: Sequence[Any], receives: Sequence[Any]) -> list[Half]:
         edges = self.group.edges
@@ -324,11 +318,11 @@ class Echo(Ring):
     def finish_trip(self) -> None:
         pass
 
-    def ask(
+    def exchange(
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
-    ) -> Callable[[], list[dict[str, Any]]]:
+    ) -> list[dict[str, Any]]:
         order = {"protocol": 0, "phase": phase, "trips finished": 0, "call number": 0}
-        return lambda: [{**header, **order, "rows": count, "keys": count} for count in self.shards]
+        return [{**header, **order, "rows": count, "keys": count} for count in self.shards]
 
     def post(self, sends: Sequence[Any], receives: Sequence[Any]) -> list[Half]:
         for sent, got in zip(sends, receives, strict=True):
@@ -375,7 +369,7 @@ def _attached(package: ModuleType, tables: Mapping[int, Table]) -> Iterator[None
             module.Table, "over", lambda self, size: planned[size] if size in planned else over(self, size)
         )
         patches.enter_context(answer)
-        for name in ("group", "agreement", "engine", "replay"):  # all but the first have imported it by name
+        for name in ("group", "agreement", "engine", "ops", "replay"):  # all but the first have imported it by name
             module = importlib.import_module(f"{package.__name__}._runtime.{name}")
             patches.enter_context(mock.patch.object(module, "find_group", _found_by_thread(module.find_group)))
         yield

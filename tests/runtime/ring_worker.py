@@ -302,6 +302,19 @@ def loss_of(
     return loss
 
 
+def of_parts(package: str, ranks: tuple[int, ...], which: str | None) -> float:
+    """The loss where the argument of this name is a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = dist.DeviceMesh.from_group(group_of(ranks), "cpu")
+    features = torch.arange(16.0, dtype=torch.float64).sin().view(2, 8)
+    given = {"q": features, "k": features, "scale": torch.tensor(2.0), "labels": torch.arange(2)}
+    if which is not None:
+        placement = Replicate() if which == "scale" else Shard(0)
+        given[which] = DTensor.from_local(given[which], mesh, [placement])
+    return float(importlib.import_module(package).contrastive_loss(**given, group=mesh))
+
+
 def refused(package: str, ranks: tuple[int, ...], steps: list[str], **arguments: Any) -> tuple[str, str, int]:
     """Takes steps, of which the last must fail: "forward", or "backward 0" of the first forward. Returns its error's
     type and message, and how many transfers this rank had begun by then."""
@@ -432,7 +445,7 @@ def struggle(
             trouble.enter_context(mock.patch.object(groups.Group, "check_device", lambda *_: None))
         if dist.get_rank() == victim:
             schedule = importlib.import_module(f"{package}.schedule")
-            owner, name = (groups.Group, "ask") if place == "exchange" else (schedule, f"{place}_block")
+            owner, name = (groups.Group, "exchange") if place == "exchange" else (schedule, f"{place}_block")
             original, calls = getattr(owner, name), itertools.count()
 
             def acting(*arguments: Any, **options: Any) -> Any:

@@ -6,7 +6,7 @@ As test_in_process.py: threads of one process, over a transport that forgives no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -39,25 +39,24 @@ def test_nothing_is_done_before_the_others_are_heard(
         def noted(*args: Any, **options: Any) -> Any:
             orders[current_rank()].append(name)
             given = inner(*args, **options)
-            return heard(given) if name == "ask" else given
+            if name == "exchange":
+                orders[current_rank()].append("heard")
+            return given
 
         monkeypatch.setattr(where, name, noted)
-
-    def heard(answers: Callable[[], Any]) -> Callable[[], Any]:
-        return lambda: (answers(), orders[current_rank()].append("heard"))[0]
 
     def job(rank: int) -> list[str]:
         q, k = (torch.randn(3, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
         package.contrastive_loss(q, k, 2.0).backward()
         return orders[rank]
 
-    for where, name in ((schedule, "forward_block"), (Ring, "ask"), (Ring, "post")):
+    for where, name in ((schedule, "forward_block"), (Ring, "exchange"), (Ring, "post")):
         noting(where, name)
     way = gather_table(2) if transport == "gather" else ring_table(2, 1)
     world = World(package, 2, tables={2: way})
     for order in world.run(job):
-        assert order[:2] == ["ask", "heard"] and {"forward_block", "post"} <= set(order[2:])
-        asked = order.index("ask", 2)  # before backward
+        assert order[:2] == ["exchange", "heard"] and {"forward_block", "post"} <= set(order[2:])
+        asked = order.index("exchange", 2)  # before backward
         assert "post" in order[asked:] and "post" not in order[asked : order.index("heard", asked)]
 
 

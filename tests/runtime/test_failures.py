@@ -220,6 +220,30 @@ def test_calls_are_compared_after_the_first_use_too(pool: Pool, names: dict[str,
     assert all(kind == "RuntimeError" and "grad_sync differs" in text for kind, text in answers), answers
 
 
+@pytest.mark.parametrize(
+    ("which", "remedy"),
+    [
+        ("q", "pass the rows of this rank, q.to_local(), and its mesh as group"),
+        ("labels", "pass the rows of this rank, labels.to_local(), and its mesh as group"),
+        ("scale", 'pass scale.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'),
+    ],
+)
+def test_distributed_tensors_are_refused_with_what_to_do(
+    pool: Pool, names: dict[str, str], which: str, remedy: str
+) -> None:
+    """In one sentence, not by torch's error from inside; a rank without one hears which rank has it."""
+    arguments: dict[str, Any] = {"package": names["infonce"], "ranks": (0, 1)}
+    renewed(pool, (0, 1))
+    everywhere = pool.run("of_parts", (0, 1), which=which, **arguments)
+    assert everywhere == [("TypeError", f"{which} is a DTensor: {remedy}")] * 2
+    on_one = pool.run("of_parts", (0, 1), each={0: {"which": None}, 1: {"which": which}}, **arguments)
+    assert on_one[1] == everywhere[1]
+    assert on_one[0] == (
+        "RuntimeError", "ranks disagree: the arguments of rank 1 are invalid (see the error there)"
+    )  # fmt: skip
+    results(pool.run("of_parts", (0, 1), which=None, **arguments))  # the ring is usable again
+
+
 def test_an_empty_batch_raises_everywhere(pool: Pool, names: dict[str, str]) -> None:
     renewed(pool, (0, 1))
     answers = pool.run("call", (0, 1), package=names["clip"], ranks=(0, 1), rows=0)

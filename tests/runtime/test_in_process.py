@@ -689,9 +689,9 @@ MORE_BUGS = {
           "self._slot(name, place), self._layout.keys[self._layout.rank]"),)
     ),
     "an empty rank does not take part in backward": Bug(
-        ((ENGINE, "        table = _table(package, layout, bool(self.saved.stash.numel()))\n",
-          "        if not len(q):\n            return q.clone(), k.clone()\n"
-          "        table = _table(package, layout, bool(self.saved.stash.numel()))\n"),)
+        ((ENGINE, "    table = _table(package, layout, gradients)\n    if",
+          "    if not len(q):\n        return q.clone(), k.clone()\n"
+          "    table = _table(package, layout, gradients)\n    if"),)
     ),
     "sums are added to before they have arrived": Bug(
         ((ENGINE, '"arrive": trip.arrive', '"arrive": lambda: None'),)

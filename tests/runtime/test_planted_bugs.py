@@ -38,8 +38,8 @@ class Bug:
 WEIGHT = "return ranks / sum(layout.rows) if"
 BUGS = {
     "the gradient of the scale is summed over the ranks, then averaged": Bug(
-        ((ENGINE, "return dq, dk, *weighting.scalars(rows)\n",
-          "return dq, dk, *(len(layout.rows) * x for x in weighting.scalars(rows))\n"),)
+        ((ENGINE, "return dq, dk, *weighting.scalars()\n",
+          "return dq, dk, *(len(layout.rows) * x for x in weighting.scalars())\n"),)
     ),
     "averaging divides feature gradients by the ranks": Bug(
         ((ENGINE, 'ranks = len(layout.rows) if options.grad_sync == "mean" else 1', "ranks = 1"),)
@@ -55,7 +55,7 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "for owner in trip:", "for owner in trip if rows else ():"),),
+        ((ENGINE, "for owner in trip:", "for owner in trip if call.q.shape[0] else ():"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(

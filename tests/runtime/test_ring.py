@@ -370,9 +370,8 @@ def test_who_notices_a_death_still_tells_the_others(addressing: bool) -> None:
         def _control_group(self) -> Control:
             return control
 
-    answers = Ring().ask({field: kind() for field, kind in groups._HEADER.items()})
     with pytest.raises(RuntimeError, match=r"rank 3 of 4 failed (addressing|waiting for) rank 2 .*Connection closed"):
-        answers()
+        Ring().exchange({field: kind() for field, kind in groups._HEADER.items()})
     for peer in (0, 1):
         assert control.sent[peer].waited
         assert 4 < control.sent[peer].timeout.total_seconds() <= 5, "each wait begins the timeout again"

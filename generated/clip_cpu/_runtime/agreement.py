@@ -26,16 +26,6 @@ _labels_checked_alone: set[str] = set()  # packages whose labels were looked at 
 _warned: set[str] = set()
 
 
-def layout_alone(package: Package, call: Call) -> Layout:
-    """The layout of a group of one. Raises ValueError for sizes or labels that are wrong."""
-    layout = Layout.alone(call.q.shape[0], call.k.shape[0])
-    _check_sizes(package, layout, call.options.labelling)
-    if call.labels is not None:
-        _check_labels([_label_range(package, call, _labels_checked_alone)], layout)
-        _remember_labels(package, call, _labels_checked_alone)
-    return layout
-
-
 def announce_rejection(package: Package, call: Call) -> None:
     """Tells the other ranks that this one is about to raise for its own arguments, so that they raise too.
 
@@ -49,25 +39,33 @@ def announce_rejection(package: Package, call: Call) -> None:
             raise RuntimeError(f"ranks disagree: {problem}")
 
 
-def layout_over(package: Package, group: Group, call: Call, gradients: int) -> Layout:
+def layout(package: Package, group: Group | None, call: Call, gradients: int) -> Layout:
     """Everybody's sizes, after comparing what must be equal and checking what must fit: before anything is sent.
 
     Raises, on every rank, RuntimeError where ranks disagree and ValueError for sizes or labels that are wrong.
     """
-    try:
-        group.check_device(call.q.device)
-    except ValueError:
-        announce_rejection(package, call)
-        raise
-    label_range = _label_range(package, call, group.labels_checked)
-    headers = group.exchange(header(package, call, gradients, label_range))
-    compare(headers)
-    rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
-    layout = Layout(group.rank, rows, keys)
-    _check_sizes(package, layout, call.options.labelling)
-    _check_labels([(given["first label"], given["last label"]) for given in headers], layout)
-    _remember_labels(package, call, group.labels_checked)
-    return layout
+    checked = _labels_checked_alone if group is None else group.labels_checked
+    if group is None:
+        found, ranges = Layout.alone(call.q, call.k), [_label_range(package, call, checked)]
+    else:
+        try:
+            group.check_device(call.q.device)
+        except ValueError:
+            announce_rejection(package, call)
+            raise
+        headers = group.exchange(header(package, call, gradients, _label_range(package, call, checked)))
+        compare(headers)
+        rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
+        found, ranges = (
+            Layout(group.rank, rows, keys),
+            [(given["first label"], given["last label"]) for given in headers],
+        )
+    _check_sizes(package, found, call.options.labelling)
+    _check_labels(ranges, found)
+    labels = call.labels
+    if labels is not None and labels.numel() and labels.device.type != "cpu":
+        checked.add(package.digest)  # they have been looked at, and were right
+    return found
 
 
 def compare(headers: list[dict[str, Any]]) -> None:
@@ -193,13 +191,6 @@ def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, 
         return 0, -1
     first, last = torch.aminmax(labels)
     return int(first), int(last)
-
-
-def _remember_labels(package: Package, call: Call, checked: set[str]) -> None:
-    """Labels on a device have been looked at, and were right."""
-    labels = call.labels
-    if labels is not None and labels.numel() and labels.device.type != "cpu":
-        checked.add(package.digest)
 
 
 def _check_labels(ranges: list[tuple[int, int]], layout: Layout) -> None:

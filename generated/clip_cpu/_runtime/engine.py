@@ -1,8 +1,11 @@
 """Forward and backward of the loss over one device or several, through the package's device sweep.
 
-The device sweep is the package's `schedule` module. This file gives it the blocks of queries and keys that the table of
-communication names, and decides what is kept for backward and what the results are weighted with. A group of one never
-communicates, never copies its inputs and, on CUDA, never waits for the device.
+    forward     agreement.layout -> _Sweep -> forward_block for each owner's keys -> statistics -> loss_terms
+    backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
+
+The device sweep is the package's `schedule` module: this file gives it blocks of queries and keys, decides what is kept
+for backward, and weights the results. Over several ranks the table of communication says whose keys visit when, and a
+`Trip` brings them. A group of one never communicates, never copies its inputs and, on CUDA, never waits for the device.
 
 Gradient convention. The loss of the whole batch is L = 1/M * (sum of terms of queries and of keys). Rank p returns
 W * (the terms of its own rows) with grad_sync="mean": averaging parameter gradients over ranks, as DDP and FSDP do,
@@ -16,8 +19,8 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from . import agreement
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
 from .package import Call, Options, Package, Saved
-from .statistics import Statistics, clear, view
+from .statistics import Statistics, view
 from .table import Table
 from .transport import Tensors, Trip
 
@@ -37,175 +40,253 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     `call` is cast; over several ranks m and n may be 0. `gradients`: bits of q, k, scale and bias for those that want
     one. Raises, on every rank, ValueError for sizes that the package cannot take and RuntimeError where ranks disagree.
     """
-    q, k, scale, bias = call[:4]
     group = find_group(call.options.group_name)
-    if group is None:
-        layout, trips = agreement.layout_alone(package, call), 0
-    else:
-        trips = group.trips
-        layout = agreement.layout_over(package, group, call, gradients)
-    rows, keys, size = q.shape[0], k.shape[0], len(layout.rows)
-    with _device_state(package, q.device):
-        # First, before any kernel: a copy of labels from the host would wait for it.
-        positives = _positives(package, call, layout)
-        shape, columns = kept_sizes(package, size, rows, keys, bool(gradients))
-        query_statistics, key_statistics = _statistics(package, q, columns)
-        stash = q.new_empty(shape)
-        queries, positive, own = view(query_statistics), query_statistics[2:], None
-        table = _table(package, layout, bool(gradients))
-        tensors = _tensors(package, table, layout, k, key_statistics, stash)
-        trip = Trip(group, table, "forward", layout, tensors)
-        scratch, fresh = package.schedule.forward_scratch(q, max(layout.keys)), True
-        tiles = stash if group is None and 0 not in shape else None
-        for owner in trip:
-            visiting = trip["keys"]
-            if not (rows and visiting.shape[0]):
-                continue
-            block = view(trip["key statistics"]) if package.loss.HAS_KEYS else None
-            arguments = (q, visiting, scale, bias, positives, layout.key_offset(owner), queries, block, positive)
-            how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive, "stash": tiles}
-            package.schedule.forward_block(*arguments, **how, scratch=scratch)
-            fresh = False
-        if fresh:
-            clear(query_statistics[:2])  # no block has written to them
-        if package.loss.HAS_KEYS:
-            finished, mine = trip.home("key statistics"), panel_columns(key_statistics, 0, keys)
-            if table.transport == "ring":
-                mine.copy_(finished)
-            own = view(finished)
-        del scratch, trip, tensors  # their memory is for the loss
-        loss = _loss(package, call, layout, queries, own, positive)
-    if group is None:
-        sizes = q.new_empty((0, 3), dtype=torch.int64)
-    else:
-        sizes = torch.tensor(list(zip(layout.rows, layout.keys, [trips] * size, strict=True)), dtype=torch.int64)
-    return loss, Saved(query_statistics, key_statistics, stash, sizes)
-
-
-def _statistics(package: Package, q: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Room for a forward's statistics of the queries, with what is kept of their positives, and of `columns` keys."""
-    schedule = package.schedule
-    queries = q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
-    if package.labelled:
-        queries[2:].fill_(math.nan)
-    return queries, q.new_empty((2, columns), dtype=schedule.STATISTICS_DTYPE)
-
-
-def _loss(
-    package: Package, call: Call, layout: Layout, queries: Statistics, keys: Statistics | None, positive: Tensor
-) -> Tensor:
-    """This rank's part of the loss, from the statistics of its rows and keys."""
-    if package.labelled:
-        # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
-        queries.mantissa.add_(positive[0] * 0.0)
-    weight = _weight(layout, call.options)
-    loss: Tensor = package.schedule.loss_terms(queries, keys, positive, call.scale, call.bias, weight, weight)
-    return loss
-
-
-def _table(package: Package, layout: Layout, kept: bool) -> Table:
-    """Who sends what when, for as many ranks as there are; `kept`: forward keeps what backward reads, or has kept it.
-    The same on every rank."""
-    table = package.table.over(len(layout.rows))
-    if table.keeps and not (kept and max(layout.keys) <= _room(package, table.world_size)):
-        return dataclasses.replace(table, keeps=False)
-    return table
-
-
-def _tensors(
-    package: Package, table: Table, layout: Layout, k: Tensor, key_statistics: Tensor, stash: Tensor
-) -> Tensors:
-    """What travels, and where it stays for backward: in `Saved.key_statistics` and `Saved.stash`."""
-    keys, own, kept = k.shape[0], {"keys": k}, {}
-    if package.loss.HAS_KEYS:
-        own["key statistics"] = panel_columns(key_statistics, 0, keys)
-    dtypes = {"features": k.dtype, "statistics": package.schedule.STATISTICS_DTYPE}
-    if table.keeps:
-        largest = max(layout.keys)
-        kept["keys"] = panel(stash, 0, largest)
-        if package.loss.HAS_KEYS:
-            kept["key statistics"] = key_statistics[:, keys : keys + largest]
-    if table.transport != "gather":
-        return Tensors(own, kept, dtypes)
-    total = sum(layout.keys)
-    if not stash.numel():  # nothing stays
-        stash = k.new_empty((total, package.dim))
-        key_statistics = k.new_empty((2, total), dtype=dtypes["statistics"])
-    kept = {"keys": stash, "key statistics": key_statistics}
-    return Tensors(own, kept, dtypes, lambda parts, sums: package.schedule.merge_ranks(parts, view(sums)))
-
-
-def _room(package: Package, ranks: int) -> int:
-    """For how many keys a ring keeps room from forward to backward: a rank's, if all have as many. A longer shard's are
-    sent once more instead."""
-    return -(-package.key_count // ranks)
-
-
-def kept_sizes(package: Package, ranks: int, rows: int, keys: int, gradients: bool) -> tuple[tuple[int, ...], int]:
-    """The shape of what a forward keeps in `Saved.stash`, and the columns of its key statistics.
-
-    A graph is traced without knowing the rows of other ranks: there is room for as many keys as were planned, in a
-    gather for those of all ranks, in a ring for those of one.
-    """
-    shape: tuple[int, ...] | None = None
-    if gradients and ranks == 1:
-        shape = package.schedule.stash_shape(rows, keys)
-    elif gradients:
-        table, room = package.table.over(ranks), _room(package, ranks)
-        if table.transport == "gather":
-            shape, keys = (package.key_count, package.dim), package.key_count
-        elif table.keeps:
-            shape, keys = (room, package.dim), keys + room
-    return shape or (0,), keys if package.loss.HAS_KEYS else 0
+    layout = agreement.layout(package, group, call, gradients)
+    with _device_state(package, call.q.device):
+        saved = new_saved(package, call.q, call.k, len(layout.rows), bool(gradients))
+        if group is not None:
+            sizes = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
+            saved = saved._replace(layout=torch.tensor(list(sizes), dtype=torch.int64))
+        sweep = _Sweep.of(package, call, layout, saved)
+        if package.labelled:
+            sweep.positive.fill_(math.nan)
+        keys = _forward_alone(sweep) if group is None else _forward_over(sweep, group, bool(gradients))
+        if package.labelled:
+            # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
+            sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
+        weight = _weight(layout, call.options)
+        terms = package.schedule.loss_terms
+        return terms(sweep.queries, keys, sweep.positive, call.scale, call.bias, weight, weight), saved
 
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq (m, D), dk (n, D) in the features' dtype or `unrounded`, dscale, dbias 0-dim in the statistics dtype), times
     `upstream`, the gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it, in
     one order where there are several; else all raise RuntimeError."""
-    group, rows = find_group(call.options.group_name), call.q.shape[0]
-    layout, agree = Layout.alone(rows, call.k.shape[0]), None
+    group, layout = find_group(call.options.group_name), Layout.alone(call.q, call.k)
     if group is not None:
-        sizes = saved.layout.tolist()
-        layout = Layout(group.rank, tuple(size[0] for size in sizes), tuple(size[1] for size in sizes))
-
-        def agree() -> None:
-            # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
-            header = agreement.header(package, call)
-            agreement.compare(group.ask(header, "backward", call=sizes[0][2])())
-
+        rows, keys, _ = zip(*saved.layout.tolist(), strict=True)
+        layout = Layout(group.rank, rows, keys)
     with _device_state(package, call.q.device):
         weighting = _Weighting(package, call, layout, upstream)
-        sweep = _Backward(package, call, _positives(package, call, layout), saved)
-        dq, dk = sweep.gradients(weighting, group, layout, agree)
-        return dq, dk, *weighting.scalars(rows)
+        sweep = _Sweep.of(package, call, layout, saved)
+        dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
+        return dq, dk, *weighting.scalars()
 
 
 def gradient_sums(package: Package, call: Call, saved: Saved) -> tuple[Tensor, Tensor]:
     """The part of `backward` before `weighted`, of a group of one and for all rows at once: the sums for dq (m, D) and
     dk (n, D), in the statistics dtype."""
+    (rows, dim), keys, schedule = call.q.shape, call.k.shape[0], package.schedule
     with _device_state(package, call.q.device):
-        layout = Layout.alone(call.q.shape[0], call.k.shape[0])
-        return _Backward(package, call, _positives(package, call, layout), saved).sums()
+        sweep, room = _Sweep.of(package, call, Layout.alone(call.q, call.k), saved), _key_room(package, keys)
+        sums = call.q.new_empty((room + rows, dim), dtype=schedule.STATISTICS_DTYPE)
+        dk_sum, dq_sum = sums[:room], sums[room:]
+        block, stash = sweep.block(0, call.k, saved.key_statistics), _kept(saved.stash)
+        schedule.backward_block(*block, dq_sum, dk_sum, fresh_dq=True, fresh_dk=True, stash=stash)
+        return dq_sum, panel(dk_sum, 0, keys)
 
 
 def weighted(
     package: Package, call: Call, sums: tuple[Tensor, Tensor], upstream: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rest of `backward`: its results, in fresh tensors, from what `gradient_sums` gave for the same inputs."""
-    q, k = call.q, call.k
-    with _device_state(package, q.device):
-        weighting = _Weighting(package, call, Layout.alone(q.shape[0], k.shape[0]), upstream)
-        dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in (q, k))
-        weighting.queries(sums[0], q, dq)
-        weighting.keys(sums[1], k, dk)
-        return dq, dk, *weighting.scalars(q.shape[0])
+    with _device_state(package, call.q.device):
+        weighting = _Weighting(package, call, Layout.alone(call.q, call.k), upstream)
+        dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in call[:2])
+        weighting.queries(sums[0], dq)
+        weighting.keys(sums[1], dk)
+        return dq, dk, *weighting.scalars()
+
+
+def new_saved(package: Package, q: Tensor, k: Tensor, ranks: int, gradients: bool) -> Saved:
+    """What a forward keeps, not yet written.
+
+    A graph is traced without knowing the rows of other ranks: there is room for as many keys as were planned, in a
+    gather for those of all ranks, in a ring for those of one.
+    """
+    schedule, stash, columns = package.schedule, None, k.shape[0]
+    if gradients and ranks == 1:
+        stash = schedule.stash_shape(q.shape[0], columns)
+    elif gradients:
+        table, room = package.table.over(ranks), _room(package, ranks)
+        if table.transport == "gather":
+            stash, columns = (package.key_count, package.dim), package.key_count
+        elif table.keeps:
+            stash, columns = (room, package.dim), columns + room
+    return Saved(
+        q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE),
+        q.new_empty((2, columns if package.loss.HAS_KEYS else 0), dtype=schedule.STATISTICS_DTYPE),
+        q.new_empty(stash or (0,), dtype=package.dtype),
+        q.new_empty((0, 3), dtype=torch.int64) if ranks == 1 else torch.empty((ranks, 3), dtype=torch.int64),
+    )
+
+
+class _Block(NamedTuple):
+    """What `forward_block` and `backward_block` are both given, in their order."""
+
+    q: Tensor
+    k: Tensor
+    scale: Tensor
+    bias: Tensor
+    positives: Tensor | int
+    first_key: int
+    queries: Statistics
+    keys: Statistics | None
+    positive: Tensor
+
+
+class _Sweep(NamedTuple):
+    """One phase of a call, from which its blocks are cut.
+
+    positives          `_positives`
+    queries, positive  views of `Saved.query_statistics`: the sums, and what is kept of the positives
+    """
+
+    package: Package
+    call: Call
+    layout: Layout
+    saved: Saved
+    positives: Tensor | int
+    queries: Statistics
+    positive: Tensor
+
+    @classmethod
+    def of(cls, package: Package, call: Call, layout: Layout, saved: Saved) -> _Sweep:
+        # Labels before any kernel: their copy from the host would wait for it.
+        positives, statistics = _positives(package, call, layout), saved.query_statistics
+        return cls(package, call, layout, saved, positives, view(statistics), statistics[2:])
+
+    def block(self, owner: int, k: Tensor, statistics: Tensor, start: int = 0, rows: int | None = None) -> _Block:
+        """Of the owner's keys, with their statistics, and of `rows` queries from `start` on (None: all)."""
+        call, positives = self.call, self.positives
+        rows = call.q.shape[0] if rows is None else rows
+        return _Block(
+            panel(call.q, start, rows),
+            k,
+            call.scale,
+            call.bias,
+            positives + start if isinstance(positives, int) else panel(positives, start, rows),
+            self.layout.key_offset(owner),
+            self.queries.panel(start, rows),
+            view(statistics) if self.package.loss.HAS_KEYS else None,
+            panel_columns(self.positive, start, rows),
+        )
+
+    def visit(self, trip: Trip, owner: int) -> _Block | None:
+        """The block of all queries and the keys that a trip has brought; None: one of them is empty."""
+        if not (self.call.q.shape[0] and self.layout.keys[owner]):
+            return None
+        has_keys = self.package.loss.HAS_KEYS
+        return self.block(owner, trip["keys"], trip["key statistics"] if has_keys else self.saved.key_statistics)
+
+
+def _forward_alone(sweep: _Sweep) -> Statistics | None:
+    """The whole batch as one block. Returns the statistics of its keys."""
+    schedule, call, saved = sweep.package.schedule, sweep.call, sweep.saved
+    block = sweep.block(0, call.k, saved.key_statistics)
+    scratch = schedule.forward_scratch(call.q, call.k.shape[0])
+    how = {"fresh_queries": True, "fresh_keys": True, "stash": _kept(saved.stash)}
+    schedule.forward_block(*block, **how, scratch=scratch)
+    return block.keys
+
+
+def _forward_over(sweep: _Sweep, group: Group, gradients: bool) -> Statistics | None:
+    """A block for each owner's keys as they visit. Returns the statistics of this rank's keys."""
+    package, call, layout, saved, *_ = sweep
+    table = _table(package, layout, gradients)
+    trip = Trip(group, table, "forward", layout, _tensors(sweep, table))
+    scratch, fresh = package.schedule.forward_scratch(call.q, max(layout.keys)), True
+    for owner in trip:
+        block = sweep.visit(trip, owner)
+        if block is not None:
+            how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive}
+            package.schedule.forward_block(*block, **how, scratch=scratch)
+            fresh = False
+    if not package.loss.HAS_KEYS:
+        return None
+    finished = trip.home("key statistics")
+    if table.transport == "ring":
+        panel_columns(saved.key_statistics, 0, call.k.shape[0]).copy_(finished)
+    return view(finished)
+
+
+def _backward_alone(sweep: _Sweep, weighting: _Weighting) -> tuple[Tensor, Tensor]:
+    """dq and dk. The sums for dq are of PANEL_ROWS rows at a time."""
+    schedule, saved, (q, k, *_) = sweep.package.schedule, sweep.saved, sweep.call
+    rows, keys, room = q.shape[0], k.shape[0], _key_room(sweep.package, k.shape[0])
+    step, in_place = min(schedule.PANEL_ROWS, rows), weighting.dtype == schedule.STATISTICS_DTYPE
+    # By shape, not `empty_like`: results are contiguous, and inputs need not be.
+    total = dq = q.new_empty(q.shape, dtype=weighting.dtype)
+    sums = k.new_empty((room if in_place else keys, k.shape[1]), dtype=weighting.dtype)
+    dk = panel(sums, 0, keys)
+    if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
+        both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+        sums, total = both[:room], both[room:]
+    scratch = schedule.backward_scratch(step, keys, q.device)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        own = panel(total, start if in_place else 0, count)
+        block = sweep.block(0, k, saved.key_statistics, start, count)
+        how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": _kept(saved.stash, start, count)}
+        schedule.backward_block(*block, own, sums, **how, scratch=scratch)
+        weighting.queries(own, panel(dq, start, count), start)
+    del scratch  # its memory is for the results
+    weighting.keys(panel(sums, 0, keys), dk)
+    return dq, dk
+
+
+def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[Tensor, Tensor]:
+    """dq and dk. The sums for dq are of all rows; the queries' results are written while a gather's sums for dk come
+    home."""
+    package, call, layout, saved, *_ = sweep
+    schedule, q, k, gradients = package.schedule, call.q, call.k, bool(saved.stash.numel())
+    table = _table(package, layout, gradients)
+    if table.transport == "gather" and not gradients:  # traced without
+        table = dataclasses.replace(table, transport="ring")
+
+    def agree() -> None:
+        # A rank that is in another call would send keys of the same shape: wrong gradients, and no error.
+        agreement.compare(group.exchange(agreement.header(package, call), "backward", call=int(saved.layout[0, 2])))
+
+    trip = Trip(group, table, "backward", layout, _tensors(sweep, table), agree)
+    dq_sum = q.new_empty(q.shape, dtype=schedule.STATISTICS_DTYPE)
+    scratch, fresh = None, True
+    for owner in trip:
+        block = sweep.visit(trip, owner)
+        if block is not None:
+            if scratch is None:
+                scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
+            how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
+            schedule.backward_block(*block, dq_sum, trip["key gradients"], **how, scratch=scratch)
+            fresh = False
+    del scratch  # its memory is for the results
+    in_place = weighting.dtype == schedule.STATISTICS_DTYPE
+    dq = dq_sum if in_place else q.new_empty(q.shape)
+    weighting.queries(dq_sum, dq)
+    dk_sum = trip.home("key gradients")
+    del trip
+    dk = dk_sum if in_place else k.new_empty(k.shape)
+    weighting.keys(dk_sum, dk)
+    return dq, dk
+
+
+def _kept(stash: Tensor, start: int = 0, rows: int | None = None) -> Tensor | None:
+    """The tiles of these rows in what the sweep has kept (None: of all), if there are any."""
+    tiles = stash if rows is None or not stash.numel() else stash[start : start + rows]
+    return tiles if tiles.numel() else None
+
+
+def _key_room(package: Package, keys: int) -> int:
+    """Rows of the sums for dk of so many keys, with what library products write behind them."""
+    multiple: int = package.schedule.LIBRARY_MULTIPLE
+    return -(-keys // multiple) * multiple
 
 
 class _Weighting:
     """From sums over pairs to gradients: the weight of a term, the gradient of the loss and the logit's own factor.
 
-    `dtype` is that of dq and dk.
+    `dtype` is that of dq and dk. Where these are in the statistics dtype they may take the place of the sums.
     """
 
     def __init__(self, package: Package, call: Call, layout: Layout, upstream: Tensor) -> None:
@@ -224,126 +305,58 @@ class _Weighting:
         q = self._call.q
         return q.new_empty(-(-q.shape[0] // self._schedule.FINISH_ROWS), dtype=self._statistics_dtype)
 
-    def queries(self, total: Tensor, q: Tensor, out: Tensor, start: int = 0) -> None:
-        """Rows `start` and on, a multiple of FINISH_ROWS, of the query gradient; `out` may be `total`."""
-        first, count = (-(-rows // self._schedule.FINISH_ROWS) for rows in (start, q.shape[0]))
-        self._schedule.finish(total, q, *self._factors, out, dots=self._dots[first : first + count])
+    def queries(self, total: Tensor, out: Tensor, start: int = 0) -> None:
+        """Rows of the query gradient from `start` on, a multiple of FINISH_ROWS."""
+        rows, each = total.shape[0], self._schedule.FINISH_ROWS
+        if rows:
+            dots = panel(self._dots, start // each, -(-rows // each))
+            self._schedule.finish(total, panel(self._call.q, start, rows), *self._factors, out, dots=dots)
 
-    def keys(self, total: Tensor, k: Tensor, out: Tensor) -> None:
-        """The key gradient; `out` may be `total`."""
-        self._schedule.finish(total, k, *self._factors, out)
+    def keys(self, total: Tensor, out: Tensor) -> None:
+        """The key gradient."""
+        if total.shape[0]:
+            self._schedule.finish(total, self._call.k, *self._factors, out)
 
-    def scalars(self, rows: int) -> tuple[Tensor, Tensor]:
+    def scalars(self) -> tuple[Tensor, Tensor]:
         """(dscale, dbias), when all rows of the query gradient are done."""
+        rows = self._call.q.shape[0]
         found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, rows)
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Backward:
-    """The arguments of the backward sweep, and its drivers."""
+def _table(package: Package, layout: Layout, gradients: bool) -> Table:
+    """Who sends what when, for as many ranks as there are; `gradients`: forward keeps what backward reads, or has kept
+    it. The same on every rank."""
+    table = package.table.over(len(layout.rows))
+    if table.keeps and not (gradients and max(layout.keys) <= _room(package, table.world_size)):
+        return dataclasses.replace(table, keeps=False)
+    return table
 
-    package: Package
-    call: Call
-    positives: Tensor | int
-    saved: Saved
 
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """One device, all rows at once: the unweighted sums."""
-        rows, keys = self.call.q.shape[0], self.call.k.shape[0]
-        room = self._room(keys)
-        total = self.call.q.new_empty((room + rows, self.call.q.shape[1]), dtype=self.package.schedule.STATISTICS_DTYPE)
-        dk_sum, dq_sum = total[:room], total[room:]
-        stash = self.saved.stash if self.saved.stash.numel() else None
-        how = {"fresh_dq": True, "fresh_dk": True, "stash": stash}
-        self._block(0, rows, self.call.k, 0, self._key_statistics(), dq_sum, dk_sum, **how)
-        return dq_sum, panel(dk_sum, 0, keys)
+def _tensors(sweep: _Sweep, table: Table) -> Tensors:
+    """What travels, and where it stays for backward: in `Saved.key_statistics` and `Saved.stash`."""
+    package, (_, k, *_), layout, (_, statistics, stash, _), *_ = sweep
+    schedule, keys = package.schedule, k.shape[0]
+    dtypes = {"features": k.dtype, "statistics": schedule.STATISTICS_DTYPE}
+    own = {"keys": k}
+    if package.loss.HAS_KEYS:
+        own["key statistics"] = panel_columns(statistics, 0, keys)
+    if table.transport == "gather":
+        if not stash.numel():  # nothing stays
+            total = sum(layout.keys)
+            stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2, total))
+        kept = {"keys": stash, "key statistics": statistics}
+        return Tensors(own, kept, dtypes, lambda parts, sums: schedule.merge_ranks(parts, view(sums)))
+    if not table.keeps:
+        return Tensors(own, {}, dtypes)
+    largest = max(layout.keys)
+    return Tensors(own, {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest]}, dtypes)
 
-    def gradients(
-        self, weighting: _Weighting, group: Group | None, layout: Layout, agree: Callable[[], None] | None
-    ) -> tuple[Tensor, Tensor]:
-        """dq and dk. On one device the sums for dq are of PANEL_ROWS rows at a time. Over several ranks they are of all
-        rows; the queries' results are written while a gather's sums for dk come home."""
-        package, schedule, q, k = self.package, self.package.schedule, self.call.q, self.call.k
-        rows, keys, alone = q.shape[0], k.shape[0], group is None
-        step = min(schedule.PANEL_ROWS, rows) if alone else rows
-        table = _table(package, layout, bool(self.saved.stash.numel()))
-        if table.transport == "gather" and not self.saved.stash.numel():  # traced without gradients
-            table = dataclasses.replace(table, transport="ring")
-        tensors = _tensors(package, table, layout, k, self.saved.key_statistics, self.saved.stash)
-        in_place = weighting.dtype == schedule.STATISTICS_DTYPE
-        if alone:
-            # By shape, not `empty_like`: results are contiguous, and inputs need not be.
-            total, room = q.new_empty(q.shape, dtype=weighting.dtype), self._room(keys)
-            dq, sums = total, k.new_empty((room if in_place else keys, k.shape[1]), dtype=weighting.dtype)
-            dk = panel(sums, 0, keys)
-            if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
-                both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
-                sums, total = both[:room], both[room:]
-            tensors = tensors._replace(own={**tensors.own, "key gradients": panel(sums, 0, keys)})
-        else:
-            total = q.new_empty(q.shape, dtype=schedule.STATISTICS_DTYPE)
-        trip, scratch, fresh = Trip(group, table, "backward", layout, tensors, agree), None, True
-        del tensors
-        for owner in trip:
-            visiting = trip["keys"]
-            if not (rows and visiting.shape[0]):
-                continue
-            if scratch is None:
-                scratch = schedule.backward_scratch(step, max(layout.keys), q.device)
-            statistics = view(trip["key statistics"]) if package.loss.HAS_KEYS else None
-            dk_sum, offset = sums if alone else trip["key gradients"], layout.key_offset(owner)
-            for start in range(0, rows, step):
-                stop = min(start + step, rows)
-                own = panel(total, start if len(total) == rows else 0, stop - start)
-                tiles = self.saved.stash[start:stop] if alone else None
-                how = {"fresh_dq": fresh, "fresh_dk": trip.fresh and start == 0, "arrive": trip.arrive}
-                how["stash"] = tiles if tiles is not None and tiles.numel() else None
-                self._block(start, stop, visiting, offset, statistics, own, dk_sum, **how, scratch=scratch)
-                if alone:
-                    weighting.queries(own, q[start:stop], dq[start:stop], start)
-            fresh = False
-        del scratch  # its memory is for the results
-        if not alone:
-            if fresh:
-                total.zero_()  # no block has written to it
-            dq = total if in_place else q.new_empty(q.shape)
-            if rows:
-                weighting.queries(total, q, dq)
-        dk_sum = trip.home("key gradients")
-        del trip
-        if not alone:
-            dk = dk_sum if in_place else k.new_empty(k.shape)
-        if keys:
-            weighting.keys(dk_sum, k, dk)
-        return dq, dk
 
-    def _room(self, keys: int) -> int:
-        """Rows of the sums for dk of so many keys, with what library products write behind them."""
-        multiple: int = self.package.schedule.LIBRARY_MULTIPLE
-        return -(-keys // multiple) * multiple
-
-    def _key_statistics(self) -> Statistics | None:
-        return view(self.saved.key_statistics) if self.package.loss.HAS_KEYS else None
-
-    def _block(
-        self,
-        start: int,
-        stop: int,
-        k: Tensor,
-        key_offset: int,
-        keys: Any,
-        dq_sum: Tensor,
-        dk_sum: Tensor,
-        **how: Any,  # what is fresh; when dk_sum has arrived; tiles that were kept; scratch
-    ) -> None:
-        positives = self.positives + start if isinstance(self.positives, int) else self.positives[start:stop]
-        statistics, rows = self.saved.query_statistics, stop - start
-        self.package.schedule.backward_block(
-            panel(self.call.q, start, rows), k, self.call.scale, self.call.bias, positives, key_offset,
-            view(statistics).panel(start, rows), keys, panel_columns(statistics[2:], start, rows),
-            dq_sum, dk_sum, **how,
-        )  # fmt: skip
+def _room(package: Package, ranks: int) -> int:
+    """For how many keys a ring keeps room from forward to backward: a rank's, if all have as many. A longer shard's are
+    sent once more instead."""
+    return -(-package.key_count // ranks)
 
 
 def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:

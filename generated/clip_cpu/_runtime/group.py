@@ -15,9 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Hears what the others say of their calls, and raises where ranks disagree: called before anything is sent.
-Agreeing = Callable[[], None]
-
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
 PROTOCOL = 9  # raise it with every change of what ranks send to each other
 
@@ -93,12 +90,6 @@ def resolve(group_name: str) -> dist.ProcessGroup:
     return group
 
 
-def group_size(group_name: str) -> int:
-    """Number of ranks of a group that is given by name."""
-    group = find_group(group_name)
-    return 1 if group is None else group.size
-
-
 class Group:
     """The ranks of one process group, in group-rank order; this process is `rank` of `size` (at least 2)."""
 
@@ -138,16 +129,15 @@ class Group:
     def finish_trip(self) -> None:
         _trips[self.process_group] = self.trips + 1
 
-    def ask(
+    def exchange(
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
-    ) -> Callable[[], list[dict[str, Any]]]:
-        """Sends this rank's header to all others, without waiting; the result waits for theirs: in group-rank order.
+    ) -> list[dict[str, Any]]:
+        """Everybody's headers in group-rank order, this rank's among them: a small message between every two hosts, in
+        0.2 ms where they begin together. The device is not involved.
 
-        A small message between every two hosts; the device is not involved. To tell another takes 50 us of an H200's
-        host; between two that begin together the answer is there 0.2 ms later. `phase` is that of the trip, `call` in
-        backward the number of trips before its forward. Raises RuntimeError, then or at the waiting, if somebody's
-        header does not come within the group's timeout, or is of another protocol; where somebody has died, once the
-        others have this rank's header, or the timeout has passed.
+        `phase` is that of the trip, `call` in backward the number of trips before its forward. Raises RuntimeError if
+        somebody's header does not come within the group's timeout, or is of another protocol; where somebody has died,
+        once the others have this rank's header, or the timeout has passed.
         """
         trips = self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
@@ -156,64 +146,48 @@ class Group:
         messages = [bytearray(own) for _ in range(self.size)]  # the others' are received into
         gathered = [torch.frombuffer(message, dtype=torch.uint8) for message in messages]
         peers = [(self.rank - distance) % self.size for distance in range(1, self.size)]
-        receives: list[tuple[int, dist.Work]] = []
-        sends: list[tuple[int, dist.Work]] = []
         failed: list[RuntimeError] = []
 
-        def failure(step: str, error: RuntimeError) -> RuntimeError:
-            named = RuntimeError(
-                f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
-                f"(it has died, hangs, or does not call the loss): {error}"
-            )
-            named.__cause__ = error
-            return named
-
-        def settle(step: str, work: dist.Work) -> None:
+        def attempt(step: str, work: Callable[..., Any], *arguments: Any) -> Any:
             try:
-                if failed:  # within the timeout of the whole: a wait would begin it again
-                    left_s = max(began + self._timeout.total_seconds() - time.monotonic(), _SHORTEST_WAIT_S)
-                    work.wait(datetime.timedelta(seconds=left_s))
-                else:
-                    work.wait()
+                return work(*arguments)
             except RuntimeError as error:
-                failed.append(failure(step, error))
+                failed.append(
+                    RuntimeError(
+                        f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
+                        f"(it has died, hangs, or does not call the loss): {error}"
+                    )
+                )
+                failed[-1].__cause__ = error
 
-        try:  # directly, not by an all-gather: whoever is silent can be named
-            control = self._control_group()
-        except RuntimeError as error:
-            raise failure("connecting", error) from error
-        began = time.monotonic()
-        for peer in peers:
-            try:
-                receives.append((peer, control.recv([gathered[peer]], peer, _CONTROL_TAG)))
-                sends.append((peer, control.send([gathered[self.rank]], peer, _CONTROL_TAG)))
-            except RuntimeError as error:
-                failed.append(failure(f"addressing rank {peer}", error))
-
-        def answers() -> list[dict[str, Any]]:
-            for peer, work in receives:
-                if not failed:
-                    settle(f"waiting for rank {peer}", work)
-            # Also after a failure: gloo drops a message that nobody waits for, and its receiver would blame this rank.
-            for peer, work in sends:
-                settle(f"telling rank {peer}", work)
-            if failed:
-                raise failed[0]
-            received = [bytes(message) for message in messages]
-            if received.count(own) == self.size:  # to decode one takes 20 us
-                return [said] * self.size
-            decoded = {message: _decode(message) for message in dict.fromkeys(received)}
-            headers = [decoded[message] for message in received]  # ranks that say the same share one
-            if any(header["protocol"] != PROTOCOL for header in decoded.values()):
-                each = ", ".join(f"rank {rank}: {header['protocol']}" for rank, header in enumerate(headers))
-                raise RuntimeError(f"ranks disagree: protocol differs ({each})")
-            return headers
-
-        return answers
-
-    def exchange(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """`ask`, and the answers."""
-        return self.ask(header)()
+        control = attempt("connecting", self._control_group)
+        began, works = time.monotonic(), []
+        for peer in () if failed else peers:  # directly, not by an all-gather: whoever is silent can be named
+            step = f"addressing rank {peer}"
+            receive = attempt(step, control.recv, [gathered[peer]], peer, _CONTROL_TAG)
+            send = receive and attempt(step, control.send, [gathered[self.rank]], peer, _CONTROL_TAG)
+            works.append((peer, receive, send))
+        for peer, receive, _ in works:
+            if receive and not failed:
+                attempt(f"waiting for rank {peer}", receive.wait)
+        # Also after a failure: gloo drops a message that nobody waits for, and its receiver would blame this rank.
+        for peer, _, send in works:
+            # Then within the timeout of the whole: a wait would begin it again.
+            left_s = max(began + self._timeout.total_seconds() - time.monotonic(), _SHORTEST_WAIT_S) if failed else 0.0
+            limit = (datetime.timedelta(seconds=left_s),) if failed else ()
+            if send:
+                attempt(f"telling rank {peer}", send.wait, *limit)
+        if failed:
+            raise failed[0]
+        received = [bytes(message) for message in messages]
+        if received.count(own) == self.size:  # to decode one takes 20 us
+            return [said] * self.size
+        decoded = {message: _decode(message) for message in dict.fromkeys(received)}
+        headers = [decoded[message] for message in received]  # ranks that say the same share one
+        if any(header["protocol"] != PROTOCOL for header in decoded.values()):
+            each = ", ".join(f"rank {rank}: {header['protocol']}" for rank, header in enumerate(headers))
+            raise RuntimeError(f"ranks disagree: protocol differs ({each})")
+        return headers
 
     def connect(self, device: torch.device) -> None:
         """Lets every rank take part in the group's first batch of messages on a GPU, which NCCL asks for: in a gather a
@@ -278,9 +252,9 @@ class Layout(NamedTuple):
     keys: tuple[int, ...]
 
     @classmethod
-    def alone(cls, rows: int, keys: int) -> Layout:
+    def alone(cls, q: Tensor, k: Tensor) -> Layout:
         """That of a group of one."""
-        return cls(0, (rows,), (keys,))
+        return cls(0, (q.shape[0],), (k.shape[0],))
 
     def row_offset(self) -> int:
         return sum(self.rows[: self.rank])

@@ -24,7 +24,7 @@ _streams: dict[int, torch.cuda.Stream] = {}  # by device: what messages are star
 class Tensors(NamedTuple):
     """What a trip is given, by the names of the table.
 
-    own     of this rank's keys; on one device the summed ones, too
+    own     of this rank's keys
     kept    what forward leaves for backward. Of a ring, the keys that forward ends with: as many as the largest shard
             has. Of a gather, those of all ranks, in rank order; also where sums go that everybody gets
     dtypes  torch's dtypes of "features" and "statistics"
@@ -46,15 +46,12 @@ class Trip:
     (where the host computes: before the work), and wait for the work of earlier steps only. Afterwards `home(name)` are
     the sums for the own keys, with the contributions of all ranks.
 
-    agree  called before anything is sent, once
-    group  None: one device, and no messages
-
-    Where a transfer fails RuntimeError names phase, hop and peers.
+    `agree` is called once, before anything is sent. Where a transfer fails RuntimeError names phase, hop and peers.
     """
 
     def __init__(
         self,
-        group: Group | None,
+        group: Group,
         table: Table,
         phase: str,
         layout: Layout,
@@ -77,17 +74,15 @@ class Trip:
             if step.owner is not None:
                 self._hop, self._owner = self._hop + 1, self._table.rank(self._layout.rank, step.owner)
             if step.sends:
-                beside = self._group is not None and self._group.overlaps
                 # Buffers first: what is launched to make them is not launched beside the work.
-                self._pending = number, self._ends(step), Moment(self._device, beside)
+                self._pending = number, self._ends(step), Moment(self._device, self._group.overlaps)
                 if step.owner is None or self._device.type != "cuda":
                     self._start()
             if step.owner is not None:
                 yield self._owner
                 self.arrive()  # where there was no work
         self._rooms.release(self._step.sums)
-        if self._group is not None:
-            self._group.finish_trip()
+        self._group.finish_trip()
 
     @property
     def fresh(self) -> bool:
@@ -111,7 +106,7 @@ class Trip:
     def _start(self) -> None:
         """Starts this step's messages if they have not started: behind `_pending`, and not behind the work since."""
         pending, self._pending = self._pending, None
-        if pending is None or self._group is None:
+        if pending is None:
             return
         agree, self._agree = self._agree, None
         if agree is not None:
@@ -187,10 +182,14 @@ class _Rooms(abc.ABC):
     def _new(self, name: str, keys: int, ranks: int | None = None, zero: bool = False) -> Tensor:
         """Room for so many keys, from each of so many ranks."""
         item, like = self._items[name], next(iter(self._tensors.own.values()))
-        dtype = self._tensors.dtypes.get(item.dtype) or getattr(torch, item.dtype)
         each = (item.columns, keys) if item.across else (keys, item.columns)
         shape = each if ranks is None else (ranks, *each)
-        return like.new_zeros(shape, dtype=dtype) if zero else like.new_empty(shape, dtype=dtype)
+        return (like.new_zeros if zero else like.new_empty)(shape, dtype=self._dtype(name))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype = self._items[name].dtype
+        found: torch.dtype = self._tensors.dtypes.get(dtype) or getattr(torch, dtype)
+        return found
 
     def _first(self, name: str, x: Tensor, keys: int) -> Tensor:
         """The part of the first keys."""
@@ -198,7 +197,7 @@ class _Rooms(abc.ABC):
 
 
 class _Slots(_Rooms):
-    """Of a ring: buffers for the largest shard, used by turns. Of one device: its own tensors."""
+    """Of a ring: buffers for the largest shard, used by turns."""
 
     padded = True
 
@@ -216,9 +215,7 @@ class _Slots(_Rooms):
         self._first(name, self._slot(name, target), keys).copy_(given)
 
     def size(self, name: str) -> int:
-        item = self._items[name]
-        dtype = self._tensors.dtypes.get(item.dtype) or getattr(torch, item.dtype)
-        return self._largest * item.columns * dtype.itemsize
+        return self._largest * self._items[name].columns * self._dtype(name).itemsize
 
     def ends(self, sent: Transfer) -> tuple[Message, Message]:
         here, tag = self._layout.rank, self._tags[sent.name]
