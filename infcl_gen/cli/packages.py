@@ -9,6 +9,7 @@ from infcl_gen.cli import options, text
 from infcl_gen.cli.group import Reported, show
 from infcl_gen.cli.options import COUNT, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, VerificationError
+from infcl_gen.kernels import FAMILIES
 
 
 @command(*options.problem)
@@ -44,7 +45,7 @@ def inspect(flags: dict[str, Any]) -> None:
     from infcl_gen.emission.package import kernels_of, read_package
 
     package = read_package(options.directory_name(flags["directory"]), partial=True)
-    files = (package.files.get(name, b"").decode() for name in ("kernels.py", "hopper.py"))
+    files = (package.files.get(name, b"").decode() for name in dict.fromkeys(family.file for family in FAMILIES))
     kernels = [kernel for file in files for kernel in kernels_of(file)]
     sizes = {path: len(content) for path, content in sorted(package.files.items())}
     missing = list(package.missing)

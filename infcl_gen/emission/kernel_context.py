@@ -59,7 +59,8 @@ class Side:
 
 @dataclass(frozen=True)
 class KernelsContext:
-    """The names in the templates of kernels.py and hopper.py. Expressions and lists of arguments are printed."""
+    """The names in the templates of kernels; variants have more, `Family.values`. Expressions and lists of arguments
+    are printed."""
 
     name: str
     loss_formula: str
@@ -93,9 +94,6 @@ class KernelsContext:
     query_share: float
     key_share: float
     positive_rest: float
-    hopper_stages: int
-    hopper_parts: int  # of 64 columns
-    hopper_last: int  # how much is multiplied of the last one
     # The derived mathematics.
     input_precision: str
     slope: str  # of the logit in z, in `scale`
@@ -136,7 +134,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     sampled = "a sample (forward) or of the complete statistics (backward)" if has_keys else (
         "a sample (the backward takes each row's own)"
     )  # fmt: skip
-    hopper_parts = -(-plan.problem.dim // 64)
     if derivation.slope is None or derivation.shift is None:
         raise ValueError("kernels are for affine logits")
     return KernelsContext(
@@ -169,9 +166,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         query_share=derivation.query_share * unit,
         key_share=derivation.key_share * unit,
         positive_rest=derivation.positive_rest * unit,
-        hopper_stages=plan.hopper_stages,
-        hopper_parts=hopper_parts,
-        hopper_last=-(-(plan.problem.dim - 64 * (hopper_parts - 1)) // 16) * 16,
         input_precision=plan.input_precision,
         slope=triton_code(derivation.slope),
         shift=triton_code(derivation.shift),

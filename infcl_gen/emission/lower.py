@@ -97,7 +97,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         context |= _strip_context(plan, profile, at_once=profile.multiprocessors if plan.hopper_stages else 0)
         context["with_ratios"], context["flagged"] = "ratios" in names, "gradient_wide" in names
         context["gather"] = "merge_ranks" in names
-        context["hopper"] = {"longest_strip": hopper.LONGEST_STRIP} if plan.hopper_stages else {}
+        context["hopper"] = {"longest_strip": hopper.FAMILY.longest_strip} if plan.hopper_stages else {}
         found = families(plan)
         context |= kernel_printers(found, plan, kernels)
         kernel = kernels_context(name, plan, derivation, profile)
@@ -106,7 +106,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         templates = kernel_templates([family.template for family in found if family.file == "kernels.py"], kernel)
         files.append(FileSpec("kernels.py", templates, of_kernels))
         files += [
-            FileSpec(family.file, (f"triton/{family.template}.py.jinja",), of_kernels)
+            FileSpec(family.file, (f"triton/{family.template}.py.jinja",), of_kernels | family.values(plan))
             for family in found
             if family.file != "kernels.py"
         ]

@@ -17,11 +17,12 @@ import msgspec
 from infcl_gen.emission.render import content_digest, with_digest
 from infcl_gen.errors import InputError
 from infcl_gen.files import lock, lock_file_of, write_folder
+from infcl_gen.kernels import FAMILIES
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 # What a partial package holds: the files that differ from package to package, for a reader.
-SPECIFIC_FILES = ("hopper.py", "kernels.py", "loss.py", "schedule.py", "spec.py")
+SPECIFIC_FILES = {*(family.file for family in FAMILIES), "loss.py", "schedule.py", "spec.py"}
 _LARGEST_FILE_BYTES = 4 << 20
 
 

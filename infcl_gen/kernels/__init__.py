@@ -8,11 +8,13 @@ module here and one more template: a `Family` with a file of its own, which the 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from infcl_gen.inputs.overrides import KERNELS
-from infcl_gen.kernels import elementwise, forward, fused, gradient, hopper, statistics
+from infcl_gen.kernels import elementwise, forward, fused, gradient, statistics
 from infcl_gen.kernels.arguments import Argument, Kernel
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
@@ -22,16 +24,19 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default_blocks", "families", "tiles"]
 
-FAMILIES = (
-    forward.FAMILY, statistics.FAMILY, gradient.FAMILY, fused.FAMILY, *elementwise.FAMILIES, hopper.FAMILY,
-)  # fmt: skip
+# In the order of kernels.py; then the variants, each a module of this folder.
+_ORDINARY = (forward.FAMILY, statistics.FAMILY, gradient.FAMILY, fused.FAMILY, *elementwise.FAMILIES)
+_MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+_FOUND: list[Family] = [module.FAMILY for module in _MODULES if hasattr(module, "FAMILY")]
+FAMILIES = (*_ORDINARY, *(family for family in _FOUND if family not in _ORDINARY))
 TILES = {family.tile.name: family.tile for family in FAMILIES if family.tile}
 LARGE = 1 << 31  # rows or keys that fill any board
 
 
 def families(choice: Choice) -> tuple[Family, ...]:
     """The families of a package, in the order of its files."""
-    return tuple(each for each in FAMILIES if choice.strategy in each.strategies and each.wanted(choice))
+    here = (each for each in FAMILIES if choice.strategy in each.strategies and each.arch in ("", choice.arch))
+    return tuple(each for each in here if each.wanted(choice))
 
 
 def tiles(strategy: str) -> tuple[Tile, ...]:

@@ -54,6 +54,7 @@ class Kernel:
     stages: int = 1
     wide: bool = False
     registers: str = ""  # of a thread, a constant of the file
+    replaces: str = ""  # of a variant: the kernel of kernels.py
 
     def argument(self, name: str) -> Argument:
         return next(each for each in self.arguments if each.name == name)

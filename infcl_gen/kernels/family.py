@@ -194,6 +194,14 @@ class Family:
     revision    raised when their text, or how they are launched, changes so that other settings may be the fastest:
                 tuning records of an earlier one are stale; 0 if no setting matters
     file        of the package
+
+    A variant has a file of its own. Each of its kernels `replaces` one of kernels.py where this GPU runs it: same tiles
+    and strips, same results.
+
+    arch           the only architecture that it is for, or ""
+    needs          "module:name" that the installed Triton must have for it; the interpreter runs what has no needs
+    values         further names in its template
+    longest_strip  row blocks that one program walks at most, where a multiprocessor runs one program; else 0
     """
 
     template: str
@@ -203,6 +211,14 @@ class Family:
     tile: Tile | None = None
     revision: int = 0
     file: str = "kernels.py"
+    arch: str = ""
+    needs: str = ""
+    values: Callable[[Choice], dict[str, Any]] = lambda choice: {}
+    longest_strip: int = 0
+
+    @property
+    def module(self) -> str:
+        return self.file.removesuffix(".py")
 
 
 def most_strips(panel_rows: int, panel_keys: int, block: Block) -> int:

@@ -7,7 +7,6 @@ from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family
 
 ARCH = "sm_90"
-LONGEST_STRIP = 256  # row blocks of 128: a panel's
 WARPS = 4  # of one group
 Q, K, G = (
     Argument(name, "*features", block=(f"{name.upper()}_BLOCK[0]", f"{name.upper()}_BLOCK[1]"), layout="LAYOUT")
@@ -29,6 +28,13 @@ def stages(choice: Choice) -> int:
     return 9 // -(-choice.dim // 64) if narrow and here and tiled else 0
 
 
+def values(choice: Choice) -> dict[str, int]:
+    """Parts of 64 columns, how much is multiplied of the last, and stages."""
+    parts = -(-choice.dim // 64)
+    last = -(-(choice.dim - 64 * (parts - 1)) // 16) * 16
+    return {"hopper_parts": parts, "hopper_last": last, "hopper_stages": choice.hopper_stages}
+
+
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sizes = (*counts("queries", "keys"), *counts("strip", multiple="never"))
     sums = ("row_exponent", "row_sum", "key_exponent", "key_sum")
@@ -39,9 +45,22 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     own = ("query_exponent", "query_mantissa", "key_ratio", "key_reference", "key_lowest")
     gradient = (Q, K, *SCALARS, *pointers("*fp32", *own), G, *pointers("*int32", "flags"), *sizes)
     return tuple(
-        Kernel(name, arguments, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS")
-        for name, arguments in (("forward_hopper", forward), ("gradient_hopper", gradient))
+        Kernel(
+            f"{name}_hopper", arguments, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", replaces=name
+        )
+        for name, arguments in (("forward", forward), ("gradient", gradient))
     )
 
 
-FAMILY = Family("hopper", kernels, ("panel",), lambda choice: choice.hopper_stages > 0, revision=1, file="hopper.py")
+FAMILY = Family(
+    "hopper",
+    kernels,
+    ("panel",),
+    wanted=lambda choice: choice.hopper_stages > 0,
+    revision=1,
+    file="hopper.py",
+    arch=ARCH,
+    needs="triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",  # so named in 3.6 and 3.7
+    values=values,
+    longest_strip=256,  # of 128 rows: a panel's
+)

@@ -5,7 +5,7 @@
 
 A candidate is a set of `--set` pairs and nothing else, so a record is applied by adding its settings to the problem's
 own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when
-today's plan with its settings would run other kernels (REVISIONS) or the same ones otherwise (`timed_settings`).
+today's plan with its settings would run other kernels (their `revision`) or the same ones otherwise (`timed_settings`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from infcl_gen.errors import InfclError, InputError
 from infcl_gen.files import checksum, lock, lock_file_of, write_file
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
+from infcl_gen.kernels import families
 from infcl_gen.losses import spec_as_dict
 
 if TYPE_CHECKING:
@@ -32,15 +33,7 @@ if TYPE_CHECKING:
     from infcl_gen.planning.planner import Plan
 
 SCHEMA_VERSION = 3
-# Of each family of kernels ("sweep": plain torch), raised when its text, or how it is launched, changes so that other
-# settings may be the fastest. What the host does around kernels does not count.
-REVISIONS = {"forward": 1, "gradient": 1, "product": 1, "fused": 2, "stash": 1, "hopper": 1, "sweep": 1}
-_FAMILIES = {
-    "panel": ("forward", "gradient", "product"),
-    "stash": ("forward", "gradient", "product", "stash"),
-    "fused": ("forward", "fused"),
-    "torch": ("sweep",),
-}
+SWEEP_REVISION = 1  # of plain torch, as a kernel's `Family.revision`; what the host does around kernels does not count
 STATUSES = (
     *("timed", "illegal", "does not compile", "spills", "wrong", "crashed", "hung", "out of memory"),
     *("slower", "not timed"),  # given up after two rounds; ranked too low, or the time was up
@@ -176,8 +169,7 @@ def timed_settings(plan: Plan) -> Settings:
 
 def revisions(plan: Plan) -> dict[str, int]:
     """Of the families of kernels that a plan runs."""
-    families = (*_FAMILIES[plan.strategy], *["hopper"] * (plan.hopper_stages > 0))
-    return {family: REVISIONS[family] for family in families}
+    return {each.template: each.revision for each in families(plan) if each.revision} or {"sweep": SWEEP_REVISION}
 
 
 def record_folders() -> tuple[Path, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.kernels import Argument, Kernel, families
+from infcl_gen.kernels import FAMILIES, Argument, Family, Kernel, families
 from infcl_gen.kernels.arguments import KINDS
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
@@ -27,7 +27,6 @@ from infcl_gen.verification.races import races
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
 SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # that one block may have
 DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
-HOPPER = "_hopper"  # ends the names of the kernels in hopper.py
 BRANCHES = {"FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
 
 
@@ -81,8 +80,8 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
 
 
 def kernels_for(spec: dict[str, Any], target: str) -> list[str]:
-    """The kernels of a package that this target runs: those of hopper.py are for sm_90 alone."""
-    return [name for name in spec["launches"] if target == "sm_90" or not name.endswith(HOPPER)]
+    """The kernels of a package that this target runs: variants are for one alone."""
+    return [kernel.name for family, kernel in _declared(spec) if family.arch in ("", target)]
 
 
 def variants(spec: dict[str, Any], target: str, kernel: Any) -> list[Inputs]:
@@ -116,7 +115,9 @@ def _row(package: Path, spec: dict[str, Any], kernel: str, target: str) -> dict[
 def load_kernels(package: Path, kernel: str = "") -> ModuleType:
     """kernels.py of a package, or the file that holds the kernel of this name, as a module of its own: it needs nothing
     but triton."""
-    path = Path(package) / ("hopper.py" if kernel.endswith(HOPPER) else "kernels.py")
+    variants = (Path(package) / family.file for family in FAMILIES if family.file != "kernels.py")
+    holding = (file for file in variants if kernel and file.exists() and f"\ndef {kernel}(" in file.read_text())
+    path = next(holding, Path(package) / "kernels.py")
     spec = importlib.util.spec_from_file_location(f"infcl_kernels_{abs(hash(str(path.resolve())))}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: not a Python module")
@@ -145,7 +146,8 @@ def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str
     constants: dict[str, Any] = {}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    known = {argument.name: argument for argument in _declared(spec)[kernel].arguments}
+    declared = next(each for _, each in _declared(spec) if each.name == kernel)
+    known = {argument.name: argument for argument in declared.arguments}
     for index, name in enumerate(function.arg_names):
         if name not in known:
             raise InputError(f"{kernel} takes {name}, which kernels of this version of the generator do not")
@@ -159,20 +161,22 @@ def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
     options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
     source = ASTSource(function, signature, constants, attributes)
-    if kernel.endswith(HOPPER):
+    if declared.registers:
+        options["maxnreg"] = getattr(module, declared.registers)
+    if function.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        source, options["maxnreg"] = (GluonASTSource(function, signature, constants, attributes), module.REGISTERS)
+        source = GluonASTSource(function, signature, constants, attributes)
     return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
 
 
-def _declared(spec: dict[str, Any]) -> dict[str, Kernel]:
-    """The kernels of a package by name, with their arguments."""
+def _declared(spec: dict[str, Any]) -> list[tuple[Family, Kernel]]:
+    """The kernels of a package, with their families."""
     names = {field.name for field in dataclasses.fields(Choice)}
     literals = {name: value for name, value in spec["plan"].items() if name in names}
     blocks = {name: Block(**fields) for name, fields in literals["blocks"].items()}
     choice = Choice(**literals | {"arch": spec["device"]["arch"], "blocks": blocks})
-    return {each.name: each for family in families(choice) for each in family.kernels(choice)}
+    return [(family, kernel) for family in families(choice) for kernel in family.kernels(choice)]
 
 
 def _argument_type(argument: Argument, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:

@@ -21,7 +21,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.overrides import parse_overrides
 from infcl_gen.inputs.problem import Problem, make_problem
-from infcl_gen.kernels import forward
+from infcl_gen.kernels import FAMILIES, forward
 from infcl_gen.losses import load_loss
 from infcl_gen.planning import candidates, records
 from infcl_gen.planning.records import Candidate, Found, Key, Missing, Record, read_records, store
@@ -139,6 +139,11 @@ def test_a_stale_record_is_explained_and_not_used(folder: Path) -> None:
     assert done.exit_code == 0 and "no measured settings: the record in h200.json is stale" in done.stdout
 
 
+def revise(patch: pytest.MonkeyPatch, name: str, revision: int) -> None:
+    families = (dataclasses.replace(each, revision=revision) if each.template == name else each for each in FAMILIES)
+    patch.setattr("infcl_gen.kernels.FAMILIES", tuple(families))
+
+
 @pytest.mark.parametrize(
     ("strategy", "dim", "kernels"),
     [
@@ -153,9 +158,11 @@ def test_a_record_is_of_one_revision_of_its_kernels(
 ) -> None:
     problem = h200(dim=dim, set={"strategy": strategy})
     store(record_of(problem, ()), folder)
-    for family, revision in records.REVISIONS.items():
+    revised = {family.template: family.revision for family in FAMILIES if family.revision}
+    assert set(revised) == {"forward", "gradient", "product", "fused", "stash", "hopper"}
+    for family, revision in revised.items():
         with monkeypatch.context() as patch:
-            patch.setitem(records.REVISIONS, family, revision + 1)
+            revise(patch, family, revision + 1)
             if family in kernels:
                 assert f"is stale: revision of {family} was {revision}, now {revision + 1}" in reason(problem)
             else:
@@ -192,7 +199,7 @@ def test_without_kernels_a_record_is_of_the_sweep(folder: Path, monkeypatch: pyt
     problem = make_problem(batch_size="4k", dim=64, target="cpu")
     store(record_of(problem, (("panel_rows", "128"), ("panel_keys", "128"))), folder)
     assert isinstance(find_record(problem), Found)
-    monkeypatch.setitem(records.REVISIONS, "sweep", 2)
+    monkeypatch.setattr(records, "SWEEP_REVISION", 2)
     assert "revision of sweep was 1, now 2" in reason(problem)
 
 
@@ -278,5 +285,5 @@ def test_committed_records_are_intact() -> None:
     for file in files:
         for record in read_records(file):
             assert record.key.board == file.stem and record.timed
-            assert set(record.revisions) <= set(records.REVISIONS)
+            assert set(record.revisions) <= {"sweep", *(family.template for family in FAMILIES if family.revision)}
             assert all(candidate.status in records.STATUSES for candidate in record.candidates)

@@ -31,6 +31,7 @@ from infcl_gen.tuning.search import tune
 from infcl_gen.verification.aot import aot_checks
 from tests.kernels.tiers import LONG
 from tests.tuning.program import OTHER, short_run
+from tests.tuning.test_records import revise
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL: dict[str, Any] = {"batch_size": 256, "dim": 16, "dtype": "fp32", "target": "cpu"}
@@ -318,7 +319,7 @@ def test_finished_families_are_not_tuned_again(tmp_path: Path, monkeypatch: pyte
     key = records.record_key(case.problem, case.loss, case.cluster)
     assert search._resumed(partial, key, case).families == ("forward",)
     with monkeypatch.context() as patch:  # what was timed are kernels of another revision
-        patch.setitem(records.REVISIONS, "forward", 99)
+        revise(patch, "forward", 99)
         assert search._resumed(partial, key, case).families == ()
     stop_at.clear()
     outcome = tune(package, folder, Limits(minutes=1e-9))  # no time: one family, and the record says so
