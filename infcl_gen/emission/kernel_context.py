@@ -49,6 +49,8 @@ class Side:
     other: str
     features: str  # "q" or "k"
     other_features: str
+    strides: str
+    other_strides: str
     share: str
     other_share: str
     product: str  # what is added to the total
@@ -233,12 +235,13 @@ def gradient_exponent(plan: Plan, derivation: Derivation) -> int:
 
 
 def _sides(labels: bool) -> tuple[Side, Side]:
+    strides = ("q_row_stride, q_depth_stride", "k_row_stride, k_depth_stride")
     queries = Side(
-        "queries", "keys", "query", "key", "q", "k", "QUERY_SHARE", "KEY_SHARE", "g k", "+",
+        "queries", "keys", "query", "key", "q", "k", *strides, "QUERY_SHARE", "KEY_SHARE", "g k", "+",
         LABELLED if labels else "rows + (first_positive - first_key)", "own_rows",
     )  # fmt: skip
     keys = Side(
-        "keys", "queries", "key", "query", "k", "q", "KEY_SHARE", "QUERY_SHARE", "g^T q", "-",
+        "keys", "queries", "key", "query", "k", "q", *reversed(strides), "KEY_SHARE", "QUERY_SHARE", "g^T q", "-",
         "rows - (first_positive - first_key)", "tl.maximum(target, 0)",
     )  # fmt: skip
     return queries, keys

@@ -117,7 +117,7 @@ BUGS: dict[str, Bug] = {
     ),
     "statistics are read past the end and dropped": Bug(
         PANEL,
-        (("kernels.py", "own = tl.minimum(rows, queries - 1)", "own = rows"),),
+        (("kernels.py", "own_rows = tl.minimum(rows, queries - 1)", "own_rows = rows"),),
         checks.guarded,
         (RAGGED,),
         "what lies outside the buffers",
