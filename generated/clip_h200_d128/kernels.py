@@ -198,13 +198,13 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
         tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
         tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
     least, most = tl.min(smallest), tl.max(largest)
-    key_sums = tl.sum(lane_sums, axis=0)
-    key_reference = tl.zeros_like(key_sums) + shared
-    least = min(least, tl.min(tl.where(columns < keys, key_sums, 1.0)))
+    column_sums = tl.sum(lane_sums, axis=0)
+    column_reference = tl.zeros_like(column_sums) + shared
+    least = min(least, tl.min(tl.where(columns < keys, column_sums, 1.0)))
     flag = (least < SMALLEST_SUM) | (most > LARGEST_SUM)
     tl.store(flags + program, flag.to(tl.int32))
-    tl.store(key_exponent + number * keys_stride + columns, key_reference, mask=columns < keys)
-    tl.store(key_sum + number * keys_stride + columns, key_sums, mask=columns < keys)
+    tl.store(key_exponent + number * keys_stride + columns, column_reference, mask=columns < keys)
+    tl.store(key_sum + number * keys_stride + columns, column_sums, mask=columns < keys)
 
 
 @triton.jit
@@ -225,8 +225,8 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
         columns = key0 + tl.arange(0, FORWARD_KEYS)
         slope = base2_slope(scale_ptr, bias_ptr)
         key_mask = tl.where(columns < keys, 0.0, float("-inf"))
-        key_reference = tl.full((FORWARD_KEYS,), float("-inf"), tl.float32)
-        key_sums = tl.zeros((FORWARD_KEYS,), tl.float32)
+        column_reference = tl.full((FORWARD_KEYS,), float("-inf"), tl.float32)
+        column_sums = tl.zeros((FORWARD_KEYS,), tl.float32)
         first_row = first_block * FORWARD_ROWS
         for index in range(0, tl.cdiv(min(stop_block * FORWARD_ROWS, queries) - first_row, WIDE_ROWS)):
             row0 = first_row + index * WIDE_ROWS
@@ -236,14 +236,14 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
             row_reference = tl.floor(tl.max(z * slope + key_mask[None, :], axis=1))
             row_sums = tl.sum(tl.exp2(tl.fma(z, slope, -row_reference[:, None]) + key_mask[None, :]), axis=1)
             row_mask = tl.where(rows < queries, 0.0, float("-inf"))
-            top = tl.maximum(key_reference, tl.floor(tl.max(z * slope + row_mask[:, None], axis=0)))
-            key_sums = (key_sums * tl.exp2(key_reference - top)
+            top = tl.maximum(column_reference, tl.floor(tl.max(z * slope + row_mask[:, None], axis=0)))
+            column_sums = (column_sums * tl.exp2(column_reference - top)
                         + tl.sum(tl.exp2(tl.fma(z, slope, -top[None, :]) + row_mask[:, None]), axis=0))
-            key_reference = top
+            column_reference = top
             tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
             tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
-        tl.store(key_exponent + number * keys_stride + columns, key_reference, mask=columns < keys)
-        tl.store(key_sum + number * keys_stride + columns, key_sums, mask=columns < keys)
+        tl.store(key_exponent + number * keys_stride + columns, column_reference, mask=columns < keys)
+        tl.store(key_sum + number * keys_stride + columns, column_sums, mask=columns < keys)
 
 
 @triton.jit
@@ -454,8 +454,7 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
     total += own0.to(tl.int64) * DIM
     places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
     features = load_block(
-        q, own0, 0, queries,
-        q_row_stride, q_depth_stride,
+        q, own0, 0, queries, q_row_stride, q_depth_stride,
         FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
     result = tl.zeros((FUSED_ROWS, 128), tl.float32)
     e = tl.load(query_exponent + own_rows)
@@ -479,8 +478,8 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
         visiting = load_block(
             k, other0, 0, keys,
-            k_row_stride, k_depth_stride,
-            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+            k_row_stride, k_depth_stride, FUSED_KEYS, 128,
+            DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(key_reference + block)
@@ -502,8 +501,8 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
         visiting = load_block(
             k, other0, 0, keys,
-            k_row_stride, k_depth_stride,
-            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+            k_row_stride, k_depth_stride, FUSED_KEYS, 128,
+            DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(key_reference + block)
@@ -556,8 +555,8 @@ def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, que
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
             z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
             visiting = load_block(
-                k, other0, 0, keys, k_row_stride,
-                k_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
+                k, other0, 0, keys, k_row_stride, k_depth_stride,
+                FUSED_WIDE_KEYS, 128, False, WIDEN)
             z = add_products(z, features, visiting, WIDEN)
             z = z.to(tl.float32)
             other_rows = tl.minimum(columns, keys - 1)
@@ -597,8 +596,7 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
     total += own0.to(tl.int64) * DIM
     places = tl.arange(0, FUSED_ROWS)[:, None] * DIM
     features = load_block(
-        k, own0, 0, keys,
-        k_row_stride, k_depth_stride,
+        k, own0, 0, keys, k_row_stride, k_depth_stride,
         FUSED_ROWS, 128, DESCRIPTORS, WIDEN)
     result = tl.zeros((FUSED_ROWS, 128), tl.float32)
     e = tl.load(key_exponent + own_rows)
@@ -622,8 +620,8 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
         visiting = load_block(
             q, other0, 0, queries,
-            q_row_stride, q_depth_stride,
-            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+            q_row_stride, q_depth_stride, FUSED_KEYS, 128,
+            DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(query_reference + block)
@@ -645,8 +643,8 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
         z = tl.zeros((FUSED_ROWS, FUSED_KEYS), tl.float64 if WIDEN else tl.float32)
         visiting = load_block(
             q, other0, 0, queries,
-            q_row_stride, q_depth_stride,
-            FUSED_KEYS, 128, DESCRIPTORS, WIDEN)
+            q_row_stride, q_depth_stride, FUSED_KEYS, 128,
+            DESCRIPTORS, WIDEN)
         z = add_products(z, features, visiting, WIDEN)
         z = z.to(tl.float32)
         reference = tl.load(query_reference + block)
@@ -698,8 +696,8 @@ def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
             z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
             visiting = load_block(
-                q, other0, 0, queries, q_row_stride,
-                q_depth_stride, FUSED_WIDE_KEYS, 128, False, WIDEN)
+                q, other0, 0, queries, q_row_stride, q_depth_stride,
+                FUSED_WIDE_KEYS, 128, False, WIDEN)
             z = add_products(z, features, visiting, WIDEN)
             z = z.to(tl.float32)
             other_rows = tl.minimum(columns, queries - 1)

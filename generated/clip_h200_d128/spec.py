@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "73ff434a1c95a3adb88f3c2269035d67bc3641168bd05655d730b34dae0d8100",
+    "digest": "c012b95bd428be6384d2bbba6006d5969e2623f3aebf54a481984bb84189e580",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -190,13 +190,13 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
         tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
         tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
     least, most = tl.min(smallest), tl.max(largest)
-    key_sums = tl.sum(lane_sums, axis=0)
-    key_reference = tl.zeros_like(key_sums) + shared
-    least = min(least, tl.min(tl.where(columns < keys, key_sums, 1.0)))
+    column_sums = tl.sum(lane_sums, axis=0)
+    column_reference = tl.zeros_like(column_sums) + shared
+    least = min(least, tl.min(tl.where(columns < keys, column_sums, 1.0)))
     flag = (least < SMALLEST_SUM) | (most > LARGEST_SUM)
     tl.store(flags + program, flag.to(tl.int32))
-    tl.store(key_exponent + number * keys_stride + columns, key_reference, mask=columns < keys)
-    tl.store(key_sum + number * keys_stride + columns, key_sums, mask=columns < keys)
+    tl.store(key_exponent + number * keys_stride + columns, column_reference, mask=columns < keys)
+    tl.store(key_sum + number * keys_stride + columns, column_sums, mask=columns < keys)
 
 
 @triton.jit
@@ -217,8 +217,8 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
         columns = key0 + tl.arange(0, FORWARD_KEYS)
         slope = base2_slope(scale_ptr, bias_ptr)
         key_mask = tl.where(columns < keys, 0.0, float("-inf"))
-        key_reference = tl.full((FORWARD_KEYS,), float("-inf"), tl.float32)
-        key_sums = tl.zeros((FORWARD_KEYS,), tl.float32)
+        column_reference = tl.full((FORWARD_KEYS,), float("-inf"), tl.float32)
+        column_sums = tl.zeros((FORWARD_KEYS,), tl.float32)
         first_row = first_block * FORWARD_ROWS
         for index in range(0, tl.cdiv(min(stop_block * FORWARD_ROWS, queries) - first_row, WIDE_ROWS)):
             row0 = first_row + index * WIDE_ROWS
@@ -228,14 +228,14 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
             row_reference = tl.floor(tl.max(z * slope + key_mask[None, :], axis=1))
             row_sums = tl.sum(tl.exp2(tl.fma(z, slope, -row_reference[:, None]) + key_mask[None, :]), axis=1)
             row_mask = tl.where(rows < queries, 0.0, float("-inf"))
-            top = tl.maximum(key_reference, tl.floor(tl.max(z * slope + row_mask[:, None], axis=0)))
-            key_sums = (key_sums * tl.exp2(key_reference - top)
+            top = tl.maximum(column_reference, tl.floor(tl.max(z * slope + row_mask[:, None], axis=0)))
+            column_sums = (column_sums * tl.exp2(column_reference - top)
                         + tl.sum(tl.exp2(tl.fma(z, slope, -top[None, :]) + row_mask[:, None]), axis=0))
-            key_reference = top
+            column_reference = top
             tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
             tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
-        tl.store(key_exponent + number * keys_stride + columns, key_reference, mask=columns < keys)
-        tl.store(key_sum + number * keys_stride + columns, key_sums, mask=columns < keys)
+        tl.store(key_exponent + number * keys_stride + columns, column_reference, mask=columns < keys)
+        tl.store(key_sum + number * keys_stride + columns, column_sums, mask=columns < keys)
 
 
 @triton.jit
@@ -393,9 +393,9 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_rati
         rows = row0 + tl.arange(0, GRADIENT_ROWS)
         z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                        GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
-        own = tl.minimum(rows, queries - 1)
-        e = tl.load(query_exponent + own)
-        a = QUERY_SHARE / tl.load(query_mantissa + own)
+        own_rows = tl.minimum(rows, queries - 1)
+        e = tl.load(query_exponent + own_rows)
+        a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
         lowest = tl.minimum(lowest, e)
         a *= tl.exp2(reference - e)
         value = tl.exp2(tl.fma(z, slope, -reference)) * (a[:, None] + b[None, :])
@@ -420,18 +420,18 @@ def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key
         key0 = key_block * GRADIENT_KEYS
         columns = key0 + tl.arange(0, GRADIENT_KEYS)
         slope = base2_slope(scale_ptr, bias_ptr)
-        visiting = tl.minimum(columns, keys - 1)
-        key_e = tl.load(key_exponent + visiting)
-        b = KEY_SHARE / tl.load(key_mantissa + visiting)
+        visiting_keys = tl.minimum(columns, keys - 1)
+        key_e = tl.load(key_exponent + visiting_keys)
+        b = KEY_SHARE / tl.load(key_mantissa + visiting_keys)
         first_row = first_block * GRADIENT_ROWS
         for index in range(0, tl.cdiv(min(stop_block * GRADIENT_ROWS, queries) - first_row, WIDE_ROWS)):
             row0 = first_row + index * WIDE_ROWS
             rows = row0 + tl.arange(0, WIDE_ROWS)
             z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                            WIDE_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, False, WIDEN)
-            own = tl.minimum(rows, queries - 1)
-            e = tl.load(query_exponent + own)
-            a = QUERY_SHARE / tl.load(query_mantissa + own)
+            own_rows = tl.minimum(rows, queries - 1)
+            e = tl.load(query_exponent + own_rows)
+            a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
             value = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
             value += tl.exp2(tl.fma(z, slope, -key_e[None, :])) * b[None, :]
             corner = g + row0.to(tl.int64) * g_stride + key0

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0e335725c5be4cb2f9fe66423fa5b133349d87d58622f2fc867b4ce5a3955efc",
+    "digest": "1ccecf0108f43164d996f5e0a4d85c2a928937ed09c6ac23a51fa6fe6bf16105",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

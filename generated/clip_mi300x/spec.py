@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "79d49a0feccbf4b056516ecd431654f8ac3df59686b404d9a83bf405189b5119",
+    "digest": "233377b30c5ae5a65ef7a1cd545c9fdb2fd15ff23e61f00a32c98cb6f8890b17",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -346,9 +346,9 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queri
         rows = row0 + tl.arange(0, GRADIENT_ROWS)
         z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                        GRADIENT_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, DESCRIPTORS, WIDEN)
-        own = tl.minimum(rows, queries - 1)
-        e = tl.load(query_exponent + own)
-        a = QUERY_SHARE / tl.load(query_mantissa + own)
+        own_rows = tl.minimum(rows, queries - 1)
+        e = tl.load(query_exponent + own_rows)
+        a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
         value = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
         corner = g + row0.to(tl.int64) * g_stride + key0
         places = tl.arange(0, GRADIENT_ROWS)[:, None] * g_stride + tl.arange(0, GRADIENT_KEYS)[None, :]

@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "add935a382deffea777a31d2a8c25100f5dbb995a83106ab0844567c888c2ba4",
+    "digest": "2bd70e1df61999727441d11088a8e11c1f03b4d04ff8ca7d28b39d089da0145f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

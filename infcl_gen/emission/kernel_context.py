@@ -235,14 +235,17 @@ def gradient_exponent(plan: Plan, derivation: Derivation) -> int:
 
 
 def _sides(labels: bool) -> tuple[Side, Side]:
-    strides = ("q_row_stride, q_depth_stride", "k_row_stride, k_depth_stride")
     queries = Side(
-        "queries", "keys", "query", "key", "q", "k", *strides, "QUERY_SHARE", "KEY_SHARE", "g k", "+",
-        LABELLED if labels else "rows + (first_positive - first_key)", "own_rows",
+        owned="queries", others="keys", own="query", other="key", features="q", other_features="k",
+        strides="q_row_stride, q_depth_stride", other_strides="k_row_stride, k_depth_stride",
+        share="QUERY_SHARE", other_share="KEY_SHARE", product="g k", sign="+",
+        place=LABELLED if labels else "rows + (first_positive - first_key)", row_of_positive="own_rows",
     )  # fmt: skip
     keys = Side(
-        "keys", "queries", "key", "query", "k", "q", *reversed(strides), "KEY_SHARE", "QUERY_SHARE", "g^T q", "-",
-        "rows - (first_positive - first_key)", "tl.maximum(target, 0)",
+        owned="keys", others="queries", own="key", other="query", features="k", other_features="q",
+        strides=queries.other_strides, other_strides=queries.strides,
+        share="KEY_SHARE", other_share="QUERY_SHARE", product="g^T q", sign="-",
+        place="rows - (first_positive - first_key)", row_of_positive="tl.maximum(target, 0)",
     )  # fmt: skip
     return queries, keys
 
