@@ -1,4 +1,16 @@
-"""Planning: from a problem, a derivation and a cluster to a plan, with neither torch nor triton."""
+"""Planning: from a problem, a derivation and a cluster to a plan, with neither torch nor triton.
+
+    problem, derivation, cluster
+      -> candidates   what is possible: strategies with their blocks and transports, and sizes of panels
+      -> memory       buffers of one rank, and those of the table of communication
+      -> work         FLOPs, bytes, exponentials and launches, term by term
+      -> model        both in numbers: the peak of every candidate, and the time of those that fit
+      -> planner      the fastest that keeps the budget
+      -> reasons      why, for people
+
+A plan's table of communication is proved by `schedule` and executed by `timeline` over `events`. `records` finds plans
+that were measured.
+"""
 
 from __future__ import annotations
 

@@ -288,35 +288,31 @@ class CostModel:
     @functools.cached_property
     def _sent(self) -> dict[str, list[_Sent]]:
         """What the table sends in each direction, by kind of step; nothing on one device."""
-        start_s = BATCH_S * (self.profile.target != "cpu")
+        table, cluster = self.table, self.cluster
+        node_gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
+        links = {
+            "device": (cluster.link_gbs.value, cluster.latency_us.value),
+            "node": (node_gbs, cluster.node_latency_us.value),  # by all devices of a node at once
+        }
         found: dict[str, list[_Sent]] = {}
-        for phase in ("forward", "backward") if self.table.world_size > 1 else ():
+        for phase in ("forward", "backward") if table.world_size > 1 else ():
             found[phase] = []
-            for step, count in self.table.kinds(phase).items():
+            for step, count in table.kinds(phase).items():
                 elapsed_s, sums_s, total = 0.0, 0.0, 0
-                for batch in self.table.batches(phase, step, self.sent_bytes):
-                    elapsed_s += start_s
+                for batch in table.batches(phase, step, self.sent_bytes):
+                    elapsed_s += BATCH_S * (self.profile.target != "cpu")
                     together: Counter[tuple[str, str]] = Counter()  # of a role, over a level
                     for sent in batch:
-                        together[self.table.role(sent.name, phase), self.table.level(sent.to)] += self.transfer_bytes(
-                            sent
-                        )
-                    for (role, level), size in together.items():
-                        elapsed_s += self._transfer_s(size, level == "node")
+                        key = table.role(sent.name, phase), table.level(sent.to)
+                        together[key] += self.transfer_bytes(sent)
+                    for (role, level), size in together.items():  # as many bytes to the device as from it
+                        gbs, latency_us = links[level]
+                        elapsed_s += size / (gbs * 1e9) + latency_us * 1e-6
                         total += size
                         if role == "summed" and step.sums_from == 0:  # waited for in this step
                             sums_s = elapsed_s
                 found[phase].append(_Sent(count, step.owner is not None, elapsed_s, sums_s, total))
         return found
-
-    def _transfer_s(self, size: int, network: bool) -> float:
-        """Of one message, of as many bytes to the device as from it."""
-        cluster = self.cluster
-        gbs, latency_us = cluster.link_gbs.value, cluster.latency_us.value
-        if network:  # by all devices of a node at once
-            gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
-            latency_us = cluster.node_latency_us.value
-        return size and size / (gbs * 1e9) + latency_us * 1e-6
 
     # Time of given sizes.
 

@@ -81,7 +81,11 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     largest = _largest_batch(problem, choices, ceiling)
     if smallest > ceiling:
         raise InfeasibleError(_infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest)
-    everything = _candidates(problem, models)
+    everything = [
+        Candidate(order, model, sizes, peak)
+        for order, model in enumerate(models)
+        for sizes, peak in sizes_of(model, problem.settings)
+    ]
     candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
     best = _best(everything, candidates)
     model, sizes, peak = best.model, best.sizes, best.peak_bytes
@@ -120,15 +124,6 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
         raise InputError("--dtype: fp64 is supported with --target cpu only; valid here: bf16, fp16, fp32")
     if problem.precision == "tf32" and cluster.profile.vendor != "nvidia":
         raise InputError(f"--precision: tf32 needs an NVIDIA GPU, not {cluster.profile.name}")
-
-
-def _candidates(problem: Problem, models: list[CostModel]) -> list[Candidate]:
-    """Everything, whatever the budget."""
-    return [
-        Candidate(order, model, sizes, peak)
-        for order, model in enumerate(models)
-        for sizes, peak in sizes_of(model, problem.settings)
-    ]
 
 
 def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate:

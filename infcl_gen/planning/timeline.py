@@ -117,12 +117,10 @@ def execute(
     everybody    every rank by itself, instead of one that stands for all
     lead_s       how far the host is ahead when the device begins: behind other work, as in training. 0: an idle device
     """
-    works = phase_works(plan, model)
-    done = _Step(plan, model, works, communicate, overlap, everybody, lead_s).run()
+    done = _Step(plan, model, communicate, overlap, everybody, lead_s).run()
     if not communicate or plan.world_size == 1:
         return done
-    alone_s = _Step(plan, model, works, False, overlap, False, lead_s).run().step_s
-    return dataclasses.replace(done, alone_s=alone_s)
+    return dataclasses.replace(done, alone_s=_Step(plan, model, False, overlap, False, lead_s).run().step_s)
 
 
 def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
@@ -156,17 +154,10 @@ class _Step:
     """The events of one step: built in the order in which hosts enqueue, then run."""
 
     def __init__(
-        self,
-        plan: Plan,
-        model: CostModel,
-        works: dict[str, Work],
-        communicate: bool,
-        overlap: bool,
-        everybody: bool,
-        lead_s: float,
+        self, plan: Plan, model: CostModel, communicate: bool, overlap: bool, everybody: bool, lead_s: float
     ) -> None:
         cluster, table = model.cluster, model.table
-        self._table, self._model, self._works = table, model, works
+        self._table, self._model, self._works = table, model, phase_works(plan, model)
         self._communicate, self._overlap = communicate, overlap
         self._ranks = range(table.world_size if everybody else 1)
         self._everybody = everybody
@@ -222,7 +213,8 @@ class _Step:
         for number, step in enumerate(self._table.steps(phase)):
             before = [list(tasks) for tasks in self._kernels]
             if step.owner is not None:
-                self._first(phase, hop, arrived.get((step.unchanged_from, "unchanged"), nothing))
+                keys = arrived.get((step.unchanged_from, "unchanged"), nothing)
+                self._part(phase, hop, FIRST_LAUNCHES, work.first_s, keys)
             for batch in self._table.batches(phase, step, self._model.sent_bytes):
                 agreed = agreed or self._agree(phase)
                 name = f"{phase}, message {hop if number or step.owner else 'before'}"
@@ -232,29 +224,22 @@ class _Step:
             if step.owner is None:
                 home = sums
             else:
-                self._rest(phase, hop, sums)
+                launched = self._part(phase, hop, 1 - FIRST_LAUNCHES, work.rest_s, sums)
+                for rank in self._ranks:
+                    self._kernels[rank].append(launched[rank])  # the last kernel is not over before its launch
                 hop += 1
         for rank in self._ranks:
             self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
             self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, home[rank])
 
-    def _first(self, phase: str, hop: int, keys: list[list[Task]]) -> None:
-        """A hop's kernels that add to nothing that travels."""
-        work, name = self._works[phase], f"{phase}, hop {hop}"
+    def _part(self, phase: str, hop: int, share: float, work_s: float, arrived: list[list[Task]]) -> list[Task]:
+        """Kernels of a hop that wait for what has arrived, and their share of its launches, which is returned."""
+        seconds, name, launched = self._launch_s * self._works[phase].launches * share, f"{phase}, hop {hop}", []
         for rank in self._ranks:
-            waits = self._host[rank] + keys[rank]
-            self._enqueue(self._host, rank, "host", name, self._launch_s * work.launches * FIRST_LAUNCHES)
-            self._enqueue(self._kernels, rank, "compute", name, work.first_s, waits)
-
-    def _rest(self, phase: str, hop: int, sums: list[list[Task]]) -> None:
-        """The others, which wait for the sums that travel."""
-        work, name = self._works[phase], f"{phase}, hop {hop}"
-        seconds = self._launch_s * work.launches * (1 - FIRST_LAUNCHES)
-        for rank in self._ranks:
-            waits = self._host[rank] + sums[rank]
-            launched = self._enqueue(self._host, rank, "host", name, seconds)
-            self._enqueue(self._kernels, rank, "compute", name, work.rest_s, waits)
-            self._kernels[rank].append(launched)  # the last kernel is not over before its launch
+            waits = self._host[rank] + arrived[rank]
+            launched.append(self._enqueue(self._host, rank, "host", name, seconds))
+            self._enqueue(self._kernels, rank, "compute", name, work_s, waits)
+        return launched
 
     def _agree(self, phase: str) -> bool:
         """The control exchange: every rank's host tells all others, and reads what each has said."""
