@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import sympy
@@ -100,8 +99,8 @@ class BufferTerm:
     name: str
     phase: str
     shape: tuple[Any, ...]
-    dtype: str  # "features", "statistics", or a dtype by name (bf16: halves of split operands)
     why: str
+    dtype: str = "statistics"  # or "features", or a dtype by name (bf16: halves of split operands)
     pieces: int = 1
 
     @property
@@ -120,78 +119,69 @@ def buffer_terms(choice: Choice, exchange: Exchange) -> tuple[BufferTerm, ...]:
     forward_rows, forward_keys = Min(F, m), Min(G, n)
     kept_keys = W * n if exchange.kept == ALL else 2 * n if exchange.kept == KEPT else n
     terms = [
-        BufferTerm("query_statistics", both, (2 + positive_rows, m), "statistics", "r_i as a wide float; the positive"),
-        v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "statistics", "c_j as a wide float"),
-        v.labels and BufferTerm("labels", both, (m,), "int64", "index of each query's positive"),
-        v.labels and BufferTerm("absent", forward, (m,), "statistics", "NaN for labels that name no key"),
-        BufferTerm("scalars", both, (64, 512), "uint8", "scale, bias, loss, weights and their gradients"),
-        v.library and BufferTerm("workspace", both, (w,), "uint8", "the matrix library keeps it"),
+        BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
+        v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
+        v.labels and BufferTerm("labels", both, (m,), "index of each query's positive", "int64"),
+        v.labels and BufferTerm("absent", forward, (m,), "NaN for labels that name no key"),
+        BufferTerm("scalars", both, (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
+        v.library and BufferTerm("workspace", both, (w,), "the matrix library keeps it", "uint8"),
     ]
     if v.strategy == "stash":
         shape = ceil_div(Min(S, m), Bf) * Bf, ceil_div(n, Kf) * Kf + 16 * ceil_div(2 * ceil_div(n, Kf), 16)
-        why = "kept tiles and the reference of each"
-        terms.append(BufferTerm("stash", both, shape, "features", why))
-    if exchange.kept == ALL and v.strategy == "torch":
-        shape = (3 * W + 7, Min(G, kept_keys))
-        terms.append(BufferTerm("merged_statistics", forward, shape, "statistics", "what adds them up"))
+        terms.append(BufferTerm("stash", both, shape, "kept tiles and the reference of each", "features"))
     if v.strategy == "torch":
-        why = "temporaries of the loss's terms"
-        terms.append(BufferTerm("loss_terms", forward, (8, Min(F, Max(m, n))), "statistics", why))
+        if exchange.kept == ALL:
+            shape = (3 * W + 7, Min(G, kept_keys))
+            terms.append(BufferTerm("merged_statistics", forward, shape, "what adds them up"))
+        terms.append(BufferTerm("loss_terms", forward, (8, Min(F, Max(m, n))), "temporaries of the loss's terms"))
         for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
-            why = "similarities and their exponentials"
-            terms.append(BufferTerm("panel", phase, (a, b), "statistics", why, pieces=2))
-            terms.append(BufferTerm("vectors", phase, (8, a + b), "statistics", "weights along a panel's sides"))
-            if not v.affine:
-                terms.append(BufferTerm("strips", phase, (3, STRIP_ROWS, b), "statistics", "terms of the logit"))
-            if v.separate:
-                terms += [
-                    BufferTerm("widened_queries", phase, (a, D), "statistics", "a panel's rows, in full precision"),
-                    BufferTerm("widened_keys", phase, (b, D), "statistics", "a panel's keys, in full precision"),
-                ]
+            terms += [
+                BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2),
+                BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
+                not v.affine and BufferTerm("strips", phase, (3, STRIP_ROWS, b), "terms of the logit"),
+                v.separate and BufferTerm("widened_queries", phase, (a, D), "a panel's rows, in full precision"),
+                v.separate and BufferTerm("widened_keys", phase, (b, D), "a panel's keys, in full precision"),
+            ]
     else:
         row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
         strips = Min(row_blocks, T)
         why = "partial sums of one panel, merged in a fixed order"
         terms += [
-            BufferTerm("row_partials", forward, (2, key_blocks, forward_rows), "statistics", why),
-            v.has_keys and BufferTerm("key_partials", forward, (2, strips, forward_keys), "statistics", why),
-            BufferTerm("flags", forward, (strips, key_blocks), "int32", "strips of wide range"),
-            BufferTerm("references", forward, (key_blocks,), "statistics", "of each block of keys"),
-            BufferTerm("loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "fp64", "partial sums of the loss"),
+            BufferTerm("row_partials", forward, (2, key_blocks, forward_rows), why),
+            v.has_keys and BufferTerm("key_partials", forward, (2, strips, forward_keys), why),
+            BufferTerm("flags", forward, (strips, key_blocks), "strips of wide range", "int32"),
+            BufferTerm("references", forward, (key_blocks,), "of each block of keys"),
+            BufferTerm("loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"),
         ]
         if v.split:
             why = "one panel's features as bf16 halves, a row for each term"
             row = 8 * ceil_div(SPLIT_TERMS * D, 8)
             for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
-                terms.append(BufferTerm("split_operands", phase, (a + b, row), "bf16", why))
+                terms.append(BufferTerm("split_operands", phase, (a + b, row), why, "bf16"))
     ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
         tiles = (ceil_div(rows, Bg), ceil_div(keys, Kg))
         shape = (tiles[0] * Bg, tiles[1] * Kg)
         strips = (Min(tiles[0], V), tiles[1])
         why = "gradients of one panel's logits"
-        halves = BufferTerm("gradient_panel", backward, (2, *shape), "bf16", f"{why}, high and low half")
+        halves = BufferTerm("gradient_panel", backward, (2, *shape), f"{why}, high and low half", "bf16")
         terms += [
-            halves if v.split else BufferTerm("gradient_panel", backward, shape, "features", why),
-            BufferTerm("gradient_flags", backward, strips, "int32", "strips of wide range"),
-            v.has_keys and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), "statistics", ratios),
+            halves if v.split else BufferTerm("gradient_panel", backward, shape, why, "features"),
+            BufferTerm("gradient_flags", backward, strips, "strips of wide range", "int32"),
+            v.has_keys and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
         ]
     if v.strategy == "fused":
         own = m if ring else rows  # a ring's hop takes all queries at once
         longer = Max(own, n)
-        flags = BufferTerm("gradient_flags", backward, (ceil_div(longer, Bu),), "int32", "programs of wide range")
-        ratio_shape = (ceil_div(longer, Ku), Ku + 2)
-        terms += [
-            BufferTerm("positive_gradients", backward, (own,), "statistics", "g of each positive, unrounded"),
-            v.has_keys and flags,
-            v.has_keys and BufferTerm("ratios", backward, ratio_shape, "statistics", ratios),
-        ]
+        terms.append(BufferTerm("positive_gradients", backward, (own,), "g of each positive, unrounded"))
+        if v.has_keys:
+            why = "programs of wide range"
+            terms.append(BufferTerm("gradient_flags", backward, (ceil_div(longer, Bu),), why, "int32"))
+            terms.append(BufferTerm("ratios", backward, (ceil_div(longer, Ku), Ku + 2), ratios))
     room = n if ring or not v.library else ceil_div(n, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE
-    dq, dk = (
-        BufferTerm(name, backward, (x, D), "features", "returned")
-        for name, x in (("dq", m), ("dk", n if v.separate else room))
-    )
-    total_dq = BufferTerm("dq_accumulator", backward, (m, D), "statistics", "dq over all hops")
+    dq = BufferTerm("dq", backward, (m, D), "returned", "features")
+    dk = BufferTerm("dk", backward, (n if v.separate else room, D), "returned", "features")
+    total_dq = BufferTerm("dq_accumulator", backward, (m, D), "dq over all hops")
     if ring:  # the results are written when what has travelled is gone; dk, if it can be, where others' sums were
         results = (dq,) if exchange.at_once else (dq, dk)
         finished = [total_dq, *results] if v.separate else [total_dq]
@@ -200,32 +190,26 @@ def buffer_terms(choice: Choice, exchange: Exchange) -> tuple[BufferTerm, ...]:
         why = "dk over all query panels, and dq of the panel in work"
         # Under autocast dq and dk of wider features are not rounded: no sums beside them, but in the sums' dtype.
         unrounded = m if v.replay else ceil_div(m - n, 2)
-        sums = BufferTerm("accumulators", backward, (room + Max(rows, unrounded), D), "statistics", why)
+        sums = BufferTerm("accumulators", backward, (room + Max(rows, unrounded), D), why)
         held = [sums, dq, dk] if v.separate else [dq, dk]
         terms += held
         if v.strategy == "torch":  # a panel's scratch is gone when its rows are finished
             terms += [dataclasses.replace(term, phase=finish) for term in held]
     if v.strategy == "torch":
         strip = (1 + v.separate, Min(STRIP_ROWS, rows), D)
-        terms.append(BufferTerm("finish_rows", finish, strip, "statistics", "products for dscale"))
+        terms.append(BufferTerm("finish_rows", finish, strip, "products for dscale"))
     if v.replay:
         why = "what the graphs read"
         terms += [
-            BufferTerm("recorded_features", both, (m + n, D), "features", why),
-            BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), "statistics", why),
-            v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), "statistics", why),
-            v.labels and BufferTerm("recorded_labels", both, (m,), "int64", why),
+            BufferTerm("recorded_features", both, (m + n, D), why, "features"),
+            BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), why),
+            v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), why),
+            v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
             # Kept: the accumulators, and dq and dk, are there too for a call that cannot be recorded meanwhile.
-            BufferTerm("recorded_sums", backward, (m + room, D), "statistics", "what the graphs write"),
+            BufferTerm("recorded_sums", backward, (m + room, D), "what the graphs write"),
         ]
-    terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "statistics", "partial sums of dscale"))
+    terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))
     return tuple(term for term in terms if term)
-
-
-def travelling_bytes(item: Travelling, choice: Choice, keys: int) -> int:
-    """Bytes of a tensor that travels, of this many keys."""
-    sizes = {"features": choice.feature_bytes, "statistics": choice.statistics_bytes, "int64": 8}
-    return keys * item.columns * sizes[item.dtype]
 
 
 class TravellingTerm(NamedTuple):
@@ -237,17 +221,6 @@ class TravellingTerm(NamedTuple):
     why: str
     counts: tuple[int, ...]
     pieces: int = 1
-
-    def bytes(self, choice: Choice, keys: int) -> int:
-        return math.prod(self.counts) * travelling_bytes(self.item, choice, keys)
-
-    def buffer(self, choice: Choice, keys: int) -> Buffer:
-        """Where each rank has this many keys."""
-        item = self.item
-        dtypes = {"features": choice.dtype, "statistics": choice.statistics_dtype}
-        shape = (*self.counts, *((item.columns, keys) if item.across else (keys, item.columns)))
-        name, dtype = f"{self.name} {item.name}", dtypes.get(item.dtype, item.dtype)
-        return Buffer(name, self.phase, self.bytes(choice, keys), shape, dtype, self.why)
 
 
 @functools.lru_cache(maxsize=64)

@@ -31,7 +31,6 @@ from infcl_gen.planning.memory import (
     allocated_bytes,
     buffer_terms,
     exchange_of,
-    travelling_bytes,
     travelling_terms,
 )
 from infcl_gen.planning.work import TimeTerm, time_terms
@@ -155,7 +154,11 @@ class CostModel:
             if all(shape):
                 whole = (term.pieces, *shape) if term.pieces > 1 else tuple(shape)
                 found.append(Buffer(term.name, term.phase, size, whole, names.get(term.dtype, term.dtype), term.why))
-        return (*found, *(term.buffer(self.choice, self.keys) for term in travelling_terms(self.table)))
+        for item, name, phase, why, counts, _ in travelling_terms(self.table):
+            each = (item.columns, self.keys) if item.across else (self.keys, item.columns)
+            size, dtype = math.prod(counts) * self.sent_bytes(item.name), names.get(item.dtype, item.dtype)
+            found.append(Buffer(f"{name} {item.name}", phase, size, (*counts, *each), dtype, why))
+        return tuple(found)
 
     def time_s(self, sizes: Sizes) -> float:
         """Predicted time of one forward and backward that begin on an idle device."""
@@ -197,7 +200,8 @@ class CostModel:
     def sent_bytes(self, name: str) -> int:
         """Bytes of a tensor of a rank's keys that travels."""
         item = next(item for item in self.table.travelling if item.name == name)
-        return travelling_bytes(item, self.choice, self.keys)
+        sizes = {"features": self.choice.feature_bytes, "statistics": self.choice.statistics_bytes, "int64": 8}
+        return self.keys * item.columns * sizes[item.dtype]
 
     def transfer_bytes(self, sent: Transfer) -> int:
         """Bytes of one message."""
@@ -224,12 +228,10 @@ class CostModel:
     @functools.cached_property
     def _parts(self) -> dict[str, tuple[list[int], list[int]]]:
         """By phase, which terms a hop consists of, and which of them come before it adds to sums."""
-        found: dict[str, tuple[list[int], list[int]]] = {"forward": ([], []), "backward": ([], [])}
-        for index, term in enumerate(self._terms):
-            if term.part != "end":
-                found[term.phase][0].append(index)
-            if term.part == "first":
-                found[term.phase][1].append(index)
+        found = {}
+        for phase in ("forward", "backward"):
+            mine = [(index, term.part) for index, term in enumerate(self._terms) if term.phase == phase]
+            found[phase] = [i for i, part in mine if part != "end"], [i for i, part in mine if part == "first"]
         return found
 
     @functools.cached_property
@@ -237,8 +239,8 @@ class CostModel:
         """What is in flight, or has arrived."""
         totals, gpu = dict.fromkeys(Memory._fields, 0), self.profile.target != "cpu"
         for term in travelling_terms(self.table):
-            size = term.bytes(self.choice, self.keys) // term.pieces
-            totals[term.phase] += term.pieces * allocated_bytes(size, 1, gpu)
+            size = math.prod(term.counts) * self.sent_bytes(term.item.name)
+            totals[term.phase] += term.pieces * allocated_bytes(size // term.pieces, 1, gpu)
         return Memory(**totals)
 
     @functools.cached_property
