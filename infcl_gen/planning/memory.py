@@ -11,7 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 import sympy
-from sympy import Expr, Max, Min
+from sympy import Expr
 
 from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
 from infcl_gen.kernels.elementwise import LIBRARY_MULTIPLE
@@ -19,8 +19,8 @@ from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Place, Table, Travelling
 
 MIB = 2**20
-# In the order of `CostModel`'s values: those that differ between sizes of one choice come last.
 STRIP_ROWS = 64  # of a panel, or of features, that the torch strategy works on where it needs temporaries
+# In the order of `CostModel`'s values: those that differ between sizes of one choice come last.
 LEGEND = {
     "m": "query rows of this rank",
     "n": "key rows of this rank",
@@ -48,6 +48,9 @@ LEGEND = {
 }
 SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in LEGEND}
 m, n, W, D, P, e, s, Bf, Kf, Bg, Kg, Bu, Ku, Bo, U, w, F, G, R, C, S, T, V = SYMBOLS.values()
+
+# Unevaluated: comparing their arguments would take a third of the time of a process's first plan.
+Min, Max = (functools.partial(function, evaluate=False) for function in (sympy.Min, sympy.Max))
 
 
 class ceil_div(sympy.Function):
@@ -196,7 +199,7 @@ def buffer_terms(choice: Choice, exchange: Exchange) -> tuple[BufferTerm, ...]:
         if v.strategy == "torch":  # a panel's scratch is gone when its rows are finished
             terms += [dataclasses.replace(term, phase=finish) for term in held]
     if v.strategy == "torch":
-        strip = (1 + v.separate, Min(STRIP_ROWS, rows), D)
+        strip = (1 + v.separate, Min(STRIP_ROWS, R, m), D)
         terms.append(BufferTerm("finish_rows", finish, strip, "products for dscale"))
     if v.replay:
         why = "what the graphs read"

@@ -401,7 +401,7 @@ def host_times(strategy: str, replay: bool) -> tuple[float, float]:
 def _compile(expressions: Sequence[Any], **functions: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the values of SYMBOLS that returns those of the expressions, nested as they are."""
     names = {"Min": min, "Max": max, **functions}
-    function = sympy.lambdify(tuple(SYMBOLS.values()), expressions, modules=[names, "math"])
+    function = sympy.lambdify(tuple(SYMBOLS.values()), expressions, modules=[names, "math"], docstring_limit=0)
     return function  # type: ignore[no-any-return]
 
 

@@ -6,10 +6,13 @@ import dataclasses
 import functools
 from typing import Any
 
-from sympy import Expr, Integer, Max, Min, Rational
+from sympy import Expr, Integer, Rational
 
 from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
-from infcl_gen.planning.memory import Bf, Bg, Bu, C, D, Exchange, F, G, Kf, Kg, P, R, S, T, U, W, ceil_div, e, m, n, s
+
+from infcl_gen.planning.memory import (  # isort: skip
+    Bf, Bg, Bu, C, D, Exchange, F, G, Kf, Kg, Max, Min, P, R, S, T, U, W, ceil_div, e, m, n, s,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
