@@ -15,7 +15,7 @@ import pytest
 import infcl_gen
 from infcl_gen.emission import read_package, write_package
 from infcl_gen.hardware import load_profile
-from infcl_gen.verification.aot import SHARED_BYTES, kernels_for
+from infcl_gen.verification.aot import SHARED_BYTES, Kernels
 from tests.emission.golden import FOLDER, GOLDEN, golden_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,14 +40,12 @@ COMPILE_ALL = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from infcl_gen.emission import read_package
-from infcl_gen.verification.aot import compile_kernel, kernels_for, load_kernels, variants
+from infcl_gen.verification.aot import Kernels
 
-package, target = Path(sys.argv[1]), sys.argv[2]
-spec = read_package(package).spec
-for name in sys.argv[3:] or kernels_for(spec, target):
-    for inputs in variants(spec, target, getattr(load_kernels(package, name), name)):
-        print(json.dumps({"ragged": not inputs.aligned, **asdict(compile_kernel(package, spec, name, target, inputs))}))
+kernels, target = Kernels(Path(sys.argv[1])), sys.argv[2]
+for name in sys.argv[3:] or kernels.names(target):
+    for inputs in kernels.variants(name, target):
+        print(json.dumps({"ragged": not inputs.aligned, **asdict(kernels.compiled(name, target, inputs))}))
 """
 
 
@@ -127,8 +125,8 @@ def test_kernels_for_hopper(dim: int, tmp_path: Path) -> None:
     """Gluon's: within shared memory and without spills; for no other target."""
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="64k", dim=dim, device_profile="h200")
     kernels = ("forward_hopper", "gradient_hopper")
-    others = kernels_for(read_package(package).spec, "sm_100")
-    assert set(kernels_for(read_package(package).spec, "sm_90")) - set(others) == set(kernels)
+    names = Kernels(package).names
+    assert set(names("sm_90")) - set(names("sm_100")) == set(kernels)
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

@@ -99,6 +99,10 @@ class Entry:
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
 
     @property
+    def log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+    @property
     def times_ms(self) -> tuple[float, ...]:
         return tuple(round(value, 6) for values in self.rounds for value in values)
 
@@ -115,10 +119,14 @@ class Entry:
         spread = 1.4826 * statistics.median(abs(value - middle) for value in rounds)
         return 2 * 1.25 * spread / math.sqrt(len(rounds))
 
-    def drop(self, status: str, detail: str = "") -> None:
+    def drop(self, status: str, detail: str) -> None:
         self.status, self.detail = status, detail
+        self.end()
+
+    def end(self) -> None:
         if self.process is not None:
             self.process.kill()
+            self.process = None
 
 
 def hopeless(racing: Sequence[Entry]) -> list[Entry]:
@@ -137,26 +145,23 @@ def fastest(racing: Sequence[Entry], incumbent: Entry | None) -> Entry:
     return best if gain > noise else incumbent
 
 
+@dataclasses.dataclass
 class Family:
     """The search in one family. The first entry is the best so far, which wins ties."""
 
-    def __init__(
-        self,
-        case: Case,
-        family: str,
-        best: Settings,
-        limits: Limits,
-        scratch: Path,
-        plant: Callable[[Settings, Path], None] | None,
-        progress: Progress | None,
-        earlier: Mapping[Proposed, float] | None = None,
-    ) -> None:
-        self.earlier = earlier or {}
-        self.case, self.family, self.best, self.limits = case, family, best, limits
-        self.scratch, self.plant = scratch, plant
-        self.progress = progress or (lambda *_: None)
-        self.device = "cpu" if case.cluster.profile.target == "cpu" else "cuda"
-        self.entries: list[Entry] = []
+    case: Case
+    family: str
+    best: Settings
+    limits: Limits
+    scratch: Path
+    plant: Callable[[Settings, Path], None] | None = None
+    progress: Progress = lambda *_: None
+    earlier: Mapping[Proposed, float] = dataclasses.field(default_factory=dict)
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.case.cluster.profile.target == "cpu" else "cuda"
 
     def run(self, propose: Propose, deadline: float) -> tuple[Settings, str, tuple[Candidate, ...]]:
         """The winner's settings, the digest of its package as it was timed, and every candidate with its fate."""
@@ -176,8 +181,7 @@ class Family:
             winner = self._winner()
         finally:
             for entry in self.entries:
-                if entry.process is not None:
-                    entry.process.kill()
+                entry.end()
         candidates = tuple(
             Candidate(self.family, e.settings, e.status or "timed", e.detail[:300], e.predicted_ms, e.times_ms)
             for e in self.entries
@@ -189,30 +193,32 @@ class Family:
 
     def _judge_legality(self) -> None:
         """Drops what is illegal, and removes what is the same plan as an earlier candidate."""
-        case, base = self.case, None
-        if self.family != "panel":
-            base = case.default.blocks[self.family]
         entries, self.entries, seen = self.entries, [], []
         for entry in entries:
-            if base is not None:
-                fields = {k.partition(".")[2]: int(v) for k, v in entry.settings if _is_block(k, self.family)}
-                block = dataclasses.replace(base, **fields)
-                entry.distance = sum(abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS)
-                found = TILES[self.family].violations(block, case.default, case.cluster.profile)
-                if found and fields:
-                    entry.drop("illegal", "; ".join(found))
-            if not entry.status:
-                try:
-                    planned = case.plan(entry.settings)
-                except InfclError as error:
-                    entry.drop("illegal", str(error))
-                else:
-                    entry.predicted_ms = 1e3 * planned.predicted_time_s
-                    tiles = (planned.panel_rows, planned.panel_keys, planned.products, planned.blocks)
-                    if tiles in seen:
-                        continue
-                    seen.append(tiles)
+            try:
+                planned = self._plan(entry)
+            except InfclError as error:
+                entry.drop("illegal", str(error))
+            else:
+                entry.predicted_ms = 1e3 * planned.predicted_time_s
+                tiles = (planned.panel_rows, planned.panel_keys, planned.products, planned.blocks)
+                if tiles in seen:
+                    continue
+                seen.append(tiles)
             self.entries.append(entry)
+
+    def _plan(self, entry: Entry) -> Plan:
+        """Its plan; it learns how far its block is from the default's. Raises InfclError if it is illegal."""
+        default, prefix = self.case.default, f"{self.family}."
+        fields = {key.removeprefix(prefix): int(size) for key, size in entry.settings if key.startswith(prefix)}
+        if fields:
+            base = default.blocks[self.family]
+            block = dataclasses.replace(base, **fields)
+            entry.distance = sum(abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS)
+            found = TILES[self.family].violations(block, default, self.case.cluster.profile)
+            if found:
+                raise InputError("; ".join(found))
+        return self.case.plan(entry.settings)
 
     def _rank(self, count: int) -> None:
         """Keep the best so far, which stays the first, and the `count` - 1 most promising, in that order: if the time
@@ -231,13 +237,15 @@ class Family:
         for entry in racing[count - 1 :]:
             entry.drop("not timed", "others are predicted to be faster, are nearer to the default, or were fast before")
 
-    def _write(self, entry: Entry) -> None:
+    def _start(self, entry: Entry, task: str, *arguments: str) -> None:
+        """A process that does a task of the worker, with the package that is written first."""
         if not entry.digest:
             files = self.case.files(entry.settings)
             write_package(files, entry.folder)
             entry.digest = content_digest(files)
             if self.plant is not None:
                 self.plant(entry.settings, entry.folder)
+        entry.process = Worker(f"{_WORKER}:{task}", [str(entry.folder), *arguments], entry.log)
 
     def _compile(self, until: float) -> None:
         """Ahead of time, each in a process of its own, as many at once as there are jobs; the best so far runs as it
@@ -260,10 +268,7 @@ class Family:
                 return
             part = todo[start : start + self.limits.jobs]
             for entry in part:
-                self._write(entry)
-                entry.process = Worker(
-                    f"{_WORKER}:compile_kernels", [str(entry.folder), arch, *kernels], self._log(entry)
-                )
+                self._start(entry, "compile_kernels", arch, *kernels)
             for entry, answer in self._answers(part, self.limits.compile_s, "does not compile"):
                 used = answer["resources"]
                 spilled = [f"{r['kernel']}: {r['spill_bytes']} bytes" for r in used if r["spill_bytes"]]
@@ -271,17 +276,13 @@ class Family:
                 if spilled or large:
                     entry.drop("spills", "; ".join(spilled) or f"too much shared memory: {', '.join(large)}")
             for entry in part:
-                if entry.process is not None:
-                    entry.process.kill()
-                    entry.process = None
+                entry.end()
             self.progress(f"{self.family}: compile", min(start + len(part), len(todo)), len(todo))
 
     def _gate(self) -> None:
         """Start them all, each in its process, and let them judge themselves; no times are taken meanwhile."""
-        racing = self._racing()
-        for entry in racing:
-            self._write(entry)
-            entry.process = Worker(f"{_WORKER}:run", [str(entry.folder), self.device], self._log(entry))
+        for entry in self._racing():
+            self._start(entry, "run", self.device)
         for step, step_s in enumerate((self.limits.load_s, self.limits.gate_s), start=1):
             self._answers(self._racing(), step_s, "crashed")
             self.progress(f"{self.family}: check", step, 3)
@@ -345,7 +346,7 @@ class Family:
                     if answer is None:
                         entry.drop("hung", f"no answer within {timeout_s:g} s")
                     elif "ended" in answer:
-                        entry.drop(otherwise, f"{answer['ended']}: {last_line(self._log(entry))}")
+                        entry.drop(otherwise, f"{answer['ended']}: {last_line(entry.log)}")
                     elif "failed" in answer:
                         entry.drop(answer["failed"], answer["detail"])
                     else:
@@ -355,13 +356,6 @@ class Family:
                     process.kill()
                 raise
         return found
-
-    def _log(self, entry: Entry) -> Path:
-        return entry.folder.with_suffix(".log")
-
-
-def _is_block(key: str, family: str) -> bool:
-    return key.startswith(f"{family}.")
 
 
 def proposed(family: str, settings: Settings) -> Proposed:

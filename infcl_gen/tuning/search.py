@@ -82,7 +82,7 @@ def tune(
     records: Path | None = None,
     limits: Limits | None = None,
     propose: Propose | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     plant: Callable[[Settings, Path], None] | None = None,
 ) -> Outcome:
     """Tune the package in `folder` on this machine, write the record to `records` (the user's data folder), and the
@@ -133,7 +133,10 @@ def tune(
     path = write_package(case.files(record.settings), folder, force=True)
     if record.complete:
         partial.unlink(missing_ok=True)
-    return Outcome(record, file, path, *_first_and_last_ms(record))
+    default_ms, best_ms = (
+        _median_ms(record, *which) for which in ((record.families[0], ()), (record.families[-1], record.settings))
+    )
+    return Outcome(record, file, path, default_ms, best_ms)
 
 
 def families(default: Plan) -> tuple[str, ...]:
@@ -218,9 +221,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _first_and_last_ms(record: Record) -> tuple[float | None, float | None]:
-    """Medians of the default in the first family and of the winner in the last one."""
-    first = [c for c in record.candidates if c.family == record.families[0] and not c.settings]
-    last = [c for c in record.candidates if c.family == record.families[-1] and c.settings == record.settings]
-    medians = [statistics.median(c[0].times_ms) if c and c[0].times_ms else None for c in (first, last)]
-    return medians[0], medians[1]
+def _median_ms(record: Record, family: str, settings: Settings) -> float | None:
+    """Of one candidate; None if it was not timed."""
+    times = [c.times_ms for c in record.candidates if (c.family, c.settings) == (family, settings) and c.times_ms]
+    return statistics.median(times[0]) if times else None

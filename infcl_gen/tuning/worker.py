@@ -16,13 +16,12 @@ SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the othe
 
 def compile_kernels(requests: Requests, answer: Answer, folder: str, target: str, *kernels: str) -> None:
     """Answers what each kernel of the package takes on an architecture."""
-    from infcl_gen.emission import read_package
-    from infcl_gen.verification.aot import compile_variants
+    from infcl_gen.verification.aot import Kernels
 
     with _reported(answer):
-        spec = read_package(folder).spec
-        used = [vars(each) for name in kernels for each in compile_variants(Path(folder), spec, name, target)]
-        answer(done="compiled", resources=used)
+        found = Kernels(Path(folder))
+        ways = [(name, target, inputs) for name in kernels for inputs in found.variants(name, target)]
+        answer(done="compiled", resources=[vars(found.compiled(*way)) for way in ways])
 
 
 def run(requests: Requests, answer: Answer, folder: str, device: str) -> None:

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.kernels import FAMILIES, Argument, Family, Kernel, families
+from infcl_gen.kernels import Argument, Family, Kernel, families
 from infcl_gen.kernels.arguments import KINDS
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
@@ -63,40 +64,122 @@ class Resources:
     races: tuple[str, ...]
 
 
+class Kernels:
+    """The kernels of a package, to be compiled ahead of time: they need nothing but triton."""
+
+    def __init__(self, package: Path) -> None:
+        from infcl_gen.emission.package import read_package
+
+        self.folder = Path(package)
+        self.spec = read_package(package).spec
+        self._modules: dict[str, ModuleType] = {}
+
+    @cached_property
+    def _declared(self) -> dict[str, tuple[Family, Kernel]]:
+        """Each kernel of the package, and its family."""
+        plan, names = self.spec["plan"], {field.name for field in dataclasses.fields(Choice)}
+        literals = {name: value for name, value in plan.items() if name in names}
+        blocks = {name: Block(**fields) for name, fields in literals["blocks"].items()}
+        choice = Choice(**literals | {"arch": self.spec["device"]["arch"], "blocks": blocks})
+        return {kernel.name: (family, kernel) for family in families(choice) for kernel in family.kernels(choice)}
+
+    def names(self, target: str) -> list[str]:
+        """The kernels that this target runs: variants are for one alone."""
+        return [name for name, (family, _) in self._declared.items() if family.arch in ("", target)]
+
+    def variants(self, kernel: str, target: str) -> list[Inputs]:
+        """The ways in which a schedule launches a kernel on the inputs that it was planned for: on ragged sizes one may
+        spill that fits on whole tiles."""
+        descriptors = bool(self.spec["plan"]["descriptors"]) and target in DESCRIPTOR_TARGETS
+        decided = BRANCHES & set(getattr(self._module(kernel), kernel).arg_names)
+        branches = (False, True) if decided else (False,)
+        return [Inputs(aligned, descriptors, other) for aligned in (True, False) for other in branches]
+
+    def compiled(self, kernel: str, target: str, inputs: Inputs) -> Resources:
+        """Compiles a kernel as its schedule launches it on such inputs and reads the resources off the binary."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        module, launch = self._module(kernel), self.spec["launches"][kernel]
+        function, declared = getattr(module, kernel), self._declared[kernel][1]
+        known = {argument.name: argument for argument in declared.arguments}
+        constants: dict[str, Any] = {}
+        signature: dict[str, str] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        for index, name in enumerate(function.arg_names):
+            if name not in known:
+                raise InputError(f"{kernel} takes {name}, which kernels of this version of the generator do not")
+            kind = self._type(known[name], module, inputs)
+            if kind == "constexpr":
+                constants[name] = _constant(name, inputs, module)
+            elif kind.startswith("*") or (kind == "i32" and self._divisible(known[name], inputs)):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            signature[name] = kind
+        nvidia = target.startswith("sm_")
+        gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+        options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
+        source = ASTSource(function, signature, constants, attributes)
+        if declared.registers:
+            options["maxnreg"] = getattr(module, declared.registers)
+        if function.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            source = GluonASTSource(function, signature, constants, attributes)
+        return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
+
+    def _module(self, kernel: str) -> ModuleType:
+        """The file that holds the kernel of this name, as a module of its own."""
+        file = self._declared[kernel][0].file
+        if file not in self._modules:
+            path = self.folder / file
+            spec = importlib.util.spec_from_file_location(f"infcl_kernels_{abs(hash(str(path.resolve())))}", path)
+            if spec is None or spec.loader is None:
+                raise InputError(f"{path}: not a Python module")
+            module = self._modules[file] = importlib.util.module_from_spec(spec)
+            sys.modules[module.__name__] = module  # triton finds a kernel's globals through its module
+            spec.loader.exec_module(module)
+        return self._modules[file]
+
+    def _type(self, argument: Argument, module: ModuleType, inputs: Inputs) -> str:
+        """An argument's type in Triton."""
+        plan = self.spec["plan"]
+        kind = KINDS[argument.kind].format(operands=plan["operand_dtype"], inputs=self.spec["problem"]["dtype"])
+        stored = argument.name == "stash" and bool(argument.block)
+        if stored and inputs.other:  # any tensor where nothing is kept
+            return "*fp32"
+        if argument.block and (plan["descriptors"] if stored else inputs.descriptors):
+            sizes = ", ".join(str(_size(word, module)) for word in argument.block)
+            layout = f",{getattr(module, argument.layout)!r}" if argument.layout else ""
+            return f"tensordesc<{kind[1:]}[{sizes}]{layout}>"
+        return kind
+
+    def _divisible(self, argument: Argument, inputs: Inputs) -> bool:
+        """Whether Triton may take this argument for a multiple of 16."""
+        of_dim = argument.multiple == "dim" and self.spec["problem"]["dim"] % 16 == 0
+        return argument.multiple == "always" or of_dim or (argument.multiple != "never" and inputs.aligned)
+
+
 def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
     """One row (check, passed, detail) for each target and kernel: the largest of its variants.
 
     Raises InputError for an unknown target.
     """
-    from infcl_gen.emission.package import read_package
-
     unknown = sorted(set(targets) - set(SHARED_BYTES))
     if unknown:
         raise InputError(f"--aot: unknown target {', '.join(unknown)}; known: {', '.join(sorted(SHARED_BYTES))}")
-    spec = read_package(package).spec
-    if not (Path(package) / "kernels.py").exists():
+    kernels = Kernels(package)
+    if not (kernels.folder / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]
-    return [_row(package, spec, kernel, target) for target in targets for kernel in kernels_for(spec, target)]
+    return [_row(kernels, name, target) for target in targets for name in kernels.names(target)]
 
 
-def kernels_for(spec: dict[str, Any], target: str) -> list[str]:
-    """The kernels of a package that this target runs: variants are for one alone."""
-    return [kernel.name for family, kernel in _declared(spec) if family.arch in ("", target)]
-
-
-def variants(spec: dict[str, Any], target: str, kernel: Any) -> list[Inputs]:
-    """The ways in which a schedule launches a kernel on the inputs that it was planned for."""
-    descriptors = bool(spec["plan"]["descriptors"]) and target in DESCRIPTOR_TARGETS
-    branches = (False, True) if BRANCHES & set(kernel.arg_names) else (False,)
-    return [Inputs(aligned, descriptors, other) for aligned in (True, False) for other in branches]
-
-
-def _row(package: Path, spec: dict[str, Any], kernel: str, target: str) -> dict[str, Any]:
+def _row(kernels: Kernels, kernel: str, target: str) -> dict[str, Any]:
     check, limit = f"aot {target} {kernel}", SHARED_BYTES[target]
     found: list[Resources] = []
-    for inputs in variants(spec, target, getattr(load_kernels(package, kernel), kernel)):
+    for inputs in kernels.variants(kernel, target):
         try:
-            found.append(compile_kernel(package, spec, kernel, target, inputs))
+            found.append(kernels.compiled(kernel, target, inputs))
         except ToolchainError:
             raise
         except Exception as error:  # whatever a compiler throws is this check's result
@@ -112,87 +195,6 @@ def _row(package: Path, spec: dict[str, Any], kernel: str, target: str) -> dict[
     return {"check": check, "passed": shared <= limit and spilled == 0 and not raced, "detail": detail}
 
 
-def load_kernels(package: Path, kernel: str = "") -> ModuleType:
-    """kernels.py of a package, or the file that holds the kernel of this name, as a module of its own: it needs nothing
-    but triton."""
-    variants = (Path(package) / family.file for family in FAMILIES if family.file != "kernels.py")
-    holding = (file for file in variants if kernel and file.exists() and f"\ndef {kernel}(" in file.read_text())
-    path = next(holding, Path(package) / "kernels.py")
-    spec = importlib.util.spec_from_file_location(f"infcl_kernels_{abs(hash(str(path.resolve())))}", path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path}: not a Python module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # triton finds a kernel's globals through its module
-    spec.loader.exec_module(module)
-    return module
-
-
-def compile_variants(package: Path, spec: dict[str, Any], kernel: str, target: str) -> list[Resources]:
-    """`compile_kernel` in all ways in which the schedule launches it: on ragged sizes a kernel may spill that fits on
-    whole tiles."""
-    ways = variants(spec, target, getattr(load_kernels(package, kernel), kernel))
-    return [compile_kernel(package, spec, kernel, target, inputs) for inputs in ways]
-
-
-def compile_kernel(package: Path, spec: dict[str, Any], kernel: str, target: str, inputs: Inputs) -> Resources:
-    """Compiles one kernel as its schedule launches it on such inputs and reads the resources off the binary."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module = load_kernels(package, kernel)
-    function = getattr(module, kernel)
-    launch = spec["launches"][kernel]
-    constants: dict[str, Any] = {}
-    signature: dict[str, str] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    declared = next(each for _, each in _declared(spec) if each.name == kernel)
-    known = {argument.name: argument for argument in declared.arguments}
-    for index, name in enumerate(function.arg_names):
-        if name not in known:
-            raise InputError(f"{kernel} takes {name}, which kernels of this version of the generator do not")
-        kind = _argument_type(known[name], spec, module, inputs)
-        if kind == "constexpr":
-            constants[name] = _constant(name, inputs, module)
-        elif kind.startswith("*") or (kind == "i32" and _divisible(known[name], spec, inputs)):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        signature[name] = kind
-    nvidia = target.startswith("sm_")
-    gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
-    options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
-    source = ASTSource(function, signature, constants, attributes)
-    if declared.registers:
-        options["maxnreg"] = getattr(module, declared.registers)
-    if function.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source = GluonASTSource(function, signature, constants, attributes)
-    return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
-
-
-def _declared(spec: dict[str, Any]) -> list[tuple[Family, Kernel]]:
-    """The kernels of a package, with their families."""
-    names = {field.name for field in dataclasses.fields(Choice)}
-    literals = {name: value for name, value in spec["plan"].items() if name in names}
-    blocks = {name: Block(**fields) for name, fields in literals["blocks"].items()}
-    choice = Choice(**literals | {"arch": spec["device"]["arch"], "blocks": blocks})
-    return [(family, kernel) for family in families(choice) for kernel in family.kernels(choice)]
-
-
-def _argument_type(argument: Argument, spec: dict[str, Any], module: ModuleType, inputs: Inputs) -> str:
-    """Its type in Triton."""
-    operands, inputs_dtype = spec["plan"]["operand_dtype"], spec["problem"]["dtype"]
-    kind = KINDS[argument.kind].format(operands=operands, inputs=inputs_dtype)
-    stored = argument.name == "stash" and bool(argument.block)
-    if stored and inputs.other:  # any tensor where nothing is kept
-        return "*fp32"
-    if argument.block and (spec["plan"]["descriptors"] if stored else inputs.descriptors):
-        sizes = ", ".join(str(_size(word, module)) for word in argument.block)
-        layout = f",{getattr(module, argument.layout)!r}" if argument.layout else ""
-        return f"tensordesc<{kind[1:]}[{sizes}]{layout}>"
-    return kind
-
-
 def _size(word: str, module: ModuleType) -> int:
     """A number, a constant of the module or half of one, or an item of a list there."""
     if word.isdigit():
@@ -206,23 +208,18 @@ def _size(word: str, module: ModuleType) -> int:
     return value // int(divisor or 1)
 
 
-def _divisible(argument: Argument, spec: dict[str, Any], inputs: Inputs) -> bool:
-    """Whether Triton may take this argument for a multiple of 16."""
-    of_dim = argument.multiple == "dim" and spec["problem"]["dim"] % 16 == 0
-    return argument.multiple == "always" or of_dim or (argument.multiple != "never" and inputs.aligned)
-
-
 def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
+    """What a launch passes for a `tl.constexpr`."""
     if name == "ROWS":
         return getattr(module, "GRADIENT_KEYS" if hasattr(module, "GRADIENT_KEYS") else "FUSED_KEYS").value
     if name == "SHARE":
         return module.QUERY_SHARE.value
     if name.endswith("depth_stride"):
         return 1
-    if name == "KEYS":
-        return inputs.other
-    flags = {"MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False}
-    return (flags | {"STASH": not inputs.other, "FRESH": inputs.other, "DOTS": True, "BLOCK": 1024})[name]
+    return {
+        "MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False, "DOTS": True, "BLOCK": 1024,
+        "STASH": not inputs.other, "FRESH": inputs.other, "KEYS": inputs.other,
+    }[name]  # fmt: skip
 
 
 def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources:

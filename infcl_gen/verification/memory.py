@@ -8,10 +8,11 @@ meter.peak_bytes
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -28,38 +29,36 @@ class PeakMeter:
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.peak_bytes = 0
-        self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> PeakMeter:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-            if clear is not None:
-                clear()
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
-            return self
-        self._exits.enter_context(_quiet())
-        self._profile = self._exits.enter_context(
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        )
+        self._measuring = self._on_a_gpu() if self.device.type == "cuda" else self._on_the_cpu()
+        self._measuring.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
-            return
-        self._exits.__exit__(kind, error, trace)
-        if kind is None:
-            events = self._profile.profiler.kineto_results.events()
-            sizes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-            live = 0
-            for _, size in sorted(sizes, key=lambda event: event[0]):
-                live += size
-                self.peak_bytes = max(self.peak_bytes, live)
+    def __exit__(self, *error: Any) -> None:
+        self._measuring.__exit__(*error)
+
+    @contextlib.contextmanager
+    def _on_a_gpu(self) -> Iterator[None]:
+        torch.cuda.synchronize(self.device)
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:
+            clear()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        torch.cuda.synchronize(self.device)
+        self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before
+
+    @contextlib.contextmanager
+    def _on_the_cpu(self) -> Iterator[None]:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            yield
+        events = profile.profiler.kineto_results.events()
+        changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+        changes.sort(key=lambda change: change[0])
+        self.peak_bytes = max(itertools.accumulate((size for _, size in changes), initial=0))
 
 
 @contextlib.contextmanager

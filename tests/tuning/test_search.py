@@ -159,7 +159,7 @@ def test_candidates_are_compiled_before_they_are_run(tmp_path: Path) -> None:
         (("gradient.keys", "256"), ("gradient.rows", "256"), ("gradient.warps", "16")),
         (("gradient.keys", "256"), ("gradient.rows", "64")),
     ]
-    run = Family(case, "gradient", (), Limits(jobs=2), tmp_path, None, None)
+    run = Family(case, "gradient", (), Limits(jobs=2), tmp_path)
     run.entries = [Entry(settings, tmp_path / f"c{index}") for index, settings in enumerate(wanted)]
     run._judge_legality()
     assert not any(entry.status for entry in run.entries)
@@ -175,7 +175,7 @@ def test_a_candidate_may_spill_on_no_size(tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
     tiles = {"rows": "128", "keys": "256", "depth": "64", "warps": "8", "stages": "4"}
     settings = tuple(sorted((f"forward.{name}", value) for name, value in tiles.items()))
-    run = Family(search._case(read_package(package).spec), "forward", (), Limits(), tmp_path, None, None)
+    run = Family(search._case(read_package(package).spec), "forward", (), Limits(), tmp_path)
     run.entries = [Entry((), tmp_path / "c0"), Entry(settings, tmp_path / "c1")]
     run._judge_legality()
     run._compile(math.inf)
@@ -190,7 +190,7 @@ def test_compiling_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
     case = search._case(read_package(package).spec)
     wanted = [(), *((("gradient.stages", str(stages)),) for stages in (2, 3, 4))]
-    run = Family(case, "gradient", (), Limits(jobs=2), tmp_path, None, None)
+    run = Family(case, "gradient", (), Limits(jobs=2), tmp_path)
     run.entries = [Entry(settings, tmp_path / f"c{index}") for index, settings in enumerate(wanted)]
     monkeypatch.setattr("infcl_gen.tuning.family.Worker", lambda *_: SimpleNamespace(kill=lambda: None))
     monkeypatch.setattr(run, "_answers", lambda part, *_: [(entry, {"resources": []}) for entry in part])
@@ -351,7 +351,7 @@ def test_every_family_of_every_strategy_has_legal_candidates(
     case = search._case(read_package(package).spec)
     assert set(search.families(case.default)) == expected
     for family in expected:
-        run = Family(case, family, (), Limits(), tmp_path, None, None)
+        run = Family(case, family, (), Limits(), tmp_path)
         offered = search.proposals(case, family, ())
         every = 1 if LONG or len(offered) < 60 else 3
         wanted = dict.fromkeys([(), *offered[::every]])
@@ -371,13 +371,13 @@ def test_the_most_promising_are_compiled_first(tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", batch_size="16k", dim=768, device_profile="h200")
     case = search._case(read_package(package).spec)
     best: Settings = (("forward.stages", "2"),)
-    judged = Family(case, "gradient", best, Limits(), tmp_path, None, None)
+    judged = Family(case, "gradient", best, Limits(), tmp_path)
     wanted = dict.fromkeys([best, *search.proposals(case, "gradient", best)])
     judged.entries = [Entry(settings, tmp_path / str(index)) for index, settings in enumerate(wanted)]
     judged._judge_legality()
 
     def ranked(earlier: dict[Proposed, float], count: int) -> list[Settings]:
-        run = Family(case, "gradient", best, Limits(timed=4), tmp_path, None, None, earlier)
+        run = Family(case, "gradient", best, Limits(timed=4), tmp_path, earlier=earlier)
         run.entries = [dataclasses.replace(entry) for entry in judged.entries]
         run._rank(count)
         racing = run._racing()
