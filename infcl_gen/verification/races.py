@@ -16,8 +16,10 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 WARP_GROUP = 128  # threads
@@ -130,35 +132,29 @@ def _conflicts(writer: Thread, reader: Thread) -> Iterator[tuple[Write, Read]]:
 
 def _parsed(ptx: str) -> tuple[list[Instruction], dict[str, int]]:
     """The instructions that events depend on, and where labels point to among them."""
-    lines: list[Instruction | str] = []
+    every: list[Instruction] = []
+    labels: dict[str, int] = {}
+    makers: dict[str, list[Instruction]] = defaultdict(list)  # of each register
     for number, line in enumerate(ptx.splitlines(), 1):
         text = line.split("//")[0].strip()
         if re.fullmatch(r"\$[\w$]+:", text):
-            lines.append(text[:-1])
-        found = re.fullmatch(r"(?:@(!?%\w+)\s+)?([a-z][\w.:]*)\s*(.*);", text)
-        if found:
+            labels[text[:-1]] = number
+        elif found := re.fullmatch(r"(?:@(!?%\w+)\s+)?([a-z][\w.:]*)\s*(.*);", text):
             parts = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]])+", found[3])
-            lines.append(Instruction(number, found[1] or "", found[2], tuple(part.strip() for part in parts)))
-    makers: dict[str, list[Instruction]] = {}
-    for item in lines:
-        if isinstance(item, Instruction):
+            item = Instruction(number, found[1] or "", found[2], tuple(part.strip() for part in parts))
+            every.append(item)
             for output in item.outputs:
-                makers.setdefault(output, []).append(item)
-    kept: set[Instruction] = set()
-    waiting = [item for item in lines if isinstance(item, Instruction) and item.is_event]
+                makers[output].append(item)
+    needed: set[Instruction] = set()
+    waiting = [item for item in every if item.is_event]
     while waiting:
         item = waiting.pop()
-        if item not in kept:
-            kept.add(item)
-            waiting += [maker for register in item.inputs for maker in makers.get(register, ())]
-    code: list[Instruction] = []
-    labels = {}
-    for item in lines:
-        if isinstance(item, str):
-            labels[item] = len(code)
-        elif item in kept:
-            code.append(item)
-    return code, labels
+        if item not in needed:
+            needed.add(item)
+            waiting += [maker for register in item.inputs for maker in makers[register]]
+    code = [item for item in every if item in needed]
+    lines = [item.line for item in code]
+    return code, {label: bisect(lines, line) for label, line in labels.items()}
 
 
 def _run(code: list[Instruction], labels: dict[str, int], thread: int, threads: int, taken: bool) -> Thread:
@@ -210,7 +206,8 @@ def _run(code: list[Instruction], labels: dict[str, int], thread: int, threads: 
                 raise ValueError(f"line {item.line}: the address of a write to shared memory is unknown")
             start = sum(part or 0 for part in parts)
             did.writes.append(Write(start, start + _bytes(item), now, item.line))
-    return replace(did, writes=_sized(did.writes))
+    did.writes = _sized(did.writes)
+    return did
 
 
 def _bytes(item: Instruction) -> int:
