@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import click
 
 from infcl_gen.errors import InfclError, InfeasibleError
+from infcl_gen.inputs.text import bytes_text, clean
 from infcl_gen.version import __version__
 
 SCHEMA_VERSION = 1
@@ -123,8 +124,6 @@ def main() -> None:
 
 def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
     """Print one line for `error` (with `--json` also an object on stdout) and return its exit code."""
-    from infcl_gen.inputs.text import clean
-
     reported = isinstance(error, Reported)
     if isinstance(error, Reported):
         error = error.error
@@ -164,8 +163,6 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
 
 def _infeasible_message(error: InfeasibleError) -> str:
     """The planner's message, with whichever of the two figures it does not state itself."""
-    from infcl_gen.inputs.text import bytes_text
-
     message = str(error)
     budget, batch = error.smallest_budget_bytes, error.largest_batch
     if budget is not None and str(budget) not in message:

@@ -13,6 +13,11 @@ from infcl_gen.cli import options, text
 from infcl_gen.cli.group import Reported, show
 from infcl_gen.cli.options import COUNT, COUNTS, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
+from infcl_gen.files import write_file
+from infcl_gen.hardware import resolve_cluster
+from infcl_gen.inputs.cluster_file import MAX_DEVICES
+from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
+from infcl_gen.inputs.text import flag_name
 
 if TYPE_CHECKING:
     from infcl_gen.bench.contest import Work
@@ -124,8 +129,6 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[Work]:
     Raises InputError for flags that contradict each other.
     """
     from infcl_gen.bench.contest import generated
-    from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
-    from infcl_gen.inputs.text import flag_name
 
     if ranks > 1:
         options.refuse(flags, NOT_OF_RINGS, "not with --ranks; leave it out")
@@ -166,10 +169,6 @@ def scale(flags: dict[str, Any]) -> None:
     Nothing is measured, and no GPU is needed. A cluster file gives the devices of a node, and the links.
     """
     from infcl_gen.bench import scaling
-    from infcl_gen.files import write_file
-    from infcl_gen.hardware import resolve_cluster
-    from infcl_gen.inputs.cluster_file import MAX_DEVICES
-    from infcl_gen.inputs.problem import MAX_BATCH
 
     batches = options.counts(flags, "batches", MAX_BATCH) or [1 << 20, 32 << 20]
     devices = options.counts(flags, "devices", MAX_DEVICES)

@@ -11,16 +11,16 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from infcl_gen.cli.group import main
 from infcl_gen.errors import InputError
 from infcl_gen.files import check_folder
-
-if TYPE_CHECKING:
-    from infcl_gen.inputs.problem import Problem
+from infcl_gen.inputs.overrides import parse_overrides
+from infcl_gen.inputs.problem import Problem, make_problem
+from infcl_gen.inputs.text import check_integer, check_text, flag_name, parse_count, read_toml, show, suggestion
 
 MAX_RANKS = 64
 
@@ -134,8 +134,6 @@ def read_config(path: str) -> dict[str, Any]:
     """
     import msgspec
 
-    from infcl_gen.inputs.text import read_toml, show, suggestion
-
     values: dict[str, Any] = {}
     for key, value in read_toml("--config", path).items():
         name, place = key.replace("-", "_"), f"{show(key)} in {show(path)}"
@@ -152,15 +150,11 @@ def read_config(path: str) -> dict[str, Any]:
 
 def problem_of(flags: Mapping[str, Any]) -> Problem:
     """The problem that flags describe."""
-    from infcl_gen.inputs.problem import make_problem
-
     return make_problem(**{name: flags[name] for name in PROBLEM})
 
 
 def directory_name(directory: str, flag: str = "DIR") -> str:
     """A folder that is there."""
-    from infcl_gen.inputs.text import check_text, show
-
     if not os.path.isdir(check_text(flag, directory)):
         raise InputError(f"{flag}: {show(directory)} is not a folder; give one that infcl-gen generate wrote")
     return directory
@@ -168,8 +162,6 @@ def directory_name(directory: str, flag: str = "DIR") -> str:
 
 def refuse(flags: Mapping[str, Any], names: Iterable[str], why: str) -> None:
     """Raises InputError that names the first of these flags that was given."""
-    from infcl_gen.inputs.text import flag_name
-
     for name in names:
         if flags[name] not in (None, ()):
             raise InputError(f"{flag_name(name)}: {why}")
@@ -177,8 +169,6 @@ def refuse(flags: Mapping[str, Any], names: Iterable[str], why: str) -> None:
 
 def number(flags: Mapping[str, Any], name: str, default: float, most: float, what: str) -> float:
     """A number above 0, at most `most`."""
-    from infcl_gen.inputs.text import flag_name, show
-
     value = flags[name]
     try:
         found = default if value is None else float(value)
@@ -191,30 +181,27 @@ def number(flags: Mapping[str, Any], name: str, default: float, most: float, wha
 
 def count(flags: Mapping[str, Any], name: str, default: Default, low: int, high: int) -> int | Default:
     """A count within limits."""
-    return default if flags[name] is None else _count(flags[name], name, low, high)
+    return default if flags[name] is None else _count_within(flag_name(name), flags[name], low, high)
 
 
 def counts(flags: Mapping[str, Any], name: str, high: int) -> list[int] | None:
     """The counts of a comma-separated text, or of a list from a configuration file; each once, in order."""
     if flags[name] is None:
         return None
-    return list(dict.fromkeys(_count(part, name, 1, high) for part in _parts(flags[name])))
+    return list(dict.fromkeys(_count_within(flag_name(name), part, 1, high) for part in parts(flags[name])))
 
 
-def _count(value: object, name: str, low: int, high: int) -> int:
-    from infcl_gen.inputs.text import check_integer, flag_name, parse_count
-
-    return check_integer(flag_name(name), parse_count(value, flag_name(name)), low, high)
+def _count_within(flag: str, value: object, low: int, high: int) -> int:
+    return check_integer(flag, parse_count(value, flag), low, high)
 
 
-def _parts(value: object) -> list[Any]:
+def parts(value: object) -> list[Any]:
+    """What a comma-separated text lists, or a list from a configuration file."""
     return value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
 
 
 def result_file(flags: Mapping[str, Any], name: str) -> Path | None:
     """A file to write at the end of a long run, if it can be written now."""
-    from infcl_gen.inputs.text import check_text, flag_name, show
-
     if flags[name] is None:
         return None
     flag, path = flag_name(name), Path(check_text(flag_name(name), flags[name])).absolute()
@@ -232,25 +219,8 @@ def json_file(flags: Mapping[str, Any]) -> Path | None:
     return output
 
 
-def targets(flags: Mapping[str, Any]) -> list[str] | None:
-    """The architectures of --aot."""
-    from infcl_gen.hardware import load_profile, profile_names
-    from infcl_gen.inputs.text import check_word
-
-    if flags["aot"] is None:
-        return None
-    names = [str(name).strip() for name in _parts(flags["aot"])]
-    known = sorted({profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"})
-    for name in names:
-        check_word("--aot", name, tuple(known))
-    return list(dict.fromkeys(names))
-
-
 def command_line(command: str, flags: Mapping[str, Any], names: Sequence[str]) -> str:
     """The command line that gives the same: what was given, wherever it came from."""
-    from infcl_gen.inputs.overrides import parse_overrides
-    from infcl_gen.inputs.text import flag_name
-
     words = ["infcl-gen", command]
     for name in names:
         value = flags[name]

@@ -9,6 +9,8 @@ from infcl_gen.cli import options, text
 from infcl_gen.cli.group import Reported, show
 from infcl_gen.cli.options import COUNT, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, VerificationError
+from infcl_gen.hardware import load_profile, profile_names
+from infcl_gen.inputs.text import check_text, check_word
 from infcl_gen.kernels import FAMILIES
 
 
@@ -30,7 +32,6 @@ def plan(flags: dict[str, Any]) -> None:
 def generate(flags: dict[str, Any]) -> None:
     """Plan a problem and write its loss package; byte-identical for identical inputs."""
     import infcl_gen
-    from infcl_gen.inputs.text import check_text
 
     if flags["output"] is None:
         raise InputError("--output: is required; give the folder to write the package to")
@@ -60,7 +61,7 @@ def inspect(flags: dict[str, Any]) -> None:
 )
 def verify(flags: dict[str, Any]) -> None:
     """Re-render a package and compare bytes, then check its numbers on this machine against fp64."""
-    ranks, targets = options.count(flags, "ranks", None, 1, options.MAX_RANKS), options.targets(flags)
+    ranks, targets = options.count(flags, "ranks", None, 1, options.MAX_RANKS), _targets(flags["aot"])
     folder = options.directory_name(flags["directory"])
     from infcl_gen.verification.verify import verify_package
 
@@ -84,7 +85,6 @@ def tune(flags: dict[str, Any]) -> None:
     """
     minutes = options.number(flags, "minutes", 20.0, 1440, "number of minutes")
     folder = options.directory_name(flags["directory"])
-    from infcl_gen.inputs.text import check_text
     from infcl_gen.tuning.family import Limits
     from infcl_gen.tuning.search import tune
 
@@ -92,3 +92,14 @@ def tune(flags: dict[str, Any]) -> None:
     with options.progress(flags) as progress:
         outcome = tune(folder, records, Limits(minutes=minutes), progress=progress)
     show(flags, outcome.as_dict(), lambda: text.tuning_text(outcome))
+
+
+def _targets(value: object) -> list[str] | None:
+    """The architectures of --aot."""
+    if value is None:
+        return None
+    known = sorted({profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"})
+    names = [str(name).strip() for name in options.parts(value)]
+    for name in names:
+        check_word("--aot", name, tuple(known))
+    return list(dict.fromkeys(names))

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infcl_gen.inputs.problem import Problem
+from infcl_gen.inputs.text import bytes_text, clean
+
 if TYPE_CHECKING:
     from infcl_gen.bench.campaign import Found
-    from infcl_gen.inputs.problem import Problem
     from infcl_gen.planning.planner import Plan
     from infcl_gen.tuning.search import Outcome
 
@@ -62,8 +64,6 @@ def tuning_text(outcome: Outcome) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    from infcl_gen.inputs.text import bytes_text
-
     problem = plan.problem
     sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
     devices = f"{plan.world_size} device" + ("s" if plan.world_size > 1 else "")
@@ -148,8 +148,6 @@ def _cell(value: object) -> str:
 
 def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, indented by two; the last column is not padded. Text in cells cannot break lines."""
-    from infcl_gen.inputs.text import clean
-
     lines = [[clean(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
     if not lines:
         return "  (none)"
