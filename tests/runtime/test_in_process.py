@@ -23,7 +23,7 @@ from infcl_gen.planning.schedule import walk
 from infcl_gen.runtime.group import _HEADER, Layout, Message
 from infcl_gen.runtime.table import RECEIVED, Table, Travelling
 from infcl_gen.runtime.transport import Tensors, Trip
-from tests.kernels.tiers import examples
+from tests.kernels.tiers import DRAWN_RANKS, examples
 from tests.planning.tables import gather_table, ring_table
 from tests.verification.dense import dense
 
@@ -131,7 +131,7 @@ def divisors(n: int) -> list[int]:
 
 
 @st.composite
-def runs(draw: st.DrawFn, loss: str, largest: int = 64) -> Example:
+def runs(draw: st.DrawFn, loss: str, largest: int = DRAWN_RANKS) -> Example:
     large = largest > 8 and draw(st.integers(0, 11)) == 11
     world = draw(st.integers(9, largest)) if large else draw(st.sampled_from(SMALL_WORLDS))
     order = draw(st.permutations(range(world))) if draw(st.booleans()) else list(range(world))
@@ -294,7 +294,7 @@ def package_of(packages: Packages, example: Example) -> ModuleType:
 # ---------------------------------------------------------------------------------------------- properties
 
 
-# 3 x 300 + 3 x 20 + 40 = 1 000 examples in the normal tier, in 55 s of one core; 10 000 in the long one.
+# 3 x 300 + 3 x 20 + 40 = 1 000 examples in the normal tier; 10 000 in the long one, of up to 64 ranks.
 
 
 @pytest.mark.parametrize("loss", LOSSES)
