@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.errors import (
@@ -20,13 +19,13 @@ from infcl_gen.errors import (
     ToolchainError,
     VerificationError,
 )
+from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.version import __version__
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-    from infcl_gen.inputs.problem import Problem
     from infcl_gen.losses.language import LossSpec
     from infcl_gen.planning.planner import Plan
     from infcl_gen.planning.timeline import Timeline
@@ -46,13 +45,14 @@ __all__ = [
     "plan",
     "simulate",
 ]
-_ON_FIRST_USE = {"LossSpec": "infcl_gen.losses.language", "Problem": "infcl_gen.inputs.problem"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
+    if name != "LossSpec":  # which needs SymPy
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    from infcl_gen.losses.language import LossSpec
+
+    return LossSpec
 
 
 def plan(problem: Problem | None = None, **flags: Any) -> Plan:
@@ -102,8 +102,6 @@ def load(problem: Problem | None = None, **flags: Any) -> ModuleType:
 
 
 def _problem(problem: Problem | None, flags: dict[str, Any]) -> Problem:
-    from infcl_gen.inputs.problem import Problem, make_problem
-
     if problem is None:
         return make_problem(**flags)
     if flags:

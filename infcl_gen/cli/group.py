@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -47,34 +47,20 @@ def show(flags: Mapping[str, Any], result: Mapping[str, Any], text: Callable[[],
         click.echo(text())
 
 
-@contextlib.contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM is an interrupt as well, so that workers are ended and temporary folders removed."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # where alone a handler may be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 class _Group(click.Group):
     """The group whose `main` turns every exception into one line and an exit code."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
         # click's own `main` prints usage errors on several lines, and swallows interrupts and broken pipes.
+        ours = args is None and threading.current_thread() is threading.main_thread()  # the whole process is
+        if ours:  # SIGTERM is an interrupt as well, so that workers are ended and temporary folders removed
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             code = self._outcome(list(sys.argv[1:] if args is None else args))
-            if args is None:
+            if ours:
                 _ignore_interrupts()
         except KeyboardInterrupt:  # as the command ended
-            if args is None:
+            if ours:
                 _ignore_interrupts()
             click.echo("infcl-gen: error: interrupted", err=True)
             code = INTERRUPTED
@@ -87,7 +73,7 @@ class _Group(click.Group):
         code = 1
         try:
             try:
-                with _termination_interrupts(), self.make_context("infcl-gen", arguments, obj=shown) as context:
+                with self.make_context("infcl-gen", arguments, obj=shown) as context:
                     self.invoke(context)
                 code = 0
                 logging.getLogger("infcl_gen").info("finished in %.2f s", time.monotonic() - started)
@@ -103,9 +89,8 @@ class _Group(click.Group):
 
 def _ignore_interrupts() -> None:
     """The outcome stands and the process is about to end: an interrupt must not change its exit code."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
 
 
 @click.group(
@@ -125,8 +110,7 @@ def main() -> None:
 def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
     """Print one line for `error` (with `--json` also an object on stdout) and return its exit code."""
     reported = isinstance(error, Reported)
-    if isinstance(error, Reported):
-        error = error.error
+    error = error.error if isinstance(error, Reported) else error
     details: dict[str, Any] = {}
     if isinstance(error, BrokenPipeError):
         raise error
@@ -144,7 +128,7 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
     elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
         code, message = 2, f"writing the result failed ({error.strerror}); make room, or write elsewhere"
     elif isinstance(error, ImportError) and (error.name or "").split(".")[0] in _OPTIONAL:
-        code, message = (4, f"{error.name} is not installed here, and this command needs it; see infcl-gen doctor")
+        code, message = 4, f"{error.name} is not installed here, and this command needs it; see infcl-gen doctor"
     elif isinstance(error, Exception):
         if verbose:
             traceback.print_exception(error, file=sys.stderr)

@@ -189,9 +189,8 @@ def scale(flags: dict[str, Any]) -> None:
         from infcl_gen.bench.plots import plot_scaling
 
         plot_scaling(rows, picture, f"simulated, not measured: {board}; {command}")
-    lines = [text.table_text(scaling.HEADER, [scaling.cells(row) for row in rows])]
-    lines += [f"simulated for {board}, not measured"]
-    lines += [f"wrote {file}" for file in (output, picture) if file is not None]
+    table = text.table_text(scaling.HEADER, [scaling.cells(row) for row in rows])
+    lines = [table, f"simulated for {board}, not measured", *text.wrote(output, picture)]
     show(flags, result, lambda: "\n".join(lines))
 
 

@@ -31,13 +31,13 @@ def bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files
     from infcl_gen.bench.contest import table
 
     header, lines = table(list(rows))
-    return "\n".join(
-        [
-            table_text(header, lines),
-            *(f"absent: {name}: {why}" for name, why in absent.items()),
-            *(f"wrote {file}" for file in files if file is not None),
-        ]
-    )
+    parts = [table_text(header, lines), *(f"absent: {name}: {why}" for name, why in absent.items())]
+    return "\n".join([*parts, *wrote(*files)])
+
+
+def wrote(*files: Path | None) -> list[str]:
+    """A line for each file that was asked for."""
+    return [f"wrote {file}" for file in files if file is not None]
 
 
 def campaign_text(found: Found, *files: Path | None) -> str:
