@@ -45,8 +45,11 @@ def option(names: str, metavar: str | None, help_text: str, kind: Any = str) -> 
 
 
 loss = option("--loss", "NAME|FILE.py:NAME", "Loss [clip].")
+batch_size = option("--batch-size", "N", "Queries over all devices: 65536, 64k, 4M (k = 1024).", COUNT)
 keys = option("--keys", "N", "Keys over all devices, if not as many as queries.", COUNT)
 dim = option("--dim", "D", "Embedding dimension.", COUNT)
+devices = option("--devices", "N", "Devices in all [1].", COUNT)
+nodes = option("--nodes", "N", "Nodes that hold them [1].", COUNT)
 device = (
     option("--memory-budget", "SIZE", "Per device: 512MiB, 2GiB, or auto [auto].", COUNT),
     option("--dtype", "bf16|fp16|fp32|fp64", "Features [bf16]."),
@@ -56,15 +59,7 @@ device = (
     option("--cluster", "FILE.toml", "Nodes, devices, profile and links from a file."),
     option("--set", "KEY=VALUE", "Override a choice of the planner.", SETTINGS),
 )
-problem = (
-    loss,
-    option("--batch-size", "N", "Queries over all devices: 65536, 64k, 4M (k = 1024).", COUNT),
-    keys,
-    dim,
-    option("--devices", "N", "Devices in all [1].", COUNT),
-    option("--nodes", "N", "Nodes that hold them [1].", COUNT),
-    *device,
-)
+problem = (loss, batch_size, keys, dim, devices, nodes, *device)
 PROBLEM = tuple(FLAGS)
 common = (
     option("--json", None, "One JSON object on stdout.", bool),
