@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,10 @@ import infcl_gen
 from infcl_gen.emission import read_package, write_package
 from infcl_gen.hardware import load_profile
 from infcl_gen.verification.aot import SHARED_BYTES, Kernels
+from tests.compiled import resources
 from tests.emission.golden import FOLDER, GOLDEN, golden_files
 
+pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).resolve().parent.parent
 WITH_KERNELS = [name for name in GOLDEN if (FOLDER / name / "kernels.py").exists()]
 # Golden packages that `test_clip_planned_for_each_architecture` makes anew: their kernels are compiled there.
@@ -35,28 +33,6 @@ BOARDS = {
 # Bytes a thread that a version of Triton spills in the forward kernels of these dimensions, by (major.minor, target,
 # dimension). What it compiles otherwise, and what other versions compile, has no spills.
 KNOWN_SPILLS = {("3.6", "sm_90", 40): 16, ("3.6", "sm_90", 72): 16, ("3.6", "sm_90", 128): 16}
-# In a process of its own: triton may have been imported here to interpret kernels.
-COMPILE_ALL = """
-import json, sys
-from dataclasses import asdict
-from pathlib import Path
-from infcl_gen.verification.aot import Kernels
-
-kernels, target = Kernels(Path(sys.argv[1])), sys.argv[2]
-for name in sys.argv[3:] or kernels.names(target):
-    for inputs in kernels.variants(name, target):
-        print(json.dumps({"ragged": not inputs.aligned, **asdict(kernels.compiled(name, target, inputs))}))
-"""
-
-
-def resources(package: Path, target: str, *kernels: str) -> list[dict[str, Any]]:
-    """What each kernel takes, or those of that name, ragged and whole."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-c", COMPILE_ALL, str(package), target, *kernels]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def allowed_spill(kernel: str, target: str, dim: int, version: str) -> int:

@@ -45,7 +45,7 @@ CASES = st.builds(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
 @pytest.mark.parametrize("loss", ["clip", "infonce"])
-@examples(ci=20, long=300)
+@examples(ci=12, long=300)
 @hypothesis.given(data=st.data())
 def test_as_accurate_as_the_dtypes_allow(
     interpreted: Interpreter, strategy: str, loss: str, data: st.DataObject

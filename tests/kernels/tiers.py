@@ -1,7 +1,8 @@
 """What CI leaves to the nightly tier (HYPOTHESIS_PROFILE=long): examples beyond a few, and sizes that take long.
 
 The nightly tier alone draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
-and runs every ragged size of `panel` between guard bands; CI runs every seventh of it, and every one of `fused`.
+and runs every ragged size of `panel` and `fused` between guard bands; CI runs every one of `fused` on one of its sides,
+and those around the edges of tiles of the others.
 It judges the legality of all that the tuner proposes; CI judges a third.
 It draws rings in one process of up to 64 ranks (5 s each); CI draws up to 16, beside four fixed rings of 64.
 It measures what a rank allocates in a world of 65 536 ranks (30 s); CI measures up to 4 096.
