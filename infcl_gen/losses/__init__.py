@@ -9,7 +9,7 @@ from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE
 from infcl_gen.losses.derive import Derivation, derive, loss_template_context, pair_gradient
 from infcl_gen.losses.language import LossError, LossSpec
 from infcl_gen.losses.load import is_builtin, load_loss, parse_formula, spec_as_dict, spec_from_dict
-from infcl_gen.losses.printers import python_code, torch_code, triton_code
+from infcl_gen.losses.printers import torch_code, triton_code
 
 __all__ = [
     "BUILTIN_LOSSES",
@@ -24,7 +24,6 @@ __all__ = [
     "loss_template_context",
     "pair_gradient",
     "parse_formula",
-    "python_code",
     "spec_as_dict",
     "spec_from_dict",
     "torch_code",

@@ -39,7 +39,7 @@ from infcl_gen.losses.language import (
     scale,
     z,
 )  # fmt: skip
-from infcl_gen.losses.printers import c, dense_code, display, p, python_code, r, torch_code, triton_code, x
+from infcl_gen.losses.printers import c, dense_code, display, p, r, torch_code, triton_code, x
 from infcl_gen.runtime.table import Travelling
 
 SUPPORTED = (
@@ -195,7 +195,7 @@ def _derived(spec: LossSpec) -> Derivation:
         dbias=_dbias(logit, total),
     )
     for expression in (logit, derivation.dlogit_dz, query_term, key_term, gradient_factor, derivation.dscale_factor):
-        for printer in (triton_code, torch_code, python_code):
+        for printer in (triton_code, torch_code):
             try:
                 printer(expression)  # refuses here rather than in the middle of an emission
             except LossError as error:

@@ -84,30 +84,30 @@ class LossSpec:
     def __post_init__(self) -> None:
         if not is_identifier(self.name):
             raise LossError(f"loss name {self.name!r} is not an ASCII identifier")
-        if not isinstance(self.doc, str):
-            raise LossError(f"loss {self.name}: doc must be a string, not {type(self.doc).__name__}")
-        if self.positives not in get_args(Positives):
-            valid = ", ".join(map(repr, get_args(Positives)))
-            raise LossError(f"loss {self.name}: positives={self.positives!r} is not one of {valid}")
-        if not isinstance(self.formula, Expr):
-            raise LossError(
-                f"loss {self.name}: the formula must be a SymPy expression, not {type(self.formula).__name__}"
-            )
         try:
-            check_size(self.formula)
-            _check_words(self.formula, set())
+            self._check()
         except LossError as error:
             raise LossError(f"loss {self.name}: {error}") from None
+
+    def _check(self) -> None:
+        if not isinstance(self.doc, str):
+            raise LossError(f"doc must be a string, not {type(self.doc).__name__}")
+        if self.positives not in get_args(Positives):
+            valid = ", ".join(map(repr, get_args(Positives)))
+            raise LossError(f"positives={self.positives!r} is not one of {valid}")
+        if not isinstance(self.formula, Expr):
+            raise LossError(f"the formula must be a SymPy expression, not {type(self.formula).__name__}")
+        check_size(self.formula)
+        _check_words(self.formula, set())
         for symbol in sorted(self.formula.free_symbols, key=str):
             if symbol not in SYMBOLS.values() and symbol != similarity_symbol(symbol.name):
                 raise LossError(
-                    f"loss {self.name}: unknown symbol {str(symbol)!r}; import {', '.join(sorted(SYMBOLS))} "
+                    f"unknown symbol {str(symbol)!r}; import {', '.join(sorted(SYMBOLS))} "
                     "from infcl_gen.losses.language instead of making symbols"
                 )
         if not self.formula.atoms(*LOSS_FUNCTIONS):
             raise LossError(
-                f"loss {self.name}: the formula is not reduced to one number; "
-                "use mean_over_queries, mean_over_keys or sum_over_pairs"
+                "the formula is not reduced to one number; use mean_over_queries, mean_over_keys or sum_over_pairs"
             )
 
 

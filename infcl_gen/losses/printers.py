@@ -1,4 +1,4 @@
-"""Expressions as source text: for Triton kernels, for torch, for plain Python, and for people.
+"""Expressions as source text: for Triton kernels, for torch, and for people.
 
 Every printer refuses (LossError) what it does not know, so that nothing unexpected reaches generated code: only the
 symbols of the language and x, r, c, p; only functions with a stated translation; only finite numbers. Terms and
@@ -176,15 +176,6 @@ dense_code = Printer(
     target="the dense reference",
     functions=torch_code.functions
     | {language.mean_over_queries: "({}).mean()", language.mean_over_keys: "({}).mean()"},
-)
-# Floats and `math`.
-python_code = Printer(
-    target="Python",
-    functions={
-        **_calls("math"),
-        language.sigmoid: "(0.5 + 0.5 * math.tanh(0.5 * ({})))",
-        language.softplus: "(max({0}, 0.0) + math.log1p(math.exp(-abs({0}))))",
-    },
 )
 # For people, `exp(x - r) / 2 - is_positive`; `load.parse_formula` reads a formula back.
 display = Printer(
