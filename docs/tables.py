@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.bench.scaling import HEADER, cells
+from infcl_gen.cli.scaling import HEADER, cells
 from infcl_gen.files import checksum
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 import infcl_gen
-from infcl_gen.bench.point import RESULTS, measure_point, point_of
+from infcl_gen.bench.measure import measure_point
+from infcl_gen.bench.point import point_of
+from infcl_gen.bench.results import RESULTS
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InfclError
 from infcl_gen.verification.properties import DTYPES

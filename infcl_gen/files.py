@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from infcl_gen.errors import InputError, LockTimeoutError
@@ -92,9 +94,23 @@ def lock_file(name: str) -> Path:
     return Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / f"{name}.lock"
 
 
+def timing_lock(target: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
+    """This machine's turn to time on its devices of a target: two runs at once would both measure nonsense."""
+    return lock(lock_file(f"timing-{target}"), "timing", timeout_s)
+
+
 def lock_file_of(target: Path) -> Path:
     """This user's lock file for an absolute path."""
     return lock_file(hashlib.sha256(os.fsencode(target)).hexdigest()[:16])
+
+
+def load_file(path: Path) -> ModuleType:
+    """The module in one file, without the package around it. Raises whatever running it raises."""
+    specification = importlib.util.spec_from_file_location(f"infcl_gen_file_{path.stem}", path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def checksum(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import random
 import statistics
 import subprocess
 import sys
@@ -14,7 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.bench.point import bare_products, empty_row, features, point_of, training_step
+import torch
+
+from infcl_gen.bench.point import Point, point_of
+from infcl_gen.bench.results import Rows
+from infcl_gen.bench.steps import Step, bare_products, inputs_of, training_step
+from infcl_gen.bench.timing import turns
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import ToolchainError
 from infcl_gen.processes import own_environment
@@ -22,6 +26,7 @@ from infcl_gen.processes import own_environment
 WARM_S = 0.25
 MEASURED_S = 0.5  # joules are then known to some 15 %: the counter moves in steps of up to 0.1 s
 ASKED_EVERY_S = 0.03
+WAITED_EVERY_S = 0.1
 ROUNDS = 3
 METRICS = {
     "time_us": "gpu__time_duration.sum",
@@ -42,97 +47,74 @@ TIMEOUT_S = 300.0
 LEAST_US = 20.0  # shorter launches are left out: they are bound by starting
 
 
-def power(packages: Sequence[Path], scale: float) -> list[dict[str, Any]]:
+def power(packages: Sequence[Path], scale: float) -> Rows:
     """A row for each package ("step") and for its bare products ("products"), repeated without a pause, in turns.
 
     Beside the fields of the measurement format: `what`, `limit_w`, and of one repetition `joules`; `watts`, the median
     `clock_mhz`, and `held_down`, the share of moments at which the board held its clock down for power. Raises
     ToolchainError without the management library.
     """
-    board = _Board()
-    runs: dict[int, Callable[[], object]] = {}
-    rows: list[dict[str, Any]] = []
+    library, gpu = _meters()
+    limit_w = library.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
+    runs: dict[str, Callable[[], object]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for folder in packages:
-        step, products, row = _prepared(folder, scale)
+        row, step, products = _prepared(folder, scale)
         for what, run in (("step", step), ("products", products)):
-            runs[len(rows)] = run
-            rows.append({**row, "what": what, "limit_w": board.limit_w})
-    found: dict[int, list[dict[str, float]]] = {number: [] for number in runs}
-    for round_ in range(ROUNDS):
-        for number in random.Random(round_).sample(list(runs), len(runs)):
-            found[number].append(_measured(runs[number], board))
-    for number, measured in found.items():
-        rows[number] |= {name: round(statistics.median(m[name] for m in measured), 3) for name in measured[0]}
-        rows[number]["repeats"] = ROUNDS
-    return rows
+            name = f"{folder} {what}"
+            runs[name] = run
+            rows[name] = {**row, "what": what, "limit_w": limit_w, "repeats": ROUNDS}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for _, name in turns(list(runs), ROUNDS):
+        found[name].append(_measured(runs[name], library, gpu))
+    for name, measured in found.items():
+        rows[name] |= {figure: round(statistics.median(m[figure] for m in measured), 3) for figure in measured[0]}
+    return list(rows.values())
 
 
-def counters(package: Path, scale: float) -> list[dict[str, Any]]:
+def counters(package: Path, scale: float) -> Rows:
     """A row for each launch of one step, in order: its `kernel`, and METRICS, percentages of what the hardware can do.
 
     ncu runs each kernel several times by itself: the board is cooler than in a step, and the caches are cold. Raises
     ToolchainError without ncu, or where it may not read the counters.
     """
-    row = _empty_row(package, scale)
+    _, row = _point(package, scale)
     return [{**row, **launch} for launch in _launches(package, scale) if launch["time_us"] >= LEAST_US]
 
 
-def _prepared(folder: Path, scale: float) -> tuple[Callable[[], object], Callable[[], object], dict[str, Any]]:
-    """A package's step, its bare products, and its row."""
-    import torch
-
-    row = _empty_row(folder, scale)
-    module = import_package(folder)
-    q, k = (features(row["batch"], row["dim"], row["dtype"], seed) for seed in (0, 1))
-    temperature = torch.tensor(scale, device="cuda", requires_grad=True)
-    products = bare_products(module.SPEC["plan"], q.detach(), k.detach())
-    return training_step(module, q, k, temperature), products, row
-
-
-def _empty_row(folder: Path, scale: float) -> dict[str, Any]:
+def _point(folder: Path, scale: float) -> tuple[Point, dict[str, Any]]:
+    """A package's point and row."""
     package = read_package(folder)
     point = point_of([package], scale=scale)
-    return {**empty_row(point, point.packages[0]), "strategy": package.spec["plan"]["strategy"]}
+    return point, {**point.row(point.packages[0]), "strategy": package.spec["plan"]["strategy"]}
 
 
-class _Board:
-    """The GPU that torch uses, as the management library sees it."""
-
-    def __init__(self) -> None:
-        try:
-            import pynvml
-        except ImportError as error:
-            raise ToolchainError("power is read by pynvml; pip install nvidia-ml-py") from error
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ToolchainError("power is that of a GPU; torch sees none on this machine")
-        self._library = pynvml
-        pynvml.nvmlInit()
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        )
-        self.limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(self._handle) / 1e3
-
-    def joules(self) -> float:
-        """Since the driver was loaded."""
-        return float(self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
-
-    def clock_mhz(self) -> int:
-        return int(self._library.nvmlDeviceGetClockInfo(self._handle, self._library.NVML_CLOCK_SM))
-
-    def held_down(self) -> bool:
-        """Whether the clock is below its highest for the sake of the power limit."""
-        reasons = self._library.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
-        return bool(reasons & self._library.nvmlClocksThrottleReasonSwPowerCap)
+def _prepared(folder: Path, scale: float) -> tuple[dict[str, Any], Step, Step]:
+    """A package's row, its step, and its bare products."""
+    point, row = _point(folder, scale)
+    module, inputs = import_package(folder), inputs_of(point, point.batch, point.keys)
+    products = bare_products(module.SPEC["plan"], inputs.q.detach(), inputs.k.detach())
+    return row, training_step(module, *inputs.leaves), products
 
 
-def _measured(run: Callable[[], object], board: _Board) -> dict[str, float]:
+def _meters() -> tuple[Any, Any]:
+    """NVIDIA's management library, and its handle of the GPU that torch uses."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise ToolchainError("power is read by pynvml; pip install nvidia-ml-py") from error
+    if not torch.cuda.is_available():
+        raise ToolchainError("power is that of a GPU; torch sees none on this machine")
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+
+def _measured(run: Callable[[], object], library: Any, gpu: Any) -> dict[str, float]:
     """Of `run` alone, over and over."""
-    import torch
 
     def repeat(seconds: float) -> int:
-        """Runs in about that time; the host waits for the device now and then, or it would be seconds ahead."""
+        """How many runs there are in that time; the host waits after `at_once`, or it would be seconds ahead."""
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
             for _ in range(at_once):
@@ -142,27 +124,27 @@ def _measured(run: Callable[[], object], board: _Board) -> dict[str, float]:
         return count
 
     run()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    at_once = max(1, round(0.1 / (time.perf_counter() - begin)))
+    at_once = 1
+    at_once = repeat(WAITED_EVERY_S)
     repeat(WARM_S)
     clocks: list[int] = []
-    held: list[bool] = []
+    reasons: list[int] = []  # for which the clock is below its highest, as bits
     done = threading.Event()
 
     def ask() -> None:
         while not done.wait(ASKED_EVERY_S):
-            clocks.append(board.clock_mhz())
-            held.append(board.held_down())
+            clocks.append(library.nvmlDeviceGetClockInfo(gpu, library.NVML_CLOCK_SM))
+            reasons.append(library.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
+
+    def joules_so_far() -> float:
+        return float(library.nvmlDeviceGetTotalEnergyConsumption(gpu)) / 1e3
 
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        joules, begin = board.joules(), time.perf_counter()
+        joules, begin = joules_so_far(), time.perf_counter()
         count = repeat(MEASURED_S)
-        seconds, joules = time.perf_counter() - begin, board.joules() - joules
+        seconds, joules = time.perf_counter() - begin, joules_so_far() - joules
     finally:
         done.set()
         asking.join()
@@ -171,11 +153,11 @@ def _measured(run: Callable[[], object], board: _Board) -> dict[str, float]:
         "joules": joules / count,
         "watts": joules / seconds,
         "clock_mhz": statistics.median(clocks),
-        "held_down": statistics.fmean(held),
+        "held_down": statistics.fmean(bool(bits & library.nvmlClocksThrottleReasonSwPowerCap) for bits in reasons),
     }
 
 
-def _launches(package: Path, scale: float) -> list[dict[str, Any]]:
+def _launches(package: Path, scale: float) -> Rows:
     command = ["ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none"]
     command += ["--metrics", ",".join(METRICS.values())]
     command += [sys.executable, "-P", "-m", "infcl_gen.bench.board", str(package), str(scale)]
@@ -191,7 +173,7 @@ def _launches(package: Path, scale: float) -> list[dict[str, Any]]:
     return read_counters(run.stdout[start:])
 
 
-def read_counters(text: str) -> list[dict[str, Any]]:
+def read_counters(text: str) -> Rows:
     """A row for each launch in ncu's CSV, columns in the order of METRICS. Raises ToolchainError if it lacks some."""
     names = {metric: name for name, metric in METRICS.items()}
     found: dict[str, dict[str, Any]] = {}
@@ -211,15 +193,12 @@ def read_counters(text: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """What ncu runs: one forward and backward between the profiler's start and stop, after one that compiles."""
-    import torch
-
-    step, _, _ = _prepared(Path(sys.argv[1]), float(sys.argv[2]))
+    _, step, _ = _prepared(Path(sys.argv[1]), float(sys.argv[2]))
     step()
     torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    with torch.cuda.profiler.profile():
+        step()
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

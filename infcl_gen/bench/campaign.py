@@ -24,16 +24,15 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infcl_gen.bench import board
-from infcl_gen.bench.contest import Contest, Limits, Rows
+from infcl_gen.bench.contest import Contest, Limits, Progress
 from infcl_gen.bench.peers import PEERS, chosen_peers
 from infcl_gen.bench.point import row_precision
-from infcl_gen.bench.results import IDENTITY, measured_before, write_results
-from infcl_gen.bench.ring import check_peers, measure_ring
+from infcl_gen.bench.results import IDENTITY, Rows, measured_before, measurement, write_results
 from infcl_gen.emission import build, plan_problem, read_package, write_package
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import Problem, make_problem
@@ -77,18 +76,6 @@ class Campaign:
     minutes: float = math.inf
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """All rows of the output, who was absent, how many points are `left`, and which guarantees are `broken`."""
-
-    rows: Rows
-    absent: dict[str, str]
-    command: str
-    libraries: tuple[str, ...]
-    left: int
-    broken: tuple[str, ...]
-
-
 def read_campaign(path: str | Path) -> Campaign:
     """The campaign in a TOML file. Raises InputError that names what is unknown, missing or out of range."""
     table, where = read_toml("--campaign", path), f"--campaign: {show(str(path))}"
@@ -121,17 +108,18 @@ def read_campaign(path: str | Path) -> Campaign:
     )  # fmt: skip
 
 
-def run_campaign(campaign: Campaign, command: str, progress: Callable[[str, int, int], None] | None = None) -> Found:
+def run_campaign(campaign: Campaign, command: str, progress: Progress = lambda *_: None) -> dict[str, Any]:
     """Measure the points that the output lacks, one after the other, and write it after each.
 
-    Raises InputError if the output was measured on another board or with other versions, ToolchainError where this
-    machine cannot measure a point.
+    Returns what the output holds, and how many points are `left`, and which guarantees are `broken`. Raises InputError
+    if the output was measured on another board or with other versions, ToolchainError where this machine cannot measure
+    a point.
     """
     measure, output = MEASURES[campaign.measure], campaign.output
     peers = dict.fromkeys(name for place in campaign.places for name in place.against)
-    libraries = tuple(dict.fromkeys(PEERS[name].distribution for name in peers))
-    libraries += ("nvidia-ml-py",) if campaign.measure == "power" else ()
+    libraries = [PEERS[name].distribution for name in peers] + ["nvidia-ml-py"] * (campaign.measure == "power")
     rows, absent, command = measured_before(output, command, libraries)
+    results = measurement(rows, command, absent, libraries)
     deadline, left, broken = time.monotonic() + 60 * campaign.minutes, 0, []
     with Contest(chosen_peers(list(peers) or "none"), limits=campaign.limits) as contest:
         for index, place in enumerate(campaign.places):
@@ -141,22 +129,23 @@ def run_campaign(campaign: Campaign, command: str, progress: Callable[[str, int,
             if time.monotonic() > deadline:
                 left += 1
                 continue
-            if progress is not None:
-                progress(" ".join(map(str, place.identity)), index, len(campaign.places))
+            progress(" ".join(map(str, place.identity)), index, len(campaign.places))
+            contest.scale, contest.feature_dtype = place.scale, place.features
             with tempfile.TemporaryDirectory(prefix="infcl-gen-campaign-") as folder:
                 fresh, defects = measure(place, Path(folder), contest)
             absent |= contest.absent
             broken += defects
             rows = [row for row in rows if row not in here] + fresh
             rows.sort(key=lambda row: (row["dim"], row["batch"]))  # stable: packages stay first
-            write_results(output, rows, command, absent, libraries)
-    return Found(rows, absent, command, libraries, left, tuple(broken))
+            results = measurement(rows, command, absent, libraries)
+            write_results(output, results)
+    return results | {"left": left, "broken": broken}
 
 
 def _places(table: dict[str, Any]) -> list[Place]:
     """Every point of one table."""
     lists = {name: value if isinstance(value, list) else [value] for name, value in table.items()}
-    against = tuple(peer.name for peer in chosen_peers(lists.pop("against", ["none"])))
+    against = lists.pop("against", ["none"])
     variants = {name: lists.pop(name, [None]) for name in VARIANTS}
     found = []
     for values in itertools.product(*lists.values()):
@@ -167,25 +156,23 @@ def _places(table: dict[str, Any]) -> list[Place]:
             words = [f"{name}={value}" for name, value in (settings or {}).items()]
             name = "_".join([*([] if budget in (None, "auto") else [str(budget)]), *words])
             problems[name] = make_problem(**flags, memory_budget=budget, set=settings)
-        found.append(Place(problems, against, scale, features))
+        peers = chosen_peers(against, problems[name].devices)
+        found.append(Place(problems, tuple(peer.name for peer in peers), scale, features))
     return found
 
 
 def _packages(place: Place, folder: Path) -> list[Path]:
     """A package for each problem whose plan differs from those before it, in a folder named by its strategy."""
-    found: list[Path] = []
-    seen: list[Any] = []
+    found: dict[str, Path] = {}
     for name, problem in place.problems.items():
         plan, _ = plan_problem(problem)
-        tiles = (
+        tiles = repr((
             plan.strategy, plan.panel_rows, plan.panel_keys, plan.stash_rows, plan.replay, plan.blocks,
             plan.schedule.transport,
-        )  # fmt: skip
-        if tiles not in seen:
-            seen.append(tiles)
-            package = folder / "_".join(filter(None, [plan.strategy, name]))
-            found.append(write_package(build(problem), package))
-    return found
+        ))  # fmt: skip
+        if tiles not in found:
+            found[tiles] = write_package(build(problem), folder / "_".join(filter(None, [plan.strategy, name])))
+    return list(found.values())
 
 
 # Each measures one point: its rows, and which guarantees are broken.
@@ -193,26 +180,17 @@ def _packages(place: Place, folder: Path) -> list[Path]:
 
 def _speed(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
     """Packages and peers on one device, in turns."""
-    contest.scale, contest.feature_dtype = place.scale, place.features
-    point = contest.point(_packages(place, folder), place.problem.batch_size, place.against)
-    return contest.rows(point), []
+    return contest.rows(contest.point(_packages(place, folder), place.problem.batch_size, place.against)), []
 
 
 def _rings(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
     """Packages with and without their communication, and peers, on as many devices as the problem has."""
-    check_peers(place.against)
-    contest.absent |= {name: why for name in place.against if (why := PEERS[name].absent()) is not None}
-    peers = [name for name in place.against if name not in contest.absent]
-    ranks, rounds = place.problem.devices, contest.limits.rounds
-    return measure_ring(_packages(place, folder), ranks, peers, place.scale, rounds), []
+    return contest.ring(_packages(place, folder), place.problem.devices, place.against), []
 
 
 def _large(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
     """One step of each package, for batches that take minutes."""
-    rows = measure_ring(
-        _packages(place, folder), place.problem.devices, scale=place.scale, once=True,
-        timeout_s=contest.limits.silent_s,
-    )  # fmt: skip
+    rows = contest.ring(_packages(place, folder), place.problem.devices, (), once=True)
     return rows, [f"{place.problem.batch_size}: {row['error']}" for row in rows if row["error"] is not None]
 
 
@@ -225,34 +203,31 @@ def _memory(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[st
     """
     rows: Rows = []
     broken = []
-    generous, _ = plan_problem(place.problem)
+    problem = place.problem
+    generous, _ = plan_problem(problem)
     smallest, largest = generous.smallest_budget_bytes, generous.predicted_peak_bytes
 
     def within(budget: int) -> Problem:
-        return dataclasses.replace(place.problem, memory_budget_bytes=budget)
-
-    def tell(what: str) -> None:
-        broken.append(f"{place.problem.loss} {place.problem.batch_size} x {place.problem.dim}: {what}")
+        return dataclasses.replace(problem, memory_budget_bytes=budget)
 
     try:
         plan_problem(within(smallest - 1))
-        tell(f"a budget of {smallest - 1} bytes was not refused")
+        broken.append(f"a budget of {smallest - 1} bytes was not refused")
     except InfeasibleError as error:
         if error.smallest_budget_bytes != smallest:
-            tell(f"the refusal names {error.smallest_budget_bytes}, not {smallest} bytes")
+            broken.append(f"the refusal names {error.smallest_budget_bytes}, not {smallest} bytes")
     for budget in dict.fromkeys((smallest * 11 // 10, int((smallest * largest) ** 0.5), largest)):
         package = write_package(build(within(budget)), folder / str(budget))
         recorded = read_package(package).spec["plan"]["replay"]
         with Contest([], place.scale, contest.limits) as alone:
             (row,) = alone.rows(alone.point([package]))
         rows.append(row)
-        if row["error"] is not None:
-            tell(f"within {budget} bytes: {row['error']}")
-            continue
         measured, predicted = row["peak_bytes"], row["predicted_peak_bytes"]
-        if not measured <= predicted <= budget or (predicted > CLOSE * measured and not recorded):
-            tell(f"within {budget} bytes: predicted {predicted}, measured {measured}")
-    return rows, broken
+        if row["error"] is not None:
+            broken.append(f"within {budget} bytes: {row['error']}")
+        elif not measured <= predicted <= budget or (predicted > CLOSE * measured and not recorded):
+            broken.append(f"within {budget} bytes: predicted {predicted}, measured {measured}")
+    return rows, [f"{problem.loss} {problem.batch_size} x {problem.dim}: {what}" for what in broken]
 
 
 def _power(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:

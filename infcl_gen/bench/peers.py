@@ -9,16 +9,24 @@ under autocast on fp32 features (`bench.Point.feature_dtype`), those that take 1
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import importlib
-import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch.nn.functional import cross_entropy
+
+from infcl_gen.bench.steps import Inputs, LossFunction
 from infcl_gen.errors import InputError
+from infcl_gen.files import load_file
+from infcl_gen.inputs.text import show, suggestion
+from infcl_gen.losses import is_builtin
 
 CHUNK_ELEMENTS = 1 << 28  # logits of one checkpointed chunk of rows: 1 GiB in fp32
 # Libraries that compute something else: named when asked for.
@@ -26,27 +34,11 @@ OTHER_LOSSES = {"siglip-kernel": "computes the sigmoid loss, which is not a loss
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What everybody computes with: q (M, D), k (N, D), a 0-dim scale, all asking for gradients; labels (M,) int64.
-
-    `directions` is 2 for clip, where M = N and labels are 0, 1, ..., M - 1; and 1 for infonce. `dtype` is what products
-    are computed in: that of q and k, unless everybody runs under autocast.
-    """
-
-    q: Any
-    k: Any
-    scale: Any
-    labels: Any
-    directions: int
-    dtype: Any
-
-
-LossFunction = Callable[[], Any]
-
-
-@dataclasses.dataclass(frozen=True)
 class Peer:
-    """One contestant that is no package; `distribution` and `module` are what must be installed."""
+    """One contestant that is no package; `distribution` and `module` are what must be installed.
+
+    `on_ranks` prepares it for one rank of several, from that rank's inputs, its number and how many there are.
+    """
 
     name: str
     prepare: Callable[[Inputs], LossFunction]
@@ -54,31 +46,31 @@ class Peer:
     module: str = "torch"
     attribute: str | None = None  # of the module, where not every version has it
     losses: tuple[str, ...] = ("clip", "infonce")
+    on_ranks: Callable[[Inputs, int, int], LossFunction] | None = None
 
-    def absent(self) -> str | None:
-        """Why it cannot take part here, or None."""
+    def absent(self, loss: Mapping[str, Any] | None = None) -> str | None:
+        """Why it cannot take part here, or with a package's loss; or None."""
+        if loss is not None and not is_builtin(loss):
+            return f"computes {' and '.join(self.losses)} only, and this is a loss of your own"
+        if loss is not None and loss["name"] not in self.losses:
+            return f"does not compute {loss['name']}"
         if importlib.util.find_spec(self.module.partition(".")[0]) is None:
             return f"{self.distribution} is not installed"
         if self.attribute and not hasattr(importlib.import_module(self.module), self.attribute):
-            return f"{self.distribution} {self.version()} has no {self.module}.{self.attribute}"
+            return f"{self.distribution} {version(self.distribution)} has no {self.module}.{self.attribute}"
         return None
 
-    def version(self) -> str:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(self.distribution)
-        return "unknown"
 
-
-def chosen_peers(names: str | list[str] | None) -> tuple[Peer, ...]:
-    """The peers of a comma-separated text or of a list; None and "all" mean every one, "none" nobody.
+def chosen_peers(names: str | list[str] | None, ranks: int = 1) -> tuple[Peer, ...]:
+    """The peers of a comma-separated text or of a list; None and "all" mean every one that runs on so many devices,
+    "none" nobody.
 
     Raises InputError naming --against.
     """
-    from infcl_gen.inputs.text import show, suggestion
-
     given = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    able = {name: peer for name, peer in PEERS.items() if ranks == 1 or peer.on_ranks is not None}
     if given is None or given == ["all"]:
-        return tuple(PEERS.values())
+        return tuple(able.values())
     if given == ["none"]:
         return ()
     for name in given:
@@ -86,13 +78,14 @@ def chosen_peers(names: str | list[str] | None) -> tuple[Peer, ...]:
             raise InputError(f"--against: {name} {OTHER_LOSSES[name]}")
         if name not in PEERS:
             raise InputError(f"--against: {show(name)} is unknown{suggestion(name, [*PEERS, 'all', 'none'])}")
+        if name not in able:
+            raise InputError(f"--against: {name} runs on one device; on several: {', '.join(able)} or none")
     return tuple(PEERS[name] for name in dict.fromkeys(given))
 
 
 def _plain(inputs: Inputs) -> LossFunction:
     """`cross_entropy(scale * q @ k.T)` along rows and columns of one matrix, all in the features' dtype, or as autocast
     has it where everybody runs under it."""
-    from torch.nn.functional import cross_entropy
 
     def loss() -> Any:
         x = inputs.scale * inputs.q @ inputs.k.T
@@ -102,22 +95,20 @@ def _plain(inputs: Inputs) -> LossFunction:
     return loss
 
 
-def _autocast(inputs: Inputs) -> LossFunction:
-    """What OpenCLIP's ClipLoss does in a process of its own, written out: a product and a cross-entropy a direction."""
-    return _under_autocast(inputs, lambda: _dense(inputs.q, inputs.k, inputs.scale, inputs.labels, inputs.directions))
-
-
-def _compiled(inputs: Inputs) -> LossFunction:
-    """The same by `torch.compile`, for exactly these shapes."""
-    import torch
-
-    dense = torch.compile(_dense, dynamic=False)
+def _autocast(inputs: Inputs, compiled: bool = False) -> LossFunction:
+    """What OpenCLIP's ClipLoss does in a process of its own, written out: a product and a cross-entropy a direction;
+    `compiled` by `torch.compile`, for exactly these shapes."""
+    dense = torch.compile(_dense, dynamic=False) if compiled else _dense
     return _under_autocast(inputs, lambda: dense(inputs.q, inputs.k, inputs.scale, inputs.labels, inputs.directions))
+
+
+def _dense(q: Any, k: Any, scale: Any, labels: Any, directions: int) -> Any:
+    rows = cross_entropy(scale * q @ k.T, labels)
+    return rows if directions == 1 else (rows + cross_entropy(scale * k @ q.T, labels)) / 2
 
 
 def _checkpointed(inputs: Inputs) -> LossFunction:
     """`torch.utils.checkpoint` around chunks of rows of either direction: logits are never kept, and computed twice."""
-    from torch.nn.functional import cross_entropy
     from torch.utils.checkpoint import checkpoint
 
     def chunk(a: Any, b: Any, labels: Any) -> Any:
@@ -131,18 +122,33 @@ def _checkpointed(inputs: Inputs) -> LossFunction:
     return _under_autocast(inputs, _each_way(inputs, one_way))
 
 
-def _open_clip(inputs: Inputs) -> LossFunction:
-    """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast."""
-    criterion = open_clip_loss().ClipLoss()
-    return _under_autocast(inputs, lambda: criterion(inputs.q, inputs.k, inputs.scale))
+def _linear_cross_entropy(inputs: Inputs) -> LossFunction:
+    """`torch.nn.functional.linear_cross_entropy(scale * q, k, labels)`, by chunks where this torch can."""
+    linear_cross_entropy = torch.nn.functional.linear_cross_entropy
+    chunked = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    options = {} if chunked is None else {"options": chunked()}
+    return _each_way(inputs, lambda a, b: linear_cross_entropy(inputs.scale * a, b, inputs.labels, **options))
 
 
-def _open_clip_compiled(inputs: Inputs) -> LossFunction:
-    """The same module by `torch.compile`, for exactly these shapes."""
-    import torch
+def _open_clip(inputs: Inputs, compiled: bool = False) -> LossFunction:
+    """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast; `compiled` by `torch.compile`,
+    for exactly these shapes."""
+    criterion = _open_clip_loss().ClipLoss()
+    run = torch.compile(criterion, dynamic=False) if compiled else criterion
+    return _under_autocast(inputs, lambda: run(*inputs.leaves))
 
-    criterion = torch.compile(open_clip_loss().ClipLoss(), dynamic=False)
-    return _under_autocast(inputs, lambda: criterion(inputs.q, inputs.k, inputs.scale))
+
+def _open_clip_on_ranks(inputs: Inputs, rank: int, ranks: int) -> LossFunction:
+    """`open_clip.ClipLoss(local_loss=True, gather_with_grad=True)` under autocast."""
+    criterion = _open_clip_loss().ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=ranks)
+    return _under_autocast(inputs, lambda: criterion(*inputs.leaves))
+
+
+def _open_clip_loss() -> ModuleType:
+    """The installed package's `loss.py`; importing `open_clip` itself wants torchvision and timm, which it does not."""
+    folder = importlib.util.find_spec("open_clip")
+    assert folder is not None and folder.submodule_search_locations
+    return load_file(Path(folder.submodule_search_locations[0]) / "loss.py")
 
 
 def _inf_cl(inputs: Inputs) -> LossFunction:
@@ -163,8 +169,16 @@ def _inf_cl(inputs: Inputs) -> LossFunction:
     return _each_way(inputs, one_way)
 
 
+def _inf_cl_on_ranks(inputs: Inputs, rank: int, ranks: int) -> LossFunction:
+    """`inf_cl.cal_inf_loss(q, k, scale=scale)`, once for each direction."""
+    from inf_cl import cal_inf_loss
+
+    return _each_way(inputs, lambda a, b: cal_inf_loss(a, b, scale=inputs.scale))
+
+
 def _cut_cross_entropy(inputs: Inputs, **options: Any) -> LossFunction:
-    """`linear_cross_entropy(scale * q, k, labels)`: by default it leaves small probabilities out of gradients."""
+    """`linear_cross_entropy(scale * q, k, labels)`: by default it leaves small probabilities out of gradients; with
+    `filter_eps=None` every probability counts."""
     from cut_cross_entropy import linear_cross_entropy
 
     def one_way(a: Any, b: Any) -> Any:
@@ -173,25 +187,13 @@ def _cut_cross_entropy(inputs: Inputs, **options: Any) -> LossFunction:
     return _each_way(inputs, one_way, cast=True)
 
 
-def _cut_cross_entropy_exact(inputs: Inputs) -> LossFunction:
-    """The same with `filter_eps=None`: every probability counts."""
-    return _cut_cross_entropy(inputs, filter_eps=None)
-
-
 def _liger(inputs: Inputs, **options: Any) -> LossFunction:
     """`LigerFusedLinearCrossEntropyLoss()(k, scale * q, labels)`: gradients are computed in forward, chunk by chunk;
-    those of k are added up over the chunks in the dtype of the features."""
+    those of k are added up over the chunks in the dtype of the features, or in `accum_dtype`: fp32, as here."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     criterion = LigerFusedLinearCrossEntropyLoss(**options)
     return _each_way(inputs, lambda a, b: criterion(b, inputs.scale * a, inputs.labels))
-
-
-def _liger_fp32_sums(inputs: Inputs) -> LossFunction:
-    """The same with `accum_dtype=torch.float32`: added up in fp32, as this project does."""
-    import torch
-
-    return _liger(inputs, accum_dtype=torch.float32)
 
 
 def _memeff(inputs: Inputs) -> LossFunction:
@@ -205,24 +207,6 @@ def _memeff(inputs: Inputs) -> LossFunction:
     return lambda: criterion(inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype))
 
 
-def _linear_cross_entropy(inputs: Inputs) -> LossFunction:
-    """`torch.nn.functional.linear_cross_entropy(scale * q, k, labels)`, by chunks where this torch can."""
-    import torch
-    from torch.nn import functional
-
-    linear_cross_entropy = functional.linear_cross_entropy
-    chunked = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    options = {} if chunked is None else {"options": chunked()}
-    return _each_way(inputs, lambda a, b: linear_cross_entropy(inputs.scale * a, b, inputs.labels, **options))
-
-
-def _dense(q: Any, k: Any, scale: Any, labels: Any, directions: int) -> Any:
-    from torch.nn.functional import cross_entropy
-
-    rows = cross_entropy(scale * q @ k.T, labels)
-    return rows if directions == 1 else (rows + cross_entropy(scale * k @ q.T, labels)) / 2
-
-
 def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any], cast: bool = False) -> LossFunction:
     """A loss of one direction, for one or for the mean of both; of features in the packages' dtype with `cast`."""
 
@@ -234,51 +218,41 @@ def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any], cast: bool = F
 
 
 def _under_autocast(inputs: Inputs, loss: LossFunction) -> LossFunction:
-    import torch
-
-    dtype = inputs.dtype
-    if dtype not in (torch.bfloat16, torch.float16):
+    if inputs.dtype not in (torch.bfloat16, torch.float16):
         return loss
 
     def under_autocast() -> Any:
-        with torch.autocast(inputs.q.device.type, dtype=dtype):
+        with torch.autocast(inputs.q.device.type, dtype=inputs.dtype):
             return loss()
 
     return under_autocast
 
 
-def open_clip_loss() -> ModuleType:
-    """The installed package's `loss.py`; importing `open_clip` itself wants torchvision and timm, which it does not."""
-    folder = importlib.util.find_spec("open_clip")
-    assert folder is not None and folder.submodule_search_locations
-    file = f"{folder.submodule_search_locations[0]}/loss.py"
-    specification = importlib.util.spec_from_file_location("open_clip_loss", file)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+def _with(prepare: Callable[..., LossFunction], **options: Any) -> Callable[[Inputs], LossFunction]:
+    """The same contestant with other options, which its docstring names."""
+    return functools.wraps(prepare)(functools.partial(prepare, **options))
 
 
+_OPEN_CLIP = ("open_clip_torch", "open_clip", None, ("clip",))
+_CUT = ("cut-cross-entropy", "cut_cross_entropy")
+_LIGER = ("liger-kernel", "liger_kernel")
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("torch", _plain),
         Peer("torch-autocast", _autocast),
-        Peer("torch-compiled", _compiled),
+        Peer("torch-compiled", _with(_autocast, compiled=True)),
         Peer("torch-checkpoint", _checkpointed),
         Peer(
-            "torch-linear-cross-entropy",
-            _linear_cross_entropy,
-            module="torch.nn.functional",
-            attribute="linear_cross_entropy",
+            "torch-linear-cross-entropy", _linear_cross_entropy, "torch", "torch.nn.functional", "linear_cross_entropy"
         ),
-        Peer("open_clip", _open_clip, "open_clip_torch", "open_clip", losses=("clip",)),
-        Peer("open_clip-compiled", _open_clip_compiled, "open_clip_torch", "open_clip", losses=("clip",)),
-        Peer("inf_cl", _inf_cl, "inf_cl", "inf_cl"),
-        Peer("cut-cross-entropy", _cut_cross_entropy, "cut-cross-entropy", "cut_cross_entropy"),
-        Peer("cut-cross-entropy-exact", _cut_cross_entropy_exact, "cut-cross-entropy", "cut_cross_entropy"),
-        Peer("liger-kernel", _liger, "liger-kernel", "liger_kernel"),
-        Peer("liger-kernel-fp32-sums", _liger_fp32_sums, "liger-kernel", "liger_kernel"),
+        Peer("open_clip", _open_clip, *_OPEN_CLIP, on_ranks=_open_clip_on_ranks),
+        Peer("open_clip-compiled", _with(_open_clip, compiled=True), *_OPEN_CLIP),
+        Peer("inf_cl", _inf_cl, "inf_cl", "inf_cl", on_ranks=_inf_cl_on_ranks),
+        Peer("cut-cross-entropy", _cut_cross_entropy, *_CUT),
+        Peer("cut-cross-entropy-exact", _with(_cut_cross_entropy, filter_eps=None), *_CUT),
+        Peer("liger-kernel", _liger, *_LIGER),
+        Peer("liger-kernel-fp32-sums", _with(_liger, accum_dtype=torch.float32), *_LIGER),
         Peer("memeff", _memeff, "memeff", "memeff", losses=("clip",)),
     )
 }

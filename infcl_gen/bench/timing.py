@@ -7,14 +7,14 @@ LONGEST_LEAD_MS of other work.
 
 from __future__ import annotations
 
-import contextlib
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from infcl_gen.files import lock, lock_file
+import torch
 
 FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is in memory, not in a cache
 CPU_FLUSH_BYTES = 64 << 20
@@ -22,13 +22,6 @@ SEED = 0
 LONGEST_LEAD_MS = 40.0
 LEAD_SIDE = 4096  # of the products of a lead: 0.2 ms each on an H200, long enough for its host to start one
 LEAD_SAMPLE = 5  # of them are timed to know how many a lead takes
-
-
-@contextlib.contextmanager
-def timing_lock(target: str, timeout_s: float) -> Iterator[None]:
-    """This machine's turn to time on its devices of a target: two runs at once would both measure nonsense."""
-    with lock(lock_file(f"timing-{target}"), "timing", timeout_s):
-        yield
 
 
 class Times(NamedTuple):
@@ -41,19 +34,16 @@ class Times(NamedTuple):
 class Timer:
     """Times runs, each on a cold cache: by the GPU's own events, or by the clock on the CPU."""
 
-    def __init__(self, device: str, before: Callable[[], object] = lambda: None) -> None:
-        """`before` is enqueued last before a queued run."""
-        import torch
-
-        self._gpu, self._before = device == "cuda", before
-        size = FLUSH_BYTES if self._gpu else CPU_FLUSH_BYTES
+    def __init__(self, device: str) -> None:
+        self.device = device
+        size = FLUSH_BYTES if device == "cuda" else CPU_FLUSH_BYTES
         self._flush = torch.empty(size, dtype=torch.uint8, device=device)
         self._lead: _Lead | None = None
 
     def times(self, run: Callable[[], object]) -> Times:
         """Of two runs on a GPU, and of more where the host was late; of one on the CPU."""
         idle_ms, host_ms = self.idle_ms(run)
-        if not self._gpu:
+        if self.device == "cpu":
             return Times(idle_ms, None)
         for lead_ms in leads_ms(host_ms):
             queued_ms, late = self.queued_ms(run, lead_ms)
@@ -63,22 +53,12 @@ class Timer:
 
     def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
         """Milliseconds of a run that begins on an idle device, and what it took the host to start everything."""
-        import torch
-
         self._flush.zero_()
-        host_ms = 0.0
-
-        def watched() -> None:
-            nonlocal host_ms
-            started = time.perf_counter()
-            run()
-            host_ms = 1e3 * (time.perf_counter() - started)
-
-        if not self._gpu:
-            watched()
+        if self.device == "cpu":
+            host_ms = _host_ms(run)
             return host_ms, host_ms
         torch.cuda.synchronize()
-        return self._watched(watched)[0], host_ms
+        return _watched(run)[:2]
 
     def queued_ms(self, run: Callable[[], object], lead_ms: float) -> tuple[float, bool]:
         """Milliseconds of a run behind `lead_ms` of other work, and whether the host was late: that work was over
@@ -91,49 +71,49 @@ class Timer:
             self._lead = _Lead(self._flush.device)
         self._lead.enqueue(lead_ms)
         self._flush.zero_()
-        self._before()
-        return self._watched(run)
+        self.gather()
+        device_ms, _, late = _watched(run)
+        return device_ms, late
 
-    def _watched(self, run: Callable[[], object]) -> tuple[float, bool]:
-        """Milliseconds between two events around the run, and whether the first was over when the host was ready."""
-        import torch
+    def gather(self) -> None:
+        """What is enqueued last before a queued run: on one device nothing."""
 
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        late = start.query()
-        end.synchronize()
-        return float(start.elapsed_time(end)), bool(late)
+
+def _watched(run: Callable[[], object]) -> tuple[float, float, bool]:
+    """Milliseconds between two events around the run and those of the host, and whether the first event was over when
+    the host was ready."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    host_ms = _host_ms(run)
+    end.record()
+    late = start.query()
+    end.synchronize()
+    return float(start.elapsed_time(end)), host_ms, bool(late)
+
+
+def _host_ms(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - started)
 
 
 class _Lead:
     """Other work for a GPU to be busy with."""
 
     def __init__(self, device: Any) -> None:
-        import torch
-
         generator = torch.Generator(device).manual_seed(SEED)  # the process's own draws stay what they were
         shape = (2, LEAD_SIDE, LEAD_SIDE)
         self._factors = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
         self._product = torch.empty_like(self._factors[0])
-        self._multiply()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(LEAD_SAMPLE):
-            self._multiply()
-        end.record()
-        end.synchronize()
-        self._product_ms = float(start.elapsed_time(end)) / LEAD_SAMPLE
+        self._multiply(1)
+        self._product_ms = _watched(lambda: self._multiply(LEAD_SAMPLE))[0] / LEAD_SAMPLE
 
     def enqueue(self, lead_ms: float) -> None:
-        for _ in range(math.ceil(lead_ms / self._product_ms)):
-            self._multiply()
+        self._multiply(math.ceil(lead_ms / self._product_ms))
 
-    def _multiply(self) -> None:
-        import torch
-
-        torch.mm(*self._factors, out=self._product)
+    def _multiply(self, times: int) -> None:
+        for _ in range(times):
+            torch.mm(*self._factors, out=self._product)
 
 
 def leads_ms(host_ms: float) -> Iterator[float]:
@@ -146,39 +126,39 @@ def leads_ms(host_ms: float) -> Iterator[float]:
         yield lead_ms
 
 
-def times_ms(run: Callable[[], object], repeats: int, device: str = "cuda") -> list[float]:
-    """Times of `repeats` runs, each on a cold cache, after one that is not timed: on a GPU behind other work."""
-    timer = Timer(device)
-    run()
-    found = (timer.times(run) for _ in range(repeats))
-    return [times.idle_ms if times.queued_ms is None else times.queued_ms for times in found]
+def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Round and name of every turn: each name once a round. A name that is removed meanwhile has no later rounds.
+
+    Every round has an order of its own, since who always follows the hottest is slower for it. All ranks draw the same.
+    """
+    for round_ in range(rounds):
+        for name in random.Random(SEED + round_).sample(names, len(names)):
+            yield round_, name
 
 
-def time_figures(times: Sequence[Times]) -> dict[str, Any]:
-    """What a row says of the times of some runs."""
-    idle = [found.idle_ms for found in times]
-    queued = _queued(times)
+def time_figures(times: Sequence[Times], floors: Sequence[Times] = ()) -> dict[str, Any]:
+    """What a row says of the times of some runs, and of those of the bare products."""
+    idle, queued = _columns(times)
+    floor, queued_floor = _columns(floors)
     return {
-        "median_ms": statistics.median(idle),
+        "median_ms": _median(idle),
         "mean_ms": statistics.fmean(idle),
         "std_ms": _spread(idle),
         "repeats": len(times),
-        "queued_ms": statistics.median(queued) if queued else None,
+        "queued_ms": _median(queued),
         "queued_std_ms": _spread(queued) if queued else None,
+        "floor_ms": _median(floor),
+        "queued_floor_ms": _median(queued_floor),
     }
 
 
-def floor_figures(times: Sequence[Times]) -> dict[str, float | None]:
-    """The same of the bare products; nothing where they could not be timed."""
-    idle, queued = [found.idle_ms for found in times], _queued(times)
-    return {
-        "floor_ms": statistics.median(idle) if idle else None,
-        "queued_floor_ms": statistics.median(queued) if queued else None,
-    }
+def _columns(times: Sequence[Times]) -> tuple[list[float], list[float]]:
+    """From an idle device, and behind other work."""
+    return [found.idle_ms for found in times], [found.queued_ms for found in times if found.queued_ms is not None]
 
 
-def _queued(times: Sequence[Times]) -> list[float]:
-    return [found.queued_ms for found in times if found.queued_ms is not None]
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from infcl_gen.cli import options, text
 from infcl_gen.cli.group import Reported, show
 from infcl_gen.cli.options import COUNT, COUNTS, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
-from infcl_gen.files import write_file
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.cluster_file import MAX_DEVICES
 from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
@@ -51,31 +50,26 @@ def bench(flags: dict[str, Any]) -> None:
     if flags["campaign"] is not None:
         _campaign(flags)
         return
-    from infcl_gen.bench import contest, results, ring
+    from infcl_gen.bench import contest, results
     from infcl_gen.bench.peers import chosen_peers
 
     ranks = options.count(flags, "ranks", 1, 1, options.MAX_RANKS)
     rounds = options.count(flags, "repeats", 10, 1, 10000)
     errors = options.count(flags, "errors", 32768, 0, 2**40)
     scale = options.number(flags, "scale", 14.3, 1e6, "scale")
-    everybody = list(ring.PEERS) if ranks > 1 else None
-    peers = chosen_peers(everybody if flags["against"] is None else flags["against"])
+    peers = chosen_peers(flags["against"], ranks)
     output, picture = options.json_file(flags), _picture(flags)
     command = options.command_line("bench", flags, (*options.PROBLEM, *BENCH))
     libraries = [peer.distribution for peer in peers]
     measured = contest.Contest(peers, scale, contest.Limits(rounds, errors_up_to=errors), flags["features"])
 
-    def write(rows: contest.Rows) -> None:
+    def write(rows: results.Rows) -> None:
         if output is not None:
-            results.write_results(output, rows, command, measured.absent, libraries)
+            results.write_results(output, results.measurement(rows, command, measured.absent, libraries))
 
     with _work(flags, ranks) as work:
         if ranks > 1:
-            ring.check_peers([peer.name for peer in peers])
-            measured.absent |= {peer.name: why for peer in peers if (why := peer.absent()) is not None}
-            present = [peer.name for peer in peers if peer.name not in measured.absent]
-            folders = [package for packages, _ in work for package in packages]
-            rows = ring.measure_ring(folders, ranks, present, scale, rounds)
+            rows = measured.ring([package for packages, _ in work for package in packages], ranks)
             write(rows)
         else:
             with measured, options.progress(flags) as progress:
@@ -87,7 +81,6 @@ def bench(flags: dict[str, Any]) -> None:
 
 def _campaign(flags: dict[str, Any]) -> None:
     from infcl_gen.bench.campaign import read_campaign, run_campaign
-    from infcl_gen.bench.results import measurement
 
     options.refuse(flags, (*options.PROBLEM, *BENCH), "stands in the file of --campaign; leave it out")
     campaign = read_campaign(flags["campaign"])
@@ -95,13 +88,11 @@ def _campaign(flags: dict[str, Any]) -> None:
     picture = _picture(flags)
     command = options.command_line("bench", flags, ("campaign",))
     with options.progress(flags) as progress:
-        found = run_campaign(dataclasses.replace(campaign, output=output), command, progress)
-    _draw(picture, found.rows, command)
-    result = measurement(found.rows, found.command, found.absent, found.libraries)
-    result |= {"left": found.left, "broken": found.broken}
-    show(flags, result, lambda: text.campaign_text(found, output, picture))
-    if found.broken:
-        raise Reported(VerificationError(f"{len(found.broken)} guarantees are broken: {found.broken[0]}"))
+        result = run_campaign(dataclasses.replace(campaign, output=output), command, progress)
+    _draw(picture, result["rows"], command)
+    show(flags, result, lambda: text.campaign_text(result, output, picture))
+    if broken := result["broken"]:
+        raise Reported(VerificationError(f"{len(broken)} guarantees are broken: {broken[0]}"))
 
 
 def _picture(flags: Mapping[str, Any]) -> Path | None:
@@ -128,7 +119,8 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[Work]:
 
     Raises InputError for flags that contradict each other.
     """
-    from infcl_gen.bench.contest import generated
+    from infcl_gen.bench.results import GENERATED
+    from infcl_gen.emission import build, write_package
 
     if ranks > 1:
         options.refuse(flags, NOT_OF_RINGS, "not with --ranks; leave it out")
@@ -150,7 +142,15 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[Work]:
         for dim in dims
         for batch in batches or [flags["batch_size"]]
     ]
-    with generated(problems, ranks) as work:
+    for problem in problems:
+        if problem.devices != ranks:
+            measured = "one device is" if ranks == 1 else f"--ranks {ranks} are"
+            raise InputError(f"--devices: {measured} measured, not {problem.devices}; leave it out")
+    with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as scratch:
+        work: Work = []
+        for index, problem in enumerate(problems):
+            package = write_package(build(problem), Path(scratch) / str(index) / GENERATED)
+            work.append(([package], problem.batch_size))
         yield work
 
 
@@ -168,7 +168,8 @@ def scale(flags: dict[str, Any]) -> None:
     Each size is planned as `plan` does it, then its schedule runs as events on hosts, kernels, links and network.
     Nothing is measured, and no GPU is needed. A cluster file gives the devices of a node, and the links.
     """
-    from infcl_gen.bench import scaling
+    from infcl_gen.bench.results import write_results
+    from infcl_gen.cli import scaling
 
     batches = options.counts(flags, "batches", MAX_BATCH) or [1 << 20, 32 << 20]
     devices = options.counts(flags, "devices", MAX_DEVICES)
@@ -184,11 +185,9 @@ def scale(flags: dict[str, Any]) -> None:
             rows.append(scaling.simulated(problem))
     result = scaling.results(rows, command, board)
     if output is not None:
-        write_file(output, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+        write_results(output, result)
     if picture is not None:
-        from infcl_gen.bench.plots import plot_scaling
-
-        plot_scaling(rows, picture, f"simulated, not measured: {board}; {command}")
+        scaling.plot(rows, picture, f"simulated, not measured: {board}; {command}")
     table = text.table_text(scaling.HEADER, [scaling.cells(row) for row in rows])
     lines = [table, f"simulated for {board}, not measured", *text.wrote(output, picture)]
     show(flags, result, lambda: "\n".join(lines))

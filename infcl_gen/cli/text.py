@@ -10,7 +10,6 @@ from infcl_gen.inputs.problem import Problem
 from infcl_gen.inputs.text import bytes_text, clean
 
 if TYPE_CHECKING:
-    from infcl_gen.bench.campaign import Found
     from infcl_gen.planning.planner import Plan
     from infcl_gen.tuning.search import Outcome
 
@@ -28,7 +27,7 @@ def record_text(problem: Problem) -> str:
 
 
 def bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files: Path | None) -> str:
-    from infcl_gen.bench.contest import table
+    from infcl_gen.bench.results import table
 
     header, lines = table(list(rows))
     parts = [table_text(header, lines), *(f"absent: {name}: {why}" for name, why in absent.items())]
@@ -40,10 +39,10 @@ def wrote(*files: Path | None) -> list[str]:
     return [f"wrote {file}" for file in files if file is not None]
 
 
-def campaign_text(found: Found, *files: Path | None) -> str:
+def campaign_text(result: Mapping[str, Any], *files: Path | None) -> str:
     """The rows; how many points are left; and what is broken."""
-    more = [f"{found.left} points left: run it again"] * bool(found.left)
-    return "\n".join([bench_text(found.rows, found.absent, *files), *more, *found.broken])
+    more = [f"{result['left']} points left: run it again"] * bool(result["left"])
+    return "\n".join([bench_text(result["rows"], result["absent"], *files), *more, *result["broken"]])
 
 
 def tuning_text(outcome: Outcome) -> str:

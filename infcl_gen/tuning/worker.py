@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.bench.point import features, one_line, out_of_memory, training_step
-from infcl_gen.bench.timing import times_ms
 from infcl_gen.processes import Answer, Requests
 
 SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the others, the norms
@@ -42,6 +40,8 @@ def _reported(answer: Answer) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        from infcl_gen.bench.measure import one_line, out_of_memory  # with torch, which compiling does without
+
         if not out_of_memory(error):
             raise
         answer(failed="out of memory", detail=one_line(error))
@@ -50,6 +50,8 @@ def _reported(answer: Answer) -> Iterator[None]:
 def _serve(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
     import torch
 
+    from infcl_gen.bench.steps import features, training_step
+    from infcl_gen.bench.timing import Timer
     from infcl_gen.emission import import_package
     from infcl_gen.verification.gate import failures
     from infcl_gen.verification.properties import ROWS, check_package
@@ -81,7 +83,11 @@ def _serve(folder: Path, device: str, requests: Requests, answer: Answer) -> Non
                 return
             result: dict[str, Any] = {"done": "compared"}
         else:
-            result = {"done": "sampled", "times_ms": times_ms(step, request["repeats"], device)}
+            step()
+            timer = Timer(device)
+            times = [timer.times(step) for _ in range(request["repeats"])]
+            behind = [each.idle_ms if each.queued_ms is None else each.queued_ms for each in times]
+            result = {"done": "sampled", "times_ms": behind}
         q.grad = k.grad = scale.grad = None
         if device == "cuda":  # what this one keeps, the next candidate may need
             torch.cuda.empty_cache()

@@ -1,7 +1,12 @@
 """What a row of measurements is, and rows to draw and to write."""
 
 import json
+from pathlib import Path
 from typing import Any
+
+from infcl_gen.bench.measure import measure_point
+from infcl_gen.bench.point import Point, point_of
+from infcl_gen.emission import read_package
 
 # The measurement format, version 1, and what this project adds to a row.
 FIELDS = {
@@ -44,3 +49,16 @@ def rows_of_several_points() -> list[dict[str, Any]]:
     rows[2] |= {"error": "out of memory", "median_ms": None, "std_ms": None, "peak_bytes": None}
     rows[0]["err"] = {"loss": 1e-4, "dq": 2e-3, "dk": None, "dscale": None}
     return rows
+
+
+def measured_here(point: Point) -> list[dict[str, Any]]:
+    """The rows of everybody at a point, measured in this process."""
+    rows: dict[str, dict[str, Any]] = {}
+    measure_point(point, lambda name, row: rows.update({name: row}))
+    return [rows[name] for name in point.contestants]
+
+
+def measure_package(package: Path, batch: int | None = None, repeats: int = 10, errors: bool = False) -> dict[str, Any]:
+    """The row of one package alone at `batch` queries (default: the planned ones)."""
+    (row,) = measured_here(point_of([read_package(package)], batch, rounds=repeats, errors=errors))
+    return row

@@ -17,16 +17,18 @@ from click.testing import CliRunner
 
 import infcl_gen
 from infcl_gen import cli
-from infcl_gen.bench import peers, timing
-from infcl_gen.bench import point as bench
-from infcl_gen.bench.contest import Contest, Limits, generated, run, table
-from infcl_gen.bench.peers import PEERS, Inputs, LossFunction, Peer, chosen_peers
-from infcl_gen.bench.point import measure_package, measure_point, point_of
+from infcl_gen.bench import measure, peers, timing
+from infcl_gen.bench.contest import Contest, Limits, run
+from infcl_gen.bench.measure import measure_point
+from infcl_gen.bench.peers import PEERS, Peer, chosen_peers
+from infcl_gen.bench.point import Point, point_of
+from infcl_gen.bench.results import RESULTS, table
+from infcl_gen.bench.steps import Inputs, LossFunction, bare_products, training_step
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.verification.memory import PeakMeter
 from tests.bench.libraries import write_libraries
-from tests.bench.rows import assert_is_row
+from tests.bench.rows import assert_is_row, measure_package
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL: dict[str, Any] = {"batch_size": 96, "dim": 16, "dtype": "fp64", "target": "cpu"}
@@ -160,7 +162,7 @@ def test_a_host_that_is_late_is_given_more_time(busy_host_ms: float, leads: list
 
     class Late(timing.Timer):
         def __init__(self) -> None:
-            self._gpu = True
+            self.device = "cuda"
 
         def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
             return 6.0, 2.0
@@ -198,7 +200,7 @@ def test_memory_includes_the_gradients_that_are_returned(package: Path, monkeypa
 def test_who_takes_more_than_its_share_of_the_time_stops_early(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter(monkeypatch, "slow", lambda inputs, loss: time.sleep(0.2) or loss)
     rows, _ = measured(package, "slow", rounds=6, seconds=1.0)
-    assert rows["slow"]["repeats"] == bench.LEAST_ROUNDS and rows["infcl"]["repeats"] == 6
+    assert rows["slow"]["repeats"] == measure.LEAST_ROUNDS and rows["infcl"]["repeats"] == 6
     assert rows["slow"]["median_ms"] > 200 > rows["infcl"]["median_ms"]
 
 
@@ -240,7 +242,7 @@ def test_contestants_that_fail_are_reported_and_change_nothing(package: Path, mo
             assert row["error"].startswith(PLANTED[name][1]), row
         else:
             assert row["error"] is None and row["repeats"] == 4 and max(row["err"].values()) < 1e-10
-    assert rows["nan"]["err"] == dict.fromkeys(bench.RESULTS)
+    assert rows["nan"]["err"] == dict.fromkeys(RESULTS)
     assert abs(rows["wrong gradient"]["err"]["dq"] - 2) < 1e-6
     shown = {line[3]: line for line in table(list(rows.values()))[1]}
     assert shown["no memory"][-1] == "out of memory" and shown["infcl small"][8] == "1.00"
@@ -279,6 +281,7 @@ def test_a_crash_and_a_hang_cost_only_whoever_did_it(
     folder = write_libraries(tmp_path / "libraries", does)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a lock of its own: nobody waits for the hang
     monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(str(folder))  # as for whoever asks: this process says who is absent
     names = ["inf_cl", "memeff", "cut-cross-entropy", "cut-cross-entropy-exact", "torch"]
     # Amid the whole suite on two cores a turn of less than a second has taken 30.
     with Contest(chosen_peers(names), limits=Limits(rounds=2, silent_s=90)) as contest:
@@ -434,13 +437,23 @@ def test_an_edited_package_is_timed_and_marked(package: Path, tmp_path: Path) ->
         read_package(copies["slow"], edited=True)
 
 
-def test_generated_packages_are_gone_afterwards() -> None:
-    problems = [infcl_gen.inputs.problem.make_problem(**{**SMALL, "batch_size": size}) for size in (32, 64)]
-    with generated(problems) as work:
-        folders = [packages[0] for packages, _ in work]
-        assert [read_package(folder).spec["problem"]["batch_size"] for folder in folders] == [32, 64]
-        assert [batch for _, batch in work] == [32, 64]
-    assert not any(folder.exists() for folder in folders)
+def test_generated_packages_are_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[Path] = []
+
+    def rows(self: Contest, point: Point) -> list[dict[str, Any]]:
+        (package,) = map(Path, point.packages)
+        assert read_package(package).spec["problem"]["batch_size"] == point.batch
+        folders.append(package)
+        return [{**point.row(str(package)), "error": "not measured"}]
+
+    monkeypatch.setattr(Contest, "rows", rows)
+    words = "bench --batches 32,64 --dim 16 --dtype fp64 --target cpu --against none --json"
+    done = CliRunner().invoke(cli.main, words.split())
+    assert done.exit_code == 0, done.output
+    assert [(row["batch"], row["package"]) for row in json.loads(done.stdout)["rows"]] == [
+        (batch, "generated") for batch in (32, 64)
+    ]
+    assert len(folders) == 2 and not any(folder.exists() for folder in folders)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +474,7 @@ def test_the_floor_is_the_products_of_the_plan(
         monkeypatch.setattr(torch, name, counted)
     plan = {"strategy": "torch", "panel_rows": 64, "panel_keys": 64, "stash_rows": 0, "split": False} | changes
     q, k = (torch.randn(rows, 32) for rows in (64, keys))
-    dq, dk = bench.bare_products(plan, q, k)()
+    dq, dk = bare_products(plan, q, k)()
     assert counts == {"mm": similarities, "addmm": others}
     if keys == 64 and not plan["split"]:
         assert torch.allclose(dq, q @ k.T @ k, rtol=1e-4, atol=1e-3)
@@ -487,7 +500,7 @@ def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.Monkey
         assert row["err"]["dq"] > 1e-4, "products of fp32 numbers"
     q, k = (torch.nn.functional.normalize(torch.randn(96, 16)).requires_grad_() for _ in range(2))
     scale = torch.tensor(14.3, requires_grad=True)
-    step = bench.training_step(import_package(package), q, k, scale, torch.bfloat16)
+    step = training_step(import_package(package), q, k, scale, torch.bfloat16)
     for gradient in step()[1:3]:
         assert gradient.dtype == torch.float32 and not torch.equal(gradient, gradient.bfloat16().float())
     # Copies in bf16 and gradients in fp32 are not in the plan.
@@ -568,16 +581,16 @@ def test_every_run_begins_on_a_cold_cache(how: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("wait"))
     monkeypatch.setattr(time, "perf_counter", lambda: done.append("clock") or 0.0)
-    monkeypatch.setattr(timer, "_gpu", how != "on the CPU")
+    monkeypatch.setattr(timer, "device", "cpu" if how == "on the CPU" else "cuda")
     monkeypatch.setattr(timing._Lead, "__init__", lambda self, device: None)
     monkeypatch.setattr(timing._Lead, "enqueue", lambda self, lead_ms: done.append("lead"))
     for _ in range(2):
         done.clear()
+        timed = ["clock", "run", "clock"]
         if how == "queued":
             timer.queued_ms(lambda: done.append("run"), 1.0)
-            assert done == ["lead", "flush", "event", "run", "event", "wait"]
+            assert done == ["lead", "flush", "event", *timed, "event", "wait"]
         else:
             timer.idle_ms(lambda: done.append("run"))
-            timed = ["clock", "run", "clock"]
             assert done == ["flush", *(timed if how == "on the CPU" else ["wait", "event", *timed, "event", "wait"])]
     assert timing.FLUSH_BYTES >= 4 * 50 << 20  # the L2 cache of an H200 has 50 MB

@@ -9,12 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 from infcl_gen import cli
-from infcl_gen.bench import board, campaign
+from infcl_gen.bench import board
 from infcl_gen.bench.campaign import MEASURES, read_campaign, run_campaign
-from infcl_gen.bench.contest import Contest, Rows, table
-from infcl_gen.bench.point import Point, empty_row, measure_point
+from infcl_gen.bench.contest import Contest
+from infcl_gen.bench.point import Point
+from infcl_gen.bench.results import Rows, table
 from infcl_gen.errors import InfclError, InputError, ToolchainError
-from tests.bench.rows import assert_is_row
+from tests.bench.rows import assert_is_row, measured_here
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POINT = 'dim = 16\ndtype = "fp32"\ntarget = "cpu"\n'
@@ -26,27 +27,21 @@ def write(folder: Path, points: str, head: str = "", measure: str = "speed") -> 
     return file
 
 
-def measured_here(self: Contest, point: Point) -> Rows:
-    """The rows of a contest, without its worker."""
-    rows: dict[str, dict[str, Any]] = {}
-    measure_point(point, lambda name, row: rows.update({name: row}))
-    return list(rows.values())
-
-
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Contest, "rows", measured_here)
+    """Contests without their worker."""
+    monkeypatch.setattr(Contest, "rows", lambda self, point: measured_here(point))
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     first = f'[[points]]\nbatch_size = 64\nagainst = "torch"\n{POINT}'
     found = run_campaign(read_campaign(write(tmp_path, first, "minutes = 0")), "once")
-    assert (found.rows, found.left) == ([], 1) and not (tmp_path / "rows.json").exists()
+    assert (found["rows"], found["left"]) == ([], 1) and not (tmp_path / "rows.json").exists()
     alone = first.replace('against = "torch"\n', "")
-    assert [row["impl"] for row in run_campaign(read_campaign(write(tmp_path, alone)), "once").rows] == ["infcl"]
+    assert [row["impl"] for row in run_campaign(read_campaign(write(tmp_path, alone)), "once")["rows"]] == ["infcl"]
     found = run_campaign(read_campaign(write(tmp_path, first)), "once")  # a peer is missing: once more, with it
-    assert [(row["batch"], row["impl"]) for row in found.rows] == [(64, "infcl"), (64, "torch")]
-    for row in found.rows:
+    assert [(row["batch"], row["impl"]) for row in found["rows"]] == [(64, "infcl"), (64, "torch")]
+    for row in found["rows"]:
         assert_is_row(row)
     # A later table wins; whoever lacks a peer is measured again, and a point under autocast is another point.
     more = (
@@ -54,25 +49,48 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, in_process: None, monkeypat
         f'[[points]]\nbatch_size = 64\ndim = 16\ntarget = "cpu"\nfeatures = ["rounded fp32"]\n'
     )
     found = run_campaign(read_campaign(write(tmp_path, more)), "twice")
-    assert found.command == "once; twice"
-    assert [(row["batch"], row["impl"], row["precision"]) for row in found.rows] == [
+    assert found["command"] == "once; twice"
+    assert [(row["batch"], row["impl"], row["precision"]) for row in found["rows"]] == [
         (64, "infcl", "default"),
         (64, "torch", "default"),
         (64, "infcl", "autocast from rounded fp32"),
         (80, "infcl", "default"),
     ]
     written = json.loads((tmp_path / "rows.json").read_text())
-    assert written["rows"] == found.rows and written["command"] == "once; twice"
-    assert found.rows[2]["err"]["dq"] < 1e-5, "gradients in fp32 of features that bf16 holds"
+    assert written["rows"] == found["rows"] and written["command"] == "once; twice"
+    assert found["rows"][2]["err"]["dq"] < 1e-5, "gradients in fp32 of features that bf16 holds"
 
     def nothing(*_: Any) -> Rows:
         raise AssertionError("nothing is left to measure")
 
     monkeypatch.setattr(Contest, "rows", nothing)
-    assert run_campaign(read_campaign(write(tmp_path, more)), "twice").rows == found.rows
+    assert run_campaign(read_campaign(write(tmp_path, more)), "twice")["rows"] == found["rows"]
     monkeypatch.setattr("infcl_gen.bench.results.board", lambda: "another board")
     with pytest.raises(InputError, match="another board"):
         run_campaign(read_campaign(write(tmp_path, more)), "twice")
+
+
+def test_what_was_measured_before_an_interruption_counts(
+    tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A campaign that ends amid a point has all points before it in its file; the next run measures the others only."""
+    campaign = read_campaign(write(tmp_path, f"[[points]]\nbatch_size = [64, 80, 96]\n{POINT}"))
+    begun: list[int] = []
+
+    def interrupted(self: Contest, point: Point) -> Rows:
+        begun.append(point.batch)
+        if begun == [64, 80]:
+            raise KeyboardInterrupt
+        return measured_here(point)
+
+    monkeypatch.setattr(Contest, "rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_campaign(campaign, "parts")
+    first = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["batch"] for row in first] == [64]
+    result = run_campaign(campaign, "parts")
+    assert begun == [64, 80, 80, 96] and result["left"] == 0
+    assert result["rows"][:1] == first and [row["batch"] for row in result["rows"]] == [64, 80, 96]
 
 
 def test_packages_at_one_point_are_those_that_plan_otherwise(tmp_path: Path, in_process: None) -> None:
@@ -81,7 +99,7 @@ def test_packages_at_one_point_are_those_that_plan_otherwise(tmp_path: Path, in_
         f'memory_budget = ["auto", "1GB"]\n{POINT}'
     )
     found = run_campaign(read_campaign(write(tmp_path, points)), "")
-    assert [row["package"] for row in found.rows] == ["torch_panel_rows=64", "torch_panel_rows=128"]
+    assert [row["package"] for row in found["rows"]] == ["torch_panel_rows=64", "torch_panel_rows=128"]
 
 
 def test_a_memory_plan_that_does_not_hold_is_told(
@@ -89,11 +107,11 @@ def test_a_memory_plan_that_does_not_hold_is_told(
 ) -> None:
     file = write(tmp_path, f"[[points]]\nbatch_size = 300\n{POINT}", measure="memory")
     found = run_campaign(read_campaign(file), "")
-    sizes = [(row["budget_bytes"], row["predicted_peak_bytes"], row["peak_bytes"]) for row in found.rows]
+    sizes = [(row["budget_bytes"], row["predicted_peak_bytes"], row["peak_bytes"]) for row in found["rows"]]
     assert len(sizes) == 3 and all(a >= b >= c for a, b, c in sizes)
 
     def larger(self: Contest, point: Point) -> Rows:
-        return [{**row, "peak_bytes": row["predicted_peak_bytes"] + 1} for row in measured_here(self, point)]
+        return [{**row, "peak_bytes": row["predicted_peak_bytes"] + 1} for row in measured_here(point)]
 
     monkeypatch.setattr(Contest, "rows", larger)
     done = CliRunner().invoke(cli.main, ["bench", "--campaign", str(file), "-o", str(tmp_path / "again.json")])
@@ -106,23 +124,25 @@ def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) ->
     """What is asked of `measure_ring`, which has tests of its own."""
     asked: list[Any] = []
 
-    def measured(packages: Sequence[Path], ranks: int, *others: Any, **more: Any) -> Rows:
-        asked.append(([package.name for package in packages], ranks, others, more))
+    def measured(packages: Sequence[Path], ranks: int, *others: Any) -> Rows:
+        asked.append(([package.name for package in packages], ranks, others))
         point = Point(("x",), (), "cpu", "clip", 64, 64, 16, "fp32", "fp32", "default", 14.3, 1, 1.0, None)
-        row = {**empty_row(point, "x"), "ranks": 2, "transport": "ring"}
+        row = {**point.row("x"), "ranks": 2, "transport": "ring"}
         return [{**row, "error": "not finite"} if measure == "large" else row]
 
-    monkeypatch.setattr(campaign, "measure_ring", measured)
+    monkeypatch.setattr("infcl_gen.bench.contest.measure_ring", measured)
     ways = 'set = [{ transport = "ring" }, { transport = "gather" }]\nagainst = ["inf_cl"]\n'
     file = write(tmp_path, f"[[points]]\nbatch_size = 64\ndevices = 2\n{ways}{POINT}", "silent_s = 9", measure)
-    monkeypatch.setattr("infcl_gen.bench.peers.Peer.absent", lambda peer: f"{peer.name} is not installed")
+    monkeypatch.setattr("infcl_gen.bench.peers.Peer.absent", lambda peer, loss: f"{peer.name} is not installed")
     found = run_campaign(read_campaign(file), "")
-    ((packages, ranks, others, more),) = asked
+    ((packages, ranks, others),) = asked
     assert packages == ["torch_transport=ring", "torch_transport=gather"] and ranks == 2
     if measure == "rings":
-        assert others == ([], 14.3, 2) and found.absent == {"inf_cl": "inf_cl is not installed"}
+        assert (
+            others[:3] == ([], 14.3, 2) and not others[4] and found["absent"] == {"inf_cl": "inf_cl is not installed"}
+        )
     else:
-        assert more == {"scale": 14.3, "once": True, "timeout_s": 9} and found.broken == ("64: not finite",)
+        assert others == ([], 14.3, 2, 9, True) and found["broken"] == ["64: not finite"]
 
 
 @pytest.mark.parametrize(

@@ -10,34 +10,33 @@ from typing import Any
 import pytest
 
 import infcl_gen
-from infcl_gen.bench.contest import table
 from infcl_gen.bench.plots import check_plot, plot
-from infcl_gen.bench.point import measure_package
-from infcl_gen.bench.results import IDENTITY, blank_row, write_results
+from infcl_gen.bench.results import FIELDS, IDENTITY, measurement, table, write_results
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import checksum
-from tests.bench.rows import rows_of_several_points
+from tests.bench.rows import measure_package, rows_of_several_points
 
 
 def test_results_are_valid_json_and_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = infcl_gen.generate(batch_size=96, dim=16, dtype="fp64", target="cpu", output=tmp_path / "small")
     rows = [measure_package(package, repeats=1)]
     file = tmp_path / "deep" / "rows.json"
-    write_results(file, rows, "a command", {"memeff": "memeff is not installed"}, ["torch", "click", "no-such-thing"])
+    absent, libraries = {"memeff": "memeff is not installed"}, ["torch", "click", "no-such-thing"]
+    write_results(file, measurement(rows, "a command", absent, libraries))
     written = json.loads(file.read_text())
     assert written["rows"] == rows and written["schema_version"] == 1 and written["command"] == "a command"
     assert written["checksum"] == checksum(rows) and written["absent"] == {"memeff": "memeff is not installed"}
     assert written["board"] and {"torch", "triton", "click"} <= set(written["versions"])
     assert file.stat().st_mode & 0o777 == 0o644
     with pytest.raises(ValueError):
-        write_results(file, [{**rows[0], "median_ms": math.nan}], "another")
+        write_results(file, measurement([{**rows[0], "median_ms": math.nan}], "another", {}))
 
     def fails(*_: Any) -> None:
         raise OSError("no")
 
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError):
-        write_results(file, [], "another")
+        write_results(file, measurement([], "another", {}))
     assert json.loads(file.read_text()) == written
     assert [path.name for path in file.parent.iterdir()] == ["rows.json"]
 
@@ -78,8 +77,9 @@ def test_plots_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def timed(impl: str, package: str | None, time_ms: float, **changes: Any) -> dict[str, Any]:
     sizes = {"loss": "clip", "batch": 64, "keys": 64, "dim": 16, "dtype": "bf16", "precision": "default"}
     times = {"median_ms": time_ms, "mean_ms": time_ms, "std_ms": 0.0, "repeats": 1, "peak_bytes": 1}
-    blank = blank_row(sizes, 1, impl, package, 14.3)
-    return {**blank, **times, "queued_ms": 10 * time_ms, "queued_std_ms": 0.0, **changes}
+    who = {"impl": impl, "package": package, "ranks": 1, "scale": 14.3}
+    behind = {"queued_ms": 10 * time_ms, "queued_std_ms": 0.0}
+    return dict.fromkeys(FIELDS) | sizes | who | times | behind | changes
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[list[str]]:

@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 
 import infcl_gen
 from infcl_gen import cli
-from infcl_gen.bench.scaling import cells, clusters, simulated
+from infcl_gen.cli.scaling import cells, clusters, simulated
 from infcl_gen.errors import InputError
 from infcl_gen.files import checksum
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("--dim", "64", "--device-profile", "h200")
 
 

@@ -1,4 +1,4 @@
-"""A problem on clusters of many sizes: planned, then simulated, not measured.
+"""`infcl-gen scale`: a problem on clusters of many sizes, planned, then simulated, not measured.
 
 A row has `loss, batch, dim, dtype, devices, nodes, strategy, transport, step_ms, forward_ms, backward_ms, alone_ms`
 (the same work without communication), `efficiency`, `peak_bytes` (of one device, beyond the inputs), `bound`,
@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from infcl_gen.bench.results import SCHEMA_VERSION
+from infcl_gen.bench.results import document
 from infcl_gen.emission import simulate_problem
 from infcl_gen.errors import InfeasibleError, InputError
-from infcl_gen.files import checksum
 from infcl_gen.inputs.cluster_file import MAX_DEVICES, ClusterFile, read_cluster
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.inputs.text import bytes_text
@@ -23,6 +23,10 @@ from infcl_gen.version import __version__
 
 DEVICES_PER_NODE = 8
 UP_TO = 4096
+FIGURES = (
+    *("strategy", "transport", "step_ms", "forward_ms", "backward_ms", "alone_ms", "efficiency", "peak_bytes"),
+    *("bound", "critical_ms", "smallest_budget_bytes", "error"),
+)
 HEADER = ("batch", "devices", "nodes", "transport", "step", "efficiency", "memory/device", "bound by")
 
 
@@ -58,47 +62,29 @@ def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: S
 
 def simulated(problem: Problem) -> dict[str, Any]:
     """One row."""
-    row: dict[str, Any] = {
-        "loss": problem.loss, "batch": problem.batch_size, "dim": problem.dim, "dtype": problem.dtype,
-        "devices": problem.devices, "nodes": problem.nodes,
-    }  # fmt: skip
-    figures: dict[str, Any] = dict.fromkeys(
-        ("strategy", "transport", "step_ms", "forward_ms", "backward_ms", "alone_ms", "efficiency", "peak_bytes",
-         "bound", "critical_ms", "smallest_budget_bytes", "error")
-    )  # fmt: skip
+    row: dict[str, Any] = {"loss": problem.loss, "batch": problem.batch_size}
+    row |= {name: getattr(problem, name) for name in ("dim", "dtype", "devices", "nodes")} | dict.fromkeys(FIGURES)
     try:
         plan, step = simulate_problem(problem)
     except InfeasibleError as error:
-        smallest = error.smallest_budget_bytes
-        return row | figures | {"smallest_budget_bytes": smallest, "error": str(error)}
-    figures |= {
+        return row | {"smallest_budget_bytes": error.smallest_budget_bytes, "error": str(error)}
+    row |= {f"{part}_ms": _ms(getattr(step, f"{part}_s")) for part in ("step", "forward", "backward", "alone")}
+    return row | {
         "strategy": plan.strategy,
         "transport": plan.schedule.transport,
-        "step_ms": _ms(step.step_s),
-        "forward_ms": _ms(step.forward_s),
-        "backward_ms": _ms(step.backward_s),
-        "alone_ms": _ms(step.alone_s),
         "efficiency": round(step.efficiency, 4),
         "peak_bytes": plan.predicted_peak_bytes,
         "bound": step.bound,
         "critical_ms": {name: _ms(time_s) for name, time_s in step.critical_s.items()},
         "smallest_budget_bytes": plan.smallest_budget_bytes,
     }
-    return row | figures
 
 
 def results(rows: Sequence[dict[str, Any]], command: str, board: str) -> dict[str, Any]:
     """What is written to a file: as measurements are, and marked as none."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "simulated": True,
-        "note": "simulated by infcl_gen.planning.timeline from a device profile; nothing here was measured",
-        "board": board,
-        "versions": {"infcl_gen": __version__, "python": platform.python_version()},
-        "command": command,
-        "checksum": checksum(rows),
-        "rows": list(rows),
-    }
+    note = "simulated by infcl_gen.planning.timeline from a device profile; nothing here was measured"
+    versions = {"infcl_gen": __version__, "python": platform.python_version()}
+    return document(rows, command, board, versions, simulated=True, note=note)
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -106,18 +92,48 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     sizes = (str(row["batch"]), str(row["devices"]), str(row["nodes"]))
     if row["error"] is not None:
         smallest = row["smallest_budget_bytes"]
-        return (
-            *sizes,
-            "-",
-            "-",
-            "-",
-            f"at least {bytes_text(smallest)}" if smallest else "-",
-            "no plan fits the budget",
-        )
+        least = f"at least {bytes_text(smallest)}" if smallest else "-"
+        return (*sizes, "-", "-", "-", least, "no plan fits the budget")
     time_ms = row["step_ms"]
     step = f"{time_ms / 1e3:.3g} s" if time_ms >= 1e3 else f"{time_ms:.3g} ms"
     efficiency = f"{row['efficiency']:.3f}"
     return (*sizes, row["transport"], step, efficiency, bytes_text(row["peak_bytes"]), row["bound"])
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Two panels over the number of devices, of simulated rows: ms of forward and backward, and efficiency against the
+    same work without communication. Points of one batch size are joined; the word beside one says what bounds it, where
+    that changes."""
+    from matplotlib.figure import Figure
+
+    from infcl_gen.bench.plots import frame, save
+
+    batches = sorted({row["batch"] for row in rows})
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axis, what, unit in (
+        (left, "step_ms", "ms, forward + backward (simulated)"),
+        (right, "efficiency", "of the same work without communication"),
+    ):
+        for number, batch in enumerate(batches):
+            points = [row for row in rows if row["batch"] == batch and row["error"] is None]
+            points.sort(key=lambda row: row["devices"])
+            name = f"batch {batch >> 20}M" if batch % 2**20 == 0 else f"batch {batch}"
+            axis.plot(
+                [row["devices"] for row in points], [row[what] for row in points],
+                color=f"C{number % 10}", marker="o", markersize=3, linewidth=2, label=name,
+            )  # fmt: skip
+            bound = None
+            for row in points:
+                if row["bound"] != bound:
+                    bound = row["bound"]
+                    axis.annotate(bound, (row["devices"], row[what]), fontsize=7, color=f"C{number % 10}",
+                                  xytext=(3, 4), textcoords="offset points")  # fmt: skip
+        frame(axis, "devices", unit, {row["devices"]: str(row["devices"]) for row in rows})
+    left.set_yscale("log")
+    right.set_ylim(0, 1.05)
+    left.legend(fontsize=8)
+    save(figure, path, title)
 
 
 def _ms(time_s: float) -> float:
