@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sympy
@@ -77,7 +78,7 @@ class Exchange(NamedTuple):
 
 def exchange_of(table: Table) -> Exchange:
     """What a table makes of memory and work."""
-    forward, backward = table.places("forward"), table.places("backward")
+    forward, backward = places_of(table, "forward"), places_of(table, "backward")
     stay = {place for item in table.named("summed", "forward") for place in forward[item.name]} & {KEPT, ALL}
     return Exchange(next(iter(stay), OWN), any(RECEIVED in places for places in backward.values()))
 
@@ -227,6 +228,20 @@ class TravellingTerm(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
+def places_of(table: Table, phase: str) -> Mapping[str, tuple[Place, ...]]:
+    """By tensor, the places other than its own that it needs in a phase."""
+    found: dict[str, set[Place]] = {item.name: set() for item in table.travelling}
+    for step in table.steps(phase):
+        for name, source, target, *_ in [*step.copies, *((sent.name, sent.source, sent.target) for sent in step.sends)]:
+            found[name] |= {source, target} - {OWN}
+        for item in table.travelling if step.owner is not None else ():
+            role = item.role(phase)
+            if role != "absent":
+                found[item.name] |= {step.sums if role == "summed" else step.unchanged} - {OWN}
+    return {name: tuple(sorted(places, key=str)) for name, places in found.items()}
+
+
+@functools.lru_cache(maxsize=64)
 def travelling_terms(table: Table) -> tuple[TravellingTerm, ...]:
     """What the table needs of memory. Statistics that stay for backward are part of `key_statistics`."""
     found: list[TravellingTerm] = []
@@ -234,7 +249,7 @@ def travelling_terms(table: Table) -> tuple[TravellingTerm, ...]:
     for phase in ("forward", "backward"):
         for item in table.travelling:
             add = functools.partial(TravellingTerm, item)
-            places, stays = table.places(phase)[item.name], item.forward == "summed"
+            places, stays = places_of(table, phase)[item.name], item.forward == "summed"
             slots = sum(isinstance(place, int) for place in places)
             if slots:
                 found.append(add("visiting", phase, "in use or in flight, in turns", (slots,), slots))

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
@@ -34,7 +34,7 @@ from infcl_gen.planning.memory import (
     travelling_terms,
 )
 from infcl_gen.planning.work import TimeTerm, time_terms
-from infcl_gen.runtime.table import ALL, KEPT, Table, Transfer
+from infcl_gen.runtime.table import ALL, HERE, KEPT, Step, Table, Transfer
 
 if TYPE_CHECKING:
     from infcl_gen.hardware import Cluster, DeviceProfile
@@ -299,7 +299,7 @@ class CostModel:
         found: dict[str, list[_Sent]] = {}
         for phase in ("forward", "backward") if table.world_size > 1 else ():
             found[phase] = []
-            for step, count in table.kinds(phase).items():
+            for step, count in kinds(table, phase).items():
                 elapsed_s, sums_s, total = 0.0, 0.0, 0
                 for batch in table.batches(phase, step, self.sent_bytes):
                     elapsed_s += BATCH_S * (self.profile.target != "cpu")
@@ -403,6 +403,23 @@ def _compile(expressions: Sequence[Any], **functions: Callable[..., Any]) -> Cal
     names = {"Min": min, "Max": max, **functions}
     function = sympy.lambdify(tuple(SYMBOLS.values()), expressions, modules=[names, "math"], docstring_limit=0)
     return function  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=64)
+def kinds(table: Table, phase: str) -> Mapping[Step, int]:
+    """How many steps there are of each kind, as far as their cost goes: with equal transfers over equal levels.
+    What they wait for is said relative to the step: 0 for its own transfers."""
+    counts: Counter[Step] = Counter()
+    for number, step in enumerate(table.steps(phase)):
+        across = {"device": (0, 1), "node": (1, 0)}
+        sends = tuple(
+            sent._replace(of=sent.of and HERE, to=across[table.level(sent.to)], source=0, target=0)
+            for sent in step.sends
+        )
+        waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
+        owner = step.owner and HERE
+        counts[Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])] += 1
+    return counts
 
 
 @functools.lru_cache(maxsize=256)

@@ -91,7 +91,7 @@ def selftest(package: Package, device: torch.device | str | None) -> dict[str, A
         return loss_and_grads(package, q, k, scale, bias, None, Options(ALONE))
 
     default = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-    return run_selftest(package, torch.device(device or default), compute, package.split)
+    return run_selftest(package, torch.device(device or default), compute)
 
 
 class ContrastiveLoss(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +25,8 @@ QUANTITIES = ("loss", "dq", "dk", "dscale", "dbias")
 def report_of(package: ModuleType, compute: Compute, split: bool = False) -> dict[str, Any]:
     """The self-test of a package whose numbers come from `compute(q, k, scale, bias)`."""
     module = importlib.import_module(f"{package.__name__}._runtime.selftest")
-    return dict(
-        module.selftest(package.ContrastiveLoss._package, torch.device("cpu"), compute, split)  # type: ignore[attr-defined]
-    )
+    bound = dataclasses.replace(package.ContrastiveLoss._package, split=split)
+    return dict(module.selftest(bound, torch.device("cpu"), compute))  # type: ignore[attr-defined]
 
 
 def wrong_by(quantity: str, error: float) -> Compute:
