@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "f760f206cb73fb8851e2ad459f18cf47922be8bdb57b3908dc849601d3d6b8d2",
+    "digest": "884c4599e3ad34070dbba4f84f6d4f820eeae38ded3e54cc8c42129f192979bd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

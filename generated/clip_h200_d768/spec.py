@@ -5,7 +5,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1ccecf0108f43164d996f5e0a4d85c2a928937ed09c6ac23a51fa6fe6bf16105",
+    "digest": "5fc5784896326b8ffceb0955fb4b4ce58994ccee029d9fb514485f1499878988",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

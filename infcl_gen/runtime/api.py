@@ -46,6 +46,7 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
         any_device=plan["strategy"] == "torch" or INTERPRETED,
         replay=plan["replay"],
         product_precision=plan["input_precision"],
+        labelled=loss.POSITIVES == "label",
         split=bool(plan["split"]),
         regenerate=spec["regenerate"],
         loss=loss,

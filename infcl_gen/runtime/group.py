@@ -172,9 +172,10 @@ class Group:
                 attempt(f"waiting for rank {peer}", receive.wait)
         # Also after a failure: gloo drops a message that nobody waits for, and its receiver would blame this rank.
         for peer, _, send in works:
-            # Then within the timeout of the whole: a wait would begin it again.
-            left_s = max(began + self._timeout.total_seconds() - time.monotonic(), _SHORTEST_WAIT_S) if failed else 0.0
-            limit = (datetime.timedelta(seconds=left_s),) if failed else ()
+            limit = []
+            if failed:  # within the timeout of the whole: a wait would begin it again
+                left_s = max(began + self._timeout.total_seconds() - time.monotonic(), _SHORTEST_WAIT_S)
+                limit = [datetime.timedelta(seconds=left_s)]
             if send:
                 attempt(f"telling rank {peer}", send.wait, *limit)
         if failed:

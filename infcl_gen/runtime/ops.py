@@ -171,7 +171,9 @@ def _define(package: Package, namespace: str) -> None:
 
     def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         group = find_group(inputs[3])
-        saved = engine.new_saved(package, q, k, 1 if group is None else group.size, gradients=bool(inputs[-1]))
+        ranks, place = (0, q.device) if group is None else (group.size, "cpu")
+        sizes = torch.empty((ranks, 3), dtype=torch.int64, device=place)
+        saved = engine.new_saved(package, q, k, sizes, gradients=bool(inputs[-1]))
         return (q.new_empty((), dtype=statistics), *saved)
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:

@@ -43,10 +43,12 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     group = find_group(call.options.group_name)
     layout = agreement.layout(package, group, call, gradients)
     with _device_state(package, call.q.device):
-        saved = new_saved(package, call.q, call.k, len(layout.rows), bool(gradients))
-        if group is not None:
-            sizes = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
-            saved = saved._replace(layout=torch.tensor(list(sizes), dtype=torch.int64))
+        if group is None:
+            sizes = call.q.new_empty((0, 3), dtype=torch.int64)
+        else:
+            each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
+            sizes = torch.tensor(list(each), dtype=torch.int64)
+        saved = new_saved(package, call.q, call.k, sizes, bool(gradients))
         sweep = _Sweep.of(package, call, layout, saved)
         if package.labelled:
             sweep.positive.fill_(math.nan)
@@ -99,13 +101,13 @@ def weighted(
         return dq, dk, *weighting.scalars()
 
 
-def new_saved(package: Package, q: Tensor, k: Tensor, ranks: int, gradients: bool) -> Saved:
-    """What a forward keeps, not yet written.
+def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: bool) -> Saved:
+    """What a forward keeps, not yet written but for `sizes`, which is `Saved.layout`.
 
     A graph is traced without knowing the rows of other ranks: there is room for as many keys as were planned, in a
     gather for those of all ranks, in a ring for those of one.
     """
-    schedule, stash, columns = package.schedule, None, k.shape[0]
+    schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
@@ -118,7 +120,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, ranks: int, gradients: boo
         q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty((2, columns if package.loss.HAS_KEYS else 0), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty(stash or (0,), dtype=package.dtype),
-        q.new_empty((0, 3), dtype=torch.int64) if ranks == 1 else torch.empty((ranks, 3), dtype=torch.int64),
+        sizes,
     )
 
 

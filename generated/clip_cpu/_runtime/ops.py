@@ -19,18 +19,12 @@ from . import agreement, engine, replay
 from .group import find_group
 from .package import Call, Options, Package, Saved
 
-_FORWARD = (
-    "(Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, str group_name, str grad_sync, str reduction, "
-    "str check_ranks, str labelling, int gradients) -> (Tensor loss, Tensor query_statistics, Tensor key_statistics, "
-    "Tensor stash, Tensor layout)"
-)
-_BACKWARD = (
-    "(Tensor upstream, Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, Tensor query_statistics, "
-    "Tensor key_statistics, Tensor stash, Tensor layout, str group_name, str grad_sync, str reduction, "
-    "str check_ranks, str labelling) -> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
-)
-
-
+# Schemas of the operators: the fields of Call, Options (what else there is follows from the features' dtype) and Saved.
+_CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels"
+_OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
+_SAVED = "Tensor query_statistics, Tensor key_statistics, Tensor stash, Tensor layout"
+_FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
+_BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
 
 _libraries: list[torch.library.Library] = []  # operators live as long as theirs
@@ -132,7 +126,6 @@ def differentiable(package: Package, call: Call) -> Tensor:
             gradients |= int(tensor.requires_grad) << bit
     loss: Tensor
     if traced(*call[:4]):
-        # What else there is among the options follows from the features' dtype.
         loss = package.operators.forward(*call[:5], *call.options[:5], gradients)[0]
     elif torch._C._are_functorch_transforms_active():
         loss = _TransformedLoss.apply(*call, package, gradients)[0]
@@ -178,7 +171,9 @@ def _define(package: Package, namespace: str) -> None:
 
     def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         group = find_group(inputs[3])
-        saved = engine.new_saved(package, q, k, 1 if group is None else group.size, gradients=bool(inputs[-1]))
+        ranks, place = (0, q.device) if group is None else (group.size, "cpu")
+        sizes = torch.empty((ranks, 3), dtype=torch.int64, device=place)
+        saved = engine.new_saved(package, q, k, sizes, gradients=bool(inputs[-1]))
         return (q.new_empty((), dtype=statistics), *saved)
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:

@@ -29,15 +29,12 @@ class Package:
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
     replay: bool  # recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
+    labelled: bool  # a query's positive is what a label says, and not the key of its row
     split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
     loss: Any
     schedule: Any
     operators: Any = None  # `ops.Operators`, which are made of the rest
-
-    @property
-    def labelled(self) -> bool:
-        return bool(self.loss.POSITIVES == "label")
 
 
 class Options(NamedTuple):

@@ -34,12 +34,6 @@ class Statistics(NamedTuple):
         return Statistics(self.exponent[start : start + rows], self.mantissa[start : start + rows])
 
 
-def clear(pair: Tensor) -> Statistics:
-    """Turns `pair` (at least two rows of numbers) into empty statistics that share its memory."""
-    pair.zero_()
-    return Statistics(pair[0], pair[1])
-
-
 def view(pair: Tensor) -> Statistics:
     """A (2 or more, rows) tensor as statistics, without a copy."""
     exponent, mantissa, *_ = pair.unbind()

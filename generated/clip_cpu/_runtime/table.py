@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -159,15 +158,6 @@ class Table:
             return [sums, rest]
         return [step.sends] if step.sends else []
 
-    def places(self, phase: str) -> Mapping[str, tuple[Place, ...]]:
-        """By tensor, the places other than its own that it needs in a phase."""
-        return _places(self, phase)
-
-    def kinds(self, phase: str) -> Mapping[Step, int]:
-        """How many steps there are of each kind, as far as their cost goes: with equal transfers over equal levels.
-        What they wait for is said relative to the step: 0 for its own transfers."""
-        return _kinds(self, phase)
-
 
 def planned_table(literals: Mapping[str, Any]) -> Table:
     """The table of a package from its SPEC["plan"]["schedule"]."""
@@ -184,34 +174,6 @@ def _steps(table: Table, phase: str) -> tuple[Step, ...]:
     if table.transport == "gather":
         return _gather_forward(table) if phase == "forward" else _gather_backward(table)
     return _ring_forward(table) if phase == "forward" else _ring_backward(table)
-
-
-@functools.lru_cache(maxsize=64)
-def _places(table: Table, phase: str) -> Mapping[str, tuple[Place, ...]]:
-    found: dict[str, set[Place]] = {item.name: set() for item in table.travelling}
-    for step in table.steps(phase):
-        for name, source, target, *_ in [*step.copies, *((sent.name, sent.source, sent.target) for sent in step.sends)]:
-            found[name] |= {source, target} - {OWN}
-        for item in table.travelling if step.owner is not None else ():
-            role = item.role(phase)
-            if role != "absent":
-                found[item.name] |= {step.sums if role == "summed" else step.unchanged} - {OWN}
-    return {name: tuple(sorted(places, key=str)) for name, places in found.items()}
-
-
-@functools.lru_cache(maxsize=64)
-def _kinds(table: Table, phase: str) -> Mapping[Step, int]:
-    counts: Counter[Step] = Counter()
-    for number, step in enumerate(table.steps(phase)):
-        across = {"device": (0, 1), "node": (1, 0)}
-        sends = tuple(
-            sent._replace(of=sent.of and HERE, to=across[table.level(sent.to)], source=0, target=0)
-            for sent in step.sends
-        )
-        waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
-        owner = step.owner and HERE
-        counts[Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])] += 1
-    return counts
 
 
 def _moves(table: Table) -> list[Move]:

@@ -46,6 +46,7 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
         any_device=plan["strategy"] == "torch" or INTERPRETED,
         replay=plan["replay"],
         product_precision=plan["input_precision"],
+        labelled=loss.POSITIVES == "label",
         split=bool(plan["split"]),
         regenerate=spec["regenerate"],
         loss=loss,
@@ -91,7 +92,7 @@ def selftest(package: Package, device: torch.device | str | None) -> dict[str, A
         return loss_and_grads(package, q, k, scale, bias, None, Options(ALONE))
 
     default = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-    return run_selftest(package, torch.device(device or default), compute, package.split)
+    return run_selftest(package, torch.device(device or default), compute)
 
 
 class ContrastiveLoss(nn.Module):

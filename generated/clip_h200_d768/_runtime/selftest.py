@@ -29,9 +29,8 @@ class Results(NamedTuple):
     dbias: Tensor
 
 
-def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..., Any], split: bool) -> dict[str, Any]:
-    """The report of `selftest` in api.py. `loss_and_grads(q, k, scale, bias)` runs the package on one device;
-    `split`: it multiplies fp32 features as bf16 halves."""
+def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..., Any]) -> dict[str, Any]:
+    """The report of `selftest` in api.py. `loss_and_grads(q, k, scale, bias)` runs the package on one device."""
     cases: list[dict[str, Any]] = []
     repeatable = True
     for rows, keys, scale in CASES:
@@ -41,7 +40,7 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         q, k = _unit_rows(rows, keys, package, device)
         first, second = (Results(*loss_and_grads(q, k, scale, BIAS)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        errors, allowed = _errors(package, first, q, k, scale, split)
+        errors, allowed = _errors(package, first, q, k, scale)
         ok = all(errors[name] <= allowed[name] for name in errors)
         cases.append({"rows": rows, "keys": keys, "scale": scale, "ok": ok, "errors": errors, "allowed": allowed})
     return {
@@ -64,13 +63,13 @@ def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
 
 
 def _errors(
-    package: Package, found: Results, q: Tensor, k: Tensor, scale: float, split: bool
+    package: Package, found: Results, q: Tensor, k: Tensor, scale: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Relative norm errors, and the largest allowed: twice what dense torch loses in the statistics' dtype, a few
     roundings of the result, and the rounding of the products in the logits, whose terms are about scale / sqrt(D)."""
     exact = _dense(package, q, k, scale, torch.float64)
     plain = _dense(package, q, k, scale, package.schedule.STATISTICS_DTYPE)
-    product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", split)
+    product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
     errors, allowed = {}, {}
     for name, truth in exact._asdict().items():
         if name == "dscale":  # a sum of terms of either sign: relative to the sum of their sizes

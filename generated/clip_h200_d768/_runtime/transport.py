@@ -18,6 +18,7 @@ from .launch import panel, panel_columns
 from .table import KEPT, OWN, RECEIVED, Place, Step, Table, Transfer
 
 T = TypeVar("T")
+_Ends = tuple[set[str], list[Message], list[Message]]  # a batch on this rank: roles, what it sends and receives
 _streams: dict[int, torch.cuda.Stream] = {}  # by device: what messages are started on
 
 
@@ -75,7 +76,7 @@ class Trip:
                 self._hop, self._owner = self._hop + 1, self._table.rank(self._layout.rank, step.owner)
             if step.sends:
                 # Buffers first: what is launched to make them is not launched beside the work.
-                self._pending = number, self._ends(step), Moment(self._device, self._group.overlaps)
+                self._pending = number, list(self._ends(step)), Moment(self._device, self._group.overlaps)
                 if step.owner is None or self._device.type != "cuda":
                     self._start()
             if step.owner is not None:
@@ -121,28 +122,18 @@ class Trip:
                 batch = Batch(self._group, what, sends, receives)
                 self._under_way |= {(number, role): batch for role in roles}
 
-    def _ends(self, step: Step) -> list[_Ends]:
-        """This rank's ends of a step's batches."""
-        found = []
+    def _ends(self, step: Step) -> Iterator[_Ends]:
+        """This rank's ends of a step's batches, by the roles of what travels."""
         for batch in self._table.batches(self._phase, step, self._rooms.size):
             ends = [self._rooms.ends(sent) for sent in batch]
             sends, receives = ([message for message in some if message is not None] for some in zip(*ends, strict=True))
-            found.append(_Ends({self._table.role(sent.name, self._phase) for sent in batch}, sends, receives))
-        return found
+            yield {self._table.role(sent.name, self._phase) for sent in batch}, sends, receives
 
     def _wait(self, number: int, role: str) -> None:
         """For what step `number` has started in this role."""
         batch = self._under_way.pop((number, role), None)
         if batch is not None:
             batch.wait()
-
-
-class _Ends(NamedTuple):
-    """A batch as this rank takes part in it; the roles of what travels."""
-
-    roles: set[str]
-    sends: list[Message]
-    receives: list[Message]
 
 
 class _Rooms(abc.ABC):
