@@ -23,7 +23,7 @@ from infcl_gen.planning.schedule import walk
 from infcl_gen.runtime.group import _HEADER, Layout, Message
 from infcl_gen.runtime.table import RECEIVED, Table, Travelling
 from infcl_gen.runtime.transport import Tensors, Trip
-from tests.kernels.tiers import DRAWN_RANKS, examples
+from tests.kernels.tiers import DRAWN_NODES, DRAWN_RANKS, examples
 from tests.planning.tables import gather_table, ring_table
 from tests.verification.dense import dense
 
@@ -352,8 +352,8 @@ def test_results_do_not_depend_on_the_order_of_events(
 
 @examples(ci=40, long=400)
 @given(
-    nodes=st.integers(0, 8),
-    devices=st.integers(2, 8),
+    nodes=st.integers(0, DRAWN_NODES),
+    devices=st.integers(2, DRAWN_NODES),
     parcels=st.integers(1, 3),
     accumulates=st.booleans(),
     keeps=st.booleans(),
