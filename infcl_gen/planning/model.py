@@ -164,10 +164,6 @@ class CostModel:
         """Predicted time of one forward and backward that begin on an idle device."""
         return math.fsum(self._seconds(self._work(sizes), sizes))
 
-    def queued_s(self, sizes: Sizes) -> float:
-        """The same behind other work, as in training: the device does not wait for the host."""
-        return math.fsum(phase.time_s for phase in self.phases(sizes) if phase.name != HOST)
-
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
         """Time by phase; with several ranks the last two are what of the communication is not hidden."""
         work = self._work(sizes)
@@ -389,6 +385,11 @@ def markdown() -> str:
         for term in time_terms(*case):
             lines.append("| " + " | ".join([term.name, *(f"`{value}`" for value in term.quantities)]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def queued_s(phases: Sequence[PhaseTime]) -> float:
+    """Predicted time behind other work, as in training: the device does not wait for the host."""
+    return math.fsum(phase.time_s for phase in phases if phase.name != HOST)
 
 
 def host_times(strategy: str, replay: bool) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of, smallest_peak
 from infcl_gen.planning.memory import Buffer
-from infcl_gen.planning.model import CostModel, PhaseTime, Sizes
+from infcl_gen.planning.model import CostModel, PhaseTime, Sizes, queued_s
 from infcl_gen.planning.reasons import Reason, reasons_of
 from infcl_gen.runtime.table import Table
 
@@ -89,6 +89,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
     best = _best(everything, candidates)
     model, sizes, peak = best.model, best.sizes, best.peak_bytes
+    phases = model.phases(sizes)
     return Plan(
         **vars(model.choice),
         **vars(sizes),
@@ -97,9 +98,9 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         keys_per_rank=model.keys,
         buffers=model.buffers(sizes),
         predicted_peak_bytes=peak,
-        phases=model.phases(sizes),
+        phases=phases,
         predicted_time_s=best.time_s,
-        predicted_queued_s=model.queued_s(sizes),
+        predicted_queued_s=queued_s(phases),
         reasons=reasons_of(problem, best, candidates, ceiling),
         budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
         allowed_bytes=ceiling,
