@@ -346,6 +346,21 @@ def test_a_loss_of_ones_own_has_no_peers(tmp_path: Path) -> None:
     assert set(contest.absent) == {"torch", "memeff"} and contest.absent["memeff"].startswith("computes clip only")
 
 
+def test_who_computes_another_loss_is_absent_there_only(
+    package: Path, libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one device, and on several: what computes clip is no peer of infonce."""
+    infonce = infcl_gen.generate(output=tmp_path / "p", **SMALL, loss="infonce")
+    with Contest(chosen_peers("memeff,torch")) as contest:
+        assert contest.point([infonce]).peers == ("torch",)
+        assert contest.absent == {"memeff": "does not compute infonce"}
+        assert contest.point([package]).peers == ("memeff", "torch")
+    monkeypatch.setattr("infcl_gen.bench.contest.measure_ring", lambda packages, ranks, peers, *_: peers)
+    with Contest(chosen_peers(None, ranks=2)) as contest:
+        assert contest.ring([infonce], 2) == ["inf_cl"] and list(contest.absent) == ["open_clip"]
+        assert contest.ring([package], 2) == ["open_clip", "inf_cl"]
+
+
 def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "memeff" else real(name, *a))
