@@ -62,6 +62,7 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
             damages = bands.damages()
             assert not damages, f"{where}: {damages}"
             assert len(bands.buffers) > 10, "the package's allocations were not seen"
+            assert any(len(buffer.starts) > 2 for buffer in bands.buffers), "statistics were not taken apart"
             assert torch.equal(q, inputs.q) and torch.equal(k, inputs.k), f"{where}: an input was overwritten"
             flags.append(bands.written(torch.int32))
         judged = gate(results[0], truth_of(package, inputs))
