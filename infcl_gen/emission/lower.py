@@ -15,17 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.emission.kernel_context import gradient_exponent, kernel_templates, kernels_context
-from infcl_gen.emission.printing import kernel_printers
+from infcl_gen.emission.package_context import SpecContext, init_context, torch_context
+from infcl_gen.emission.printing import signature_printer
+from infcl_gen.emission.schedule_context import schedule_context
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.inputs.problem import TORCH_DTYPES
-from infcl_gen.kernels import TILES, families, forward, hopper
-from infcl_gen.kernels.arguments import named_parts
-from infcl_gen.kernels.choice import SPLIT_TERMS
-from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
-from infcl_gen.kernels.family import most_strips
-from infcl_gen.kernels.statistics import LOSS_ROWS
-from infcl_gen.losses import is_builtin, loss_template_context, spec_as_dict
-from infcl_gen.planning.memory import STRIP_ROWS
+from infcl_gen.kernels import TILES, families
+from infcl_gen.losses import is_builtin, loss_context, spec_as_dict
 from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
 
@@ -37,9 +32,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 RUNTIME_FOLDER = Path(__file__).resolve().parent.parent / "runtime"  # ships inside every package, verbatim
-
-# Of programs, of several devices: messages take multiprocessors from them, and one wave costs 1.2 to 1.6 % more.
-RING_WAVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +45,11 @@ class KernelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FileSpec:
-    """One file of the package: its path there, the templates whose text it joins, the values for their holes."""
+    """One file of the package: its path there, the templates whose text it joins, and a dataclass of their holes."""
 
     path: str
     templates: tuple[str, ...]
-    context: Mapping[str, Any]
+    context: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,34 +67,19 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
     """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
     name = package_name(plan, derivation)
     kernels = kernel_specs(plan, profile)
-    names = {kernel.name for kernel in kernels}
     literals = spec_literals(plan, derivation, profile, name, kernels)
-    shared = {
-        "name": name,
-        "spec": literals,
-        "plan": plan,
-        "problem": plan.problem,
-        "device": _identifier(plan.problem.device_profile),
-        "formulas": derivation.formulas(),
-    }
+    device = _identifier(plan.problem.device_profile)
     files = [
-        FileSpec("__init__.py", ("package/__init__.py.jinja",), shared),
-        FileSpec("spec.py", ("package/spec.py.jinja",), shared),
-        FileSpec("loss.py", ("torch/loss.py.jinja",), shared | loss_template_context(derivation)),
+        FileSpec("__init__.py", ("package/__init__.py.jinja",), init_context(plan, derivation, name, device)),
+        FileSpec("spec.py", ("package/spec.py.jinja",), SpecContext(name, literals)),
+        FileSpec("loss.py", ("torch/loss.py.jinja",), loss_context(derivation)),
     ]
     if plan.strategy == "torch":
-        files.append(FileSpec("schedule.py", ("torch/schedule.py.jinja",), shared | _device_context(plan, derivation)))
+        files.append(FileSpec("schedule.py", ("torch/schedule.py.jinja",), torch_context(plan, derivation)))
     else:
-        context = shared | _device_context(plan, derivation)
-        context |= _strip_context(plan, profile, at_once=profile.multiprocessors if plan.hopper_stages else 0)
-        context["with_ratios"], context["flagged"] = "ratios" in names, "gradient_wide" in names
-        context["gather"] = "merge_ranks" in names
-        context["hopper"] = {"longest_strip": hopper.FAMILY.longest_strip} if plan.hopper_stages else {}
         found = families(plan)
-        context |= kernel_printers(found, plan, kernels)
         kernel = kernels_context(name, plan, derivation, profile)
-        of_kernels = {**vars(kernel), "signature": context["signature"]}
-        context["gradient_factor"] = kernel.gradient_factor
+        of_kernels = {**vars(kernel), "signature": signature_printer(found, plan)}
         templates = kernel_templates([family.template for family in found if family.file == "kernels.py"], kernel)
         files.append(FileSpec("kernels.py", templates, of_kernels))
         files += [
@@ -110,7 +87,9 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
             for family in found
             if family.file != "kernels.py"
         ]
-        files.append(FileSpec("schedule.py", ("triton/schedule.py.jinja",), context))
+        sweep = "fused" if plan.strategy == "fused" else "panel"
+        schedule = schedule_context(plan, name, profile, kernels, literals["gradient_exponent"])
+        files.append(FileSpec("schedule.py", (f"triton/schedule_{sweep}.py.jinja",), schedule))
     runtime_files = sorted(file.name for file in RUNTIME_FOLDER.glob("*.py"))
     return PackageSpec(name, literals, kernels, tuple(files), tuple(runtime_files))
 
@@ -186,71 +165,7 @@ def package_name(plan: Plan, derivation: Derivation) -> str:
     return f"{_identifier(derivation.spec.name)}_{_identifier(plan.problem.device_profile)}_d{plan.problem.dim}"
 
 
-def _device_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
-    """What the kernels and both device sweeps are specialised to."""
-    formulas = derivation.formulas()
-    parts = _parts(plan.inner_dim)
-    return {
-        "strategy": plan.strategy,
-        "products": plan.products,
-        "descriptors": plan.descriptors,
-        "blocks": plan.blocks,
-        "dim": plan.problem.dim,
-        "dtype": plan.dtype,
-        "torch_dtype": TORCH_DTYPES[plan.operand_dtype],
-        "split": plan.split,
-        "split_terms": SPLIT_TERMS,
-        "exact_depth": EXACT_DEPTH,
-        "library_multiple": LIBRARY_MULTIPLE if plan.products == "library" else 1,
-        "parts": parts,
-        "part_sources": [side + part["name"] for side in "qk" for part in parts],
-        "loss_rows": LOSS_ROWS,
-        "strip_rows": STRIP_ROWS,
-        "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
-        "gradient_exponent": (exponent := gradient_exponent(plan, derivation)),
-        "undo_exponent": f" * {2.0**-exponent}" if exponent else "",
-        "input_precision": plan.input_precision,
-        "has_keys": bool(derivation.has_keys),
-        "positives": derivation.spec.positives,
-        "query_share": derivation.query_share,
-        "key_share": derivation.key_share,
-        "positive_rest": derivation.positive_rest,
-        "affine": derivation.slope is not None,
-        "exact": plan.exact,
-        "stash": plan.stash_rows > 0,
-        "loss_formula": formulas["loss"],
-        "gradient_formula": formulas["dL/dx"],
-    }
-
-
-def _strip_context(plan: Plan, profile: DeviceProfile, at_once: int = 0) -> dict[str, Any]:
-    """How the kernels that walk strips are balanced on this board. at_once: programs of theirs that run at once, where
-    that is known."""
-    panels = {"forward": (plan.forward_rows, plan.forward_keys), "gradient": (plan.panel_rows, plan.panel_keys)}
-    walking = {name: plan.blocks[name] for name in panels if name in plan.blocks}
-    waves = RING_WAVES if plan.world_size > 1 else 1
-    return {
-        "waves": waves,
-        "keeps_keys": forward.keeps_keys(plan.blocks["forward"], plan),
-        "programs": {
-            name: waves * (at_once or TILES[name].resident_programs(block, plan, profile))
-            for name, block in walking.items()
-        },
-        "strips": {name: most_strips(*panels[name], block) for name, block in walking.items()},
-    }
-
-
 def _identifier(name: str) -> str:
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", name):
         return name
     return "file" + hashlib.sha256(name.encode()).hexdigest()[:8]
-
-
-def _parts(dim: int) -> list[dict[str, Any]]:
-    """The embedding as kernels multiply it that hold a whole one: where each part begins, its width, what its names end
-    with, and whether it reaches beyond the embedding."""
-    found, start = [], 0
-    for name, width in named_parts(dim):
-        found.append({"start": start, "width": width, "name": name, "ragged": start + width > dim})
-        start += width
-    return found

@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 
 from infcl_gen.emission.lower import RUNTIME_FOLDER, PackageSpec
+from infcl_gen.emission.printing import ABSENT
 
 LINE_WIDTH = 180  # of a literal: a record a line, as in a table
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -31,7 +32,8 @@ def render(spec: PackageSpec) -> dict[str, str]:
     environment = _environment()
     files = {}
     for file in spec.files:
-        parts = [environment.get_template(name).render(file.context) for name in file.templates]
+        holes = file.context if isinstance(file.context, dict) else vars(file.context)
+        parts = [environment.get_template(name).render(holes) for name in file.templates]
         files[file.path] = _tidy("\n\n\n".join(part.strip("\n") for part in parts))
     for name in spec.runtime_files:
         files[f"_runtime/{name}"] = (RUNTIME_FOLDER / name).read_text(encoding="utf-8")
@@ -46,7 +48,8 @@ def with_digest(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tidy(text: str) -> str:
-    """Without what an absent optional piece leaves behind: blanks at the end of a line, a third empty line."""
+    """Without what an absent optional piece leaves behind: its line, blanks at the end of one, a third empty line."""
+    text = re.sub(rf"^[ \t]*{ABSENT}\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
 

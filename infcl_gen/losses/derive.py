@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff, exp
@@ -328,37 +327,62 @@ def _dbias(logit: Expr, total: Expr) -> Expr:
     raise _Refusal("dL/dbias is not a constant (bias must be added to the logit)")
 
 
-def loss_template_context(derivation: Derivation) -> dict[str, Any]:
-    """What `templates/torch/loss.py.jinja` needs: plain strings, numbers and booleans."""
+@dataclass(frozen=True)
+class LossContext:
+    """The holes of torch/loss.py.jinja: torch source printed from the formula, and literals."""
+
+    name: str
+    formulas: str
+    has_queries: bool
+    has_keys: bool
+    positives: str
+    labels: bool
+    labels_type: str
+    query_share: float
+    key_share: float
+    positive_share: float
+    positive_rest: float
+    dbias: float
+    logit: str
+    dlogit_dz: str
+    query_term: str
+    key_term: str
+    gradient_factor: str
+    dscale_factor: str
+    reductions: str
+    loss: str
+
+
+def loss_context(derivation: Derivation) -> LossContext:
     spec = derivation.spec
-    over_x = _over_x(spec, derivation.logit)
-    positives = "x.diagonal()" if spec.positives == "diagonal" else "x.gather(1, labels[:, None]).squeeze(1)"
+    over_x, labels = _over_x(spec, derivation.logit), spec.positives == "label"
     reductions = (
         ("r", derivation.has_queries, "torch.logsumexp(x, dim=1)"),
         ("c", derivation.has_keys, "torch.logsumexp(x, dim=0)"),
-        ("p", over_x.has(positive), positives),
+        ("p", over_x.has(positive), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
     )
-    return {
-        "name": spec.name,
-        "positives": spec.positives,
-        "formulas": derivation.formulas(),
-        "has_queries": derivation.has_queries,
-        "has_keys": derivation.has_keys,
-        "query_share": repr(derivation.query_share),
-        "key_share": repr(derivation.key_share),
-        "positive_share": repr(derivation.positive_share),
-        "positive_rest": repr(derivation.positive_rest),
-        "dbias": repr(float(derivation.dbias)),
-        "logit": torch_code(derivation.logit),
-        "dlogit_dz": torch_code(derivation.dlogit_dz),
-        "affine": derivation.slope is not None,
-        "query_term": torch_code(derivation.query_term),
-        "key_term": torch_code(derivation.key_term),
-        "gradient_factor": torch_code(derivation.gradient_factor),
-        "dscale_factor": torch_code(derivation.dscale_factor),
-        "reductions": [(name, code) for name, used, code in reductions if used],
-        "loss": dense_code(_over_statistics(over_x)),
-    }
+    return LossContext(
+        name=spec.name,
+        formulas="\n".join(derivation.formulas().values()),
+        has_queries=derivation.has_queries,
+        has_keys=derivation.has_keys,
+        positives=spec.positives,
+        labels=labels,
+        labels_type="Tensor | str | None" if labels else "Tensor | None",
+        query_share=derivation.query_share,
+        key_share=derivation.key_share,
+        positive_share=derivation.positive_share,
+        positive_rest=derivation.positive_rest,
+        dbias=float(derivation.dbias),
+        logit=torch_code(derivation.logit),
+        dlogit_dz=torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
+        query_term=torch_code(derivation.query_term) if derivation.has_queries else "torch.zeros_like(p)",
+        key_term=torch_code(derivation.key_term) if derivation.has_keys else "torch.zeros_like(c)",
+        gradient_factor=torch_code(derivation.gradient_factor),
+        dscale_factor=torch_code(derivation.dscale_factor),
+        reductions="\n".join(f"{name} = {code}" for name, used, code in reductions if used),
+        loss=dense_code(_over_statistics(over_x)),
+    )
 
 
 def _signed(value: float, first: bool) -> str:

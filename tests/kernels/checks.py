@@ -367,14 +367,16 @@ def flagged_sums(made: Made, device: str = "cpu") -> None:
 
     That is beyond 2^-80 and 2^100 times 2^reference, which is 10 below the largest y of the sampled rows.
     """
-    schedule: Any = module(made)._schedule
+    package = module(made)
+    schedule: Any = package._schedule
     ln2, zero = torch.tensor(math.log(2), device=device), torch.zeros((), device=device)
     # Row 2 of 96 is not sampled. y is the first feature: scale is the logarithm of 2.
     for y, flagged in ((-89.0, False), (-91.0, True), (89.0, False), (91.0, True)):
         q, k = (torch.zeros(rows, made.dim, dtype=DTYPES[made.dtype], device=device) for rows in (96, 1))
         q[2, 0], k[0, 0] = y, 1.0
         scratch = schedule.forward_scratch(q, 1)
-        schedule._forward_panel(q, k, 0, 0, ln2, zero, scratch)
+        block = package._runtime.package.Block(q, k, ln2, zero, 0, 0, None, None, None)
+        schedule._forward_panel(block, scratch)
         found = [bool(flag) for flag in scratch.flags[:3]]
         assert found == [flagged, False, False], f"flags {found} where a row has y = {y}"
 
@@ -399,7 +401,8 @@ def flagged_gradients(made: Made, device: str = "cpu") -> None:
             scratch = schedule.backward_scratch(64, 64, x.device)
             scratch.flags.zero_()
             pairs = [statistics.view(each) for each in sides]
-            schedule.backward_block(x, x, one, zero, 0, 0, *pairs, positive, *sums, scratch=scratch)
+            block = package._runtime.package.Block(x, x, one, zero, 0, 0, *pairs, positive)
+            schedule.backward_block(block, *sums, scratch)
             found = bool(scratch.flags.any())
             assert found == flagged, f"flagged: {found}, where an exponent of side {side} is {low}"
 
@@ -752,9 +755,9 @@ def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[No
     backward_block, finish = schedule.backward_block, schedule.finish
 
     def guarded_block(*arguments: Any, **more: Any) -> None:
-        *head, dq, dk = arguments
+        block, dq, dk, *rest = arguments
         kept = [bands.place(total, "an accumulator") for total in (dq, dk)]
-        backward_block(*head, *kept, **more)
+        backward_block(block, *kept, *rest, **more)
         dq.copy_(kept[0])
         dk.copy_(kept[1])
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+from infcl_gen.runtime.package import Block
 from infcl_gen.runtime.statistics import Statistics
 from infcl_gen.verification.properties import Case
 from tests.kernels import checks
@@ -65,7 +66,7 @@ def thresholds_of_the_forward(made: Made, device: str = "cpu") -> None:
         q, k = (torch.zeros(n, made.dim, dtype=schedule.OPERAND_DTYPE, device=device) for n in (rows, keys))
         k[:, 0], q[row, 0] = 1.0, value
         scratch = schedule.forward_scratch(q, keys)
-        schedule._forward_panel(q, k, 0, 0, scale, zero, scratch)
+        schedule._forward_panel(Block(q, k, scale, zero, 0, 0, None, None, None), scratch)
         return bool(scratch.flags.any())
 
     for row, value, expected in ((3, -96, False), (3, -97, True), (2, 84, False), (2, 85, True)):
@@ -89,8 +90,8 @@ def threshold_of_the_backward(made: Made, device: str = "cpu") -> None:
 
     for lowest, expected in ((-90.0, False), (-91.0, True)):  # references lie 10 below the largest
         scratch = schedule.backward_scratch(count, count, q.device)
-        arguments = (q, k, one, zero, 0, 0, statistics(lowest), statistics(0.0), positive, dq, dk)
-        schedule.backward_block(*arguments, fresh_dq=True, fresh_dk=True, scratch=scratch)
+        block = Block(q, k, one, zero, 0, 0, statistics(lowest), statistics(0.0), positive)
+        schedule.backward_block(block, dq, dk, scratch, fresh_dq=True, fresh_dk=True)
         programs = 1 if made.strategy == "fused" else scratch.flags.numel()
         assert bool(scratch.flags[:programs].any()) == expected, (
             f"a row {-lowest - 10:g} orders below: flags {scratch.flags}"

@@ -137,7 +137,13 @@ BUGS: dict[str, Bug] = {
     ),
     "a panel that begins left of the diagonal is taken to have no positives": Bug(
         PANEL,
-        (("schedule.py", "if first < n and first + m > 0:", "if 0 <= first < n:"),),
+        (
+            (
+                "_runtime/package.py",
+                "bool(first < self.k.shape[0] and first + self.q.shape[0] > 0)",
+                "0 <= first < self.k.shape[0]",
+            ),
+        ),
         checks.numerics,
         (case(),),
         "dq",
@@ -166,7 +172,10 @@ BUGS: dict[str, Bug] = {
     ),
     "ragged visiting blocks are taken for whole ones": Bug(
         FUSED_LABELLED,
-        (("schedule.py", "masked = other % kernels.FUSED_KEYS.value != 0", "masked = False"),),
+        (
+            ("schedule.py", "masked = n % columns != 0", "masked = False"),
+            ("schedule.py", "masked = m % rows != 0", "masked = False"),
+        ),
         checks.numerics,
         (case(1000.0, "negative"),),
     ),
@@ -284,7 +293,7 @@ BUGS: dict[str, Bug] = {
         (),
     ),
     "the second panel's keys are taken for the first's": Bug(
-        PANEL, (("schedule.py", "first_key + key0, own", "first_key, own"),), checks.numerics, (case(),)
+        PANEL, (("_runtime/package.py", "self.first_key + key0", "self.first_key"),), checks.numerics, (case(),)
     ),
     # ---- range
     "the reference is fixed at the largest possible logit": Bug(
@@ -495,10 +504,10 @@ BUGS: dict[str, Bug] = {
         PANEL, (("_runtime/engine.py", '"fresh_dk": start == 0', '"fresh_dk": False'),), checks.guarded, (RAGGED,)
     ),
     "statistics of queries are added to what memory held": Bug(
-        PANEL, (("schedule.py", "0 if fresh_queries else m", "m"),), checks.guarded, (RAGGED,)
+        PANEL, (("schedule.py", "0 if fresh_queries and key0 == 0 else m", "m"),), checks.guarded, (RAGGED,)
     ),
     "statistics of keys are added to what memory held": Bug(
-        PANEL, (("schedule.py", "0 if fresh_keys else n", "n"),), checks.guarded, (RAGGED,)
+        PANEL, (("schedule.py", "0 if fresh_keys and row0 == 0 else n", "n"),), checks.guarded, (RAGGED,)
     ),
     # ---- around the kernels
     "autocast rounds inside the sweep": Bug(

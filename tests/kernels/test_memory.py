@@ -59,8 +59,9 @@ def check_loss_parts(rows: int) -> None:
     package = module(made("panel"))
     package._schedule.launch = lambda *arguments, **options: None
     statistics, positive = package._runtime.statistics.Statistics(*torch.zeros(2, rows)), torch.zeros(3, rows)
-    one = torch.ones(())
-    loss = lambda: package._schedule.loss_terms(statistics, statistics, positive, one, one, 1.0, 1.0)  # noqa: E731
+    one, x = torch.ones(()), torch.empty(rows, 0)
+    block = package._runtime.package.Block(x, x, one, one, 0, 0, statistics, statistics, positive)
+    loss = lambda: package._schedule.loss_terms(block, 1.0)  # noqa: E731
     plan = infcl_gen.plan(batch_size=rows, dim=96, device_profile="h200", set={"strategy": "panel"})
     (planned,) = (buffer.bytes for buffer in plan.buffers if buffer.name == "loss_parts")
     measured = measured_peak_bytes(loss)

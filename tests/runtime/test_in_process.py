@@ -159,7 +159,7 @@ def spied(package: ModuleType) -> Iterator[Visits]:
 
     def noting(phase: str, block: Callable[..., None]) -> Callable[..., None]:
         def noted(*arguments: Any, **options: Any) -> None:
-            visits.setdefault((current_rank(), phase), []).append(arguments[5])
+            visits.setdefault((current_rank(), phase), []).append(arguments[0].first_key)
             block(*arguments, **options)
 
         return noted

@@ -156,16 +156,16 @@ def test_scratch_is_exactly_what_the_legend_says(packages: Packages, loss: str, 
     x = torch.randn(300, dim).to(schedule.FEATURE_DTYPE)
     queries = torch.ones(2 + schedule.POSITIVE_PARTS, 300)
     scale, bias = torch.tensor(2.0), torch.tensor(0.0)
-    from_runtime = __import__(f"{package.__name__}._runtime.statistics", fromlist=["view"])
-    statistics = from_runtime.view(queries)
+    statistics = package._runtime.statistics.view(queries)
     positives = torch.arange(300) if loss == "infonce" else 0
     per_key = statistics if loss == "clip" else None
     panel = 4 * rows * keys
     expected = [panel, panel] + ([4 * rows * dim, 4 * keys * dim] if dtype == "bf16" else [])
     total = torch.zeros(300, dim)
+    block = package._runtime.package.Block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2:])
     with torch.no_grad(), Allocations(threshold=4 * 300 * 2) as forward:
-        schedule.forward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2:])
+        schedule.forward_block(block, None)
     assert sorted(forward.sizes) == sorted(expected)
     with torch.no_grad(), Allocations(threshold=4 * 300 * 2) as backward:
-        schedule.backward_block(x, x, scale, bias, positives, 0, statistics, per_key, queries[2:], total, total)
+        schedule.backward_block(block, total, total, None)
     assert sorted(backward.sizes) == sorted(expected)

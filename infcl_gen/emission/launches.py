@@ -1,0 +1,120 @@
+"""The launches of a schedule as Python source: each kernel's grid, and what the schedule calls what the kernel takes.
+
+An argument that is in no table here is a variable of its own name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from infcl_gen.emission.printing import ABSENT, wrapped
+from infcl_gen.kernels import families
+from infcl_gen.kernels.arguments import named_parts
+
+if TYPE_CHECKING:
+    from infcl_gen.emission.lower import KernelSpec
+    from infcl_gen.kernels.choice import Choice
+
+_ALL = {
+    "scale_ptr": "scale", "bias_ptr": "bias", "queries": "m", "keys": "n",
+    "labels": "block.positives", "first_positive": "block.positives", "first_key": "block.first_key",
+    "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
+    "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
+    "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",
+}  # fmt: skip
+_ALL |= {f"{x}_{way}_stride": f"{x}.stride({axis})" for x in "qkx" for axis, way in enumerate(("row", "depth"))}
+for one, many in (("query", "queries"), ("key", "keys")):
+    _ALL |= {f"{one}_{x}": f"block.{many}.{x}" for x in ("exponent", "mantissa", "ratio", "reference", "lowest")}
+_ALL |= {f"positive_{x}": f"positive[{i}]" for i, x in enumerate(("z", "row_reference", "key_reference"))}
+
+_PARTS = {
+    f"{side}_{x}": f"scratch.{side}_parts[{i}]" for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
+}
+_PARTS["reference"] = "scratch.reference"
+_FORWARD = _PARTS | {
+    "MASKED": "m % rows != 0 or n % columns != 0",
+    "stash_reference": "kept_reference", "stash_stride": "kept.stride(0)",
+    "reference_stride": "kept_reference.stride(0)", "STASH": "scratch.kept is not None",
+}  # fmt: skip
+_DESCRIBED = {x: f"{x}_side.source" for x in "qk"}
+_DESCRIBED |= {f"{x}_{way}": f"{x}_side.{way}" for x in "qk" for way in ("row_stride", "depth_stride")}
+_TILES = {x: f"{x}_tiles" for x in "qkg"}
+_MERGED = _PARTS | {
+    "row_parts": "cdiv(n, kernels.FORWARD_KEYS.value)",
+    "key_parts": "cdiv(cdiv(m, kernels.FORWARD_ROWS.value), _strip(m, n))",
+    "queries_written": "0 if fresh_queries and key0 == 0 else m",
+    "keys_written": "0 if fresh_keys and row0 == 0 else n",
+    "query_exponent": "part.queries.exponent", "query_mantissa": "part.queries.mantissa",
+    "key_totals_exponent": "part.keys.exponent", "key_totals_mantissa": "part.keys.mantissa",
+}  # fmt: skip
+_TERMS = {
+    "queries": "block.q.shape[0]", "keys": "block.k.shape[0]", "query_weight": "weight", "key_weight": "weight",
+    "BLOCK": "LOSS_ROWS",
+}  # fmt: skip
+_RATIOS = {"exponent": "statistics.exponent", "mantissa": "statistics.mantissa", "count": "rows", "SHARE": "share"}
+_KEPT = {"stash_reference": "reference", "stash_stride": "stash.stride(0)", "reference_stride": "reference.stride(0)"}
+_PRODUCT = {
+    "g": "rest_g", "x": "rest_x", "inner": "inner - whole", "x_inner_stride": "x.stride(0)",
+    "g_row_stride": "g.stride(0)", "g_inner_stride": "g.stride(1)",
+}  # fmt: skip
+_FINISH = {"weight": "weight * 2.0**-GRADIENT_EXPONENT", "rows": "total.shape[0]", "DOTS": "dots is not None"}
+_RANKS = {
+    "part_exponent": "exponents", "part_sum": "sums", "part_stride": "parts.stride(0)",
+    "exponent": "keys.exponent", "mantissa": "keys.mantissa",
+}  # fmt: skip
+_HALVES_OF_G = {"g": "g[0]", "g_low": "g[1]", "g_stride": "g.stride(1)"}
+_OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
+
+_LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before those of all kernels
+    "references": ("(cdiv(n, columns),)", _PARTS),
+    "forward": ("grid", _FORWARD | _DESCRIBED),
+    "forward_hopper": ("grid", _FORWARD | _TILES),
+    "forward_wide": ("grid", _PARTS),
+    "merge": (_OF_BOTH.format("kernels.MERGE_ROWS.value"), _MERGED),
+    "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)"}),
+    "loss_terms": ("(parts,)", _TERMS),
+    "total_loss": ("(1,)", {"BLOCK": "1024"}),
+    "ratios": ("(blocks,)", _RATIOS | {"ROWS": "block"}),
+    "gradient": ("grid", _DESCRIBED),
+    "gradient_hopper": ("grid", _TILES),
+    "gradient_wide": ("grid", {}),
+    "gradient_from_stash": ("grid", _KEPT),
+    "gradient_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
+    "fused_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
+    "fused_queries": ("(cdiv(m, rows),)", _DESCRIBED),
+    "fused_queries_wide": ("(cdiv(m, rows),)", {}),
+    "fused_keys": ("(cdiv(n, columns),)", _DESCRIBED),
+    "fused_keys_wide": ("(cdiv(n, columns),)", {}),
+    "product": ("grid", _PRODUCT),
+    "finish": ("(cdiv(total.shape[0], FINISH_ROWS),)", _FINISH),
+    "scalars": ("(1,)", {"parts": "dots.shape[0]", "BLOCK": "1024"}),
+    "copy_inputs": (_OF_BOTH.format("FINISH_ROWS"), {}),
+    "split": ("(cdiv(rows, FINISH_ROWS),)", {"out_stride": "out.stride(0)", "KEYS": "keys"}),
+    "merge_ranks": ("(cdiv(n, kernels.MERGE_ROWS.value),)", _RANKS),
+}
+
+
+def launches(choice: Choice, kernels: tuple[KernelSpec, ...]) -> dict[str, str]:
+    """By kernel, the statement that launches it: arguments by name, then launch options. ABSENT without that kernel."""
+    chosen = {kernel.name: kernel for kernel in kernels}
+    values = dict(_ALL)
+    for part, (name, _) in enumerate(named_parts(choice.inner_dim)):
+        values |= {f"{x}{name}": f"sides[{part}][{side}].source" for side, x in enumerate("qk") if name}
+    found = dict.fromkeys(_LAUNCHES, ABSENT)
+    for family in families(choice):
+        module = family.file.removesuffix(".py")
+        for kernel in family.kernels(choice):
+            grid, own = _LAUNCHES[kernel.name]
+            own = values | own
+            if kernel.name == "merge" and not choice.has_keys:
+                grid = "(cdiv(m, kernels.MERGE_ROWS.value),)"
+            if kernel.name == "forward":
+                own["stash"] = "tiles" if choice.descriptors else "kept"
+            if kernel.name.startswith("gradient") and choice.split:
+                own |= _HALVES_OF_G
+            words = [f"{each.name}={own.get(each.name, each.name)}" for each in kernel.arguments]
+            words.append(f"num_warps={chosen[kernel.name].warps}")
+            stages = f"num_stages={chosen[kernel.name].stages}"
+            words.append(f"maxnreg={module}.{kernel.registers}" if kernel.registers else stages)
+            found[kernel.name] = f"launch({module}.{kernel.name}, {grid},\n" + wrapped(" " * 8, words, ")")
+    return found

@@ -1,0 +1,208 @@
+"""What the templates of a Triton schedule say: its constants, what it computes in, and its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from infcl_gen.emission.launches import launches
+from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.kernels import TILES, forward, hopper
+from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
+from infcl_gen.kernels.family import most_strips
+from infcl_gen.kernels.statistics import LOSS_ROWS
+
+if TYPE_CHECKING:
+    from infcl_gen.emission.lower import KernelSpec
+    from infcl_gen.hardware import DeviceProfile
+    from infcl_gen.planning.planner import Plan
+
+# Of programs, of several devices: messages take multiprocessors from them, and one wave costs 1.2 to 1.6 % more.
+RING_WAVES = 4
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One field of a scratch, and the expression that makes it."""
+
+    name: str
+    type: str
+    note: str
+    value: str
+
+    @property
+    def declared(self) -> str:
+        return f"{self.name}: {self.type}  # {self.note}"
+
+    @property
+    def made(self) -> str:
+        return f"{self.name}={self.value},"
+
+
+@dataclass(frozen=True)
+class ScheduleContext:
+    """The holes of triton/schedule*.py.jinja.
+
+    constants      name, value and what it is
+    launch         statements by kernel; of a kernel that the package lacks, what takes its line with it
+    visiting_rows  the constant of kernels.py that says how many rows share a reference
+    longest_strip, wide_result  further arguments of a call, or ""
+    pieces         further templates
+    """
+
+    name: str
+    operand_dtype: str
+    labels: bool
+    split: bool
+    stash: bool
+    hopper: bool
+    descriptors: bool
+    keeps_keys: bool
+    ratios: bool
+    replay: bool
+    gather: bool
+    forward_panel: str
+    backward_sweep: str
+    most_terms: str
+    visiting_rows: str
+    longest_strip: str
+    wide_result: str
+    imports: str
+    constants: tuple[tuple[str, Any, str], ...]
+    forward_buffers: tuple[Buffer, ...]
+    backward_buffers: tuple[Buffer, ...]
+    pieces: tuple[str, ...]
+    launch: Mapping[str, str]
+
+
+def schedule_context(
+    plan: Plan, name: str, profile: DeviceProfile, kernels: tuple[KernelSpec, ...], exponent: int
+) -> ScheduleContext:
+    present, panels, gluon = {kernel.name for kernel in kernels}, plan.strategy != "fused", plan.hopper_stages > 0
+    sweep = f"panels of {plan.panel_rows} queries x {plan.panel_keys} keys of g -> dq += g k, dk += g^T q"
+    ratios, flagged = "ratios" in present, "gradient_wide" in present
+    imports = {
+        "INTERPRETED": True,
+        "descriptor": gluon or (plan.stash and plan.descriptors),
+        "launch": True,
+        "library_legal": panels,
+        "operands": True,
+        "panel": panels or ratios,
+        "panel_columns": panels,
+        "runs_hopper_kernels": gluon,
+    }
+    words = ", ".join(word for word, used in imports.items() if used)
+    if gluon:
+        words = f"(\n    {words},\n)"
+    pieces = {"ratios": ratios, "hopper": gluon, "halves": plan.split}
+    backward = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
+    return ScheduleContext(
+        name=name,
+        operand_dtype=TORCH_DTYPES[plan.operand_dtype],
+        labels=plan.labels,
+        split=plan.split,
+        stash=plan.stash,
+        hopper=gluon,
+        descriptors=plan.descriptors,
+        keeps_keys=forward.keeps_keys(plan.blocks["forward"], plan),
+        ratios=ratios,
+        replay="copy_inputs" in present,
+        gather="merge_ranks" in present,
+        forward_panel=f"{plan.forward_rows} queries x {plan.forward_keys} keys",
+        backward_sweep=sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
+        most_terms="max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
+        visiting_rows="GRADIENT_KEYS" if panels else "FUSED_KEYS",
+        longest_strip=", LONGEST_STRIP" if gluon else "",
+        wide_result="" if plan.exact else "out_dtype=torch.float32, ",
+        imports=words,
+        constants=tuple(_constants(plan, profile, exponent)),
+        forward_buffers=tuple(_forward_buffers(plan)),
+        backward_buffers=tuple(backward),
+        pieces=tuple(f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used),
+        launch=launches(plan, kernels),
+    )
+
+
+def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
+    panels, gluon = plan.strategy != "fused", plan.hopper_stages > 0
+    found: list[tuple[str, Any, str, bool]] = [
+        ("GRADIENT_EXPONENT", exponent, "gradients of logits are kept times 2 to this power", True),
+        ("DIM", plan.dim, "of the embedding", True),
+        ("POSITIVE_PARTS", 2 + plan.has_keys, "of each query's positive: z, and the references of its sums", True),
+        ("FORWARD_ROWS", plan.forward_rows, "forward panel", True),
+        ("FORWARD_KEYS", plan.forward_keys, "of the same", True),
+        ("PANEL_ROWS", plan.panel_rows, "backward panel; on one device dq accumulates over this many rows", True),
+        ("PANEL_KEYS", plan.panel_keys, "of the same", panels),
+        ("STASH_ROWS", plan.stash_rows, "whole panels: their tiles are kept", plan.stash),
+        ("FINISH_ROWS", plan.blocks["finish"].rows, "of one program", True),
+        ("LOSS_ROWS", LOSS_ROWS, "queries, and keys, that one program takes the terms of", True),
+        ("LONGEST_STRIP", hopper.FAMILY.longest_strip, "row blocks: one program an SM hides no other's start", gluon),
+        ("DESCRIPTORS", plan.descriptors, "tensor descriptors, where address and strides allow them", True),
+        ("LIBRARY_PRODUCTS", plan.library, "g times features, where the matrix library takes the strides", panels),
+        ("EXACT_DEPTH", EXACT_DEPTH, "of one product: tensor cores cut what they add to a long sum", plan.split),
+    ]
+    multiple = "of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow"
+    found.append(("LIBRARY_MULTIPLE", LIBRARY_MULTIPLE, multiple, plan.library))
+    found.append(("LIBRARY_MULTIPLE", 1, "no library products", not plan.library))
+    at_once = "that run at once"
+    if plan.world_size > 1:
+        at_once = f"{RING_WAVES} times as many as run at once: messages take multiprocessors from them"
+    walked = [("forward", plan.forward_rows, plan.forward_keys), ("gradient", plan.panel_rows, plan.panel_keys)]
+    for kernel, rows, keys in walked[: 1 + ("gradient" in plan.blocks and not plan.stash)]:
+        block = plan.blocks[kernel]
+        programs = profile.multiprocessors if gluon else TILES[kernel].resident_programs(block, plan, profile)
+        programs *= RING_WAVES if plan.world_size > 1 else 1
+        strips = most_strips(rows, keys, block)
+        found.append((f"{kernel.upper()}_STRIPS", strips, "at most, for each block of keys", True))
+        found.append((f"{kernel.upper()}_PROGRAMS", programs, at_once, True))
+    return [(name, value, note) for name, value, note, wanted in found if wanted]
+
+
+_PAIR = "tuple[Tensor, ...]"
+_WIDE_RANGE = "of each strip, whether its range is wide"
+_KEPT = Buffer("kept", "tuple[Tensor, Tensor] | None", "tiles and references of this panel, if they are kept", "None")
+_RATIOS = "room for what `_with_ratios` gives"
+
+
+def _new(shape: str, dtype: str = "torch.float32") -> str:
+    return f"torch.empty({shape}, dtype={dtype}, device=device)"
+
+
+def _forward_buffers(plan: Plan) -> list[Buffer]:
+    strips = "min(tiles[0], FORWARD_STRIPS)"
+    row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in ("tiles[1], rows", f"{strips}, keys"))
+    found = [Buffer("row_parts", _PAIR, "exponents and sums (key blocks, rows)", row_parts)]
+    if plan.has_keys:
+        found.append(Buffer("key_parts", _PAIR, "the same (strips, keys)", key_parts))
+    if not plan.exact:
+        found.append(Buffer("reference", "Tensor", "of each block of keys", _new("tiles[1]")))
+        found.append(Buffer("flags", "Tensor", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32")))
+    if plan.split:
+        found.append(Buffer("halves", _PAIR, "of the features of queries and keys", "_halves(rows, keys, device)"))
+    return [*found, _KEPT] if plan.stash else found
+
+
+def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[Buffer]:
+    strips = "FORWARD_STRIPS" if plan.stash else "GRADIENT_STRIPS"
+    shape, what = ("2, *shape", "halves of a panel's") if plan.split else ("shape", "of a panel")
+    note = f"{what}, in whole tiles: no store needs a mask"
+    found = [Buffer("g", "Tensor", note, _new(shape, "OPERAND_DTYPE"))]
+    if flagged:
+        flags = _new(f"min(tiles[0], {strips}) * tiles[1]", "torch.int32")
+        found.append(Buffer("flags", "Tensor", _WIDE_RANGE, flags))
+    if plan.split:
+        made = "_halves(panel_rows, panel_keys, device)"
+        found.append(Buffer("halves", _PAIR, "of the features of queries and keys", made))
+    if plan.stash:
+        return [*found, _KEPT]
+    return [*found, Buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(keys, device)")] if ratios else found
+
+
+def _fused_buffers(ratios: bool) -> list[Buffer]:
+    flags = _new("cdiv(max(rows, keys), kernels.FUSED_ROWS.value)", "torch.int32")
+    found = [Buffer("positive_g", "Tensor", "of each query", _new("rows"))]
+    if ratios:
+        found.append(Buffer("flags", "Tensor", "of each block of rows, whether its range is wide", flags))
+        found.append(Buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(max(rows, keys), device)"))
+    return found
