@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ import jinja2
 from infcl_gen.emission.lower import RUNTIME_FOLDER, PackageSpec
 from infcl_gen.emission.printing import ABSENT
 
-LINE_WIDTH = 180  # of a literal: a record a line, as in a table
+LINE_WIDTH = 120  # of a literal
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DIGEST_LINE = re.compile(r'^    "digest": "[0-9a-f]*",\n', re.MULTILINE)
 
@@ -86,9 +87,21 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
     finite floats, str, tuple, list and dict are literals; anything else is a TypeError. Text is always ASCII.
     """
     flat = _flat(value)
-    if indent + prefix + len(flat) + 1 <= LINE_WIDTH or not isinstance(value, dict | list | tuple) or not value:
+    if indent + prefix + len(flat) + 1 <= LINE_WIDTH or not isinstance(value, str | dict | list | tuple) or not value:
         return flat
-    return _broken(value, indent)
+    if isinstance(value, str):
+        most = LINE_WIDTH - indent - 7
+        parts = re.findall(rf".{{1,{most}}}(?:\s|\Z)|.{{1,{most}}}", value, re.DOTALL)
+        return "(\n" + "".join(f"{' ' * (indent + 4)}{_flat(part)}\n" for part in parts) + " " * indent + ")"
+    words = _words(value)
+    if prefix or len(words) < 2 or "{" in flat[1:] or max(map(len, words)) > LINE_WIDTH - indent - 2:
+        return _broken(value, indent)
+    filled = textwrap.fill(  # a record, as in a table
+        flat[0] + ", ".join(word.replace(" ", "\0") for word in words) + flat[-1],
+        LINE_WIDTH - 1, initial_indent=" " * indent, subsequent_indent=" " * (indent + 1), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return filled.strip().replace("\0", " ")
 
 
 def broken_literal(value: Any) -> str:
@@ -97,15 +110,19 @@ def broken_literal(value: Any) -> str:
 
 
 def _broken(value: dict[Any, Any] | list[Any] | tuple[Any, ...], indent: int) -> str:
-    inner = indent + 4
-    if isinstance(value, dict):
-        opening, closing = "{", "}"
-        rows = [(f"{_flat(key)}: ", item) for key, item in value.items()]
-    else:
-        opening, closing = "()" if isinstance(value, tuple) else "[]"
-        rows = [("", item) for item in value]
+    inner, flat = indent + 4, _flat(value)
+    rows = [(f"{_flat(key)}: ", item) for key, item in value.items()] if isinstance(value, dict) else (
+        [("", item) for item in value]
+    )  # fmt: skip
     lines = [f"{' ' * inner}{key}{literal(item, inner, len(key))},\n" for key, item in rows]
-    return f"{opening}\n{''.join(lines)}{' ' * indent}{closing}"
+    return f"{flat[0]}\n{''.join(lines)}{' ' * indent}{flat[-1]}"
+
+
+def _words(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> list[str]:
+    """Its items, on one line each."""
+    if isinstance(value, dict):
+        return [f"{_flat(key)}: {_flat(item)}" for key, item in value.items()]
+    return [_flat(item) for item in value]
 
 
 def _flat(value: Any) -> str:
@@ -116,12 +133,10 @@ def _flat(value: Any) -> str:
         raise TypeError(f"{value!r} has no literal")
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flat(key)}: {_flat(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple):
-        return "(" + ", ".join(map(_flat, value)) + ("," if len(value) == 1 else "") + ")"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_flat, value)) + "]"
+    if isinstance(value, dict | list | tuple):
+        opening, closing = "{}" if isinstance(value, dict) else "[]" if isinstance(value, list) else "()"
+        single = "," if isinstance(value, tuple) and len(value) == 1 else ""
+        return opening + ", ".join(_words(value)) + single + closing
     raise TypeError(f"{type(value).__name__} has no literal")
 
 
