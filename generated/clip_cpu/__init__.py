@@ -15,8 +15,8 @@ visiting keys, which `--devices` plans.
     selftest           compares the kernels with `reference` on this machine
     SPEC               what was generated, and for what
 
-How to read it: loss.py is the derived mathematics, schedule.py says in which order one
-device sweeps its tiles, _runtime/ is the ring between devices and the glue to autograd.
+How to read it: loss.py is the derived mathematics, schedule.py says in which order one device sweeps its tiles,
+_runtime/ is the ring between devices and the glue to autograd.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     q (m, 512)   queries, row i       z_ij  q_i . k_j
     k (n, 512)   keys, row j          x_ij  logit; x2 = log2(e) * x
-    r_i  log-sum-exp of row i               p_i   logit of the positive of row i
+    r_i  log-sum-exp of row i          p_i   logit of the positive of row i
     c_j  log-sum-exp of column j
 
     L = 1/M * (sum_i ((r_i - p_i) / 2) + sum_j ((c_j - p_j) / 2))
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import loss as formulas
 from ._runtime.launch import read_in_place
+from ._runtime.package import Block
 from ._runtime.statistics import LOG2E, Statistics, excess, log, merge, merge_parts
 
 FEATURE_DTYPE = torch.float32
@@ -35,8 +36,14 @@ PANEL_ROWS, PANEL_KEYS = 2048, 2048  # panel of the backward sweep
 FINISH_ROWS = PANEL_ROWS  # rows per partial sum of dscale
 STRIP_ROWS = 64  # rows at a time for an expression that needs temporaries
 LIBRARY_MULTIPLE = 1  # sums for dk have room for whole ones
-POSITIVE_PARTS = 5  # kept of each query's positive: z, its term in its row's sum and in its key's, each as a wide float
+# Kept of each query's positive: z, then exponent and term, as a wide float, in each sum that holds it.
+POSITIVE_PARTS = 5
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
+
+
+def stash_shape(m: int, n: int) -> None:
+    """This strategy keeps no part of the matrix between forward and backward."""
+    return None
 
 
 def forward_scratch(q: Tensor, most_keys: int) -> None:
@@ -44,75 +51,57 @@ def forward_scratch(q: Tensor, most_keys: int) -> None:
 
 
 def forward_block(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    positives: Tensor | int,
-    key_offset: int,
-    queries: Statistics,
-    keys: Statistics | None,
-    positive: Tensor,
+    block: Block,
+    scratch: None,
     fresh_queries: bool = False,
     fresh_keys: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
-    scratch: None = None,
 ) -> None:
-    """Adds the logits of q x k to the statistics of the rows and keys, and notes z of the positives.
+    """Merges every logit of the block into its statistics, and notes the positives found here.
 
-    q (m, D), k (n, D), any strides, m and n at least 1. key_offset: global index of k's first row.
-    positives: the global index of the positive of row 0; row i has the i-th after it.
-    queries (m,), keys (n,): merged into. positive (POSITIVE_PARTS, m): written where the positive is in k, else left.
-    What is fresh was never written. arrive(): called before `keys` is touched; it sends what leaves, and waits for what
-    comes. `stash` and `scratch` are for other strategies.
+    What is fresh was never written. arrive(): called before `block.keys` is touched; it sends what leaves, and waits
+    for what comes. `scratch` and `stash` are for other strategies.
     """
     if fresh_queries:
-        queries.mantissa.zero_()
+        block.queries.mantissa.zero_()
     if fresh_keys:
-        keys.mantissa.zero_()
-    panels = Panels(q, k, FORWARD_ROWS, FORWARD_KEYS)
-    for i in range(0, len(q), FORWARD_ROWS):
-        rows = slice(i, i + FORWARD_ROWS)
-        q_panel = panels.queries(q[rows])
-        for j in range(0, len(k), FORWARD_KEYS):
-            columns = slice(j, j + FORWARD_KEYS)
-            z, e = panels.products(q_panel, panels.keys(k[columns]))
-            row, column = positive_places(positives + i, key_offset + j, z)
-            positive[0, i + row] = z[row, column]
-            x2 = logits_(z, scale, bias)
-            exponent = add_(Statistics(queries.exponent[rows], queries.mantissa[rows]), x2, e, 1)
-            positive[1, i + row], positive[2, i + row] = exponent[row], e[row, column]
+        block.keys.mantissa.zero_()
+    m, n = len(block.q), len(block.k)
+    panels = Panels(block.q, block.k, FORWARD_ROWS, FORWARD_KEYS)
+    for i in range(0, m, FORWARD_ROWS):
+        own = block.panel(i, FORWARD_ROWS, 0, n)
+        q = panels.queries(own.q)
+        for j in range(0, n, FORWARD_KEYS):
+            part = own.panel(0, FORWARD_ROWS, j, FORWARD_KEYS)
+            z, e = panels.products(q, panels.keys(part.k))
+            row, column = positive_places(part)
+            part.positive[0, row] = z[row, column]
+            x2 = logits_(z, part.scale, part.bias)
+            exponent = add_(part.queries, x2, e, 1)
+            part.positive[1, row], part.positive[2, row] = exponent[row], e[row, column]
             if arrive:
                 arrive()
-            exponent = add_(Statistics(keys.exponent[columns], keys.mantissa[columns]), x2, e, 0)
-            positive[3, i + row], positive[4, i + row] = exponent[column], e[row, column]
+            exponent = add_(part.keys, x2, e, 0)
+            part.positive[3, row], part.positive[4, row] = exponent[column], e[row, column]
 
 
-def loss_terms(
-    queries: Statistics,
-    keys: Statistics | None,
-    positive: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    query_weight: float,
-    key_weight: float,
-) -> Tensor:
-    """The part of the loss that belongs to these rows and keys, 0-dim. Any of them may be empty."""
+def loss_terms(block: Block, weight: float) -> Tensor:
+    """`weight` times the sum of the terms of the block's queries and keys, 0-dim; there may be none of either."""
+    queries, scale, bias, positive = block.queries, block.scale, block.bias, block.positive
     total = positive.new_zeros((), dtype=torch.float64)
-    m, n = positive.shape[1], keys.exponent.shape[0]
-    for i in range(0, max(m, n), FORWARD_ROWS):
+    for i in range(0, max(len(block.q), len(block.k)), FORWARD_ROWS):
         panel = slice(i, i + FORWARD_ROWS)
         r, p = log(queries, panel), positive_logit(*positive[:3, panel], scale, bias)
-        terms = formulas.query_term(r, p).mul_(query_weight)
-        # A key's term is linear in p. A positive is counted with its query: its key may be on another rank. Terms of row
-        # and key i are added before all others, so that those of a pair that sees nobody else cancel to 0.
+        terms = formulas.query_term(r, p).mul_(weight)
+        # A key's term is linear in p. A positive is counted with its query: its key may be on another rank. Terms of
+        # row and key i are added before all others, so that those of a pair that sees nobody else cancel to 0.
         # Rows one by one: a list of them would be copied to the device, which waits for it.
-        c = log(keys, panel)
+        c = log(block.keys, panel)
         p = positive_logit(positive[0, panel], positive[3, panel], positive[4, panel], scale, bias)
         nothing = p.new_zeros(())
-        terms += (formulas.key_term(nothing, p) - formulas.key_term(nothing, nothing)).mul_(key_weight)
-        key_terms = formulas.key_term(c, nothing).mul_(key_weight)
+        terms += (formulas.key_term(nothing, p) - formulas.key_term(nothing, nothing)).mul_(weight)
+        key_terms = formulas.key_term(c, nothing).mul_(weight)
         paired = min(len(terms), len(key_terms))
         terms[:paired] += key_terms[:paired]
         total += key_terms[paired:].sum()
@@ -125,52 +114,41 @@ def backward_scratch(rows: int, keys: int, device: torch.device) -> None:
 
 
 def backward_block(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    positives: Tensor | int,
-    key_offset: int,
-    queries: Statistics,
-    keys: Statistics | None,
-    positive: Tensor,
+    block: Block,
     dq: Tensor,
     dk: Tensor,
+    scratch: None,
     fresh_dq: bool = False,
     fresh_dk: bool = False,
     stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
-    scratch: None = None,
 ) -> None:
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both contiguous float32.
 
-    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
-
     g here is M * dL/dx, recomputed panel by panel from complete statistics; `finish` does the rest.
-    `scratch` is for other strategies; other arguments as for `forward_block`.
+    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
+    `scratch` and `stash` are for other strategies.
     """
-    panels = Panels(q, k, PANEL_ROWS, PANEL_KEYS)
-    for i in range(0, len(q), PANEL_ROWS):
-        rows = slice(i, i + PANEL_ROWS)
-        q_panel = panels.queries(q[rows])
-        query_weight = formulas.QUERY_SHARE / queries.mantissa[rows, None]
-        alone = excess(queries, rows, positive[1:3, rows]).mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)
-        for j in range(0, len(k), PANEL_KEYS):
-            columns = slice(j, j + PANEL_KEYS)
-            k_panel = panels.keys(k[columns])
-            z, g = panels.products(q_panel, k_panel)
-            key_weight = formulas.KEY_SHARE / keys.mantissa[columns]
-            x2 = logits_(z, scale, bias)
-            torch.sub(x2, queries.exponent[rows, None], out=g).exp2_().mul_(query_weight)
-            g.add_(x2.sub_(keys.exponent[columns]).exp2_().mul_(key_weight))
-            # Of a positive p - 1 = (its term - the sum) / the sum: rounded once, and 0 where the sum holds nothing else.
-            row, column = positive_places(positives + i, key_offset + j, z)
-            visible = excess(keys, j + column, positive[3:5, i + row]).mul_(formulas.KEY_SHARE)
+    m, n = len(block.q), len(block.k)
+    panels = Panels(block.q, block.k, PANEL_ROWS, PANEL_KEYS)
+    for i in range(0, m, PANEL_ROWS):
+        own = block.panel(i, PANEL_ROWS, 0, n)
+        q = panels.queries(own.q)
+        alone = excess(own.queries, slice(None), own.positive[1:3])
+        alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)
+        for j in range(0, n, PANEL_KEYS):
+            part = own.panel(0, PANEL_ROWS, j, PANEL_KEYS)
+            k = panels.keys(part.k)
+            z, g = panels.products(q, k)
+            softmaxes_(z, g, part)
+            # Of a positive p - 1 = (its term - the sum) / the sum: rounded once, 0 where the sum holds nothing else.
+            row, column = positive_places(part)
+            visible = excess(part.keys, column, part.positive[3:5, row]).mul_(formulas.KEY_SHARE)
             g[row, column] = visible.add_(alone[row])
-            add_product_(dq[rows], g, k_panel, panels.z, fresh_dq and j == 0)
+            panels.add_product(dq[i : i + PANEL_ROWS], g, k, fresh_dq and j == 0)
             if arrive:
                 arrive()
-            add_product_(dk[columns], g.T, q_panel, panels.z, fresh_dk and i == 0)
+            panels.add_product(dk[j : j + PANEL_KEYS], g.T, q, fresh_dk and i == 0)
 
 
 def finish(
@@ -210,11 +188,6 @@ def scalar_gradients(
     return dscale, unit * (formulas.DBIAS * rows) + sum_of_dots * 0.0  # the last term keeps a NaN
 
 
-def stash_shape(m: int, n: int) -> None:
-    """This strategy keeps no part of the matrix between forward and backward."""
-    return None
-
-
 def merge_ranks(parts: Tensor, keys: Statistics) -> None:
     """keys (n,) = the sums of several ranks, `parts` (ranks, 2, n), in their order, whatever `keys` held."""
     for j in range(0, parts.shape[2], FORWARD_KEYS):
@@ -240,8 +213,7 @@ class Panels:
 
     def products(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """z of a panel, and room of the same shape. Both are contiguous and valid until the next call."""
-        shape = (len(q), len(k))
-        z, e = (flat[: shape[0] * shape[1]].view(shape) for flat in (self.z, self.e))
+        z, e = (flat[: len(q) * len(k)].view(len(q), len(k)) for flat in (self.z, self.e))
         if read_in_place(q) and read_in_place(k):
             return torch.mm(q, k.T, out=z), e
         width = max(1, (len(q) * len(k) - LINE) // (len(q) + len(k)))  # of the shape alone: one order of sums
@@ -251,25 +223,34 @@ class Panels:
             z.addmm_(q_part, k_part.T, beta=0 if d == 0 else 1)
         return z, e
 
+    def add_product(self, total: Tensor, g: Tensor, x: Tensor, fresh: bool) -> None:
+        """total += g @ x, or = if it is fresh; z is gone. Where x is not `read_in_place`, as many of its columns at a
+        time as fit there."""
+        whole = read_in_place(x)
+        width = DIM if whole else len(self.z) // len(x)
+        for d in range(0, DIM, width):
+            part = x if whole else packed(x[:, d : d + width], self.z)
+            total[:, d : d + width].addmm_(g, part, beta=0 if fresh else 1)
+
 
 def packed(x: Tensor, room: Tensor) -> Tensor:
     """A contiguous copy of x at the start of `room`."""
     return room[: x.numel()].view(x.shape).copy_(x)
 
 
-def add_product_(total: Tensor, g: Tensor, x: Tensor, room: Tensor, fresh: bool) -> None:
-    """total += g @ x, or = if it is fresh. Where x is not `read_in_place`, as many of its columns at a time as fit `room`."""
-    whole = read_in_place(x)
-    width = DIM if whole else len(room) // len(x)
-    for d in range(0, DIM, width):
-        part = x if whole else packed(x[:, d : d + width], room)
-        total[:, d : d + width].addmm_(g, part, beta=0 if fresh else 1)
-
-
 def logits_(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """x2 = log2(e) * x of a panel, in the place of z."""
     shift = formulas.logit(torch.zeros_like(scale), scale, bias)
     return z.mul_(formulas.gradient_factor(scale, bias) * LOG2E).add_(shift * LOG2E)
+
+
+def softmaxes_(z: Tensor, g: Tensor, block: Block) -> None:
+    """g = the shares of both sides' softmaxes, of a panel; its x2 takes the place of z."""
+    x2 = logits_(z, block.scale, block.bias)
+    query_weight = formulas.QUERY_SHARE / block.queries.mantissa[:, None]
+    torch.sub(x2, block.queries.exponent[:, None], out=g).exp2_().mul_(query_weight)
+    key_weight = formulas.KEY_SHARE / block.keys.mantissa
+    g.add_(x2.sub_(block.keys.exponent).exp2_().mul_(key_weight))
 
 
 def add_(statistics: Statistics, x2: Tensor, e: Tensor, axis: int) -> Tensor:
@@ -285,11 +266,11 @@ def add_(statistics: Statistics, x2: Tensor, e: Tensor, axis: int) -> Tensor:
     return exponent.squeeze(axis)
 
 
-def positive_places(positives: Tensor | int, first_key: int, panel: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of a panel whose positive lies in it, and its columns there: two int64 vectors of one length."""
-    offset = positives - first_key
-    first, stop = max(0, -offset), min(panel.shape[0], panel.shape[1] - offset)
-    row = torch.arange(first, max(first, stop), device=panel.device)
+def positive_places(block: Block) -> tuple[Tensor, Tensor]:
+    """The rows whose positive is one of these keys, and its row among them: two int64 vectors of one length."""
+    offset = block.positives - block.first_key
+    first, stop = max(0, -offset), min(len(block.q), len(block.k) - offset)
+    row = torch.arange(first, max(first, stop), device=block.q.device)
     return row, row + offset
 
 

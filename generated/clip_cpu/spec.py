@@ -1,11 +1,14 @@
-"""What clip_cpu_d512 was generated for and how it was planned. Literals only: tools parse this file and never import it."""
+"""What clip_cpu_d512 was generated for and how it was planned.
+
+Literals only: tools parse this file and never import it.
+"""
 
 from typing import Any
 
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "884c4599e3ad34070dbba4f84f6d4f820eeae38ded3e54cc8c42129f192979bd",
+    "digest": "e0a608304424e9d7868c07a0767d4bfd398c0b208bb35d103244224b68ef09a7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -27,7 +30,10 @@ SPEC: dict[str, Any] = {
     "descriptors": False,
     "loss": {
         "name": "clip",
-        "formula": "mean_over_keys(logsumexp_over_queries(scale * z + bias) - positive(scale * z + bias)) / 2 + mean_over_queries(logsumexp_over_keys(scale * z + bias) - positive(scale * z + bias)) / 2",
+        "formula": (
+            "mean_over_keys(logsumexp_over_queries(scale * z + bias) - positive(scale * z + bias)) / 2 + "
+            "mean_over_queries(logsumexp_over_keys(scale * z + bias) - positive(scale * z + bias)) / 2"
+        ),
         "positives": "diagonal",
         "doc": "Symmetric cross-entropy of CLIP: each query against all keys and each key against all queries.",
     },
@@ -58,7 +64,10 @@ SPEC: dict[str, Any] = {
         "link_gbs": {"value": 5.0, "source": "assumed: gloo on one host"},
         "node_link_gbs": {"value": 1.0, "source": "assumed: gloo over 10 Gb/s Ethernet"},
     },
-    "regenerate": "infcl-gen generate --batch-size {queries} --keys {keys} --loss clip --dim 512 --dtype fp32 --devices 1 --nodes 1 --device-profile cpu -o DIR",
+    "regenerate": (
+        "infcl-gen generate --batch-size {queries} --keys {keys} --loss clip --dim 512 --dtype fp32 --devices 1 "
+        "--nodes 1 --device-profile cpu -o DIR"
+    ),
     "derivation": {
         "logit": "x_ij = scale * z_ij + bias, z_ij = q_i . k_j",
         "query_statistic": "r_i = logsumexp_j x_ij",
@@ -98,20 +107,34 @@ SPEC: dict[str, Any] = {
         "rows_per_rank": 4096,
         "keys_per_rank": 4096,
         "buffers": [
-            {"name": "query_statistics", "phase": "both", "bytes": 114688, "shape": [7, 4096], "dtype": "fp32", "why": "r_i as a wide float; the positive"},
-            {"name": "key_statistics", "phase": "both", "bytes": 32768, "shape": [2, 4096], "dtype": "fp32", "why": "c_j as a wide float"},
-            {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8", "why": "scale, bias, loss, weights and their gradients"},
-            {"name": "loss_terms", "phase": "forward", "bytes": 65536, "shape": [8, 2048], "dtype": "fp32", "why": "temporaries of the loss's terms"},
-            {"name": "panel", "phase": "forward", "bytes": 33554432, "shape": [2, 2048, 2048], "dtype": "fp32", "why": "similarities and their exponentials"},
-            {"name": "vectors", "phase": "forward", "bytes": 131072, "shape": [8, 4096], "dtype": "fp32", "why": "weights along a panel's sides"},
-            {"name": "panel", "phase": "backward", "bytes": 33554432, "shape": [2, 2048, 2048], "dtype": "fp32", "why": "similarities and their exponentials"},
-            {"name": "vectors", "phase": "backward", "bytes": 131072, "shape": [8, 4096], "dtype": "fp32", "why": "weights along a panel's sides"},
-            {"name": "dq", "phase": "backward", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32", "why": "returned"},
-            {"name": "dk", "phase": "backward", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32", "why": "returned"},
-            {"name": "dq", "phase": "finish", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32", "why": "returned"},
-            {"name": "dk", "phase": "finish", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32", "why": "returned"},
-            {"name": "finish_rows", "phase": "finish", "bytes": 131072, "shape": [1, 64, 512], "dtype": "fp32", "why": "products for dscale"},
-            {"name": "dots", "phase": "both", "bytes": 256, "shape": [64], "dtype": "fp32", "why": "partial sums of dscale"},
+            {"name": "query_statistics", "phase": "both", "bytes": 114688, "shape": [7, 4096], "dtype": "fp32",
+             "why": "r_i as a wide float; the positive"},
+            {"name": "key_statistics", "phase": "both", "bytes": 32768, "shape": [2, 4096], "dtype": "fp32",
+             "why": "c_j as a wide float"},
+            {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8",
+             "why": "scale, bias, loss, weights and their gradients"},
+            {"name": "loss_terms", "phase": "forward", "bytes": 65536, "shape": [8, 2048], "dtype": "fp32",
+             "why": "temporaries of the loss's terms"},
+            {"name": "panel", "phase": "forward", "bytes": 33554432, "shape": [2, 2048, 2048], "dtype": "fp32",
+             "why": "similarities and their exponentials"},
+            {"name": "vectors", "phase": "forward", "bytes": 131072, "shape": [8, 4096], "dtype": "fp32",
+             "why": "weights along a panel's sides"},
+            {"name": "panel", "phase": "backward", "bytes": 33554432, "shape": [2, 2048, 2048], "dtype": "fp32",
+             "why": "similarities and their exponentials"},
+            {"name": "vectors", "phase": "backward", "bytes": 131072, "shape": [8, 4096], "dtype": "fp32",
+             "why": "weights along a panel's sides"},
+            {"name": "dq", "phase": "backward", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32",
+             "why": "returned"},
+            {"name": "dk", "phase": "backward", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32",
+             "why": "returned"},
+            {"name": "dq", "phase": "finish", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32",
+             "why": "returned"},
+            {"name": "dk", "phase": "finish", "bytes": 8388608, "shape": [4096, 512], "dtype": "fp32",
+             "why": "returned"},
+            {"name": "finish_rows", "phase": "finish", "bytes": 131072, "shape": [1, 64, 512], "dtype": "fp32",
+             "why": "products for dscale"},
+            {"name": "dots", "phase": "both", "bytes": 256, "shape": [64], "dtype": "fp32",
+             "why": "partial sums of dscale"},
         ],
         "predicted_peak_bytes": 50643200,
         "phases": [
@@ -129,7 +152,8 @@ SPEC: dict[str, Any] = {
             {"level": 0, "decision": "one node", "why": "nothing crosses the network"},
             {"level": 1, "decision": "one device", "why": "a group of one runs without communication"},
             {"level": 2, "decision": "strategy torch", "why": "no GPU: panels with torch's matrix products"},
-            {"level": 2, "decision": "panel 2048 x 2048", "why": "4 panel(s) a hop, peak 48.3 MiB of 2 GiB; larger ones exceed the budget, the problem or the cap"},
+            {"level": 2, "decision": "panel 2048 x 2048",
+             "why": "4 panel(s) a hop, peak 48.3 MiB of 2 GiB; larger ones exceed the budget, the problem or the cap"},
             {"level": 2, "decision": "forward panel 2048 x 2048", "why": "as the backward panel"},
         ],
         "budget_bytes": 50643200,
@@ -142,9 +166,12 @@ SPEC: dict[str, Any] = {
             "devices_per_node": 1,
             "keeps": False,
             "travelling": [
-                {"name": "keys", "columns": 512, "dtype": "features", "forward": "unchanged", "backward": "unchanged", "across": False},
-                {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed", "backward": "unchanged", "across": True},
-                {"name": "key gradients", "columns": 512, "dtype": "statistics", "forward": "absent", "backward": "summed", "across": False},
+                {"name": "keys", "columns": 512, "dtype": "features", "forward": "unchanged", "backward": "unchanged",
+                 "across": False},
+                {"name": "key statistics", "columns": 2, "dtype": "statistics", "forward": "summed",
+                 "backward": "unchanged", "across": True},
+                {"name": "key gradients", "columns": 512, "dtype": "statistics", "forward": "absent",
+                 "backward": "summed", "across": False},
             ],
         },
         "split": False,

@@ -120,8 +120,8 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 
 
 @triton.jit
-def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride,
-        k_row_stride, k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+        k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
 
     An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
@@ -152,9 +152,9 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
 
 
 @triton.jit
-def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags,
-        queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride,
-        k_depth_stride, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
+        keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+        MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """One strip: each z is computed once and reduced along both axes.
 
     Row sums go to memory tile by tile, (key blocks, rows); column sums stay in registers until the strip is done,
@@ -208,8 +208,8 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
 
 
 @triton.jit
-def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
-        keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys,
+        strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """Computes a flagged strip again, each row and column against its own largest y; exits at once elsewhere.
 
@@ -292,9 +292,9 @@ def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_pa
 
 
 @triton.jit
-def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z,
-        positive_row_reference, positive_key_reference, queries, keys, strip, rows_stride, keys_stride,
-        q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z, positive_row_reference,
+        positive_key_reference, queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride,
+        k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Of each row's positive, where it lies in this panel: z, and the references that its 2^y was taken against.
 
     z is the diagonal of a tile of q against the gathered keys, by the products of a tile of z in their order: numerator
@@ -340,9 +340,9 @@ def positive_log2(z, slope, reference):
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z,
-        positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys,
-        query_weight, key_weight, BLOCK: tl.constexpr):
+def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, positive_row_reference,
+        positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys, query_weight, key_weight,
+        BLOCK: tl.constexpr):
     """part_sums[program] = what BLOCK of queries and keys add to this rank's share of the loss, in fp64.
 
     The statistics are complete. p, r, c are logits with their shift; a lone pair's terms cancel to exactly 0.
@@ -419,8 +419,8 @@ def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.conste
 
 @triton.jit
 def fused_positives(first_positive, first_key, positive_z, positive_row_reference, positive_key_reference,
-        scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, positive_g,
-        queries, keys):
+        scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, positive_g, queries,
+        keys):
     """positive_g[i] = g of row i's positive, in fp32: 1 - p would lose its digits in a rounded probability.
 
     Where the positive is none of these keys the number means nothing: the kernels that read it look where it lies.
@@ -436,8 +436,8 @@ def fused_positives(first_positive, first_key, positive_z, positive_row_referenc
 
 @triton.jit
 def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa,
-        key_exponent, key_mantissa, key_ratio, key_reference, key_lowest, positive_g, total, flags,
-        queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr,
+        key_exponent, key_mantissa, key_ratio, key_reference, key_lowest, positive_g, total, flags, queries,
+        keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr,
         MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """total (queries, D) += g k: a program owns FUSED_ROWS queries and walks all keys.
 
@@ -523,10 +523,9 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
 
 
 @triton.jit
-def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent,
-        query_mantissa, key_exponent, key_mantissa, positive_g, total, flags, queries, keys, q_row_stride,
-        q_depth_stride, k_row_stride, k_depth_stride, FRESH: tl.constexpr, MASKED: tl.constexpr,
-        WIDEN: tl.constexpr):
+def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_exponent, query_mantissa,
+        key_exponent, key_mantissa, positive_g, total, flags, queries, keys, q_row_stride, q_depth_stride,
+        k_row_stride, k_depth_stride, FRESH: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr):
     """Computes a program flagged by `fused_queries` again, with two exponentials an element; exits at once elsewhere.
 
     Launched as that was. It takes FUSED_WIDE_KEYS keys at a time, the embedding as a whole, and always

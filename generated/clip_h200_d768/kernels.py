@@ -119,8 +119,8 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 
 
 @triton.jit
-def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride,
-        k_row_stride, k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+        k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
 
     An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
@@ -151,9 +151,9 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
 
 
 @triton.jit
-def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags,
-        queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride,
-        k_depth_stride, MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
+        keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+        MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """One strip: each z is computed once and reduced along both axes.
 
     Row sums go to memory tile by tile, (key blocks, rows); column sums stay in registers until the strip is done,
@@ -200,8 +200,8 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
 
 
 @triton.jit
-def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
-        keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys,
+        strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """Computes a flagged strip again, each row and column against its own largest y; exits at once elsewhere.
 
@@ -284,9 +284,9 @@ def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_pa
 
 
 @triton.jit
-def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z,
-        positive_row_reference, positive_key_reference, queries, keys, strip, rows_stride, keys_stride,
-        q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z, positive_row_reference,
+        positive_key_reference, queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride,
+        k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Of each row's positive, where it lies in this panel: z, and the references that its 2^y was taken against.
 
     z is the diagonal of a tile of q against the gathered keys, by the products of a tile of z in their order: numerator
@@ -332,9 +332,9 @@ def positive_log2(z, slope, reference):
 
 
 @triton.jit
-def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z,
-        positive_row_reference, positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys,
-        query_weight, key_weight, BLOCK: tl.constexpr):
+def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, positive_row_reference,
+        positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys, query_weight, key_weight,
+        BLOCK: tl.constexpr):
     """part_sums[program] = what BLOCK of queries and keys add to this rank's share of the loss, in fp64.
 
     The statistics are complete. p, r, c are logits with their shift; a lone pair's terms cancel to exactly 0.
@@ -370,9 +370,9 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["key_reference", "key_lowest"])  # a panel's: they begin anywhere
-def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_ratio, key_reference,
-        key_lowest, g, flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride,
-        k_depth_stride, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_ratio, key_reference, key_lowest, g,
+        flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+        DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """g = 2^(y - reference) * (a_i + b_j): both softmaxes share one exponential.
 
     The statistics are complete, and `ratios` has prepared those of keys: b_j relative to the block's reference, 0
@@ -406,9 +406,9 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_rati
 
 
 @triton.jit
-def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa,
-        g, flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride,
-        k_depth_stride, WIDEN: tl.constexpr):
+def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, g,
+        flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+        WIDEN: tl.constexpr):
     """Computes a flagged strip again, g = share_i 2^(y - r_i) + share_j 2^(y - c_j); exits at once elsewhere.
 
     Launched as the kernel that flags was, with the same strips, whose g it overwrites. It takes WIDE_ROWS at a time, as
@@ -480,9 +480,9 @@ def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.conste
 
 
 @triton.jit
-def gradient_positives(first_positive, first_key, positive_z, positive_row_reference,
-        positive_key_reference, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent,
-        key_mantissa, g, queries, keys, g_stride):
+def gradient_positives(first_positive, first_key, positive_z, positive_row_reference, positive_key_reference,
+        scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, g, queries, keys,
+        g_stride):
     """Overwrites g of each positive: its share is added in fp32, before g is rounded, or 1 - p would lose its digits.
 
     Rows whose positive lies in another panel are left as they are. No two rows write to one place.

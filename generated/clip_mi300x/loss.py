@@ -78,7 +78,7 @@ def reference(
     labels: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The loss written out densely, in one process, differentiable by autograd: what everything else is checked against.
+    """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
 
     q       (M, D) queries, any strides and floating dtype; k (N, D) keys.
     scale   a number, or a tensor of one, 0-dim or of shape (1,); bias too, None meaning 0.

@@ -17,31 +17,142 @@ from ._runtime.strips import cdiv, strip_blocks
 
 STATISTICS_DTYPE = torch.float32
 OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
-GRADIENT_EXPONENT = 0
-DIM = 768
-POSITIVE_PARTS = 3  # what is kept of each query's positive: z, and the reference of its row and of its column in the sums
+GRADIENT_EXPONENT = 0  # gradients of logits are kept times 2 to this power
+DIM = 768  # of the embedding
+POSITIVE_PARTS = 3  # of each query's positive: z, and the references of its sums
 FORWARD_ROWS = 32768  # forward panel
-FORWARD_KEYS = 32768
-PANEL_ROWS = 16384  # backward panel; on a group of one the query gradient accumulates over this many rows
-PANEL_KEYS = 16384
-FINISH_ROWS = 16
+FORWARD_KEYS = 32768  # of the same
+PANEL_ROWS = 16384  # backward panel; on one device dq accumulates over this many rows
+PANEL_KEYS = 16384  # of the same
+FINISH_ROWS = 16  # of one program
 LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
+DESCRIPTORS = False  # tensor descriptors, where address and strides allow them
+LIBRARY_PRODUCTS = False  # g times features, where the matrix library takes the strides
+LIBRARY_MULTIPLE = 1  # no library products
 FORWARD_STRIPS = 16  # at most, for each block of keys
 FORWARD_PROGRAMS = 304  # that run at once
-GRADIENT_STRIPS = 32
-GRADIENT_PROGRAMS = 304
-DESCRIPTORS = False  # tensor descriptors where an input's address and strides allow them, pointers elsewhere
-LIBRARY_PRODUCTS = False
-LIBRARY_MULTIPLE = 1  # of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow
+GRADIENT_STRIPS = 32  # at most, for each block of keys
+GRADIENT_PROGRAMS = 304  # that run at once
 
 
 class ForwardScratch(NamedTuple):
     """What a forward panel is computed in."""
 
-    row_parts: tuple[Tensor, Tensor]  # exponents and sums (key blocks, rows)
-    key_parts: tuple[Tensor, Tensor]  # the same (strips, keys)
+    row_parts: tuple[Tensor, ...]  # exponents and sums (key blocks, rows)
+    key_parts: tuple[Tensor, ...]  # the same (strips, keys)
     reference: Tensor  # of each block of keys
     flags: Tensor  # of each strip, whether its range is wide
+
+
+def forward_scratch(q, most_keys):
+    """What forward panels of q and up to so many keys are computed in."""
+    rows, keys, device = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS), q.device
+    tiles = cdiv(rows, kernels.FORWARD_ROWS.value), cdiv(keys, kernels.FORWARD_KEYS.value)
+    return ForwardScratch(
+        row_parts=torch.empty(2, tiles[1], rows, dtype=torch.float32, device=device).unbind(),
+        key_parts=torch.empty(2, min(tiles[0], FORWARD_STRIPS), keys, dtype=torch.float32, device=device).unbind(),
+        reference=torch.empty(tiles[1], dtype=torch.float32, device=device),
+        flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
+    )
+
+
+def stash_shape(m, n):
+    """The forward keeps no tiles for the backward."""
+    return None
+
+
+def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=None, arrive=None):
+    """Merges every logit of a `Block` into its statistics, and notes the positives found here.
+
+    scratch: what `forward_scratch` gave for at least as many rows and keys. What is fresh was never written.
+    arrive(): called behind the first launches and before `block.keys` is touched; it sends what leaves, and waits for
+    what comes.
+    """
+    for row0 in range(0, block.q.shape[0], FORWARD_ROWS):
+        for key0 in range(0, block.k.shape[0], FORWARD_KEYS):
+            part = block.panel(row0, FORWARD_ROWS, key0, FORWARD_KEYS)
+            _forward_panel(part, scratch)
+            if arrive:
+                arrive()
+            m, n = part.q.shape[0], part.k.shape[0]
+            launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value),),
+                row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
+                query_mantissa=part.queries.mantissa, queries=m, row_parts=cdiv(n, kernels.FORWARD_KEYS.value),
+                rows_stride=scratch.row_parts[0].stride(0), queries_written=0 if fresh_queries and key0 == 0 else m,
+                key_exponent=scratch.key_parts[0], key_sum=scratch.key_parts[1], key_totals_exponent=part.keys.exponent,
+                key_totals_mantissa=part.keys.mantissa, keys=n,
+                key_parts=cdiv(cdiv(m, kernels.FORWARD_ROWS.value), _strip(m, n)),
+                keys_stride=scratch.key_parts[0].stride(0), keys_written=0 if fresh_keys and row0 == 0 else n,
+                num_warps=4, num_stages=1)
+            _positives(part, scratch)
+
+
+def _strip(m, n):
+    """Row blocks that one program of the forward walks, in a panel of m queries and n keys."""
+    row_blocks, key_blocks = cdiv(m, kernels.FORWARD_ROWS.value), cdiv(n, kernels.FORWARD_KEYS.value)
+    return strip_blocks(row_blocks, key_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)
+
+
+def _forward_panel(block, scratch):
+    """Starts the partial sums of one panel."""
+    q, k, scale, bias = block[:4]
+    m, n = q.shape[0], k.shape[0]
+    rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
+    depth = kernels.FORWARD_DEPTH.value
+    q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
+    strip = _strip(m, n)
+    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
+    launch(kernels.references, (cdiv(n, columns),),
+        q=q, k=k, scale_ptr=scale, bias_ptr=bias, reference=scratch.reference, queries=m, keys=n,
+        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+    launch(kernels.forward, grid,
+        q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias, reference=scratch.reference,
+        row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], key_exponent=scratch.key_parts[0],
+        key_sum=scratch.key_parts[1], flags=scratch.flags, queries=m, keys=n, strip=strip,
+        rows_stride=scratch.row_parts[0].stride(0), keys_stride=scratch.key_parts[0].stride(0),
+        q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride, k_row_stride=k_side.row_stride,
+        k_depth_stride=k_side.depth_stride, MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors,
+        WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+    launch(kernels.forward_wide, grid,
+        q=q, k=k, scale_ptr=scale, bias_ptr=bias, row_exponent=scratch.row_parts[0],
+        row_sum=scratch.row_parts[1], key_exponent=scratch.key_parts[0], key_sum=scratch.key_parts[1],
+        flags=scratch.flags, queries=m, keys=n, strip=strip, rows_stride=scratch.row_parts[0].stride(0),
+        keys_stride=scratch.key_parts[0].stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+
+
+def _positives(block, scratch):
+    """Notes the positives of this panel, with the references of the sums that hold them."""
+    if not block.meets_diagonal():
+        return
+    q, k, positive = block.q, block.k, block.positive.unbind()
+    m, n = q.shape[0], k.shape[0]
+    launch(kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
+        q=q, k=k, first_positive=block.positives, first_key=block.first_key, row_exponent=scratch.row_parts[0],
+        key_exponent=scratch.key_parts[0], positive_z=positive[0], positive_row_reference=positive[1],
+        positive_key_reference=positive[2], queries=m, keys=n, strip=_strip(m, n),
+        rows_stride=scratch.row_parts[0].stride(0), keys_stride=scratch.key_parts[0].stride(0),
+        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
+
+
+def loss_terms(block, weight):
+    """weight * the sum of the terms of the block's queries and keys, of which there may be none: 0-dim fp32."""
+    scale, bias, positive = block.scale, block.bias, block.positive.unbind()
+    loss = torch.empty((), dtype=torch.float32, device=block.q.device)
+    parts = max(1, cdiv(max(block.q.shape[0], block.k.shape[0]), LOSS_ROWS))
+    part_sums = loss if parts == 1 else torch.empty(parts, dtype=torch.float64, device=block.q.device)
+    launch(kernels.loss_terms, (parts,),
+        query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa,
+        key_exponent=block.keys.exponent, key_mantissa=block.keys.mantissa, positive_z=positive[0],
+        positive_row_reference=positive[1], positive_key_reference=positive[2], scale_ptr=scale, bias_ptr=bias,
+        part_sums=part_sums, queries=block.q.shape[0], keys=block.k.shape[0], query_weight=weight,
+        key_weight=weight, BLOCK=LOSS_ROWS, num_warps=16, num_stages=1)
+    if parts > 1:
+        launch(kernels.total_loss, (1,),
+            part_sums=part_sums, loss=loss, parts=parts, BLOCK=1024, num_warps=4, num_stages=1)
+    return loss
 
 
 class BackwardScratch(NamedTuple):
@@ -49,229 +160,85 @@ class BackwardScratch(NamedTuple):
 
     g: Tensor  # of a panel, in whole tiles: no store needs a mask
     flags: Tensor  # of each strip, whether its range is wide
-    ratios: Tensor  # see `_ratios`
-
-
-def stash_shape(m, n):
-    """Shape of what the forward keeps for the backward, in the features' dtype, or None."""
-    return None
-
-
-def forward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, fresh_queries=False, fresh_keys=False, stash=None, arrive=None, scratch=None):
-    """Merges every logit of q (m, D) x k (n, D) into `queries` and `keys`, and notes the positives found here.
-
-    scale, bias: 0-dim fp32 on the device.  positives: global key index of row 0's positive; row i's is i further.
-    first_key: global index of k's first row.  queries, keys: Statistics, merged in place.  positive (POSITIVE_PARTS, m) fp32.
-    What is fresh was never written.  arrive(): called behind the first launches and before `keys` is touched; it sends
-    what leaves, and waits for what comes.  scratch: what `forward_scratch` gave for at least as many rows and keys.
-    """
-    m, n = q.shape[0], k.shape[0]
-    scratch = scratch or forward_scratch(q, n)
-    row_parts, key_parts = scratch.row_parts, scratch.key_parts
-    for row0 in range(0, m, FORWARD_ROWS):
-        own, own_positive = queries.panel(row0, FORWARD_ROWS), panel_columns(positive, row0, FORWARD_ROWS)
-        for key0 in range(0, n, FORWARD_KEYS):
-            q_panel, k_panel, strip = _forward_panel(q, k, row0, key0, scale, bias, scratch)
-            visiting = keys.panel(key0, FORWARD_KEYS)
-            if arrive:
-                arrive()
-            _merge(q_panel.shape[0], k_panel.shape[0], strip, row_parts, own, fresh_queries and key0 == 0, key_parts, visiting, fresh_keys and row0 == 0)
-            first = positives + row0 - first_key - key0  # the positive of the panel's first row, as a row of its keys
-            if first < k_panel.shape[0] and first + q_panel.shape[0] > 0:
-                _positives(q_panel, k_panel, positives + row0, first_key + key0, strip, row_parts, key_parts, own_positive)
-
-
-def loss_terms(queries, keys, positive, scale, bias, query_weight, key_weight):
-    """query_weight * sum of the query terms + key_weight * sum of the key terms: 0-dim fp32."""
-    loss = torch.empty((), dtype=torch.float32, device=positive.device)
-    m, n = queries.exponent.shape[0], keys.exponent.shape[0]
-    parts = max(1, cdiv(max(m, n), LOSS_ROWS))
-    part_sums = loss if parts == 1 else torch.empty(parts, dtype=torch.float64, device=positive.device)
-    positive = positive.unbind()
-    launch(kernels.loss_terms, (parts,), query_exponent=queries.exponent, query_mantissa=queries.mantissa,
-        key_exponent=keys.exponent, key_mantissa=keys.mantissa, positive_z=positive[0],
-        positive_row_reference=positive[1], positive_key_reference=positive[2], scale_ptr=scale,
-        bias_ptr=bias, part_sums=part_sums, queries=m, keys=n, query_weight=query_weight,
-        key_weight=key_weight, BLOCK=LOSS_ROWS, num_warps=16, num_stages=1)
-    if parts > 1:
-        launch(kernels.total_loss, (1,), part_sums=part_sums, loss=loss, parts=parts, BLOCK=1024, num_warps=4,
-        num_stages=1)
-    return loss
-
-
-def backward_block(q, k, scale, bias, positives, first_key, queries, keys, positive, dq, dk, fresh_dq=False, fresh_dk=False, stash=None, arrive=None, scratch=None):
-    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
-
-    dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE, which are overwritten. What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
-    scratch: what `backward_scratch` gave for at least as many rows and keys.
-    """
-    m, n = q.shape[0], k.shape[0]
-    g, flags, ratios = scratch or backward_scratch(m, n, q.device)
-    block = kernels.GRADIENT_KEYS.value
-    ratios = _ratios(keys, kernels.KEY_SHARE.value, block, ratios)
-    for row0 in range(0, m, PANEL_ROWS):
-        own, own_positive = queries.panel(row0, PANEL_ROWS), panel_columns(positive, row0, PANEL_ROWS)
-        own_dq = panel(dq, row0, PANEL_ROWS)
-        q_panel = panel(q, row0, PANEL_ROWS)
-        for key0 in range(0, n, PANEL_KEYS):
-            k_panel = panel(k, key0, PANEL_KEYS)
-            visiting = keys.panel(key0, PANEL_KEYS)
-            # One number a key, and two a block of keys.
-            visiting_ratios = [part[key0 // size :] for part, size in zip(ratios, (1, block, block))] if key0 else ratios
-            panel_g = _gradient_panel(
-                q_panel, k_panel, scale, bias, positives + row0, first_key + key0, own, visiting,
-                own_positive, g, flags, visiting_ratios)
-            _add_product(own_dq, panel_g, k_panel, fresh_dq and key0 == 0)
-            if arrive:
-                arrive()
-            _add_product(panel(dk, key0, PANEL_KEYS), panel_g.T, q_panel, fresh_dk and row0 == 0)
+    ratios: Tensor  # room for what `_with_ratios` gives
 
 
 def backward_scratch(rows, keys, device):
     """What `backward_block`s of up to so many rows and keys are computed in."""
-    rows_max, keys_max = min(rows, PANEL_ROWS), min(keys, PANEL_KEYS)
-    tiles = cdiv(rows_max, kernels.GRADIENT_ROWS.value), cdiv(keys_max, kernels.GRADIENT_KEYS.value)
+    panel_rows, panel_keys = min(rows, PANEL_ROWS), min(keys, PANEL_KEYS)
+    tiles = cdiv(panel_rows, kernels.GRADIENT_ROWS.value), cdiv(panel_keys, kernels.GRADIENT_KEYS.value)
     shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
-    g = torch.empty(shape, dtype=OPERAND_DTYPE, device=device)
-    flags = torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=device)
-    ratios = _ratios_scratch(keys, kernels.GRADIENT_KEYS.value, device)
-    return BackwardScratch(g, flags, ratios)
+    return BackwardScratch(
+        g=torch.empty(shape, dtype=OPERAND_DTYPE, device=device),
+        flags=torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=device),
+        ratios=_ratios_scratch(keys, device),
+    )
 
 
-def finish(total, x, scale, bias, upstream, weight, out, dots=None):
-    """out (m, D) = upstream * weight * (scale) * total in the features' dtype; dots[b] = sum of x . total over FINISH_ROWS rows."""
-    launch(kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),), total=total, x=x, out=out, dots=dots,
-        scale_ptr=scale, bias_ptr=bias, upstream=upstream, weight=weight * 2.0**-GRADIENT_EXPONENT,
-        rows=total.shape[0], x_row_stride=x.stride(0), x_depth_stride=x.stride(1), DOTS=dots is not None,
-        num_warps=4, num_stages=1)
+def backward_block(block, dq, dk, scratch, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
+    """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
+
+    dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE, which are overwritten. scratch: what
+    `backward_scratch` gave for at least as many rows and keys. What is fresh was never written: the first sums replace
+    what it holds. arrive(): called before `dk` is touched.
+    """
+    m, n = block.q.shape[0], block.k.shape[0]
+    block = block._replace(keys=_with_ratios(block.keys, kernels.KEY_SHARE.value, scratch.ratios))
+    for row0 in range(0, m, PANEL_ROWS):
+        for key0 in range(0, n, PANEL_KEYS):
+            part = block.panel(row0, PANEL_ROWS, key0, PANEL_KEYS)
+            own_dq, own_dk = panel(dq, row0, PANEL_ROWS), panel(dk, key0, PANEL_KEYS)
+            g = _gradient_panel(part, scratch)
+            _add_product(own_dq, g, part.k, fresh_dq and key0 == 0)
+            if arrive:
+                arrive()
+            _add_product(own_dk, g.T, part.q, fresh_dk and row0 == 0)
 
 
-def scalar_gradients(dots, scale, bias, upstream, weight, rows):
-    """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
-    dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
-    launch(kernels.scalars, (1,), dots=dots, dscale=dscale, dbias=dbias, scale_ptr=scale, bias_ptr=bias,
-        upstream=upstream, weight=weight, parts=dots.shape[0], rows=rows, BLOCK=1024, num_warps=4,
-        num_stages=1)
-    return dscale, dbias
-
-
-def forward_scratch(q, most_keys):
-    """What forward panels of q and up to so many keys are computed in."""
-    rows_max, keys_max = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS)
-    key_blocks = cdiv(keys_max, kernels.FORWARD_KEYS.value)
-    row_parts = torch.empty(2, key_blocks, rows_max, dtype=torch.float32, device=q.device).unbind()
-    strips = min(cdiv(rows_max, kernels.FORWARD_ROWS.value), FORWARD_STRIPS)
-    key_parts = torch.empty(2, strips, keys_max, dtype=torch.float32, device=q.device).unbind()
-    flags = torch.empty(strips * key_blocks, dtype=torch.int32, device=q.device)
-    reference = torch.empty(key_blocks, dtype=torch.float32, device=q.device)
-    return ForwardScratch(row_parts, key_parts, reference, flags)
-
-
-def _forward_panel(q, k, row0, key0, scale, bias, scratch):
-    """Starts the partial sums of one panel. Returns its queries and keys, and the row blocks of a strip."""
-    row_parts, key_parts, reference, flags = scratch
-    q, k = panel(q, row0, FORWARD_ROWS), panel(k, key0, FORWARD_KEYS)
-    m, n = q.shape[0], k.shape[0]
-    rows, columns = kernels.FORWARD_ROWS.value, kernels.FORWARD_KEYS.value
-    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), FORWARD_STRIPS, FORWARD_PROGRAMS)
-    sides = [operands(q, [rows, kernels.FORWARD_DEPTH.value], k, [columns, kernels.FORWARD_DEPTH.value], DESCRIPTORS)]
-    q_side, k_side, descriptors = sides[0]
-    grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    launch(kernels.references, (cdiv(n, columns),), q=q, k=k, scale_ptr=scale, bias_ptr=bias,
-        reference=reference, queries=m, keys=n, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
-        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8,
-        num_stages=2)
-    launch(kernels.forward, grid, q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias,
-        reference=reference, row_exponent=row_parts[0], row_sum=row_parts[1], key_exponent=key_parts[0],
-        key_sum=key_parts[1], flags=flags, queries=m, keys=n, strip=strip,
-        rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
-        q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride,
-        k_row_stride=k_side.row_stride, k_depth_stride=k_side.depth_stride,
-        MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED, num_warps=8,
-        num_stages=2)
-    launch(kernels.forward_wide, grid, q=q, k=k, scale_ptr=scale, bias_ptr=bias, row_exponent=row_parts[0],
-        row_sum=row_parts[1], key_exponent=key_parts[0], key_sum=key_parts[1], flags=flags, queries=m,
-        keys=n, strip=strip, rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
-        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
-        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=2)
-    return q, k, strip
-
-
-def _merge(m, n, strip, row_parts, queries, fresh_queries, key_parts, keys, fresh_keys):
-    """Adds the partial sums of one panel to the statistics of its m queries and n keys."""
-    programs = cdiv(m, kernels.MERGE_ROWS.value) + cdiv(n, kernels.MERGE_ROWS.value)
-    launch(kernels.merge, (programs,), row_exponent=row_parts[0], row_sum=row_parts[1],
-        query_exponent=queries.exponent, query_mantissa=queries.mantissa, queries=m,
-        row_parts=cdiv(n, kernels.FORWARD_KEYS.value), rows_stride=row_parts[0].stride(0),
-        queries_written=0 if fresh_queries else m, key_exponent=key_parts[0], key_sum=key_parts[1],
-        key_totals_exponent=keys.exponent, key_totals_mantissa=keys.mantissa, keys=n,
-        key_parts=cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip), keys_stride=key_parts[0].stride(0),
-        keys_written=0 if fresh_keys else n, num_warps=4, num_stages=1)
-
-
-def _positives(q, k, positives, first_key, strip, row_parts, key_parts, positive):
-    m, n, positive = q.shape[0], k.shape[0], positive.unbind()
-    launch(kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),), q=q, k=k, first_positive=positives,
-        first_key=first_key, row_exponent=row_parts[0], key_exponent=key_parts[0], positive_z=positive[0],
-        positive_row_reference=positive[1], positive_key_reference=positive[2], queries=m, keys=n,
-        strip=strip, rows_stride=row_parts[0].stride(0), keys_stride=key_parts[0].stride(0),
-        q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
-        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=4, num_stages=2)
-
-
-def _ratios_scratch(rows, block, device):
-    """Room for `_ratios` of `rows` rows: a ratio each, to whole blocks, and two numbers for each block."""
-    return torch.empty(cdiv(rows, block) * (block + 2), dtype=torch.float32, device=device)
-
-
-def _ratios(statistics, share, block, scratch):
-    """(ratio (rows, to whole blocks), reference (blocks,), lowest (blocks,)) of these rows, in the scratch."""
-    rows = statistics.exponent.shape[0]
-    blocks = cdiv(rows, block)
-    parts = panel(scratch, 0, blocks * (block + 2)).split((blocks * block, blocks, blocks))
-    ratio, reference, lowest = parts
-    launch(kernels.ratios, (blocks,), exponent=statistics.exponent, mantissa=statistics.mantissa, ratio=ratio,
-        reference=reference, lowest=lowest, count=rows, SHARE=share, ROWS=block, num_warps=4,
-        num_stages=1)
-    return parts
-
-
-def _gradient_panel(q, k, scale, bias, positives, first_key, queries, keys, positive, g, flags, ratios):
-    """g (m, n) of one panel, in the corner of the buffer `g`."""
-    m, n, positive = q.shape[0], k.shape[0], positive.unbind()
-    rows, columns = kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value
-    depth = kernels.GRADIENT_DEPTH.value
-    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS)
+def _gradient_panel(block, scratch):
+    """g (m, n) of one panel, in the corner of the buffer `scratch.g`."""
+    q, k, scale, bias = block[:4]
+    m, n, g = q.shape[0], k.shape[0], scratch.g
+    rows, columns, depth = kernels.GRADIENT_ROWS.value, kernels.GRADIENT_KEYS.value, kernels.GRADIENT_DEPTH.value
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
+    strip = strip_blocks(cdiv(m, rows), cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    launch(kernels.gradient, grid, q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias,
-        query_exponent=queries.exponent, query_mantissa=queries.mantissa, key_ratio=ratios[0],
-        key_reference=ratios[1], key_lowest=ratios[2], g=g, flags=flags, queries=m, keys=n, strip=strip,
+    launch(kernels.gradient, grid,
+        q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias, query_exponent=block.queries.exponent,
+        query_mantissa=block.queries.mantissa, key_ratio=block.keys.ratio, key_reference=block.keys.reference,
+        key_lowest=block.keys.lowest, g=g, flags=scratch.flags, queries=m, keys=n, strip=strip,
         g_stride=g.stride(0), q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride,
         k_row_stride=k_side.row_stride, k_depth_stride=k_side.depth_stride, DESCRIPTORS=descriptors,
         WIDEN=INTERPRETED, num_warps=8, num_stages=2)
-    launch(kernels.gradient_wide, grid, q=q, k=k, scale_ptr=scale, bias_ptr=bias,
-        query_exponent=queries.exponent, query_mantissa=queries.mantissa, key_exponent=keys.exponent,
-        key_mantissa=keys.mantissa, g=g, flags=flags, queries=m, keys=n, strip=strip,
-        g_stride=g.stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
-        k_row_stride=k.stride(0), k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8,
-        num_stages=2)
-    first = positives - first_key  # the positive of the first row, as a row of these keys
-    if first < n and first + m > 0:
-        launch(kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),), first_positive=positives,
-            first_key=first_key, positive_z=positive[0], positive_row_reference=positive[1],
-            positive_key_reference=positive[2], scale_ptr=scale, bias_ptr=bias,
-            query_exponent=queries.exponent, query_mantissa=queries.mantissa, key_exponent=keys.exponent,
-            key_mantissa=keys.mantissa, g=g, queries=m, keys=n, g_stride=g.stride(0), num_warps=4,
-            num_stages=1)
-    return g if g.shape == (m, n) else g[:m, :n]
+    launch(kernels.gradient_wide, grid,
+        q=q, k=k, scale_ptr=scale, bias_ptr=bias, query_exponent=block.queries.exponent,
+        query_mantissa=block.queries.mantissa, key_exponent=block.keys.exponent,
+        key_mantissa=block.keys.mantissa, g=g, flags=scratch.flags, queries=m, keys=n, strip=strip,
+        g_stride=g.stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+    _gradient_positives(block, g)
+    return g if g.shape[-2:] == (m, n) else g[..., :m, :n]
+
+
+def _gradient_positives(block, g):
+    """Puts g of this panel's positives in the place of what `gradient` takes them for."""
+    if not block.meets_diagonal():
+        return
+    scale, bias, positive = block.scale, block.bias, block.positive.unbind()
+    m, n = block.q.shape[0], block.k.shape[0]
+    launch(kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
+        first_positive=block.positives, first_key=block.first_key, positive_z=positive[0],
+        positive_row_reference=positive[1], positive_key_reference=positive[2], scale_ptr=scale, bias_ptr=bias,
+        query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa,
+        key_exponent=block.keys.exponent, key_mantissa=block.keys.mantissa, g=g, queries=m, keys=n,
+        g_stride=g.stride(0), num_warps=4, num_stages=1)
 
 
 def _add_product(total, g, x, fresh):
     """total (rows, D) += g (rows, inner) x (inner, D); with `fresh`, total holds nothing yet.
 
-    The library gets keys in multiples of LIBRARY_MULTIPLE. Along g's rows the room behind the sums makes them whole: g's
-    buffer has whole tiles. Of its inner extent a kernel adds the rest: first, as sums that are fresh are only written.
+    The library gets keys in multiples of LIBRARY_MULTIPLE. Along g's rows the room behind the sums makes them whole:
+    g's buffer has whole tiles. Of its inner extent a kernel adds the rest: first, as fresh sums are only written.
     """
     rows, inner = g.shape
     library = LIBRARY_PRODUCTS and library_legal(x)
@@ -280,12 +247,69 @@ def _add_product(total, g, x, fresh):
     if whole < inner:
         rest_g, rest_x = (g[:, whole:], x[whole:]) if whole else (g, x)
         grid = (cdiv(rows, kernels.PRODUCT_ROWS.value), cdiv(DIM, kernels.PRODUCT_KEYS.value))
-        launch(kernels.product, grid, g=rest_g, x=rest_x, total=total, rows=rows, inner=inner - whole,
-            g_row_stride=g.stride(0), g_inner_stride=g.stride(1), x_inner_stride=x.stride(0),
-            x_depth_stride=x.stride(1), FRESH=fresh, WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+        launch(kernels.product, grid,
+            g=rest_g, x=rest_x, total=total, rows=rows, inner=inner - whole, g_row_stride=g.stride(0),
+            g_inner_stride=g.stride(1), x_inner_stride=x.stride(0), x_depth_stride=x.stride(1), FRESH=fresh,
+            WIDEN=INTERPRETED, num_warps=8, num_stages=2)
         fresh = False
     if whole:
         if total.shape[0] > rows:
             g = g.as_strided((total.shape[0], inner), g.stride())
-        torch.addmm(
-            total, panel_columns(g, 0, whole), panel(x, 0, whole), beta=0 if fresh else 1, out_dtype=torch.float32, out=total)
+        factors = panel_columns(g, 0, whole), panel(x, 0, whole)
+        torch.addmm(total, *factors, out_dtype=torch.float32, beta=0 if fresh else 1, out=total)
+
+
+class Ratios(NamedTuple):
+    """Statistics of the other side, and what kernels with one exponential an element take for them."""
+
+    exponent: Tensor
+    mantissa: Tensor
+    ratio: Tensor  # (rows, to whole blocks)
+    reference: Tensor  # of each block
+    lowest: Tensor  # of each block
+
+    def panel(self, start, rows):
+        """Up to `rows` of them from `start` on, which is the first of a block; the ratios of all that follow."""
+        if start == 0 and rows >= self.exponent.shape[0]:
+            return self
+        own, blocks = slice(start, start + rows), slice(start // kernels.GRADIENT_KEYS.value, None)
+        return Ratios(
+            self.exponent[own], self.mantissa[own], self.ratio[start:], self.reference[blocks], self.lowest[blocks]
+        )
+
+
+def _ratios_scratch(rows, device):
+    """Room for `_with_ratios` of `rows` rows: a ratio each, to whole blocks, and two numbers for each block."""
+    block = kernels.GRADIENT_KEYS.value
+    return torch.empty(cdiv(rows, block) * (block + 2), dtype=torch.float32, device=device)
+
+
+def _with_ratios(statistics, share, scratch):
+    """These statistics with their ratios, in the scratch."""
+    rows, block = statistics.exponent.shape[0], kernels.GRADIENT_KEYS.value
+    blocks = cdiv(rows, block)
+    ratio, reference, lowest = panel(scratch, 0, blocks * (block + 2)).split((blocks * block, blocks, blocks))
+    launch(kernels.ratios, (blocks,),
+        exponent=statistics.exponent, mantissa=statistics.mantissa, ratio=ratio, reference=reference,
+        lowest=lowest, count=rows, SHARE=share, ROWS=block, num_warps=4, num_stages=1)
+    return Ratios(*statistics, ratio, reference, lowest)
+
+
+def finish(total, x, scale, bias, upstream, weight, out, dots=None):
+    """out (m, D) = upstream * weight * the logit's own factor * total, in the features' dtype.
+
+    dots[b] = the sum of x . total over FINISH_ROWS rows.
+    """
+    launch(kernels.finish, (cdiv(total.shape[0], FINISH_ROWS),),
+        total=total, x=x, out=out, dots=dots, scale_ptr=scale, bias_ptr=bias, upstream=upstream,
+        weight=weight * 2.0**-GRADIENT_EXPONENT, rows=total.shape[0], x_row_stride=x.stride(0),
+        x_depth_stride=x.stride(1), DOTS=dots is not None, num_warps=4, num_stages=1)
+
+
+def scalar_gradients(dots, scale, bias, upstream, weight, rows):
+    """(dscale, dbias), 0-dim fp32, from the dots of `finish` over all rows."""
+    dscale, dbias = (torch.empty((), dtype=torch.float32, device=dots.device) for _ in range(2))
+    launch(kernels.scalars, (1,),
+        dots=dots, dscale=dscale, dbias=dbias, scale_ptr=scale, bias_ptr=bias, upstream=upstream, weight=weight,
+        parts=dots.shape[0], rows=rows, BLOCK=1024, num_warps=4, num_stages=1)
+    return dscale, dbias

@@ -116,8 +116,8 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 
 
 @triton.jit
-def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride,
-        k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
+        k_depth_stride, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
 
     An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
@@ -186,8 +186,8 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, flags, 
 
 
 @triton.jit
-def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys, strip,
-        rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys, strip, rows_stride,
+        q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Computes a flagged strip again, each row and column against its own largest y; exits at once elsewhere.
 
     Launched as `forward` was, with the same strips, whose sums it overwrites. It takes WIDE_ROWS at a time, as it holds

@@ -45,7 +45,7 @@ def query_term(r: Tensor, p: Tensor) -> Tensor:
 
 
 def key_term(c: Tensor, p: Tensor) -> Tensor:
-    """A key's part of M * L: this loss has none."""
+    """A key's part of M * L."""
     return torch.zeros_like(c)
 
 
@@ -75,7 +75,7 @@ def reference(
     labels: Tensor | str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The loss written out densely, in one process, differentiable by autograd: what everything else is checked against.
+    """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
 
     q       (M, D) queries, any strides and floating dtype; k (N, D) keys.
     scale   a number, or a tensor of one, 0-dim or of shape (1,); bias too, None meaning 0.

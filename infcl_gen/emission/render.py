@@ -94,7 +94,7 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
         parts = re.findall(rf".{{1,{most}}}(?:\s|\Z)|.{{1,{most}}}", value, re.DOTALL)
         return "(\n" + "".join(f"{' ' * (indent + 4)}{_flat(part)}\n" for part in parts) + " " * indent + ")"
     words = _words(value)
-    if prefix or len(words) < 2 or "{" in flat[1:] or max(map(len, words)) > LINE_WIDTH - indent - 2:
+    if prefix or len(words) < 2 or "{" in flat[1:] or max(map(len, words)) > LINE_WIDTH - indent - 4:
         return _broken(value, indent)
     filled = textwrap.fill(  # a record, as in a table
         flat[0] + ", ".join(word.replace(" ", "\0") for word in words) + flat[-1],

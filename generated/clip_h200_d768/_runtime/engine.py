@@ -28,7 +28,7 @@ from torch import Tensor
 from . import agreement
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
-from .package import Call, Options, Package, Saved
+from .package import Block, Call, Options, Package, Saved
 from .statistics import Statistics, view
 from .table import Table
 from .transport import Tensors, Trip
@@ -56,9 +56,8 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
         if package.labelled:
             # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
-        weight = _weight(layout, call.options)
-        terms = package.schedule.loss_terms
-        return terms(sweep.queries, keys, sweep.positive, call.scale, call.bias, weight, weight), saved
+        ours = sweep.block(layout.rank, call.k, saved.key_statistics)._replace(keys=keys)
+        return package.schedule.loss_terms(ours, _weight(layout, call.options)), saved
 
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -85,7 +84,8 @@ def gradient_sums(package: Package, call: Call, saved: Saved) -> tuple[Tensor, T
         sums = call.q.new_empty((room + rows, dim), dtype=schedule.STATISTICS_DTYPE)
         dk_sum, dq_sum = sums[:room], sums[room:]
         block, stash = sweep.block(0, call.k, saved.key_statistics), _kept(saved.stash)
-        schedule.backward_block(*block, dq_sum, dk_sum, fresh_dq=True, fresh_dk=True, stash=stash)
+        scratch = schedule.backward_scratch(rows, keys, call.q.device)
+        schedule.backward_block(block, dq_sum, dk_sum, scratch, fresh_dq=True, fresh_dk=True, stash=stash)
         return dq_sum, panel(dk_sum, 0, keys)
 
 
@@ -124,20 +124,6 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     )
 
 
-class _Block(NamedTuple):
-    """What `forward_block` and `backward_block` are both given, in their order."""
-
-    q: Tensor
-    k: Tensor
-    scale: Tensor
-    bias: Tensor
-    positives: Tensor | int
-    first_key: int
-    queries: Statistics
-    keys: Statistics | None
-    positive: Tensor
-
-
 class _Sweep(NamedTuple):
     """One phase of a call, from which its blocks are cut.
 
@@ -159,23 +145,13 @@ class _Sweep(NamedTuple):
         positives, statistics = _positives(package, call, layout), saved.query_statistics
         return cls(package, call, layout, saved, positives, view(statistics), statistics[2:])
 
-    def block(self, owner: int, k: Tensor, statistics: Tensor, start: int = 0, rows: int | None = None) -> _Block:
-        """Of the owner's keys, with their statistics, and of `rows` queries from `start` on (None: all)."""
-        call, positives = self.call, self.positives
-        rows = call.q.shape[0] if rows is None else rows
-        return _Block(
-            panel(call.q, start, rows),
-            k,
-            call.scale,
-            call.bias,
-            positives + start if isinstance(positives, int) else panel(positives, start, rows),
-            self.layout.key_offset(owner),
-            self.queries.panel(start, rows),
-            view(statistics) if self.package.loss.HAS_KEYS else None,
-            panel_columns(self.positive, start, rows),
-        )
+    def block(self, owner: int, k: Tensor, statistics: Tensor) -> Block:
+        """All queries, and the owner's keys with their statistics."""
+        keys, first = view(statistics) if self.package.loss.HAS_KEYS else None, self.layout.key_offset(owner)
+        scale, bias = self.call.scale, self.call.bias
+        return Block(self.call.q, k, scale, bias, self.positives, first, self.queries, keys, self.positive)
 
-    def visit(self, trip: Trip, owner: int) -> _Block | None:
+    def visit(self, trip: Trip, owner: int) -> Block | None:
         """The block of all queries and the keys that a trip has brought; None: one of them is empty."""
         if not (self.call.q.shape[0] and self.layout.keys[owner]):
             return None
@@ -189,7 +165,7 @@ def _forward_alone(sweep: _Sweep) -> Statistics | None:
     block = sweep.block(0, call.k, saved.key_statistics)
     scratch = schedule.forward_scratch(call.q, call.k.shape[0])
     how = {"fresh_queries": True, "fresh_keys": True, "stash": _kept(saved.stash)}
-    schedule.forward_block(*block, **how, scratch=scratch)
+    schedule.forward_block(block, scratch, **how)
     return block.keys
 
 
@@ -203,7 +179,7 @@ def _forward_over(sweep: _Sweep, group: Group, gradients: bool) -> Statistics | 
         block = sweep.visit(trip, owner)
         if block is not None:
             how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive}
-            package.schedule.forward_block(*block, **how, scratch=scratch)
+            package.schedule.forward_block(block, scratch, **how)
             fresh = False
     if not package.loss.HAS_KEYS:
         return None
@@ -225,13 +201,13 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting) -> tuple[Tensor, Tenso
     if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
         both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
         sums, total = both[:room], both[room:]
-    scratch = schedule.backward_scratch(step, keys, q.device)
+    block, scratch = sweep.block(0, k, saved.key_statistics), schedule.backward_scratch(step, keys, q.device)
     for start in range(0, rows, step):
         count = min(step, rows - start)
         own = panel(total, start if in_place else 0, count)
-        block = sweep.block(0, k, saved.key_statistics, start, count)
+        part = block.panel(start, count, 0, keys)
         how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": _kept(saved.stash, start, count)}
-        schedule.backward_block(*block, own, sums, **how, scratch=scratch)
+        schedule.backward_block(part, own, sums, scratch, **how)
         weighting.queries(own, panel(dq, start, count), start)
     del scratch  # its memory is for the results
     weighting.keys(panel(sums, 0, keys), dk)
@@ -260,7 +236,7 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[
             if scratch is None:
                 scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
             how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
-            schedule.backward_block(*block, dq_sum, trip["key gradients"], **how, scratch=scratch)
+            schedule.backward_block(block, dq_sum, trip["key gradients"], scratch, **how)
             fresh = False
     del scratch  # its memory is for the results
     in_place = weighting.dtype == schedule.STATISTICS_DTYPE

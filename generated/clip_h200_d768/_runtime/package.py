@@ -1,4 +1,5 @@
-"""What a generated package is to the runtime, what a call is given, and what backward needs of forward."""
+"""What a generated package is to the runtime, what a call is given, what backward needs of forward, and what the device
+sweep is given."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import panel, panel_columns
+from .statistics import Statistics
 from .table import Table
 
 
@@ -91,3 +94,42 @@ class Saved(NamedTuple):
     key_statistics: Tensor
     stash: Tensor
     layout: Tensor
+
+
+class Block(NamedTuple):
+    """Queries and keys that the device sweep brings together, and what belongs to them.
+
+    q (m, D), k (n, D)  features, any strides; m and n are at least 1 in a sweep
+    scale, bias         0-dim, in the statistics dtype
+    positives           global key index of each query's positive, int64 (m,); or of row 0's, and row i's is i further
+    first_key           global index of k's first row
+    queries, keys       statistics (m,) and (n,), merged in place; None for keys that have none
+    positive            (POSITIVE_PARTS, m): what is kept of each query's positive
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: Tensor
+    bias: Tensor
+    positives: Tensor | int
+    first_key: int
+    queries: Statistics
+    keys: Statistics | None
+    positive: Tensor
+
+    def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
+        """Up to `rows` queries from `row0` on and up to `keys` keys from `key0` on: itself, if these are all."""
+        q, k = panel(self.q, row0, rows), panel(self.k, key0, keys)
+        if q is self.q and k is self.k:
+            return self
+        own = self.positives
+        return Block(
+            q, k, self.scale, self.bias, own + row0 if isinstance(own, int) else panel(own, row0, rows),
+            self.first_key + key0, self.queries.panel(row0, rows), self.keys and self.keys.panel(key0, keys),
+            panel_columns(self.positive, row0, rows),
+        )  # fmt: skip
+
+    def meets_diagonal(self) -> bool:
+        """Whether the positive of a query is one of these keys, where query i has the i-th key after `positives`."""
+        first = self.positives - self.first_key
+        return bool(first < self.k.shape[0] and first + self.q.shape[0] > 0)
