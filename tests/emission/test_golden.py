@@ -4,7 +4,6 @@ import ast
 import hashlib
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -115,7 +114,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_the_command_that_regenerates_makes_the_same_package(name: str) -> None:
     problem = make_problem(**{**GOLDEN, **OTHERS}[name])
     files = build(problem)
-    (command,) = (ast.literal_eval(line) for line in re.findall(r'"regenerate": (".*"),\n', files["spec.py"]))
+    (spec,) = (
+        node.value for node in ast.parse(files["spec.py"]).body if isinstance(node, ast.AnnAssign) and node.value
+    )
+    command = ast.literal_eval(spec)["regenerate"]
     sizes = {"queries": problem.batch_size, "keys": problem.total_keys}
     _, subcommand, *words = shlex.split(command.format(**sizes))
     with click.Context(cli.main, obj={}) as parent:
