@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "e0a608304424e9d7868c07a0767d4bfd398c0b208bb35d103244224b68ef09a7",
+    "digest": "2f8146222cc649f162f197e79d87c8afd8467ead95552f28d825ffc6279b74c6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

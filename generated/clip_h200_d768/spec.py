@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "3220849276f6142ac6a521d6da601091950b2e269d7a79864afab915ed8d1934",
+    "digest": "b4a24dc39f43aa65ef9c4230bb003028205d5d9ac0c4f4866faffe016fe6a401",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

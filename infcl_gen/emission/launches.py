@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from infcl_gen.emission.printing import ABSENT, wrapped
-from infcl_gen.kernels import families
+from infcl_gen.kernels import Family, Kernel, families
 from infcl_gen.kernels.arguments import named_parts
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ _FORWARD = _PARTS | {
 }  # fmt: skip
 _DESCRIBED = {x: f"{x}_side.source" for x in "qk"}
 _DESCRIBED |= {f"{x}_{way}": f"{x}_side.{way}" for x in "qk" for way in ("row_stride", "depth_stride")}
-_TILES = {x: f"{x}_tiles" for x in "qkg"}
 _MERGED = _PARTS | {
     "row_parts": "cdiv(n, kernels.FORWARD_KEYS.value)",
     "key_parts": "cdiv(cdiv(m, kernels.FORWARD_ROWS.value), _strip(m, n))",
@@ -68,7 +67,6 @@ _OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
 _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before those of all kernels
     "references": ("(cdiv(n, columns),)", _PARTS),
     "forward": ("grid", _FORWARD | _DESCRIBED),
-    "forward_hopper": ("grid", _FORWARD | _TILES),
     "forward_wide": ("grid", _PARTS),
     "merge": (_OF_BOTH.format("kernels.MERGE_ROWS.value"), _MERGED),
     "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)"}),
@@ -76,7 +74,6 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     "total_loss": ("(1,)", {"BLOCK": "1024"}),
     "ratios": ("(blocks,)", _RATIOS | {"ROWS": "block"}),
     "gradient": ("grid", _DESCRIBED),
-    "gradient_hopper": ("grid", _TILES),
     "gradient_wide": ("grid", {}),
     "gradient_from_stash": ("grid", _KEPT),
     "gradient_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
@@ -102,10 +99,12 @@ def launches(choice: Choice, kernels: tuple[KernelSpec, ...]) -> dict[str, str]:
         values |= {f"{x}{name}": f"sides[{part}][{side}].source" for side, x in enumerate("qk") if name}
     found = dict.fromkeys(_LAUNCHES, ABSENT)
     for family in families(choice):
-        module = family.file.removesuffix(".py")
         for kernel in family.kernels(choice):
-            grid, own = _LAUNCHES[kernel.name]
+            replaced = kernel.replaces or kernel.name
+            grid, own = _LAUNCHES[replaced]
             own = values | own
+            if kernel.replaces:
+                own |= _given_to_variant(family, kernel)
             if kernel.name == "merge" and not choice.has_keys:
                 grid = "(cdiv(m, kernels.MERGE_ROWS.value),)"
             if kernel.name == "forward":
@@ -115,6 +114,35 @@ def launches(choice: Choice, kernels: tuple[KernelSpec, ...]) -> dict[str, str]:
             words = [f"{each.name}={own.get(each.name, each.name)}" for each in kernel.arguments]
             words.append(f"num_warps={chosen[kernel.name].warps}")
             stages = f"num_stages={chosen[kernel.name].stages}"
-            words.append(f"maxnreg={module}.{kernel.registers}" if kernel.registers else stages)
-            found[kernel.name] = f"launch({module}.{kernel.name}, {grid},\n" + wrapped(" " * 8, words, ")")
+            words.append(f"maxnreg={family.module}.{kernel.registers}" if kernel.registers else stages)
+            text = f"launch({family.module}.{kernel.name}, {grid},\n" + wrapped(" " * 8, words, ")")
+            found[replaced] = _instead(family, kernel, text, found[replaced]) if kernel.replaces else text
     return found
+
+
+def _given_to_variant(family: Family, kernel: Kernel) -> dict[str, str]:
+    """What a variant takes otherwise than the kernel in whose place it is: the features themselves, or descriptors of
+    its own blocks."""
+    found = {name: _ALL.get(name, name) for name in _DESCRIBED}
+    for each in kernel.arguments:
+        if each.block:
+            sizes = ", ".join(_size(family.module, word) for word in each.block)
+            layout = f", {family.module}.{each.layout}" if each.layout else ""
+            found[each.name] = f"descriptor({each.name}, [{sizes}]{layout})"
+    return found
+
+
+def _size(module: str, word: str) -> str:
+    """An extent of a block as an expression: a number, an item of a list in the module, or a constant there."""
+    if word.isdigit():
+        return word
+    return f"{module}.{word}" if word.endswith("]") else f"{module}.{word}.value"
+
+
+def _instead(family: Family, kernel: Kernel, text: str, ordinary: str) -> str:
+    """The launch of a variant where this GPU runs it, of the ordinary kernel elsewhere."""
+    here = f'runs_variant({kernel.arguments[0].name}.device, "{family.arch}", "{family.gluon}")'
+    if any(each.block for each in kernel.arguments):
+        here = f"descriptors and {here}"
+    inner, other = (each.replace("\n", "\n    ") for each in (text, ordinary))
+    return f"if {here}:\n        from . import {family.module}\n\n        {inner}\n    else:\n        {other}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from infcl_gen.emission.launches import launches
 from infcl_gen.inputs.problem import TORCH_DTYPES
-from infcl_gen.kernels import TILES, forward, hopper
+from infcl_gen.kernels import TILES, families, forward
 from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
 from infcl_gen.kernels.family import most_strips
 from infcl_gen.kernels.statistics import LOSS_ROWS
@@ -56,7 +56,6 @@ class ScheduleContext:
     labels: bool
     split: bool
     stash: bool
-    hopper: bool
     descriptors: bool
     keeps_keys: bool
     ratios: bool
@@ -79,23 +78,25 @@ class ScheduleContext:
 def schedule_context(
     plan: Plan, name: str, profile: DeviceProfile, kernels: tuple[KernelSpec, ...], exponent: int
 ) -> ScheduleContext:
-    present, panels, gluon = {kernel.name for kernel in kernels}, plan.strategy != "fused", plan.hopper_stages > 0
+    present, panels = {kernel.name for kernel in kernels}, plan.strategy != "fused"
+    variants = [each for family in families(plan) for each in family.kernels(plan) if each.replaces]
+    described = any(argument.block for kernel in variants for argument in kernel.arguments)
     sweep = f"panels of {plan.panel_rows} queries x {plan.panel_keys} keys of g -> dq += g k, dk += g^T q"
     ratios, flagged = "ratios" in present, "gradient_wide" in present
     imports = {
         "INTERPRETED": True,
-        "descriptor": gluon or (plan.stash and plan.descriptors),
+        "descriptor": described or (plan.stash and plan.descriptors),
         "launch": True,
         "library_legal": panels,
         "operands": True,
         "panel": panels or ratios,
         "panel_columns": panels,
-        "runs_hopper_kernels": gluon,
+        "runs_variant": bool(variants),
     }
     words = ", ".join(word for word, used in imports.items() if used)
-    if gluon:
+    if variants:
         words = f"(\n    {words},\n)"
-    pieces = {"ratios": ratios, "hopper": gluon, "halves": plan.split}
+    pieces = {"ratios": ratios, "halves": plan.split}
     backward = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
     return ScheduleContext(
         name=name,
@@ -103,7 +104,6 @@ def schedule_context(
         labels=plan.labels,
         split=plan.split,
         stash=plan.stash,
-        hopper=gluon,
         descriptors=plan.descriptors,
         keeps_keys=forward.keeps_keys(plan.blocks["forward"], plan),
         ratios=ratios,
@@ -113,7 +113,7 @@ def schedule_context(
         backward_sweep=sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
         most_terms="max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
         visiting_rows="GRADIENT_KEYS" if panels else "FUSED_KEYS",
-        longest_strip=", LONGEST_STRIP" if gluon else "",
+        longest_strip=", LONGEST_STRIP" if _longest_strip(plan) else "",
         wide_result="" if plan.exact else "out_dtype=torch.float32, ",
         imports=words,
         constants=tuple(_constants(plan, profile, exponent)),
@@ -125,7 +125,7 @@ def schedule_context(
 
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
-    panels, gluon = plan.strategy != "fused", plan.hopper_stages > 0
+    panels, longest = plan.strategy != "fused", _longest_strip(plan)
     found: list[tuple[str, Any, str, bool]] = [
         ("GRADIENT_EXPONENT", exponent, "gradients of logits are kept times 2 to this power", True),
         ("DIM", plan.dim, "of the embedding", True),
@@ -137,7 +137,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("STASH_ROWS", plan.stash_rows, "whole panels: their tiles are kept", plan.stash),
         ("FINISH_ROWS", plan.blocks["finish"].rows, "of one program", True),
         ("LOSS_ROWS", LOSS_ROWS, "queries, and keys, that one program takes the terms of", True),
-        ("LONGEST_STRIP", hopper.FAMILY.longest_strip, "row blocks: one program an SM hides no other's start", gluon),
+        ("LONGEST_STRIP", longest, "row blocks: one program an SM hides no other's start", longest > 0),
         ("DESCRIPTORS", plan.descriptors, "tensor descriptors, where address and strides allow them", True),
         ("LIBRARY_PRODUCTS", plan.library, "g times features, where the matrix library takes the strides", panels),
         ("EXACT_DEPTH", EXACT_DEPTH, "of one product: tensor cores cut what they add to a long sum", plan.split),
@@ -151,12 +151,17 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
     walked = [("forward", plan.forward_rows, plan.forward_keys), ("gradient", plan.panel_rows, plan.panel_keys)]
     for kernel, rows, keys in walked[: 1 + ("gradient" in plan.blocks and not plan.stash)]:
         block = plan.blocks[kernel]
-        programs = profile.multiprocessors if gluon else TILES[kernel].resident_programs(block, plan, profile)
+        programs = profile.multiprocessors if longest else TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1
         strips = most_strips(rows, keys, block)
         found.append((f"{kernel.upper()}_STRIPS", strips, "at most, for each block of keys", True))
         found.append((f"{kernel.upper()}_PROGRAMS", programs, at_once, True))
     return [(name, value, note) for name, value, note, wanted in found if wanted]
+
+
+def _longest_strip(plan: Plan) -> int:
+    """Row blocks that one program walks at most, where it has a multiprocessor to itself; else 0."""
+    return max(family.longest_strip for family in families(plan))
 
 
 _PAIR = "tuple[Tensor, ...]"

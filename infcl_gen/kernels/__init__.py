@@ -1,8 +1,16 @@
-"""The kernels: for each family its template, kernels with their arguments, tiles, and the packages that have it.
+"""The kernels: one module for each family says its kernels and their arguments, its template, tiles and hardware.
 
-`families` answers with the families of one package, in the order of its files. Kernels for other hardware are one more
-module here and one more template: a `Family` with a file of its own, which the schedule prefers where a GPU runs it
-(hopper).
+To change a kernel by hand and time it:
+
+    infcl-gen generate --batch-size 32k --dim 768 -o mine    then edit mine/kernels.py
+    python -c "import mine; print(mine.selftest())"          its numbers; with TRITON_INTERPRET=1 no GPU is needed
+    infcl-gen bench --package mine                           its times, marked as edited
+
+What is worth keeping goes into the templates, templates/triton, and the family's `revision` is raised.
+
+To add a variant for other GPUs, write a module here with a FAMILY (as hopper.py) and its template, which makes a file
+of its own. The schedule launches it where its GPU runs it, and nothing else names it. `infcl-gen verify DIR --aot ARCH`
+compiles it; the interpreter runs it in the tests if it is not in Gluon (tests/kernels/variant.py).
 """
 
 from __future__ import annotations
@@ -48,10 +56,10 @@ def tiles(strategy: str) -> tuple[Tile, ...]:
 def default_blocks(
     profile: DeviceProfile, choice: Choice, rows: int = LARGE, keys: int = LARGE, chosen: Collection[str] = ()
 ) -> dict[str, Block]:
-    """A legal block for each kernel of the strategy: the table below, shrunk where the board has less than it needs,
-    or where `rows` queries x `keys` keys have fewer tiles than the board has multiprocessors; but not of kernels some
-    of whose fields are `chosen`: what is chosen should not mean another block at each size. The tiles of a stash are
-    the gradient's, so only what is chosen of that keeps them.
+    """A legal block for each kernel of the strategy: its default, less where the board has less than that needs.
+
+    It is also smaller for few `rows` and `keys`, but not where some of its fields are `chosen`: these should not mean
+    another block at each size. The tiles of a stash are the gradient's, so only what is chosen of that keeps them.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """

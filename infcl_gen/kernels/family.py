@@ -199,7 +199,7 @@ class Family:
     and strips, same results.
 
     arch           the only architecture that it is for, or ""
-    needs          "module:name" that the installed Triton must have for it; the interpreter runs what has no needs
+    gluon          "module:name" of Gluon that the installed Triton must have; "" for Triton, which the interpreter runs
     values         further names in its template
     longest_strip  row blocks that one program walks at most, where a multiprocessor runs one program; else 0
     """
@@ -212,7 +212,7 @@ class Family:
     revision: int = 0
     file: str = "kernels.py"
     arch: str = ""
-    needs: str = ""
+    gluon: str = ""
     values: Callable[[Choice], dict[str, Any]] = lambda choice: {}
     longest_strip: int = 0
 

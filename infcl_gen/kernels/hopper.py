@@ -60,7 +60,7 @@ FAMILY = Family(
     revision=1,
     file="hopper.py",
     arch=ARCH,
-    needs="triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",  # so named in 3.6 and 3.7
+    gluon="language.nvidia.hopper:tma.async_copy_global_to_shared",  # so named in Triton 3.6 and 3.7
     values=values,
     longest_strip=256,  # of 128 rows: a panel's
 )

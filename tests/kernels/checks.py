@@ -12,15 +12,17 @@ import math
 import mmap
 import unittest.mock
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from infcl_gen.emission import import_package
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
-from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, tensors
+from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, check_package, tensors
 from infcl_gen.verification.worker import averaged
 from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
@@ -704,10 +706,26 @@ def hopper_arguments(made: Made, device: str = "cpu") -> None:
         constants = {argument: given[argument] for argument in ordinary.arg_names if argument.isupper()}
         launch(ordinary, grid, *ordered, **constants, num_warps=4, num_stages=1)
 
-    here = unittest.mock.patch.object(schedule, "runs_hopper_kernels", return_value=True)
+    here = unittest.mock.patch.object(schedule, "runs_variant", return_value=True)
     with here, unittest.mock.patch.object(schedule, "launch", instead):
         numerics(made, Case(200, 200, 0, scale=14.3), device)
     assert seen == {"forward", "gradient"}
+
+
+def launches_variant(folder: str, name: str) -> None:
+    """A package that launches this kernel passes the numerics gate's cases."""
+    package = import_package(Path(folder), "infcl_gen_with_variant")
+    schedule: Any = package._schedule
+    launch, seen = schedule.launch, set()
+
+    def instead(kernel: Any, *arguments: Any, **options: Any) -> None:
+        seen.add(kernel.__name__)
+        launch(kernel, *arguments, **options)
+
+    with unittest.mock.patch.object(schedule, "launch", instead):
+        for verdict in check_package(package, "cpu", examples=3):
+            assert verdict.passed, verdict
+    assert name in seen
 
 
 def far_accumulators(made: Made, device: str = "cuda") -> None:

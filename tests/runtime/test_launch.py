@@ -173,6 +173,27 @@ def test_a_descriptor_has_what_this_tritons_launchers_read() -> None:
     assert plain[0] is given[0] and plain[1:] == given[1:]
 
 
+@pytest.mark.parametrize(
+    ("arch", "gluon", "there"),
+    [
+        ("sm_90", "", True),
+        ("sm_90", "language:nothing.here", False),
+        ("sm_90", "nothing:here", False),
+        ("sm_90", "language.nvidia.hopper:tma.async_copy_global_to_shared", True),
+        ("sm_100", "", False),
+    ],
+)
+def test_where_variants_run(arch: str, gluon: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On their own architecture, in Gluon if this Triton knows the name; in the interpreter if they are not Gluon's."""
+    decide = launch.runs_variant.__wrapped__
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert decide(torch.device("cuda"), arch, gluon) == there
+    assert not decide(torch.device("cpu"), arch, gluon)
+    monkeypatch.setattr(launch, "INTERPRETED", True)
+    assert decide(torch.device("cpu"), arch, gluon) == (not gluon)
+
+
 def test_what_the_matrix_library_takes_in_place() -> None:
     """Planted: rows that overlap, of which torch would make a copy beside the plan."""
     memory = torch.zeros(400)

@@ -4,6 +4,8 @@ kernel starts."""
 from __future__ import annotations
 
 import functools
+import importlib
+import operator
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -68,16 +70,23 @@ def _checked(x: Any) -> Any:
 
 
 @functools.cache
-def runs_hopper_kernels(device: torch.device) -> bool:
-    """Whether this is a Hopper GPU and the installed Triton has Gluon under the names that hopper.py uses: 3.6 and 3.7
-    do. Elsewhere the kernels of kernels.py do its work."""
-    if INTERPRETED or device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
+def runs_variant(device: torch.device, arch: str, gluon: str) -> bool:
+    """Whether kernels for GPUs of one architecture run here: on such a GPU; those in Gluon ("module:name" of it, else
+    "") with a Triton that has this name. Elsewhere the kernels of kernels.py do their work. The interpreter runs all
+    but Gluon's."""
+    module, _, path = gluon.partition(":")
+    if INTERPRETED or device.type != "cuda":
+        return INTERPRETED and not gluon
+    if torch.version.hip:
+        here = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    else:
+        here = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    if here != arch or not gluon:
+        return here == arch
     try:
-        from triton.experimental.gluon.language.nvidia.hopper import tma
-    except ImportError:
+        return bool(operator.attrgetter(path)(importlib.import_module(f"triton.experimental.gluon.{module}")))
+    except (ImportError, AttributeError):
         return False
-    return hasattr(tma, "async_copy_global_to_shared")
 
 
 def panel(x: Tensor, start: int, rows: int) -> Tensor:
