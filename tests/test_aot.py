@@ -142,6 +142,6 @@ def test_tiles_that_are_too_large_for_a_board_are_noticed(tmp_path: Path) -> Non
 
 
 def test_kernels_hold_no_assembly_and_no_atomics() -> None:
-    for template in (ROOT / "templates" / "triton").iterdir():
+    for template in (ROOT / "templates").rglob("*.jinja"):
         text = template.read_text()
         assert "inline_asm" not in text and "atomic_" not in text and "inline_ptx" not in text, template
