@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2f8146222cc649f162f197e79d87c8afd8467ead95552f28d825ffc6279b74c6",
+    "digest": "7cf4aab6b302440b79de7484d6ecb550cddd6d1321db8ca9f28a4e892d7497cc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -95,7 +95,7 @@ SPEC: dict[str, Any] = {
         "target": "cpu",
         "has_keys": True,
         "labels": False,
-        "affine": True,
+        "logit_strips": 0,
         "products": "torch",
         "descriptors": False,
         "replay": False,

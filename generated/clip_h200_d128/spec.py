@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "f38777e349790f91251a9bcdaea83c81af8027f26ddaa13f8483e9322a80a619",
+    "digest": "480e49f2659b505eb2954e6ec932e6a9cfdda3705271556506d174592055b570",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -111,7 +111,7 @@ SPEC: dict[str, Any] = {
         "target": "cuda",
         "has_keys": True,
         "labels": False,
-        "affine": True,
+        "logit_strips": 0,
         "products": "triton",
         "descriptors": True,
         "replay": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "b4a24dc39f43aa65ef9c4230bb003028205d5d9ac0c4f4866faffe016fe6a401",
+    "digest": "10e9b75e50dd6d8f42416b6e72b368e375d0a2b85db10ef43591de6dc147a596",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -110,7 +110,7 @@ SPEC: dict[str, Any] = {
         "target": "cuda",
         "has_keys": True,
         "labels": False,
-        "affine": True,
+        "logit_strips": 0,
         "products": "library",
         "descriptors": True,
         "replay": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "554a1a67e6e565616a99d2ce7e55bcddfda3b66c84f6d703dac06235e0898222",
+    "digest": "dd6d0b6ef2e22c2dbbcf959e09b5c08135c74ec410715f830ecff90fa1bf2e6f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -110,7 +110,7 @@ SPEC: dict[str, Any] = {
         "target": "rocm",
         "has_keys": True,
         "labels": False,
-        "affine": True,
+        "logit_strips": 0,
         "products": "triton",
         "descriptors": False,
         "replay": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "22d07601fa9ca8b7fb8575e0b1be55fa81a8caae4d4a11119314f9dafd831efc",
+    "digest": "ae062a6056ced29f67d395d930cc1506239b47afe17f6a724679e8661476029e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -104,7 +104,7 @@ SPEC: dict[str, Any] = {
         "target": "cuda",
         "has_keys": False,
         "labels": True,
-        "affine": True,
+        "logit_strips": 0,
         "products": "library",
         "descriptors": False,
         "replay": False,

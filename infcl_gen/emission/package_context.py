@@ -54,6 +54,7 @@ class TorchContext:
     statistics_dtype: str
     upcast: bool
     affine: bool
+    logit_strips: int
     has_keys: bool
     labels: bool
     positive_parts: int
@@ -97,6 +98,7 @@ def torch_context(plan: Plan, derivation: Derivation) -> TorchContext:
         statistics_dtype=TORCH_DTYPES[plan.statistics_dtype],
         upcast=upcast,
         affine=plan.affine,
+        logit_strips=plan.logit_strips,
         has_keys=plan.has_keys,
         labels=plan.labels,
         positive_parts=5 if plan.has_keys else 3,

@@ -36,7 +36,8 @@ class Choice:
     strategy     "panel", "fused", "stash" or "torch".
     arch         of the device, as its profile names it: "sm_90"; some kernels are for one only.
     dtype        of the features; the rules for all other numbers follow from it and `precision`, below.
-    has_keys     keys have statistics, too; `labels`: positives are named; `affine`: the logit is slope * z + shift.
+    has_keys     keys have statistics, too; `labels`: positives are named.
+    logit_strips  `Derivation.logit_strips`; 0 where the logit is affine in z.
     products     by the matrix "library", by "triton" or by "torch".
     replay       steps are recorded as CUDA graphs.
     transport    how keys reach the queries of other ranks: "ring", "gather", or "none" on one device.
@@ -53,7 +54,7 @@ class Choice:
     arch: str = ""
     has_keys: bool = True
     labels: bool = False
-    affine: bool = True
+    logit_strips: int = 0
     products: str = "triton"
     descriptors: bool = False
     replay: bool = False
@@ -62,6 +63,11 @@ class Choice:
     keeps: bool = False
     blocks: Mapping[str, Block] = dataclasses.field(default_factory=dict, hash=False)
     hopper_stages: int = 0
+
+    @property
+    def affine(self) -> bool:
+        """Whether the logit is slope * z + shift."""
+        return not self.logit_strips
 
     @property
     def split(self) -> bool:

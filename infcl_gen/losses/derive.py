@@ -38,7 +38,7 @@ from infcl_gen.losses.language import (
     scale,
     z,
 )  # fmt: skip
-from infcl_gen.losses.printers import c, dense_code, display, p, r, torch_code, triton_code, x
+from infcl_gen.losses.printers import c, dense_code, display, p, r, temporaries, torch_code, triton_code, x
 from infcl_gen.runtime.table import Travelling
 
 SUPPORTED = (
@@ -95,6 +95,14 @@ class Derivation:
         shares = (self.query_share, self.key_share, self.positive_share)
         total = math.fsum(shares)
         return 0.0 if abs(total) < 1e-12 * max(map(abs, shares)) else total
+
+    @property
+    def logit_strips(self) -> int:
+        """Temporaries that torch holds at once where it computes the logit, or its derivative, of a strip of pairs: 0
+        where the logit is affine, which is computed in place."""
+        if self.slope is not None:
+            return 0
+        return max(2, *(temporaries(torch_code(expression), "z") for expression in (self.logit, self.dlogit_dz)))
 
     def travelling(self, dim: int) -> tuple[Travelling, ...]:
         """What travels between ranks, of each key: features, the statistics of its column, and its gradient."""

@@ -7,6 +7,7 @@ factors are sorted, so the text does not depend on hashing; numbers are printed 
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Mapping
@@ -133,6 +134,30 @@ class Printer:
             text = self._bound(base, names, _ATOM)
             return (f"{text}**{exponent}", _POWER) if self.powers else (" * ".join([text] * exponent), _PRODUCT)
         raise LossError(f"{self.target} has no translation for the power {expression}")
+
+
+def temporaries(code: str, variable: str) -> int:
+    """Tensors as large as `variable` that Python holds at once while it computes what `torch_code` has printed: an
+    operand is freed when its operation is done. The result is one of them, the variable is none."""
+
+    def count(node: ast.AST) -> tuple[int, int]:
+        """The most at once, and how many are left."""
+        if isinstance(node, ast.Name | ast.Constant):
+            return 0, 0
+        if isinstance(node, ast.BinOp):
+            operands = [node.left, node.right]
+        else:
+            operands = [node.operand] if isinstance(node, ast.UnaryOp) else list(node.args)  # type: ignore[attr-defined]
+        most = left = 0
+        for operand in operands:
+            peak, remains = count(operand)
+            most, left = max(most, left + peak), left + remains
+        if not any(isinstance(name, ast.Name) and name.id == variable for name in ast.walk(node)):
+            return 0, 0
+        inside = 2 if isinstance(node, ast.Call) and "logsigmoid" in ast.unparse(node.func) else 1  # it has a buffer
+        return max(most, left + inside), 1
+
+    return count(ast.parse(code, mode="eval").body)[0]
 
 
 def _is_negative(term: Expr) -> bool:

@@ -196,7 +196,7 @@ class Choices:
             arch=profile.arch,
             has_keys=bool(derivation.has_keys),
             labels=derivation.spec.positives == "label",
-            affine=derivation.slope is not None,
+            logit_strips=derivation.logit_strips,
             products=self._products(name),
             world_size=self._cluster.devices,
         )

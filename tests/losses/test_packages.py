@@ -23,6 +23,8 @@ def infonce(x, positives="label", name="mine"):
     return LossSpec(name, mean_over_queries(logsumexp_over_keys(x) - positive(x)), positives)
 
 CAPPED = infonce(30 * tanh(scale * z / 30))
+RICH = infonce(scale * z + tanh(scale * z) / 7 + (scale * z) ** 2 / (3 + (scale * z) ** 2))
+SOFT = infonce(softplus(scale * z) - softplus(-scale * z) / 3)
 PLAIN = infonce(z)
 BIASED = infonce(z + bias)
 PAIRED = infonce(scale * z, "diagonal")
@@ -58,14 +60,16 @@ def test_what_that_sentence_offers_is_possible(file: Path) -> None:
     assert infcl_gen.plan(**problem, device_profile="h200", set={"strategy": "torch"}).strategy == "torch"
 
 
-def test_terms_of_a_logit_that_is_not_affine_are_planned(file: Path) -> None:
-    """Strips of rows, since an expression needs temporaries."""
-    settings = {"panel_rows": "64", "panel_keys": "1024"}
-    capped = package(file, "CAPPED", batch_size=1000, dim=16, dtype="fp64", set=settings)
+@pytest.mark.parametrize("name", ["CAPPED", "RICH", "SOFT"])
+@pytest.mark.parametrize("panel_rows", ["64", "256"])
+def test_terms_of_a_logit_that_is_not_affine_are_planned(file: Path, name: str, panel_rows: str) -> None:
+    """Strips of rows, as many as the expression's temporaries."""
+    settings = {"panel_rows": panel_rows, "panel_keys": "1024"}
+    capped = package(file, name, batch_size=1000, dim=16, dtype="fp64", set=settings)
     predicted = capped.SPEC["predicted"]["peak_bytes"]
     q, k = torch.randn(2, 1000, 16, dtype=torch.float64)
     measured = measured_peak_bytes(lambda: capped.loss_and_grads(q, k, 3.0))
-    assert measured <= predicted <= 1.2 * measured
+    assert measured <= predicted <= 1.05 * measured
 
 
 @pytest.mark.parametrize("name", ["PLAIN", "BIASED", "CAPPED", "PAIRED"])
