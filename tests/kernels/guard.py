@@ -23,7 +23,7 @@ NAN, HUGE, LOW = 0xFF, 0x7F, 0xFE  # every byte of the bands: NaN, 3e38, -2e38 a
 BAND = 1 << 15  # bytes; more than any tile of the small packages reaches beyond its buffer
 SHIFT = 16  # no buffer is aligned better than to 16 bytes, which is what the kernels may rely on
 UNSET, SET = ({"empty", "new_empty", "empty_like"}, {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"})
-STATISTICS = {"new_saved", "forward_scratch"}  # functions whose buffers of 2 to 5 rows hold statistics
+STATISTICS = {"new_saved", "forward_scratch"}  # functions whose buffers of 2 to 7 rows hold statistics
 
 
 class Buffer(NamedTuple):
@@ -62,7 +62,7 @@ class GuardBands(TorchFunctionMode):
             caller = sys._getframe(1)
             if caller.f_code.co_filename.startswith(self.package):
                 where = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-                split = caller.f_code.co_name in STATISTICS and result.dim() > 1 and 2 <= len(result) <= 5
+                split = caller.f_code.co_name in STATISTICS and result.dim() > 1 and 2 <= len(result) <= 7
                 split = split and result.is_floating_point()
                 return self.place(result, where, keep=name in SET, split=split)
         return result
