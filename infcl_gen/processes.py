@@ -42,11 +42,17 @@ class ProcessError(ToolchainError):
 
 
 class Worker:
-    """A process spoken to by lines of JSON. It ends when it is killed, and when this process ends in any way."""
+    """A process spoken to by lines of JSON. It ends when it is killed, and when this process ends in any way.
 
-    def __init__(self, task: str, arguments: Sequence[str], log: Path) -> None:
+    `environment` is added to this process's own; what the worker prints goes to `log`.
+    """
+
+    def __init__(
+        self, task: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._log = log
         with log.open("wb") as output:
-            self._popen = _start(["serve", task, *arguments], subprocess.PIPE, output)
+            self._popen = _start([task, *arguments], output, {**own_environment(), **(environment or {})})
         self._buffer = b""
 
     def send(self, request: dict[str, Any]) -> None:
@@ -56,25 +62,28 @@ class Worker:
             self._popen.stdin.flush()
 
     def answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Its next answer; None after `timeout_s` without one; {"ended": how} if it has ended."""
+        """Its next answer; None after `timeout_s` without one; {"ended": how, and its last line} if it has ended."""
         assert self._popen.stdout is not None
         deadline, pipe = time.monotonic() + timeout_s, self._popen.stdout.fileno()
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
             # Asked before the pipe is looked at, which then holds all that an ended process has written.
-            exited = _exited(self._popen)
-            ready = select.select([pipe], [], [], 0.0 if exited else min(left, 1.0))[0]
-            if not ready and not exited:
+            exited, left_s = self._exited(), deadline - time.monotonic()
+            if select.select([pipe], [], [], 0.0 if exited else min(max(left_s, 0.0), 1.0))[0]:
+                part = os.read(pipe, 1 << 16)
+            elif exited:
+                part = b""
+            elif left_s > 0:
                 continue
-            part = os.read(pipe, 1 << 16) if ready else b""
+            else:
+                return None
             if not part:
                 gone = time.monotonic() + EXIT_S
-                while not _exited(self._popen) and time.monotonic() < gone:
-                    time.sleep(0.01)
+                while not self._exited() and time.monotonic() < gone:
+                    time.sleep(POLL_S)
                 self.kill()
-                return {"ended": _ending(self._popen.returncode)}
+                code = self._popen.returncode
+                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                return {"ended": f"{how}: {_last_line(self._log)}"}
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
         values: dict[str, Any] = json.loads(line)
@@ -82,7 +91,15 @@ class Worker:
 
     def kill(self) -> None:
         """End it and whatever it started."""
-        _kill(self._popen)
+        if self._popen.returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait()
+
+    def _exited(self) -> bool:
+        """Whether it has ended. It stays a zombie, so that its process group, which may live on, keeps its number."""
+        ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return self._popen.returncode is not None or os.waitid(os.P_PID, self._popen.pid, ended) is not None
 
 
 @dataclass(frozen=True)
@@ -115,30 +132,33 @@ def run_ranks(
     The first rank that fails ends all. Raises ProcessError, which names it, how it ended and its last line; or the
     timeout.
     """
-    with tempfile.TemporaryDirectory(prefix="infcl-gen-ranks-") as scratch:
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory(prefix="infcl-gen-ranks-") as scratch, contextlib.ExitStack() as running:
         folder = Path(scratch).resolve()
-        (folder / "argument.json").write_text(json.dumps(argument))
-        running: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(ranks):
-                with (folder / f"log{rank}").open("wb") as output:
-                    words = ["rank", task, str(rank), str(ranks), str(folder)]
-                    running.append(_start(words, output, output, environment or {}))
-            failure = _wait(running, timeout_s)
-        finally:
-            for process in running:
-                _kill(process)
         logs = [folder / f"log{rank}" for rank in range(ranks)]
-        if failure is not None:
-            rank, how = failure
-            raise ProcessError(f"{how}: {last_line(*logs[rank:], *logs[:rank])}")
-        try:
-            return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(ranks)]
-        except (OSError, ValueError) as error:  # a package may end its process, and call that success
-            raise ProcessError(f"no result of {ranks} ranks: {last_line(*logs)}") from error
+        waiting: dict[int, Worker] = {}
+        for rank, log in enumerate(logs):
+            seat = [task, str(rank), str(ranks), str(folder)]
+            waiting[rank] = Worker("infcl_gen.processes:sit", seat, log, environment)
+            running.callback(waiting[rank].kill)
+            waiting[rank].send({"argument": argument})
+        results: dict[int, Any] = {}
+        while True:
+            found = {rank: answer for rank, worker in waiting.items() if (answer := worker.answer(0.0))}
+            failed = [f"rank {rank} of {ranks}: {each['ended']}" for rank, each in found.items() if "ended" in each]
+            if failed:  # all of them: one that dies makes others fail
+                raise ProcessError("; ".join(failed))
+            for rank, answer in found.items():
+                results[rank] = answer["result"]
+                del waiting[rank]
+            if not waiting:
+                return [results[rank] for rank in range(ranks)]
+            if time.monotonic() > deadline:
+                raise ProcessError(f"not finished after {timeout_s:g} s: {_last_line(*logs)}")
+            time.sleep(POLL_S)
 
 
-def last_line(*logs: Path) -> str:
+def _last_line(*logs: Path) -> str:
     """The last line that names an error, else the last one, of the first log that is not empty."""
     for log in logs:
         written = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -155,95 +175,50 @@ def own_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
 
 
-def _start(
-    words: Sequence[str], stdout: Any, stderr: Any, environment: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
+def _start(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "infcl_gen.processes", *words],
         stdin=subprocess.PIPE,  # closed when this process ends: the other end then ends as well
-        stdout=stdout,
-        stderr=stderr,
-        env={**own_environment(), **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
         start_new_session=True,  # Ctrl-C is for the parent, which then ends them
     )
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> tuple[int, str] | None:
-    """None once all have ended well, else a rank and what went wrong. One failure ends the wait."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        ended = [_exited(process) for process in processes]
-        failed = [rank for rank, process in enumerate(processes) if ended[rank] and _code(process)]
-        if failed:  # all of them: one that dies makes others fail
-            codes = (f"rank {rank} of {len(processes)}: {_ending(_code(processes[rank]))}" for rank in failed)
-            return failed[0], ", ".join(codes)
-        if all(ended):
-            return None
-        if time.monotonic() > deadline:
-            return 0, f"not finished after {timeout_s:g} s"
-        time.sleep(POLL_S)
-
-
-def _exited(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended. It stays a zombie, so that its process group, which may live on, keeps its number."""
-    if process.returncode is not None:
-        return True
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-
-
-def _code(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a process that has ended, negative for a signal."""
-    _kill(process)
-    return process.returncode
-
-
-def _ending(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 # ------------------------------------------------------------------------------------- in the started process
 
 
 def main() -> None:
-    kind, task, *arguments = sys.argv[1:]
+    """Run the task that the command line names, with its arguments."""
+    task, *arguments = sys.argv[1:]
     requests: Requests = queue.SimpleQueue()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a package prints is not an answer
     sys.stdout = sys.stderr
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
-    module, _, name = task.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if kind == "serve":
 
-        def answer(**values: Any) -> None:
-            print(json.dumps(values, allow_nan=False), file=answers, flush=True)
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), file=answers, flush=True)
 
-        function(requests, answer, *arguments)
-    else:
-        rank, ranks, folder = arguments
-        _sit(function, Seat(int(rank), int(ranks), Path(folder)))
+    _function(task)(requests, answer, *arguments)
 
 
-def _sit(function: Callable[[Any, Seat], Any], seat: Seat) -> None:
-    code = 1
+def sit(requests: Requests, answer: Answer, task: str, rank: str, ranks: str, folder: str) -> None:
+    """The task of a rank: answers its result, then waits to be killed, since others may still need this rank."""
     try:
-        result = function(json.loads((seat.folder / "argument.json").read_text()), seat)
-        (seat.folder / f"result{seat.rank}.json").write_text(json.dumps(result))
-        if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
-            distributed.barrier()  # others may still need this rank
-        code = 0
+        result = _function(task)(requests.get()["argument"], Seat(int(rank), int(ranks), Path(folder)))
+        answer(result=result)
+        threading.Event().wait()
     except Exception:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # gloo's threads may abort, and NCCL's wait, where a group is torn down after a peer is gone
+    os._exit(1)  # gloo's threads may abort, and NCCL's wait, where a group is torn down after a peer is gone
+
+
+def _function(task: str) -> Callable[..., Any]:
+    module, _, name = task.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _read(requests: Requests) -> None:

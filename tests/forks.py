@@ -26,7 +26,7 @@ PR_SET_CHILD_SUBREAPER = 36
 class Forked:
     """What `processes` uses of a Popen."""
 
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes] | None) -> None:
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self.returncode: int | None = None
 
@@ -48,19 +48,14 @@ class Server:
             words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno())]
             self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=processes.own_environment())
 
-    def start(
-        self, words: Sequence[str], stdout: Any, stderr: Any, environment: Mapping[str, str] | None = None
-    ) -> Forked:
-        whole = {**processes.own_environment(), **(environment or {})}
-        job = {"words": list(words), "environment": whole, "folder": os.getcwd()}
-        read, write = os.pipe()
-        out = os.pipe() if stdout is subprocess.PIPE else None
-        streams = [read, out[1] if out else stdout.fileno(), stderr.fileno()]
-        socket.send_fds(self._socket, [json.dumps(job).encode()], streams)
+    def start(self, words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
+        job = {"words": list(words), "environment": environment, "folder": os.getcwd()}
+        (read, requests), (answers, write) = os.pipe(), os.pipe()
+        socket.send_fds(self._socket, [json.dumps(job).encode()], [read, write, log.fileno()])
         pid = int(self._socket.recv(64))
-        for handle in (read, *(out[1:] if out else ())):
+        for handle in (read, write):
             os.close(handle)
-        return Forked(pid, os.fdopen(write, "wb"), os.fdopen(out[0], "rb") if out else None)
+        return Forked(pid, os.fdopen(requests, "wb"), os.fdopen(answers, "rb"))
 
     def close(self) -> None:
         self._socket.close()

@@ -23,7 +23,7 @@ from infcl_gen.bench.ring import TIMEOUT_S, measure_ring
 from infcl_gen.emission import read_package
 from infcl_gen.errors import ToolchainError
 from infcl_gen.files import timing_lock
-from infcl_gen.processes import Answer, Requests, Worker, last_line
+from infcl_gen.processes import Answer, Requests, Worker
 
 Progress = Callable[[str, int, int], None]  # what is measured, how many are done, of how many
 Done = Callable[[Rows], None]
@@ -104,8 +104,7 @@ class Contest(contextlib.AbstractContextManager["Contest"]):
         """Adds rows to `found`. If the worker was lost: during whose turn (None: nobody's) and how."""
         if self._worker is None:
             scratch = self._exits.enter_context(tempfile.TemporaryDirectory(prefix="infcl-gen-bench-"))
-            self._log = Path(scratch) / "worker.log"
-            self._worker = Worker("infcl_gen.bench.contest:work", [], self._log)
+            self._worker = Worker("infcl_gen.bench.contest:work", [], Path(scratch) / "worker.log")
             self._exits.callback(self._worker.kill)
         self._worker.send(dataclasses.asdict(point))
         turn: str | None = None
@@ -113,10 +112,9 @@ class Contest(contextlib.AbstractContextManager["Contest"]):
             patience_s = self.limits.silent_s if turn else max(self.limits.silent_s, START_S)
             answer = self._worker.answer(patience_s)
             if answer is None or "ended" in answer:
-                late = f"no result within {patience_s:g} s"
-                failure = f"{answer['ended']}: {last_line(self._log)}" if answer else late
+                failure = answer["ended"] if answer else f"no result within {patience_s:g} s"
                 self._end()
-                return turn, failure[:300]
+                return turn, str(failure)[:300]
             if "refused" in answer:
                 raise ToolchainError(answer["refused"])
             if "done" in answer:

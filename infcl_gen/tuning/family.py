@@ -25,7 +25,7 @@ from infcl_gen.kernels import TILES, families
 from infcl_gen.losses import Derivation, LossSpec
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.records import Candidate, Settings, measured_settings
-from infcl_gen.processes import Worker, last_line
+from infcl_gen.processes import Worker
 
 # A winner is faster than the best so far by more than this, and than both medians are known.
 LEAST_GAIN = 0.01
@@ -346,7 +346,7 @@ class Family:
                     if answer is None:
                         entry.drop("hung", f"no answer within {timeout_s:g} s")
                     elif "ended" in answer:
-                        entry.drop(otherwise, f"{answer['ended']}: {last_line(entry.log)}")
+                        entry.drop(otherwise, answer["ended"])
                     elif "failed" in answer:
                         entry.drop(answer["failed"], answer["detail"])
                     else:
