@@ -8,13 +8,11 @@
       -> planner      the fastest that keeps the budget
       -> reasons      why, for people
 
-A plan's table of communication is proved by `schedule` and executed by `timeline` over `events`. `records` finds plans
-that were measured.
+`timeline` executes a plan's table of communication over `events`. `records` finds plans that were measured.
 """
 
 from __future__ import annotations
 
 from infcl_gen.planning.planner import Plan, Reason, plan
-from infcl_gen.planning.schedule import walk
 
-__all__ = ["Plan", "Reason", "plan", "walk"]
+__all__ = ["Plan", "Reason", "plan"]

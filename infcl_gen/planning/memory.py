@@ -1,7 +1,7 @@
 """Every buffer that the loss allocates beyond its inputs.
 
 What one rank computes with: SymPy expressions of a plan's sizes. What travels: read from the table of communication.
-One source: `model` computes with them, plans are explained by them, and `model.markdown` writes them down.
+One source: `model` computes with them, plans are explained by them, and `make golden` writes them down.
 """
 
 from __future__ import annotations

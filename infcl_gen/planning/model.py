@@ -24,7 +24,6 @@ import sympy
 from infcl_gen.kernels.choice import Choice, embedding_parts
 from infcl_gen.kernels.family import most_strips
 from infcl_gen.planning.memory import (
-    LEGEND,
     SYMBOLS,
     Buffer,
     Exchange,
@@ -34,7 +33,7 @@ from infcl_gen.planning.memory import (
     travelling_terms,
 )
 from infcl_gen.planning.work import TimeTerm, time_terms
-from infcl_gen.runtime.table import ALL, HERE, KEPT, Step, Table, Transfer
+from infcl_gen.runtime.table import HERE, Step, Table, Transfer
 
 if TYPE_CHECKING:
     from infcl_gen.hardware import Cluster, DeviceProfile
@@ -361,30 +360,6 @@ class CostModel:
                 exposed_s += step.times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
             found.append(_rounded(exposed_s))
         return found
-
-
-def markdown() -> str:
-    """The whole model as a page: legend, memory by buffer and time by phase for each choice."""
-    ring = Choice(strategy="panel", dim=1, world_size=2)
-    cases = {name: (Choice(strategy=name, dim=1), Exchange()) for name in ("panel", "fused", "stash", "torch")}
-    cases |= {"panel, ring": (ring, Exchange(KEPT)), "panel, gather": (ring, Exchange(ALL, at_once=True))}
-    lines = [
-        "# Cost model",
-        "",
-        'The peak is "both" and the largest of "forward", "backward" and "finish". A phase takes the longest of FLOPs',
-        "at the efficiency, bytes at the bandwidth and exponentials at their rate, and its launches.",
-        "",
-        "| symbol | meaning |",
-        "|---|---|",
-    ]
-    lines += [f"| `{name}` | {meaning} |" for name, meaning in LEGEND.items()]
-    for title, case in cases.items():
-        lines += ["", f"## {title}", "", "| buffer | phase | bytes | why |", "|---|---|---|---|"]
-        lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(*case)]
-        lines += ["", "| phase | FLOPs | bytes | exponentials | efficiency | launches |", "|---|---|---|---|---|---|"]
-        for term in time_terms(*case):
-            lines.append("| " + " | ".join([term.name, *(f"`{value}`" for value in term.quantities)]) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def queued_s(phases: Sequence[PhaseTime]) -> float:

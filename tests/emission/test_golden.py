@@ -18,8 +18,7 @@ from infcl_gen.emission import build, read_package, rerender
 from infcl_gen.emission.package import specific_part
 from infcl_gen.emission.render import with_digest
 from infcl_gen.inputs.problem import make_problem
-from infcl_gen.planning.model import markdown
-from tests.emission.golden import COST_MODEL, FOLDER, GOLDEN, WHOLE, golden_files
+from tests.emission.golden import COST_MODEL, FOLDER, GOLDEN, WHOLE, golden_files, markdown
 
 ROOT = FOLDER.parent
 

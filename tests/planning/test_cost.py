@@ -11,9 +11,10 @@ import sympy
 
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning.memory import LEGEND, MIB, SYMBOLS, Exchange, allocated_bytes, buffer_terms, exchange_of
-from infcl_gen.planning.model import BATCH_S, SLOWDOWN, markdown
+from infcl_gen.planning.model import BATCH_S, SLOWDOWN
 from infcl_gen.planning.work import time_terms
 from infcl_gen.runtime.table import ALL, KEPT, OWN
+from tests.emission.golden import markdown
 from tests.planning.conftest import allowed_error, budget_of, plan_flags
 
 CHOICES = [

@@ -19,10 +19,11 @@ from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.kernels import TILES
-from infcl_gen.planning import Plan, walk
+from infcl_gen.planning import Plan
 from infcl_gen.planning.planner import cost_model
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
+from tests.planning.walk import walk
 
 GPU_PROFILES = ("h200", "a100", "l4", "rtx4090", "b200", "mi300x", "mi355x")
 

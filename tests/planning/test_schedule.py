@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from infcl_gen.errors import VerificationError
 from infcl_gen.planning.model import kinds
-from infcl_gen.planning.schedule import walk
 from infcl_gen.runtime.table import HERE, Step, Table
 from tests.planning.tables import gather_table, ring_table
+from tests.planning.walk import walk
 
 Phases = dict[str, list[Step]]
 

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infcl_gen.planning.schedule import walk
 from infcl_gen.runtime.group import _HEADER, Layout, Message
 from infcl_gen.runtime.table import RECEIVED, Table, Travelling
 from infcl_gen.runtime.transport import Tensors, Trip
 from tests.kernels.tiers import DRAWN_NODES, DRAWN_RANKS, examples
 from tests.planning.tables import gather_table, ring_table
+from tests.planning.walk import walk
 from tests.verification.dense import dense
 
 from .in_process import Stopped, TransportError, World, current_rank

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from infcl_gen.planning.schedule import walk
 from infcl_gen.runtime import group as groups
 from infcl_gen.runtime.table import planned_table
 from tests.planning.tables import ring_table
+from tests.planning.walk import walk
 
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
