@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "480e49f2659b505eb2954e6ec932e6a9cfdda3705271556506d174592055b570",
+    "digest": "6195975c72e3c60270a2dbd27c9fb840bfddc4ee4c1841168ea26ca2b2cf9e4b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -440,6 +440,22 @@ def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key
 
 
 @triton.jit
+def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.constexpr, ROWS: tl.constexpr):
+    """Per block of ROWS: `reference`, HEADROOM below its largest exponent; `lowest`, its lowest exponent; and `ratio`.
+
+    ratio (whole blocks) is SHARE / sum relative to the reference, and 0 beyond the last row: readers need no mask.
+    """
+    block = tl.program_id(0)
+    r = block * ROWS + tl.arange(0, ROWS)
+    e = tl.load(exponent + r, mask=r < count, other=float("-inf"))
+    shared = tl.max(e) - HEADROOM
+    tl.store(reference + block, shared)
+    tl.store(lowest + block, tl.min(tl.where(r < count, e, float("inf"))))
+    share = SHARE / tl.load(mantissa + r, mask=r < count, other=1.0) * tl.exp2(shared - e)
+    tl.store(ratio + r, tl.where(r < count, share, 0.0))
+
+
+@triton.jit
 def positive_gradient(
         rows, columns, here, positive_z, positive_row_reference, positive_key_reference, scale_ptr, bias_ptr,
         query_exponent, query_mantissa, key_exponent, key_mantissa):
@@ -461,22 +477,6 @@ def positive_gradient(
     total = tl.load(key_mantissa + columns, mask=here, other=1.0)
     value += KEY_SHARE * ((term - total) / total)
     return value
-
-
-@triton.jit
-def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Per block of ROWS: `reference`, HEADROOM below its largest exponent; `lowest`, its lowest exponent; and `ratio`.
-
-    ratio (whole blocks) is SHARE / sum relative to the reference, and 0 beyond the last row: readers need no mask.
-    """
-    block = tl.program_id(0)
-    r = block * ROWS + tl.arange(0, ROWS)
-    e = tl.load(exponent + r, mask=r < count, other=float("-inf"))
-    shared = tl.max(e) - HEADROOM
-    tl.store(reference + block, shared)
-    tl.store(lowest + block, tl.min(tl.where(r < count, e, float("inf"))))
-    share = SHARE / tl.load(mantissa + r, mask=r < count, other=1.0) * tl.exp2(shared - e)
-    tl.store(ratio + r, tl.where(r < count, share, 0.0))
 
 
 @triton.jit

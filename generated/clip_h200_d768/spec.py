@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "10e9b75e50dd6d8f42416b6e72b368e375d0a2b85db10ef43591de6dc147a596",
+    "digest": "9b068d804ea20ff63f6b678f4c8e9548a49494cb717061c89f2eec5ba04a3201",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "dd6d0b6ef2e22c2dbbcf959e09b5c08135c74ec410715f830ecff90fa1bf2e6f",
+    "digest": "31c53c77625706148f9c7cb78dd7840ddd8c2401c4ef0d627f6c3e0f1379fc7f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -1,4 +1,4 @@
-"""What templates of kernels read: literals, printed expressions, lists of arguments; and which templates those are.
+"""What templates of kernels read: literals, printed expressions, lists of arguments.
 
 Statements of kernels stand in templates. All that is computed for them, and every choice between pieces, is made here.
 """
@@ -18,8 +18,6 @@ from infcl_gen.losses import triton_code
 from infcl_gen.losses.printers import p
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sympy import Expr
 
     from infcl_gen.hardware import DeviceProfile
@@ -195,24 +193,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
 
 
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
-
-
-def kernel_templates(families: Sequence[str], context: KernelsContext) -> tuple[str, ...]:
-    """The templates of kernels.py, for these families in their order, by the variants that the package has."""
-    own = context.exact or not context.has_keys  # every element of g has its own references
-    variants = {
-        "forward": ("forward_exact",) if context.exact else ("forward", "forward_wide"),
-        "gradient": (
-            "gradient_exact" if own else "gradient", *["gradient_wide"] * (context.stash or not own),
-            "positive_gradient", *["ratios"] * (not own), "gradient_positives",
-        ),
-        "fused": (
-            "positive_gradient", *["ratios"] * context.has_keys, "fused_positives",
-            "fused" if context.has_keys else "fused_rows",
-        ),
-    }  # fmt: skip
-    found = ("header", *(name for family in families for name in variants.get(family, (family,))))
-    return tuple(f"triton/{name}.py.jinja" for name in found)
 
 
 def parts_of(dim: int) -> tuple[Part, ...]:

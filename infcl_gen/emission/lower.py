@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infcl_gen.emission.kernel_context import gradient_exponent, kernel_templates, kernels_context
+from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
 from infcl_gen.emission.package_context import SpecContext, init_context, torch_context
 from infcl_gen.emission.printing import signature_printer
 from infcl_gen.emission.schedule_context import schedule_context
@@ -80,10 +80,10 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> Package
         found = families(plan)
         kernel = kernels_context(name, plan, derivation, profile)
         of_kernels = {**vars(kernel), "signature": signature_printer(found, plan)}
-        templates = kernel_templates([family.template for family in found if family.file == "kernels.py"], kernel)
-        files.append(FileSpec("kernels.py", templates, of_kernels))
+        templates = [name for family in found if family.file == "kernels.py" for name in family.templates(plan)]
+        files.append(FileSpec("kernels.py", ("triton/header.py.jinja", *templates), of_kernels))
         files += [
-            FileSpec(family.file, (f"triton/{family.template}.py.jinja",), of_kernels | family.values(plan))
+            FileSpec(family.file, family.templates(plan), of_kernels | family.values(plan))
             for family in found
             if family.file != "kernels.py"
         ]

@@ -17,9 +17,7 @@ def signature_printer(families: Sequence[Family], choice: Choice) -> Callable[[s
     kernels = {each.name: each for family in families for each in family.kernels(choice)}
 
     def signature(name: str) -> str:
-        words = [
-            f"{each.name}: tl.constexpr" if each.kind == "constexpr" else each.name for each in kernels[name].arguments
-        ]
+        words = [f"{each.name}: tl.constexpr" if each.name.isupper() else each.name for each in kernels[name].arguments]
         return wrapped(f"def {name}(", words, "):")
 
     return signature

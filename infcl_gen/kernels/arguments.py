@@ -3,30 +3,42 @@ compilation come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infcl_gen.kernels.choice import Choice, embedding_parts
 
-KINDS = {  # of an argument, and its type in Triton; the operands' dtype is the features', or bf16 of split ones
-    "*features": "*{operands}",
-    "*inputs": "*{inputs}",
-    "*fp32": "*fp32",
-    "*fp64": "*fp64",
-    "*bf16": "*bf16",
-    "*int32": "*i32",
-    "*int64": "*i64",
-    "int64": "i64",
-    "int32": "i32",
-    "fp32": "fp32",
-    "depth stride": "constexpr",  # of contiguous rows, which are compiled for: 1
-    "constexpr": "constexpr",
+# By type in Triton, and of an int32 by when it is a multiple of 16: the names that have it in every kernel.
+_NAMES = {
+    "*{operands}": "q k x g g_low out",
+    "*{inputs}": "q_out k_out",
+    "*fp32": "scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total "
+    "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
+    "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
+    "key_exponent key_mantissa key_ratio key_reference key_lowest "
+    "positive_z positive_row_reference positive_key_reference positive_g stash_reference",
+    "*fp64": "part_sums",
+    "*bf16": "stash",
+    "*i32": "flags",
+    "*i64": "labels",
+    "i64": "first_positive first_key",
+    "i32 sizes": "queries keys rows count inner queries_written keys_written rows_stride keys_stride "
+    "reference_stride g_inner_stride part_stride",
+    "i32 dim": "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
+    "i32 always": "g_stride g_row_stride stash_stride",
+    "i32": "strip parts row_parts key_parts ranks",
+    "fp32": "weight query_weight key_weight",
+    "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # of contiguous rows, which are compiled for: 1
+    "BLOCK DESCRIPTORS DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
 }
+_TYPES = {name: words.partition(" ") for words, names in _NAMES.items() for name in names.split()}
+
+SCALARS = "scale_ptr bias_ptr"
+STRIDES = "q_row_stride q_depth_stride k_row_stride k_depth_stride"
 
 
 @dataclass(frozen=True)
 class Argument:
-    """`kind`: one of KINDS.
+    """`type`: in Triton; "{operands}" stands for the features' dtype, or bf16 of split ones, "{inputs}" for the first.
 
     multiple  of an int32, when Triton may take it for a multiple of 16: "sizes" (rows and keys that are), "dim" (or
               if the embedding is), "always", "never".
@@ -34,7 +46,7 @@ class Argument:
     """
 
     name: str
-    kind: str
+    type: str
     multiple: str = "never"
     block: tuple[str, ...] = ()
     layout: str = ""  # of that descriptor, a constant
@@ -53,54 +65,41 @@ class Kernel:
     warps: int = 4
     stages: int = 1
     wide: bool = False
+    template: str = ""  # triton/`template`.py.jinja, if it is not the family's
     registers: str = ""  # of a thread, a constant of the file
     replaces: str = ""  # of a variant: the kernel of kernels.py
 
-    def argument(self, name: str) -> Argument:
-        return next(each for each in self.arguments if each.name == name)
+
+def arguments(*given: str | Argument, inputs: str = "") -> tuple[Argument, ...]:
+    """The arguments in this order: names with blanks between them, whose types are the same in every kernel, or as they
+    are. Those named in `inputs` are in the features' own dtype, which may be split before it is multiplied.
+
+    Raises KeyError for a name without a type.
+    """
+    own, found = inputs.split(), list[Argument]()
+    for each in given:
+        if isinstance(each, Argument):
+            found.append(each)
+            continue
+        for name in each.split():
+            type_, _, multiple = _TYPES[name]
+            found.append(Argument(name, "*{inputs}" if name in own else type_, multiple or "never"))
+    return tuple(found)
 
 
-def pointers(kind: str, *names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, kind) for name in names)
-
-
-def counts(*names: str, multiple: str = "sizes") -> tuple[Argument, ...]:
-    return tuple(Argument(name, "int32", multiple) for name in names)
-
-
-def constants(*names: str) -> tuple[Argument, ...]:
-    return tuple(Argument(name, "constexpr") for name in names)
-
-
-def strides(*names: str) -> tuple[Argument, ...]:
-    """Of feature matrices: `name`_row_stride, `name`_depth_stride."""
-    return tuple(
-        each
-        for name in names
-        for each in (Argument(f"{name}_row_stride", "int32", "dim"), Argument(f"{name}_depth_stride", "depth stride"))
-    )
-
-
-def statistics(choice: Choice) -> tuple[Argument, ...]:
+def statistics(choice: Choice) -> str:
     """The sums of queries, and of keys where the loss has them, as wide floats."""
-    sides = ("query", "key") if choice.has_keys else ("query",)
-    return pointers("*fp32", *(f"{side}_{part}" for side in sides for part in ("exponent", "mantissa")))
+    return "query_exponent query_mantissa" + " key_exponent key_mantissa" * choice.has_keys
 
 
-def positive(choice: Choice) -> tuple[Argument, ...]:
+def positive(choice: Choice) -> str:
     """What the forward notes of each query's positive."""
-    references = ("positive_row_reference", "positive_key_reference")[: 1 + choice.has_keys]
-    return pointers("*fp32", "positive_z", *references)
+    return "positive_z positive_row_reference" + " positive_key_reference" * choice.has_keys
 
 
-def places(choice: Choice) -> tuple[Argument, ...]:
+def places(choice: Choice) -> str:
     """Where positives are: labels of the queries, or the global index of the first one's; and that of the first key."""
-    own = Argument("labels", "*int64") if choice.labels else Argument("first_positive", "int64")
-    return own, Argument("first_key", "int64")
-
-
-SCALARS = pointers("*fp32", "scale_ptr", "bias_ptr")
-WIDEN = constants("WIDEN")
+    return "labels first_key" if choice.labels else "first_positive first_key"
 
 
 def named_parts(dim: int) -> tuple[tuple[str, int], ...]:
@@ -112,12 +111,4 @@ def named_parts(dim: int) -> tuple[tuple[str, int], ...]:
 
 def features(side: str, rows: str, dim: int) -> tuple[Argument, ...]:
     """A feature matrix once for each part of the embedding, whose descriptors differ in width."""
-    return tuple(Argument(side + name, "*features", block=(rows, str(width))) for name, width in named_parts(dim))
-
-
-def when(condition: bool, *arguments: Argument | Iterable[Argument]) -> tuple[Argument, ...]:
-    """The arguments, or none."""
-    found: list[Argument] = []
-    for each in arguments if condition else ():
-        found += [each] if isinstance(each, Argument) else each
-    return tuple(found)
+    return tuple(Argument(side + name, "*{operands}", block=(rows, str(width))) for name, width in named_parts(dim))

@@ -6,17 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from infcl_gen.kernels.arguments import (
-    SCALARS,
-    WIDEN,
-    Argument,
-    Kernel,
-    constants,
-    counts,
-    pointers,
-    statistics,
-    strides,
-)
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, statistics
 from infcl_gen.kernels.choice import Block, Choice, padded_dim
 from infcl_gen.kernels.family import FP32_BLOCKS, Family, Tile
 from infcl_gen.kernels.gradient import STRATEGIES
@@ -80,62 +70,30 @@ class FinishTile(Tile):
 
 PRODUCT = Kernel(
     "product",
-    (
-        *pointers("*features", "g", "x"), *pointers("*fp32", "total"), *counts("rows", "inner"),
-        *counts("g_row_stride", multiple="always"), *counts("g_inner_stride"),
-        *counts("x_inner_stride", multiple="dim"), Argument("x_depth_stride", "depth stride"),
-        *constants("FRESH"), *WIDEN,
-    ),
+    arguments("g x total rows inner g_row_stride g_inner_stride x_inner_stride x_depth_stride FRESH WIDEN"),
     "product",
-)  # fmt: skip
+)
 FINISH = Kernel(
     "finish",
-    (
-        *pointers("*fp32", "total"), *pointers("*inputs", "x", "out"), *pointers("*fp32", "dots"), *SCALARS,
-        *pointers("*fp32", "upstream"), *pointers("fp32", "weight"), *counts("rows"), *strides("x"), *constants("DOTS"),
-    ),
+    arguments("total x out dots", SCALARS, "upstream weight rows x_row_stride x_depth_stride DOTS", inputs="x out"),
     "finish",
-)  # fmt: skip
-SCALAR_GRADIENTS = Kernel(
-    "scalars",
-    (
-        *pointers("*fp32", "dots", "dscale", "dbias"), *SCALARS, *pointers("*fp32", "upstream"),
-        *pointers("fp32", "weight"), *counts("parts", multiple="never"), *counts("rows"), *constants("BLOCK"),
-    ),
-)  # fmt: skip
-SPLIT = Kernel(
-    "split",
-    (
-        *pointers("*inputs", "x"), *pointers("*features", "out"), *counts("rows"), *strides("x"),
-        *counts("out_stride", multiple="dim"), *constants("KEYS"),
-    ),
-    "finish",
-)  # fmt: skip
+)
+SCALAR_GRADIENTS = Kernel("scalars", arguments("dots dscale dbias", SCALARS, "upstream weight parts rows BLOCK"))
+SPLIT = Kernel("split", arguments("x out rows x_row_stride x_depth_stride out_stride KEYS", inputs="x"), "finish")
 COPY_INPUTS = Kernel(
     "copy_inputs",
-    (
-        *pointers("*inputs", "q", "k"), *SCALARS, *pointers("*inputs", "q_out", "k_out"),
-        *pointers("*fp32", "scale_out", "bias_out"), *counts("queries", "keys"), *strides("q", "k"),
-    ),
+    arguments("q k", SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES, inputs="q k"),
     "finish",
-)  # fmt: skip
-MERGE_RANKS = Kernel(
-    "merge_ranks",
-    (
-        *pointers("*fp32", "part_exponent", "part_sum", "exponent", "mantissa"), *counts("keys"),
-        *counts("ranks", multiple="never"), *counts("part_stride"),
-    ),
-)  # fmt: skip
+)
+MERGE_RANKS = Kernel("merge_ranks", arguments("part_exponent part_sum exponent mantissa keys ranks part_stride"))
 
 
 def gradient_from_stash(choice: Choice) -> Kernel:
-    arguments = (
-        *pointers("*bf16", "stash"), *pointers("*fp32", "stash_reference"), *statistics(choice),
-        *pointers("*features", "g"), *pointers("*int32", "flags"), *counts("queries", "keys"),
-        *counts("strip", multiple="never"), *counts("stash_stride", multiple="always"), *counts("reference_stride"),
-        *counts("g_stride", multiple="always"),
+    taken = arguments(
+        "stash stash_reference", statistics(choice),
+        "g flags queries keys strip stash_stride reference_stride g_stride",
     )  # fmt: skip
-    return Kernel("gradient_from_stash", arguments, "gradient")
+    return Kernel("gradient_from_stash", taken, "gradient")
 
 
 FAMILIES = (

@@ -187,7 +187,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Kernels that share a template, triton/`template`.py.jinja.
+    """Kernels that are chosen together, and share a template, triton/`template`.py.jinja, where they name no other.
 
     strategies  whose packages have them, where `wanted` agrees
     tile        of these kernels, where `--set` may change it
@@ -215,6 +215,11 @@ class Family:
     gluon: str = ""
     values: Callable[[Choice], dict[str, Any]] = lambda choice: {}
     longest_strip: int = 0
+
+    def templates(self, choice: Choice) -> tuple[str, ...]:
+        """The paths of its kernels' templates, each once, in the order of the kernels."""
+        names = dict.fromkeys(kernel.template or self.template for kernel in self.kernels(choice))
+        return tuple(f"triton/{name}.py.jinja" for name in names)
 
     @property
     def module(self) -> str:

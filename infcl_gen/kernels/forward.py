@@ -5,18 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from infcl_gen.kernels.arguments import (
-    SCALARS,
-    WIDEN,
-    Argument,
-    Kernel,
-    constants,
-    counts,
-    features,
-    pointers,
-    strides,
-    when,
-)
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import FP32_BLOCKS, Family, Tile
 from infcl_gen.kernels.gradient import GradientTile
@@ -37,8 +26,8 @@ DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
 # Where it makes one step of the embedding, and keys are read once; 9.8 for 10.0 ms of a step at B = 65 536, D = 128.
 KEEPING_BLOCKS = {"hopper": (Block(64, 128, 64, 4, 4), Block(64, 256, 128, 4, 3))}
 STORING_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3), "blackwell": Block(128, 128, 64, 8, 2)}
-Q = Argument("q", "*features", block=("FORWARD_ROWS", "FORWARD_DEPTH"))
-K = Argument("k", "*features", block=("FORWARD_KEYS", "FORWARD_DEPTH"))
+Q = Argument("q", "*{operands}", block=("FORWARD_ROWS", "FORWARD_DEPTH"))
+K = Argument("k", "*{operands}", block=("FORWARD_KEYS", "FORWARD_DEPTH"))
 STASH = Argument("stash", "*bf16", block=("FORWARD_ROWS", "FORWARD_KEYS // 2"))
 
 
@@ -95,33 +84,27 @@ def key_lanes(block: Block, profile: DeviceProfile) -> int:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    plain = pointers("*features", "q", "k")
-    described = when(choice.descriptors, constants("DESCRIPTORS"))
-    parts = pointers("*fp32", "row_exponent", "row_sum") + when(
-        choice.has_keys, pointers("*fp32", "key_exponent", "key_sum")
-    )
-    flags = when(not choice.exact, pointers("*int32", "flags"))
-    sizes = (*counts("queries", "keys"), *counts("strip", multiple="never"), *counts("rows_stride"))
-    sizes += when(choice.has_keys, counts("keys_stride"))
-    lengths = strides("q", "k")
+    sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.has_keys
+    sizes = "queries keys strip rows_stride" + " keys_stride" * choice.has_keys
+    sampled = not choice.exact
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
         sources = (*features("q", "FORWARD_ROWS", choice.inner_dim), *features("k", "FORWARD_KEYS", choice.inner_dim))
-    forward = (
-        *sources, *SCALARS, *when(not choice.exact, pointers("*fp32", "reference")), *parts, *flags,
-        *when(choice.stash, STASH, pointers("*fp32", "stash_reference")), *sizes,
-        *when(choice.stash and not choice.descriptors, counts("stash_stride", multiple="always")),
-        *when(choice.stash, counts("reference_stride")), *lengths, *when(not choice.exact, constants("MASKED")),
-        *constants("DESCRIPTORS"), *WIDEN, *when(choice.stash, constants("STASH")),
+    forward = arguments(
+        *sources, SCALARS, "reference" * sampled, sums, "flags" * sampled,
+        *(STASH, "stash_reference") * choice.stash, sizes, "stash_stride" * (choice.stash and not choice.descriptors),
+        "reference_stride" * choice.stash, STRIDES, "MASKED" * sampled, "DESCRIPTORS WIDEN", "STASH" * choice.stash,
     )  # fmt: skip
-    first = (
-        *plain, *SCALARS, *pointers("*fp32", "reference"), *counts("queries", "keys"), *lengths, *described, *WIDEN,
-    )  # fmt: skip
-    again = (*plain, *SCALARS, *parts, *flags, *sizes, *lengths, *described, *WIDEN)
-    found = Kernel("forward", forward, "forward")
     if choice.exact:
-        return (found,)
-    return (Kernel("references", first, "forward"), found, Kernel("forward_wide", again, "forward", wide=True))
+        return (Kernel("forward", forward, "forward", template="forward_exact"),)
+    constants = "DESCRIPTORS WIDEN" if choice.descriptors else "WIDEN"
+    first = arguments("q k", SCALARS, "reference queries keys", STRIDES, constants)
+    again = arguments("q k", SCALARS, sums, "flags", sizes, STRIDES, constants)
+    return (
+        Kernel("references", first, "forward"),
+        Kernel("forward", forward, "forward"),
+        Kernel("forward_wide", again, "forward", wide=True, template="forward_wide"),
+    )
 
 
 FAMILY = Family("forward", kernels, tile=ForwardTile(), revision=1)

@@ -6,21 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from infcl_gen.inputs.problem import DTYPE_BYTES
-from infcl_gen.kernels.arguments import (
-    SCALARS,
-    WIDEN,
-    Argument,
-    Kernel,
-    constants,
-    counts,
-    features,
-    places,
-    pointers,
-    positive,
-    statistics,
-    strides,
-    when,
-)
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, features, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import RATIOS
@@ -104,32 +90,22 @@ def wide(profile: DeviceProfile, block: Block) -> tuple[int, int]:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    positives = (
-        *places(choice), *positive(choice), *SCALARS, *statistics(choice), *pointers("*fp32", "positive_g"),
-        *counts("queries", "keys"),
-    )  # fmt: skip
-    found = [RATIOS] if choice.has_keys else []
-    found.append(Kernel("fused_positives", positives))
-    for own in ("queries", "keys"):
-        found.append(Kernel(f"fused_{own}", _arguments(choice, own, wide=False), "fused"))
+    sums = statistics(choice)
+    positives = arguments(places(choice), positive(choice), SCALARS, sums, "positive_g queries keys")
+    found = [RATIOS] * choice.has_keys + [Kernel("fused_positives", positives, template="fused_positives")]
+    template = "fused" if choice.has_keys else "fused_rows"
+    rest = "positive_g total", "flags" * choice.has_keys, "queries keys", STRIDES, "FRESH MASKED"
+    for own, other, q_rows, k_rows in (
+        ("queries", "key", "FUSED_ROWS", "FUSED_KEYS"), ("keys", "query", "FUSED_KEYS", "FUSED_ROWS"),
+    ):  # fmt: skip
+        described = *features("q", q_rows, choice.dim), *features("k", k_rows, choice.dim)
+        ratios = f"{other}_ratio {other}_reference {other}_lowest" * choice.has_keys
+        taken = arguments(*described, places(choice), SCALARS, sums, ratios, *rest, "DESCRIPTORS WIDEN")
+        found.append(Kernel(f"fused_{own}", taken, "fused", template=template))
         if choice.has_keys:
-            found.append(Kernel(f"fused_{own}_wide", _arguments(choice, own, wide=True), "fused", wide=True))
+            again = arguments("q k", places(choice), SCALARS, sums, *rest, "WIDEN")
+            found.append(Kernel(f"fused_{own}_wide", again, "fused", wide=True))
     return tuple(found)
-
-
-def _arguments(choice: Choice, own: str, wide: bool) -> tuple[Argument, ...]:
-    rows = ("FUSED_ROWS", "FUSED_KEYS") if own == "queries" else ("FUSED_KEYS", "FUSED_ROWS")
-    sources = pointers("*features", "q", "k")
-    if not wide:
-        sources = (*features("q", rows[0], choice.dim), *features("k", rows[1], choice.dim))
-    other = "key" if own == "queries" else "query"
-    ratios = pointers("*fp32", *(f"{other}_{part}" for part in ("ratio", "reference", "lowest")))
-    return (
-        *sources, *places(choice), *SCALARS, *statistics(choice), *when(choice.has_keys and not wide, ratios),
-        *pointers("*fp32", "positive_g", "total"), *when(choice.has_keys, pointers("*int32", "flags")),
-        *counts("queries", "keys"), *strides("q", "k"), *constants("FRESH", "MASKED"),
-        *when(not wide, constants("DESCRIPTORS")), *WIDEN,
-    )  # fmt: skip
 
 
 FAMILY = Family("fused", kernels, ("fused",), tile=FusedTile(), revision=2)

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from infcl_gen.kernels.arguments import (
-    SCALARS,
-    WIDEN,
-    Argument,
-    Kernel,
-    constants,
-    counts,
-    places,
-    pointers,
-    positive,
-    statistics,
-    strides,
-    when,
-)
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import FP32_BLOCKS, Family, Tile
 
@@ -29,16 +16,9 @@ BLOCKS = {
 }
 STORED_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3)}  # of tiles that the forward stores through descriptors
 STRATEGIES = ("panel", "stash")
-Q = Argument("q", "*features", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
-K = Argument("k", "*features", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
-RATIOS = Kernel(
-    "ratios",
-    (
-        *pointers("*fp32", "exponent", "mantissa", "ratio", "reference", "lowest"),
-        *counts("count"),
-        *constants("SHARE", "ROWS"),
-    ),
-)
+Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
+K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
+RATIOS = Kernel("ratios", arguments("exponent mantissa ratio reference lowest count SHARE ROWS"), template="ratios")
 
 
 class GradientTile(Tile):
@@ -57,27 +37,18 @@ class GradientTile(Tile):
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     shared = choice.has_keys and not choice.exact  # one exponential of an element for both softmaxes
     flagged = shared or choice.stash
-    g = pointers("*features", "g", *["g_low"] * choice.split)
-    flags = pointers("*int32", "flags")
-    sizes = (*counts("queries", "keys"), *counts("strip", multiple="never"), *counts("g_stride", multiple="always"))
-    own = pointers("*fp32", "query_exponent", "query_mantissa", "key_ratio", "key_reference", "key_lowest")
-    gradient = (
-        Q, K, *SCALARS, *(own if shared else statistics(choice)), *g, *when(shared, flags), *sizes, *strides("q", "k"),
-        *constants("DESCRIPTORS"), *WIDEN,
-    )  # fmt: skip
-    again = (
-        *pointers("*features", "q", "k"), *SCALARS, *statistics(choice), *g, *flags, *sizes, *strides("q", "k"), *WIDEN,
-    )  # fmt: skip
-    positives = (
-        *places(choice), *positive(choice), *SCALARS, *statistics(choice), *g, *counts("queries", "keys"),
-        *counts("g_stride", multiple="always"),
-    )  # fmt: skip
-    found = [Kernel("gradient", gradient, "gradient")]
-    if flagged:
-        found.append(Kernel("gradient_wide", again, "gradient", wide=True))
-    if shared:
-        found.append(RATIOS)
-    return (*found, Kernel("gradient_positives", positives))
+    g = "g" + " g_low" * choice.split
+    sizes = "queries keys strip g_stride"
+    sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
+    gradient = arguments(Q, K, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
+    again = arguments("q k", SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
+    positives = arguments(places(choice), positive(choice), SCALARS, statistics(choice), g, "queries keys g_stride")
+    return (
+        Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
+        *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")] * flagged,
+        *[RATIOS] * shared,
+        Kernel("gradient_positives", positives, template="gradient_positives"),
+    )
 
 
 FAMILY = Family("gradient", kernels, STRATEGIES, tile=GradientTile(), revision=1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, constants, counts, pointers
+from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, arguments
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family
 
 ARCH = "sm_90"
 WARPS = 4  # of one group
 Q, K, G = (
-    Argument(name, "*features", block=(f"{name.upper()}_BLOCK[0]", f"{name.upper()}_BLOCK[1]"), layout="LAYOUT")
+    Argument(name, "*{operands}", block=(f"{name.upper()}_BLOCK[0]", f"{name.upper()}_BLOCK[1]"), layout="LAYOUT")
     for name in "qkg"
 )
 
@@ -36,19 +36,14 @@ def values(choice: Choice) -> dict[str, int]:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    sizes = (*counts("queries", "keys"), *counts("strip", multiple="never"))
-    sums = ("row_exponent", "row_sum", "key_exponent", "key_sum")
-    forward = (
-        Q, K, *SCALARS, *pointers("*fp32", "reference", *sums), *pointers("*int32", "flags"), *sizes,
-        *counts("rows_stride", "keys_stride"), *constants("MASKED"),
-    )  # fmt: skip
-    own = ("query_exponent", "query_mantissa", "key_ratio", "key_reference", "key_lowest")
-    gradient = (Q, K, *SCALARS, *pointers("*fp32", *own), G, *pointers("*int32", "flags"), *sizes)
+    sums = "reference row_exponent row_sum key_exponent key_sum"
+    forward = arguments(Q, K, SCALARS, sums, "flags queries keys strip rows_stride keys_stride MASKED")
+    sums = "query_exponent query_mantissa key_ratio key_reference key_lowest"
+    gradient = arguments(Q, K, SCALARS, sums, G, "flags queries keys strip")
+    stages = choice.hopper_stages
     return tuple(
-        Kernel(
-            f"{name}_hopper", arguments, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", replaces=name
-        )
-        for name, arguments in (("forward", forward), ("gradient", gradient))
+        Kernel(f"{name}_hopper", taken, warps=WARPS, stages=stages, registers="REGISTERS", replaces=name)
+        for name, taken in (("forward", forward), ("gradient", gradient))
     )
 
 

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from infcl_gen.kernels.arguments import (
-    SCALARS,
-    WIDEN,
-    Kernel,
-    constants,
-    counts,
-    places,
-    pointers,
-    positive,
-    statistics,
-    strides,
-    when,
-)
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -45,34 +33,23 @@ class PositiveTile(Tile):
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     keys = choice.has_keys
-    merge = (
-        *pointers("*fp32", "row_exponent", "row_sum", "query_exponent", "query_mantissa"), *counts("queries"),
-        *counts("row_parts", multiple="never"), *counts("rows_stride", "queries_written"),
-        *when(
-            keys, pointers("*fp32", "key_exponent", "key_sum", "key_totals_exponent", "key_totals_mantissa"),
-            counts("keys"), counts("key_parts", multiple="never"), counts("keys_stride", "keys_written"),
-        ),
+    merge = arguments(
+        "row_exponent row_sum query_exponent query_mantissa queries row_parts rows_stride queries_written",
+        "key_exponent key_sum key_totals_exponent key_totals_mantissa keys key_parts keys_stride keys_written" * keys,
+    )
+    positives = arguments(
+        "q k", places(choice), "row_exponent", "key_exponent" * keys, positive(choice), "queries keys", "strip" * keys,
+        "rows_stride", "keys_stride" * keys, STRIDES, "WIDEN",
     )  # fmt: skip
-    positives = (
-        *pointers("*features", "q", "k"), *places(choice), *pointers("*fp32", "row_exponent"),
-        *when(keys, pointers("*fp32", "key_exponent")), *positive(choice), *counts("queries", "keys"),
-        *when(keys, counts("strip", multiple="never")), *counts("rows_stride"), *when(keys, counts("keys_stride")),
-        *strides("q", "k"), *WIDEN,
-    )  # fmt: skip
-    loss_terms = (
-        *statistics(choice), *positive(choice), *SCALARS, *pointers("*fp64", "part_sums"), *counts("queries"),
-        *when(keys, counts("keys")), *pointers("fp32", "query_weight"), *when(keys, pointers("fp32", "key_weight")),
-        *constants("BLOCK"),
-    )  # fmt: skip
-    total_loss = (
-        *pointers("*fp64", "part_sums"), *pointers("*fp32", "loss"), *counts("parts", multiple="never"),
-        *constants("BLOCK"),
+    loss_terms = arguments(
+        statistics(choice), positive(choice), SCALARS, "part_sums queries", "keys" * keys, "query_weight",
+        "key_weight" * keys, "BLOCK",
     )  # fmt: skip
     return (
         Kernel("merge", merge),
         Kernel("positives", positives, "positive"),
         Kernel("loss_terms", loss_terms, warps=16),
-        Kernel("total_loss", total_loss),
+        Kernel("total_loss", arguments("part_sums loss parts BLOCK")),
     )
 
 

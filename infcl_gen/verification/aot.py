@@ -21,7 +21,6 @@ from typing import Any
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.hardware import load_profile, profile_names
 from infcl_gen.kernels import Argument, Family, Kernel, families
-from infcl_gen.kernels.arguments import KINDS
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
 
@@ -144,7 +143,7 @@ class Kernels:
     def _type(self, argument: Argument, module: ModuleType, inputs: Inputs) -> str:
         """An argument's type in Triton."""
         plan = self.spec["plan"]
-        kind = KINDS[argument.kind].format(operands=plan["operand_dtype"], inputs=self.spec["problem"]["dtype"])
+        kind = argument.type.format(operands=plan["operand_dtype"], inputs=self.spec["problem"]["dtype"])
         stored = argument.name == "stash" and bool(argument.block)
         if stored and inputs.other:  # any tensor where nothing is kept
             return "*fp32"
