@@ -25,6 +25,7 @@ FORWARD_KEYS = 32768  # of the same
 PANEL_ROWS = 65536  # backward panel; on one device dq accumulates over this many rows
 FINISH_ROWS = 16  # of one program
 LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
+LONGEST_STRIP = 64  # row blocks: a program reads its keys once
 DESCRIPTORS = True  # tensor descriptors, where address and strides allow them
 LIBRARY_MULTIPLE = 1  # no library products
 FORWARD_STRIPS = 32  # at most, for each block of keys
@@ -86,7 +87,7 @@ def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=N
 def _strip(m, n):
     """Row blocks that one program of the forward walks, in a panel of m queries and n keys."""
     row_blocks, key_blocks = cdiv(m, kernels.FORWARD_ROWS.value), cdiv(n, kernels.FORWARD_KEYS.value)
-    return strip_blocks(row_blocks, key_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS)
+    return strip_blocks(row_blocks, key_blocks, FORWARD_STRIPS, FORWARD_PROGRAMS, LONGEST_STRIP)
 
 
 def _forward_panel(block, scratch):

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "6195975c72e3c60270a2dbd27c9fb840bfddc4ee4c1841168ea26ca2b2cf9e4b",
+    "digest": "1a614b595e9a70c623766df3967a01a2fdf8a8fc358f17477a80dfaa4a345704",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

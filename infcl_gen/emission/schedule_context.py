@@ -113,7 +113,7 @@ def schedule_context(
         backward_sweep=sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
         most_terms="max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
         visiting_rows="GRADIENT_KEYS" if panels else "FUSED_KEYS",
-        longest_strip=", LONGEST_STRIP" if _longest_strip(plan) else "",
+        longest_strip=", LONGEST_STRIP" if _longest_strip(plan)[0] else "",
         wide_result="" if plan.exact else "out_dtype=torch.float32, ",
         imports=words,
         constants=tuple(_constants(plan, profile, exponent)),
@@ -125,7 +125,7 @@ def schedule_context(
 
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
-    panels, longest = plan.strategy != "fused", _longest_strip(plan)
+    panels, (longest, why, alone) = plan.strategy != "fused", _longest_strip(plan)
     found: list[tuple[str, Any, str, bool]] = [
         ("GRADIENT_EXPONENT", exponent, "gradients of logits are kept times 2 to this power", True),
         ("DIM", plan.dim, "of the embedding", True),
@@ -137,7 +137,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("STASH_ROWS", plan.stash_rows, "whole panels: their tiles are kept", plan.stash),
         ("FINISH_ROWS", plan.blocks["finish"].rows, "of one program", True),
         ("LOSS_ROWS", LOSS_ROWS, "queries, and keys, that one program takes the terms of", True),
-        ("LONGEST_STRIP", longest, "row blocks: one program an SM hides no other's start", longest > 0),
+        ("LONGEST_STRIP", longest, f"row blocks: {why}", longest > 0),
         ("DESCRIPTORS", plan.descriptors, "tensor descriptors, where address and strides allow them", True),
         ("LIBRARY_PRODUCTS", plan.library, "g times features, where the matrix library takes the strides", panels),
         ("EXACT_DEPTH", EXACT_DEPTH, "of one product: tensor cores cut what they add to a long sum", plan.split),
@@ -151,7 +151,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
     walked = [("forward", plan.forward_rows, plan.forward_keys), ("gradient", plan.panel_rows, plan.panel_keys)]
     for kernel, rows, keys in walked[: 1 + ("gradient" in plan.blocks and not plan.stash)]:
         block = plan.blocks[kernel]
-        programs = profile.multiprocessors if longest else TILES[kernel].resident_programs(block, plan, profile)
+        programs = profile.multiprocessors if alone else TILES[kernel].resident_programs(block, plan, profile)
         programs *= RING_WAVES if plan.world_size > 1 else 1
         strips = most_strips(rows, keys, block)
         found.append((f"{kernel.upper()}_STRIPS", strips, "at most, for each block of keys", True))
@@ -159,9 +159,15 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
     return [(name, value, note) for name, value, note, wanted in found if wanted]
 
 
-def _longest_strip(plan: Plan) -> int:
-    """Row blocks that one program walks at most, where it has a multiprocessor to itself; else 0."""
-    return max(family.longest_strip for family in families(plan))
+def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
+    """Row blocks that one program walks at most (0: as many as the runtime takes), why, and whether it has a
+    multiprocessor to itself."""
+    alone = max(family.longest_strip for family in families(plan))
+    if alone:
+        return alone, "one program an SM hides no other's start", True
+    if forward.keeps_keys(plan.blocks["forward"], plan):
+        return forward.KEEPING_STRIP, "a program reads its keys once", False
+    return 0, "", False
 
 
 _PAIR = "tuple[Tensor, ...]"
