@@ -6,26 +6,12 @@ triton_code(derivation.logit)       # expressions as source text
 """
 
 from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE
-from infcl_gen.losses.derive import Derivation, derive, loss_context, pair_gradient
+from infcl_gen.losses.derive import Derivation, derive, loss_context
 from infcl_gen.losses.language import LossError, LossSpec
 from infcl_gen.losses.load import is_builtin, load_loss, parse_formula, spec_as_dict, spec_from_dict
 from infcl_gen.losses.printers import torch_code, triton_code
 
 __all__ = [
-    "BUILTIN_LOSSES",
-    "CLIP",
-    "INFONCE",
-    "Derivation",
-    "LossError",
-    "LossSpec",
-    "derive",
-    "is_builtin",
-    "load_loss",
-    "loss_context",
-    "pair_gradient",
-    "parse_formula",
-    "spec_as_dict",
-    "spec_from_dict",
-    "torch_code",
-    "triton_code",
-]
+    "BUILTIN_LOSSES", "CLIP", "INFONCE", "Derivation", "LossError", "LossSpec", "derive", "is_builtin", "load_loss",
+    "loss_context", "parse_formula", "spec_as_dict", "spec_from_dict", "torch_code", "triton_code",
+]  # fmt: skip

@@ -15,29 +15,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff, exp
 
-from infcl_gen.losses.language import (
-    LARGEST_NUMBER,
-    LOSS_FUNCTIONS,
-    ROW_FUNCTIONS,
-    SMALLEST_NUMBER,
-    LossError,
-    LossSpec,
-    bias,
-    is_positive,
-    keys,
-    logsumexp_over_keys,
-    logsumexp_over_queries,
-    mean_over_keys,
-    mean_over_queries,
-    positive,
-    queries,
-    scale,
-    z,
-)  # fmt: skip
+from infcl_gen.losses import language
+from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, keys, queries, scale, z
 from infcl_gen.losses.printers import c, dense_code, display, p, r, temporaries, torch_code, triton_code, x
 from infcl_gen.runtime.table import Travelling
 
@@ -114,42 +98,36 @@ class Derivation:
     def formulas(self) -> dict[str, str]:
         """The derivation for people: names of quantities to ASCII formulas."""
         pair = {"x": "x_ij", "z": "z_ij", "r": "r_i", "c": "c_j", "p": "p_i"}
-        shares = {
-            "exp(x_ij - r_i)": self.query_share,
-            "exp(x_ij - c_j)": self.key_share,
-            "[j = positive(i)]": self.positive_share,
-        }
-        used = [(value, text) for text, value in shares.items() if value]
-        share = [f"{_signed(value, index == 0)}{text}" for index, (value, text) in enumerate(used)]
-        terms = []
+        terms, statistics = [], {}
         if self.has_queries:
             terms.append(f"sum_i ({display(self.query_term, pair)})")
+            statistics["query_statistic"] = "r_i = logsumexp_j x_ij"
         if self.has_keys:
             terms.append(f"sum_j ({display(self.key_term, {**pair, 'p': 'p_j'})})")
+            statistics["key_statistic"] = "c_j = logsumexp_i x_ij"
+        shares = (
+            (self.query_share, "exp(x_ij - r_i)"),
+            (self.key_share, "exp(x_ij - c_j)"),
+            (self.positive_share, "[j = positive(i)]"),
+        )
+        used = [(share, text) for share, text in shares if share]
+        g = " ".join(f"{_signed(share, index == 0)}{text}" for index, (share, text) in enumerate(used))
         slope = display(diff(self.logit, z), pair)
         slope = "" if slope == "1" else f" * {_wrapped(slope)}"
         dx_dscale = display(diff(self.logit, scale), pair)
-        formulas = {"logit": f"x_ij = {display(self.logit, pair)}, z_ij = q_i . k_j"}
-        if self.has_queries:
-            formulas["query_statistic"] = "r_i = logsumexp_j x_ij"
-        if self.has_keys:
-            formulas["key_statistic"] = "c_j = logsumexp_i x_ij"
-        formulas |= {
+        factor, dots = display(self.dscale_factor / self.gradient_factor), "sum_i q_i . dq_i"
+        dscale = {"0": "0", "1": dots}.get(factor, f"{factor} * {dots}")
+        return {
+            "logit": f"x_ij = {display(self.logit, pair)}, z_ij = q_i . k_j",
+            **statistics,
             "positive": "p_i = x_ii" if self.spec.positives == "diagonal" else "p_i = x_ij where j = labels[i]",
             "loss": f"L = 1/M * ({' + '.join(terms)})",
-            "dL/dx": f"g_ij = 1/M * ({' '.join(share)})",
+            "dL/dx": f"g_ij = 1/M * ({g})",
             "dq": f"dq_i = sum_j g_ij{slope} * k_j",
             "dk": f"dk_j = sum_i g_ij{slope} * q_i",
-            "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)} = {self._dscale_text()}",
+            "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)} = {dscale}",
             "dbias": f"dbias = {display(self.dbias)}",
         }
-        return formulas
-
-    def _dscale_text(self) -> str:
-        if self.dscale_factor == 0:
-            return "0"
-        factor = display(self.dscale_factor / self.gradient_factor)
-        return f"{'' if factor == '1' else factor + ' * '}sum_i q_i . dq_i"
 
 
 @lru_cache(maxsize=64)
@@ -210,15 +188,6 @@ def _derived(spec: LossSpec) -> Derivation:
     return derivation
 
 
-def pair_gradient(spec: LossSpec) -> Expr:
-    """The derivative of the whole loss with respect to z of one pair (i, j), for any loss of the language.
-
-    Reductions stay in it as functions: logsumexp_over_keys(x) is that of the pair's query. Also answers for losses that
-    `derive` refuses because no kernel exists yet.
-    """
-    return diff(spec.formula, z)
-
-
 class _Refusal(Exception):
     """Why no kernel exists for a loss."""
 
@@ -230,13 +199,15 @@ def _refuse(*checks: tuple[object, str]) -> None:
             raise _Refusal(why)
 
 
-_STATISTICS = (logsumexp_over_keys, logsumexp_over_queries, positive)
-_MEANS = (mean_over_queries, mean_over_keys)
+_STATISTICS = (language.logsumexp_over_keys, language.logsumexp_over_queries, language.positive)
+_MEANS = (language.mean_over_queries, language.mean_over_keys)
+_REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
+_LETTERS = {language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p}
 
 
 def _logit(spec: LossSpec) -> Expr:
     """The one expression that log-sum-exps and positives are taken of."""
-    reductions = spec.formula.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS)
+    reductions = spec.formula.atoms(*_REDUCTIONS)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, (*_STATISTICS, *_MEANS))})
     statistics = [each for each in reductions if isinstance(each, _STATISTICS)]
     logits = sorted({each.args[0] for each in statistics}, key=sympy.default_sort_key)
@@ -249,7 +220,7 @@ def _logit(spec: LossSpec) -> Expr:
     )
     (logit,) = logits
     unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
-    if unknown or logit.atoms(*ROW_FUNCTIONS, *LOSS_FUNCTIONS):
+    if unknown or logit.atoms(*_REDUCTIONS):
         inside = ", ".join(unknown) or "another reduction"
         raise _Refusal(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
     return logit
@@ -264,10 +235,6 @@ def _over_x(spec: LossSpec, logit: Expr) -> Expr:
     return formula
 
 
-def _over_statistics(expression: Expr) -> Expr:
-    return expression.xreplace({logsumexp_over_keys(x): r, logsumexp_over_queries(x): c, positive(x): p})
-
-
 def _terms(formula: Expr) -> tuple[Expr, Expr]:
     """query_term(r, p) and key_term(c, p): what is averaged over queries and over keys, with its coefficients."""
     means = sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)
@@ -280,7 +247,7 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
             (mean.args[0].atoms(*_MEANS), "a mean of a mean"),
             (not coefficient.is_number, "the loss is not a sum of constant multiples of means"),
         )
-        terms[mean.func] += coefficient * _over_statistics(mean.args[0])
+        terms[mean.func] += coefficient * mean.args[0].xreplace(_LETTERS)
         rest -= coefficient * dummy
     if sympy.expand(rest) != 0:
         raise _Refusal("something stands outside the means, or a mean is not multiplied by a constant")
@@ -295,7 +262,7 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
 
 def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
     """The constants of dL/dx_ij, read off the derivative that SymPy takes of the formula."""
-    gradient = sympy.expand_mul(_over_statistics(diff(formula, x)) * queries)
+    gradient = sympy.expand_mul(diff(formula, x).xreplace(_LETTERS) * queries)
     if spec.positives == "diagonal":
         gradient = sympy.expand_mul(gradient.xreplace({keys: queries}))
     parts = (exp(x - r), exp(x - c), is_positive)
@@ -305,8 +272,9 @@ def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
     rest = sympy.expand(linear - sum(s * d for s, d in zip(shares, stand_ins, strict=True)))
     if rest != 0 or not all(share.is_number and share.is_finite and share.is_real for share in shares):
         raise _Refusal(f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares")
-    if any(share != 0 and not SMALLEST_NUMBER <= abs(share) <= LARGEST_NUMBER for share in shares):
-        raise _Refusal(f"a weight below {SMALLEST_NUMBER:g} or above {LARGEST_NUMBER:g} leaves the range of fp32")
+    least, most = language.SMALLEST_NUMBER, language.LARGEST_NUMBER
+    if any(share != 0 and not least <= abs(share) <= most for share in shares):
+        raise _Refusal(f"a weight below {least:g} or above {most:g} leaves the range of fp32")
     return shares[0], shares[1], shares[2]
 
 
@@ -335,69 +303,38 @@ def _dbias(logit: Expr, total: Expr) -> Expr:
     raise _Refusal("dL/dbias is not a constant (bias must be added to the logit)")
 
 
-@dataclass(frozen=True)
-class LossContext:
+def loss_context(derivation: Derivation) -> dict[str, Any]:
     """The holes of torch/loss.py.jinja: torch source printed from the formula, and literals."""
-
-    name: str
-    formulas: str
-    has_queries: bool
-    has_keys: bool
-    positives: str
-    labels: bool
-    labels_type: str
-    query_share: float
-    key_share: float
-    positive_share: float
-    positive_rest: float
-    dbias: float
-    logit: str
-    dlogit_dz: str
-    query_term: str
-    key_term: str
-    gradient_factor: str
-    dscale_factor: str
-    reductions: str
-    loss: str
-
-
-def loss_context(derivation: Derivation) -> LossContext:
     spec = derivation.spec
     over_x, labels = _over_x(spec, derivation.logit), spec.positives == "label"
     reductions = (
         ("r", derivation.has_queries, "torch.logsumexp(x, dim=1)"),
         ("c", derivation.has_keys, "torch.logsumexp(x, dim=0)"),
-        ("p", over_x.has(positive), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
+        ("p", over_x.has(language.positive), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
     )
-    return LossContext(
-        name=spec.name,
-        formulas="\n".join(derivation.formulas().values()),
-        has_queries=derivation.has_queries,
-        has_keys=derivation.has_keys,
-        positives=spec.positives,
-        labels=labels,
-        labels_type="Tensor | str | None" if labels else "Tensor | None",
-        query_share=derivation.query_share,
-        key_share=derivation.key_share,
-        positive_share=derivation.positive_share,
-        positive_rest=derivation.positive_rest,
-        dbias=float(derivation.dbias),
-        logit=torch_code(derivation.logit),
-        dlogit_dz=torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
-        query_term=torch_code(derivation.query_term) if derivation.has_queries else "torch.zeros_like(p)",
-        key_term=torch_code(derivation.key_term) if derivation.has_keys else "torch.zeros_like(c)",
-        gradient_factor=torch_code(derivation.gradient_factor),
-        dscale_factor=torch_code(derivation.dscale_factor),
-        reductions="\n".join(f"{name} = {code}" for name, used, code in reductions if used),
-        loss=dense_code(_over_statistics(over_x)),
-    )
+    literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")
+    printed = ("logit", "gradient_factor", "dscale_factor")
+    return {
+        **{name: getattr(derivation, name) for name in literals},
+        **{name: torch_code(getattr(derivation, name)) for name in printed},
+        "name": spec.name,
+        "formulas": "\n".join(derivation.formulas().values()),
+        "positives": spec.positives,
+        "labels": labels,
+        "labels_type": "Tensor | str | None" if labels else "Tensor | None",
+        "dbias": float(derivation.dbias),
+        "dlogit_dz": torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
+        "query_term": torch_code(derivation.query_term) if derivation.has_queries else "torch.zeros_like(p)",
+        "key_term": torch_code(derivation.key_term) if derivation.has_keys else "torch.zeros_like(c)",
+        "reductions": "\n".join(f"{name} = {code}" for name, used, code in reductions if used),
+        "loss": dense_code(over_x.xreplace(_LETTERS)),
+    }
 
 
 def _signed(value: float, first: bool) -> str:
-    sign = "-" if value < 0 else ("" if first else "+")
-    space = "" if first else " "
-    magnitude = "" if abs(value) == 1 else f"{abs(value)!r} * "
-    return f"{sign}{space}{magnitude}"
+    """The sign and factor before a term of a sum: "- 0.5 * "."""
+    sign = ("-" if value < 0 else "") if first else ("- " if value < 0 else "+ ")
+    return sign if abs(value) == 1 else f"{sign}{abs(value)!r} * "
 
 
 def _wrapped(text: str) -> str:

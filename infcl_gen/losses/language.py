@@ -36,8 +36,10 @@ from __future__ import annotations
 import keyword
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import sympy
 from sympy import Expr, Function, Integer, Rational, Symbol
@@ -160,22 +162,13 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
 
 def is_identifier(name: object) -> bool:
     """True for a string that is an ASCII Python identifier, no keyword, of at most 64 characters."""
-    return (
-        isinstance(name, str)
-        and name.isascii()
-        and name.isidentifier()
-        and not keyword.iskeyword(name)
-        and len(name) <= 64
-    )
+    if not isinstance(name, str) or keyword.iskeyword(name):
+        return False
+    return re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,63}", name) is not None
 
 
-SYMBOLS: dict[str, Symbol] = {
-    name: Symbol(name, real=True)
-    for name in (
-        "z", "scale", "bias", "queries", "keys", "is_positive", "is_self", "same_id", "positives_of_query",
-        "query_weight", "key_weight",
-    )
-}  # fmt: skip
+_SYMBOLS = "z scale bias queries keys is_positive is_self same_id positives_of_query query_weight key_weight"
+SYMBOLS: dict[str, Symbol] = {name: Symbol(name, real=True) for name in _SYMBOLS.split()}
 z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query, query_weight, key_weight = (
     SYMBOLS.values()
 )
@@ -203,112 +196,45 @@ def similarity_symbol(name: str) -> Symbol | None:
     return Symbol(name, real=True) if known else None
 
 
-class _Opaque(Function):
-    """A function that SymPy leaves alone, with its derivative in the first argument.
+def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...] = (1,)) -> Any:
+    """A function f that SymPy leaves alone, with its derivative `slope(f(u), u)` in its first argument u.
 
-    Reductions define it *for one pair*: how the reduced value that the pair (i, j) belongs to changes with
+    The slope of a reduction is that *of one pair*: how the reduced value that the pair (i, j) belongs to changes with
     the pair's own argument. The chain rule of SymPy then gives dL/dx_ij of a whole formula.
     """
 
-    slope: ClassVar[Expr]
-
-    @classmethod
-    def eval(cls, *arguments: Expr) -> None:
-        return None
-
-    def fdiff(self, argindex: int = 1) -> Expr:
+    def fdiff(self: Expr, argindex: int = 1) -> Expr:
         if argindex != 1:  # masks select pairs; they do not depend on the features
             raise ArgumentIndexError(self, argindex)
-        return self._slope()
+        return sympy.sympify(slope(self, self.args[0]))
 
-    def _slope(self) -> Expr:
-        return self.slope
-
-
-class _LogSumExp(_Opaque):
-    def _slope(self) -> Expr:
-        where = self.args[1] if len(self.args) > 1 else Integer(1)
-        return where * sympy.exp(self.args[0] - self)
+    return type(name, (Function,), {"nargs": nargs, "fdiff": fdiff, "__module__": __name__})
 
 
-class logsumexp_over_keys(_LogSumExp):
-    nargs = (1, 2)
+def _share(r: Expr, x: Expr) -> Expr:
+    """A pair's part of its log-sum-exp, of which a mask is the second argument."""
+    return math.prod(r.args[1:]) * sympy.exp(x - r)
 
 
-class logsumexp_over_queries(_LogSumExp):
-    nargs = (1, 2)
+logsumexp_over_keys = _opaque("logsumexp_over_keys", _share, nargs=(1, 2))
+logsumexp_over_queries = _opaque("logsumexp_over_queries", _share, nargs=(1, 2))
+positive = _opaque("positive", lambda f, x: is_positive)
+mean_over_positives = _opaque("mean_over_positives", lambda f, x: is_positive / positives_of_query)
+mean_of_keys = _opaque("mean_of_keys", lambda f, x: 1 / keys)
+mean_over_queries = _opaque("mean_over_queries", lambda f, e: 1 / queries)
+mean_over_keys = _opaque("mean_over_keys", lambda f, e: 1 / keys)
+sum_over_pairs = _opaque("sum_over_pairs", lambda f, e: 1)
+step = _opaque("step", lambda f, u: 0)
+sigmoid: Any = _opaque("sigmoid", lambda f, u: f * sigmoid(-u))
+softplus = _opaque("softplus", lambda f, u: sigmoid(u))
 
 
-class positive(_Opaque):
-    nargs = 1
-    slope = is_positive
-
-
-class mean_over_positives(_Opaque):
-    nargs = 1
-    slope = is_positive / positives_of_query
-
-
-class mean_of_keys(_Opaque):
-    nargs = 1
-    slope = 1 / keys
-
-
-class mean_over_queries(_Opaque):
-    nargs = 1
-    slope = 1 / queries
-
-
-class mean_over_keys(_Opaque):
-    nargs = 1
-    slope = 1 / keys
-
-
-class sum_over_pairs(_Opaque):
-    nargs = 1
-    slope = Integer(1)
-
-
-class step(_Opaque):
-    """1 where u > 0, else 0; its derivative is 0."""
-
-    nargs = 1
-    slope = Integer(0)
-
-
-class softplus(_Opaque):
-    """log(1 + exp(u)), evaluated without overflow."""
-
-    nargs = 1
-
-    def _slope(self) -> Expr:
-        return sigmoid(self.args[0])
-
-
-class sigmoid(_Opaque):
-    """1 / (1 + exp(-u)), evaluated without overflow."""
-
-    nargs = 1
-
-    def _slope(self) -> Expr:
-        return self * sigmoid(-self.args[0])
-
-
-def exp(u: Expr) -> Expr:
+def _sized(function: Any, u: Expr) -> Expr:
     check_size(u)  # SymPy simplifies, in time that is exponential in the depth of `tanh(u) + u`
-    return sympy.exp(u)
+    return function(u)
 
 
-def log(u: Expr) -> Expr:
-    check_size(u)
-    return sympy.log(u)
-
-
-def tanh(u: Expr) -> Expr:
-    check_size(u)
-    return sympy.tanh(u)
-
-
+exp, log, tanh = (partial(_sized, function) for function in (sympy.exp, sympy.log, sympy.tanh))
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (logsumexp_over_keys, logsumexp_over_queries, positive, mean_over_positives, mean_of_keys)
 FUNCTIONS: dict[str, Any] = {

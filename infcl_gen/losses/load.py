@@ -17,6 +17,9 @@ from infcl_gen.losses.builtin import BUILTIN_LOSSES
 from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
 from infcl_gen.losses.printers import LONGEST_TEXT, display
 
+_LARGEST_NUMBER = 1e300
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
 
 def load_loss(name: str) -> LossSpec:
     """Return the built-in loss `name`, or the LossSpec called NAME in FILE.py for `FILE.py:NAME`.
@@ -25,8 +28,6 @@ def load_loss(name: str) -> LossSpec:
     Raises LossError (an InputError) with one line for whatever is wrong: an unknown name, no file, a syntax error, an
     exception while it runs, no such name, or a value that is not a LossSpec.
     """
-    if not isinstance(name, str):
-        raise LossError(f"--loss: expected a name or FILE.py:NAME, not {type(name).__name__}")
     if name in BUILTIN_LOSSES:
         return BUILTIN_LOSSES[name]
     file, colon, attribute = name.rpartition(":")
@@ -113,15 +114,6 @@ def _built(node: ast.expr) -> Expr:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
             return FUNCTIONS[name](*map(_build, arguments))
     raise ValueError(f"{ast.unparse(node)[:80]!r} is not in the loss language")
-
-
-_LARGEST_NUMBER = 1e300
-_OPERATIONS: dict[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 
 
 def _execute(file: str) -> ModuleType:

@@ -66,7 +66,7 @@ class Printer:
             text = translation.format(", ".join(self._print(argument, names)[0] for argument in expression.args))
             if len(text) > LONGEST_TEXT:
                 raise LossError(f"{self.target} would need more than {LONGEST_TEXT} characters for it")
-            return text, (_SUM if _is_sum(text) else _ATOM)
+            return text, (_ATOM if _is_call(translation) else _SUM)
         raise LossError(f"{self.target} has no translation for {expression.func.__name__} in {expression}")
 
     def _bound(self, expression: Expr, names: Mapping[str, str], level: int) -> str:
@@ -142,18 +142,13 @@ def temporaries(code: str, variable: str) -> int:
 
     def count(node: ast.AST) -> tuple[int, int]:
         """The most at once, and how many are left."""
-        if isinstance(node, ast.Name | ast.Constant):
+        names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        if isinstance(node, ast.Name) or variable not in names:
             return 0, 0
-        if isinstance(node, ast.BinOp):
-            operands = [node.left, node.right]
-        else:
-            operands = [node.operand] if isinstance(node, ast.UnaryOp) else list(node.args)  # type: ignore[attr-defined]
         most = left = 0
-        for operand in operands:
+        for operand in ast.iter_child_nodes(node):
             peak, remains = count(operand)
             most, left = max(most, left + peak), left + remains
-        if not any(isinstance(name, ast.Name) and name.id == variable for name in ast.walk(node)):
-            return 0, 0
         inside = 2 if isinstance(node, ast.Call) and "logsigmoid" in ast.unparse(node.func) else 1  # it has a buffer
         return max(most, left + inside), 1
 
@@ -164,14 +159,9 @@ def _is_negative(term: Expr) -> bool:
     return bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
 
 
-def _is_sum(text: str) -> bool:
-    """True if a translation is not one call such as f(u) and so needs parentheses inside other operations."""
-    depth = 0
-    for index, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth == 0 and character == ")" and index + 1 < len(text) and text[index + 1] != ".":
-            return True
-    return text.startswith("-") or not text.endswith(")")
+def _is_call(translation: str) -> bool:
+    """Whether it needs no parentheses inside other operations, being one call such as f(u)."""
+    return isinstance(ast.parse(translation.format("u"), mode="eval").body, ast.Call)
 
 
 def _calls(module: str) -> dict[Any, str]:

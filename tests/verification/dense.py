@@ -59,7 +59,7 @@ def dense_package(spec: LossSpec) -> types.ModuleType:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    text = environment.get_template("torch/loss.py.jinja").render(vars(loss_context(derive(spec))))
+    text = environment.get_template("torch/loss.py.jinja").render(loss_context(derive(spec)))
     name = f"dense_package_{spec.name}_{abs(hash(text))}"
     package, loss = types.ModuleType(name), types.ModuleType(f"{name}.loss")
     exec(compile(text, f"{name}/loss.py", "exec"), loss.__dict__)
