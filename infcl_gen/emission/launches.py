@@ -1,19 +1,18 @@
-"""The launches of a schedule as Python source: each kernel's grid, and what the schedule calls what the kernel takes.
+"""Signatures of kernels, and their launches in a schedule, as Python source.
 
-An argument that is in no table here is a variable of its own name.
+A launch has the kernel's grid, and what the schedule calls what the kernel takes: an argument that is in no table here
+is a variable of its own name.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Mapping, Sequence
 
-from infcl_gen.emission.printing import ABSENT, wrapped
+from infcl_gen.emission.render import ABSENT
 from infcl_gen.kernels import Family, Kernel, families
 from infcl_gen.kernels.arguments import named_parts
-
-if TYPE_CHECKING:
-    from infcl_gen.emission.lower import KernelSpec
-    from infcl_gen.kernels.choice import Choice
+from infcl_gen.kernels.choice import Choice
 
 _ALL = {
     "scale_ptr": "scale", "bias_ptr": "bias", "queries": "m", "keys": "n",
@@ -91,11 +90,19 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
 }
 
 
-def launches(choice: Choice, kernels: tuple[KernelSpec, ...]) -> dict[str, str]:
-    """By kernel, the statement that launches it: arguments by name, then launch options. ABSENT without that kernel."""
-    chosen = {kernel.name: kernel for kernel in kernels}
+def signatures(choice: Choice) -> dict[str, str]:
+    """The opening of each kernel's definition, by its name."""
+    found = {}
+    for kernel in (kernel for family in families(choice) for kernel in family.kernels(choice)):
+        words = [f"{each.name}: tl.constexpr" if each.name.isupper() else each.name for each in kernel.arguments]
+        found[kernel.name] = _wrapped(f"def {kernel.name}(", words, "):")
+    return found
+
+
+def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+    """By kernel, the statement that launches it: arguments by name, then its `options`. ABSENT without that kernel."""
     values = dict(_ALL)
-    for part, (name, _) in enumerate(named_parts(choice.inner_dim)):
+    for part, (name, *_) in enumerate(named_parts(choice.inner_dim)):
         values |= {f"{x}{name}": f"sides[{part}][{side}].source" for side, x in enumerate("qk") if name}
     found = dict.fromkeys(_LAUNCHES, ABSENT)
     for family in families(choice):
@@ -112,10 +119,10 @@ def launches(choice: Choice, kernels: tuple[KernelSpec, ...]) -> dict[str, str]:
             if kernel.name.startswith("gradient") and choice.split:
                 own |= _HALVES_OF_G
             words = [f"{each.name}={own.get(each.name, each.name)}" for each in kernel.arguments]
-            words.append(f"num_warps={chosen[kernel.name].warps}")
-            stages = f"num_stages={chosen[kernel.name].stages}"
+            words.append(f"num_warps={options[kernel.name]['warps']}")
+            stages = f"num_stages={options[kernel.name]['stages']}"
             words.append(f"maxnreg={family.module}.{kernel.registers}" if kernel.registers else stages)
-            text = f"launch({family.module}.{kernel.name}, {grid},\n" + wrapped(" " * 8, words, ")")
+            text = f"launch({family.module}.{kernel.name}, {grid},\n" + _wrapped(" " * 8, words, ")")
             found[replaced] = _instead(family, kernel, text, found[replaced]) if kernel.replaces else text
     return found
 
@@ -146,3 +153,11 @@ def _instead(family: Family, kernel: Kernel, text: str, ordinary: str) -> str:
         here = f"descriptors and {here}"
     inner, other = (each.replace("\n", "\n    ") for each in (text, ordinary))
     return f"if {here}:\n        from . import {family.module}\n\n        {inner}\n    else:\n        {other}"
+
+
+def _wrapped(opening: str, words: Sequence[str], closing: str) -> str:
+    """One statement, or what continues one, of 112 columns, as some launches stand deeper; further lines are indented
+    by eight. Words are not broken."""
+    text = opening + ", ".join(word.replace(" ", "\0") for word in words) + closing
+    lines = textwrap.fill(text, 112, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")

@@ -1,4 +1,4 @@
-"""Plan -> package specification: which files there are, from which templates, with which values in their holes.
+"""Plan -> files of the package: which there are, from which templates, with which names in them.
 
 All arithmetic that a template might want is done here. The result holds literals and printed expressions only,
 so that rendering is a pure function of it.
@@ -10,17 +10,17 @@ import dataclasses
 import hashlib
 import re
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
-from infcl_gen.emission.package_context import SpecContext, init_context, torch_context
-from infcl_gen.emission.printing import signature_printer
+from infcl_gen.emission.launches import signatures
+from infcl_gen.emission.render import File
 from infcl_gen.emission.schedule_context import schedule_context
 from infcl_gen.hardware import load_profile, profile_names
+from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.kernels import TILES, families
 from infcl_gen.losses import is_builtin, loss_context, spec_as_dict
+from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
 
@@ -31,72 +31,35 @@ if TYPE_CHECKING:
     from infcl_gen.planning.planner import Plan
 
 SCHEMA_VERSION = 1
-RUNTIME_FOLDER = Path(__file__).resolve().parent.parent / "runtime"  # ships inside every package, verbatim
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelSpec:
-    """One kernel of kernels.py and its launch options; its tile is a constant at the top of the file."""
-
-    name: str
-    warps: int
-    stages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class FileSpec:
-    """One file of the package: its path there, the templates whose text it joins, and a dataclass of their holes."""
-
-    path: str
-    templates: tuple[str, ...]
-    context: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class PackageSpec:
-    """All that rendering needs. `literals` is SPEC (its digest is filled in when the text is known)."""
-
-    name: str
-    literals: Mapping[str, Any]
-    kernels: tuple[KernelSpec, ...]
-    files: tuple[FileSpec, ...]
-    runtime_files: tuple[str, ...]
-
-
-def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> PackageSpec:
+def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[File]:
     """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
-    name = package_name(plan, derivation)
-    kernels = kernel_specs(plan, profile)
-    literals = spec_literals(plan, derivation, profile, name, kernels)
-    device = _identifier(plan.problem.device_profile)
+    device = _identifier(plan.problem.device_profile)  # ASCII; names of user files enter as a digest
+    name = f"{_identifier(derivation.spec.name)}_{device}_d{plan.dim}"
+    spec = spec_literals(plan, derivation, profile, name)
+    package = _package_context(plan, derivation) | {"name": name, "device": device}
     files = [
-        FileSpec("__init__.py", ("package/__init__.py.jinja",), init_context(plan, derivation, name, device)),
-        FileSpec("spec.py", ("package/spec.py.jinja",), SpecContext(name, literals)),
-        FileSpec("loss.py", ("torch/loss.py.jinja",), loss_context(derivation)),
+        File("__init__.py", ["package/__init__.py.jinja"], package),
+        File("spec.py", ["package/spec.py.jinja"], {"name": name, "spec": spec}),
+        File("loss.py", ["torch/loss.py.jinja"], loss_context(derivation)),
     ]
     if plan.strategy == "torch":
-        files.append(FileSpec("schedule.py", ("torch/schedule.py.jinja",), torch_context(plan, derivation)))
-    else:
-        found = families(plan)
-        kernel = kernels_context(name, plan, derivation, profile)
-        of_kernels = {**vars(kernel), "signature": signature_printer(found, plan)}
-        templates = [name for family in found if family.file == "kernels.py" for name in family.templates(plan)]
-        files.append(FileSpec("kernels.py", ("triton/header.py.jinja", *templates), of_kernels))
-        files += [
-            FileSpec(family.file, family.templates(plan), of_kernels | family.values(plan))
-            for family in found
-            if family.file != "kernels.py"
-        ]
-        sweep = "fused" if plan.strategy == "fused" else "panel"
-        schedule = schedule_context(plan, name, profile, kernels, literals["gradient_exponent"])
-        files.append(FileSpec("schedule.py", (f"triton/schedule_{sweep}.py.jinja",), schedule))
-    runtime_files = sorted(file.name for file in RUNTIME_FOLDER.glob("*.py"))
-    return PackageSpec(name, literals, kernels, tuple(files), tuple(runtime_files))
+        return [*files, File("schedule.py", ["torch/schedule.py.jinja"], _torch_context(plan, derivation))]
+    context = kernels_context(name, plan, derivation, profile) | {"signature": signatures(plan).__getitem__}
+    templates, variants = ["triton/header.py.jinja"], []
+    for family in families(plan):
+        if family.file == "kernels.py":
+            templates += family.templates(plan)
+        else:
+            variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
+    sweep = "fused" if plan.strategy == "fused" else "panel"
+    schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"])
+    of_schedule = File("schedule.py", [f"triton/schedule_{sweep}.py.jinja"], schedule)
+    return [*files, File("kernels.py", templates, context), *variants, of_schedule]
 
 
-def spec_literals(
-    plan: Plan, derivation: Derivation, profile: DeviceProfile, name: str, kernels: tuple[KernelSpec, ...]
-) -> dict[str, Any]:
+def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, name: str) -> dict[str, Any]:
     """SPEC of the package: literals only, in a fixed order."""
     planned = plan.as_dict()
     return {
@@ -113,7 +76,7 @@ def spec_literals(
         "device": dataclasses.asdict(profile),
         "regenerate": _regenerate(plan.problem, derivation, profile),
         "derivation": derivation.formulas(),
-        "launches": {kernel.name: {"warps": kernel.warps, "stages": kernel.stages} for kernel in kernels},
+        "launches": _launch_options(plan, profile),
         "predicted": {
             "peak_bytes": plan.predicted_peak_bytes,
             "time_s": plan.predicted_time_s,
@@ -145,24 +108,60 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
     return f"infcl-gen generate --batch-size {{queries}} --keys {{keys}} {literal} -o DIR"
 
 
-def kernel_specs(plan: Plan, profile: DeviceProfile) -> tuple[KernelSpec, ...]:
-    """The kernels of a package in the order of kernels.py; none for the torch strategy."""
-    specs = []
+def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, int]]:
+    """Warps and stages of the package's kernels, in the order of kernels.py; none for the torch strategy."""
+    found = {}
     for kernel in (kernel for family in families(plan) for kernel in family.kernels(plan)):
-        if not kernel.block:
-            specs.append(KernelSpec(kernel.name, kernel.warps, kernel.stages))
-        elif kernel.wide:
-            warps = TILES[kernel.block].wide_warps(plan.blocks[kernel.block], profile)
-            specs.append(KernelSpec(kernel.name, warps, 2))
-        else:
-            block = plan.blocks[kernel.block]
-            specs.append(KernelSpec(kernel.name, block.warps, block.stages))
-    return tuple(specs)
+        launched = plan.blocks[kernel.block] if kernel.block else kernel
+        warps, stages = launched.warps, launched.stages
+        if kernel.wide:
+            warps, stages = TILES[kernel.block].wide_warps(plan.blocks[kernel.block], profile), 2
+        found[kernel.name] = {"warps": warps, "stages": stages}
+    return found
 
 
-def package_name(plan: Plan, derivation: Derivation) -> str:
-    """An ASCII identifier such as clip_h200_d768; names of user files enter as a digest."""
-    return f"{_identifier(derivation.spec.name)}_{_identifier(plan.problem.device_profile)}_d{plan.problem.dim}"
+def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
+    """What the docstring of package/__init__.py.jinja tells."""
+    problem, formulas = plan.problem, derivation.formulas()
+    return {
+        "logit": formulas["logit"],
+        "loss": formulas["loss"],
+        "queries": problem.batch_size,
+        "keys": problem.total_keys,
+        "dim": plan.dim,
+        "dtype": plan.dtype,
+        "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
+        "alone": problem.devices == 1,
+        "strategy": plan.strategy,
+        "kernels": plan.strategy != "torch",
+        "mib": f"{plan.predicted_peak_bytes / 2**20:.1f}",
+        "rows_per_rank": plan.rows_per_rank,
+    }
+
+
+def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
+    """The names in torch/schedule.py.jinja; dtypes are torch's names."""
+    formulas, upcast = derivation.formulas(), plan.dtype != plan.statistics_dtype
+    return {
+        "dim": plan.dim,
+        "loss_formula": formulas["loss"],
+        "gradient_formula": formulas["dL/dx"],
+        "feature_dtype": TORCH_DTYPES[plan.dtype],
+        "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
+        "upcast": upcast,  # features are converted panel by panel
+        "affine": plan.affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
+        "logit_strips": plan.logit_strips,
+        "has_keys": plan.has_keys,
+        "labels": plan.labels,
+        "positive_parts": 5 if plan.has_keys else 3,
+        "finish_strips": "2 strips" if upcast else "1 strip",
+        "gradient_of_logits": "M * dL/dx" if plan.affine else "M * dL/dx * dx/dz",
+        "strip_rows": STRIP_ROWS,
+        "forward_rows": plan.forward_rows,
+        "forward_keys": plan.forward_keys,
+        "panel_rows": plan.panel_rows,
+        "panel_keys": plan.panel_keys,
+    }
 
 
 def _identifier(name: str) -> str:

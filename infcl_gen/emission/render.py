@@ -1,7 +1,7 @@
-"""Package specification -> source text.
+"""Files of a package, as templates and the names in them -> source text.
 
-Templates hold what has to vary and nothing else; runtime files are copied verbatim. The text depends on the
-specification only: no date, no path of this machine, no order of a hash table.
+Templates hold what has to vary and nothing else; runtime files are copied verbatim. The text depends on what is given
+only: no date, no path of this machine, no order of a hash table.
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
-from infcl_gen.emission.lower import RUNTIME_FOLDER, PackageSpec
-from infcl_gen.emission.printing import ABSENT
-
 LINE_WIDTH = 120  # of a literal
+ABSENT = "\0"  # in a hole: what takes its line with it
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DIGEST_LINE = re.compile(r'^    "digest": "[0-9a-f]*",\n', re.MULTILINE)
 
 
-def render(spec: PackageSpec) -> dict[str, str]:
+class File(NamedTuple):
+    """One file of the package: its path there, the templates whose text it joins, and the names in them."""
+
+    path: str
+    templates: Sequence[str]
+    names: Mapping[str, Any]
+
+
+def render(files: Sequence[File]) -> dict[str, str]:
     """The text of every file of the package by its path in the package, except for the manifest.
 
     SPEC["digest"] is `content_digest` of the other text, so it identifies the whole package.
     """
-    environment = _environment()
-    files = {}
-    for file in spec.files:
-        holes = file.context if isinstance(file.context, dict) else vars(file.context)
-        parts = [environment.get_template(name).render(holes) for name in file.templates]
-        files[file.path] = _tidy("\n\n\n".join(part.strip("\n") for part in parts))
-    for name in spec.runtime_files:
-        files[f"_runtime/{name}"] = (RUNTIME_FOLDER / name).read_text(encoding="utf-8")
-    return with_digest(files)
+    environment, found = _environment(), {}
+    for file in files:
+        parts = [environment.get_template(name).render(file.names) for name in file.templates]
+        found[file.path] = _tidy("\n\n\n".join(part.strip("\n") for part in parts))
+    for source in (_PACKAGE / "runtime").glob("*.py"):  # ships inside every package, verbatim
+        found[f"_runtime/{source.name}"] = source.read_text(encoding="utf-8")
+    return with_digest(found)
 
 
 def with_digest(files: Mapping[str, str]) -> dict[str, str]:

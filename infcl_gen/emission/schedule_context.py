@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.emission.launches import launches
@@ -14,7 +13,6 @@ from infcl_gen.kernels.family import most_strips
 from infcl_gen.kernels.statistics import LOSS_ROWS
 
 if TYPE_CHECKING:
-    from infcl_gen.emission.lower import KernelSpec
     from infcl_gen.hardware import DeviceProfile
     from infcl_gen.planning.planner import Plan
 
@@ -22,67 +20,15 @@ if TYPE_CHECKING:
 RING_WAVES = 4
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """One field of a scratch, and the expression that makes it."""
-
-    name: str
-    type: str
-    note: str
-    value: str
-
-    @property
-    def declared(self) -> str:
-        return f"{self.name}: {self.type}  # {self.note}"
-
-    @property
-    def made(self) -> str:
-        return f"{self.name}={self.value},"
-
-
-@dataclass(frozen=True)
-class ScheduleContext:
-    """The holes of triton/schedule*.py.jinja.
-
-    constants      name, value and what it is
-    launch         statements by kernel; of a kernel that the package lacks, what takes its line with it
-    visiting_rows  the constant of kernels.py that says how many rows share a reference
-    longest_strip, wide_result  further arguments of a call, or ""
-    pieces         further templates
-    """
-
-    name: str
-    operand_dtype: str
-    labels: bool
-    split: bool
-    stash: bool
-    descriptors: bool
-    keeps_keys: bool
-    ratios: bool
-    replay: bool
-    gather: bool
-    forward_panel: str
-    backward_sweep: str
-    most_terms: str
-    visiting_rows: str
-    longest_strip: str
-    wide_result: str
-    imports: str
-    constants: tuple[tuple[str, Any, str], ...]
-    forward_buffers: tuple[Buffer, ...]
-    backward_buffers: tuple[Buffer, ...]
-    pieces: tuple[str, ...]
-    launch: Mapping[str, str]
-
-
 def schedule_context(
-    plan: Plan, name: str, profile: DeviceProfile, kernels: tuple[KernelSpec, ...], exponent: int
-) -> ScheduleContext:
-    present, panels = {kernel.name for kernel in kernels}, plan.strategy != "fused"
+    name: str, plan: Plan, profile: DeviceProfile, options: Mapping[str, Mapping[str, int]], exponent: int
+) -> dict[str, Any]:
+    """The names in triton/schedule*.py.jinja. `options`: of each kernel's launch; `exponent`: of the gradient."""
+    panels = plan.strategy != "fused"
     variants = [each for family in families(plan) for each in family.kernels(plan) if each.replaces]
     described = any(argument.block for kernel in variants for argument in kernel.arguments)
     sweep = f"panels of {plan.panel_rows} queries x {plan.panel_keys} keys of g -> dq += g k, dk += g^T q"
-    ratios, flagged = "ratios" in present, "gradient_wide" in present
+    ratios = "ratios" in options
     imports = {
         "INTERPRETED": True,
         "descriptor": described or (plan.stash and plan.descriptors),
@@ -94,34 +40,35 @@ def schedule_context(
         "runs_variant": bool(variants),
     }
     words = ", ".join(word for word, used in imports.items() if used)
-    if variants:
-        words = f"(\n    {words},\n)"
     pieces = {"ratios": ratios, "halves": plan.split}
-    backward = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
-    return ScheduleContext(
-        name=name,
-        operand_dtype=TORCH_DTYPES[plan.operand_dtype],
-        labels=plan.labels,
-        split=plan.split,
-        stash=plan.stash,
-        descriptors=plan.descriptors,
-        keeps_keys=forward.keeps_keys(plan.blocks["forward"], plan),
-        ratios=ratios,
-        replay="copy_inputs" in present,
-        gather="merge_ranks" in present,
-        forward_panel=f"{plan.forward_rows} queries x {plan.forward_keys} keys",
-        backward_sweep=sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
-        most_terms="max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
-        visiting_rows="GRADIENT_KEYS" if panels else "FUSED_KEYS",
-        longest_strip=", LONGEST_STRIP" if _longest_strip(plan)[0] else "",
-        wide_result="" if plan.exact else "out_dtype=torch.float32, ",
-        imports=words,
-        constants=tuple(_constants(plan, profile, exponent)),
-        forward_buffers=tuple(_forward_buffers(plan)),
-        backward_buffers=tuple(backward),
-        pieces=tuple(f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used),
-        launch=launches(plan, kernels),
-    )
+    forward_buffers = _forward_buffers(plan)
+    backward_buffers = _gradient_buffers(plan, ratios, "gradient_wide" in options) if panels else _fused_buffers(ratios)
+    return {
+        "name": name,
+        "operand_dtype": TORCH_DTYPES[plan.operand_dtype],
+        "labels": plan.labels,
+        "split": plan.split,
+        "stash": plan.stash,
+        "descriptors": plan.descriptors,
+        "keeps_keys": forward.keeps_keys(plan.blocks["forward"], plan),
+        "ratios": ratios,
+        "replay": "copy_inputs" in options,
+        "gather": "merge_ranks" in options,
+        "forward_panel": f"{plan.forward_rows} queries x {plan.forward_keys} keys",
+        "backward_sweep": sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
+        "most_terms": "max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
+        # The constant of kernels.py that says how many rows share a reference.
+        "visiting_rows": "GRADIENT_KEYS" if panels else "FUSED_KEYS",
+        # Further arguments of a call.
+        "longest_strip": ", LONGEST_STRIP" if _longest_strip(plan)[0] else "",
+        "wide_result": "" if plan.exact else "out_dtype=torch.float32, ",
+        "imports": f"(\n    {words},\n)" if variants else words,
+        "constants": _constants(plan, profile, exponent),
+        "forward_buffers": forward_buffers,
+        "backward_buffers": backward_buffers,
+        "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
+        "launch": launches(plan, options),
+    }
 
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
@@ -172,48 +119,55 @@ def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
 
 _PAIR = "tuple[Tensor, ...]"
 _WIDE_RANGE = "of each strip, whether its range is wide"
-_KEPT = Buffer("kept", "tuple[Tensor, Tensor] | None", "tiles and references of this panel, if they are kept", "None")
 _RATIOS = "room for what `_with_ratios` gives"
+
+
+def _buffer(name: str, type_: str, note: str, value: str) -> dict[str, str]:
+    """One field of a scratch, and the argument that makes it."""
+    return {"declared": f"{name}: {type_}  # {note}", "made": f"{name}={value},"}
 
 
 def _new(shape: str, dtype: str = "torch.float32") -> str:
     return f"torch.empty({shape}, dtype={dtype}, device=device)"
 
 
-def _forward_buffers(plan: Plan) -> list[Buffer]:
+_KEPT = _buffer("kept", "tuple[Tensor, Tensor] | None", "tiles and references of this panel, if they are kept", "None")
+
+
+def _forward_buffers(plan: Plan) -> list[dict[str, str]]:
     strips = "min(tiles[0], FORWARD_STRIPS)"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in ("tiles[1], rows", f"{strips}, keys"))
-    found = [Buffer("row_parts", _PAIR, "exponents and sums (key blocks, rows)", row_parts)]
+    found = [_buffer("row_parts", _PAIR, "exponents and sums (key blocks, rows)", row_parts)]
     if plan.has_keys:
-        found.append(Buffer("key_parts", _PAIR, "the same (strips, keys)", key_parts))
+        found.append(_buffer("key_parts", _PAIR, "the same (strips, keys)", key_parts))
     if not plan.exact:
-        found.append(Buffer("reference", "Tensor", "of each block of keys", _new("tiles[1]")))
-        found.append(Buffer("flags", "Tensor", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32")))
+        found.append(_buffer("reference", "Tensor", "of each block of keys", _new("tiles[1]")))
+        found.append(_buffer("flags", "Tensor", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32")))
     if plan.split:
-        found.append(Buffer("halves", _PAIR, "of the features of queries and keys", "_halves(rows, keys, device)"))
+        found.append(_buffer("halves", _PAIR, "of the features of queries and keys", "_halves(rows, keys, device)"))
     return [*found, _KEPT] if plan.stash else found
 
 
-def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[Buffer]:
+def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[dict[str, str]]:
     strips = "FORWARD_STRIPS" if plan.stash else "GRADIENT_STRIPS"
     shape, what = ("2, *shape", "halves of a panel's") if plan.split else ("shape", "of a panel")
     note = f"{what}, in whole tiles: no store needs a mask"
-    found = [Buffer("g", "Tensor", note, _new(shape, "OPERAND_DTYPE"))]
+    found = [_buffer("g", "Tensor", note, _new(shape, "OPERAND_DTYPE"))]
     if flagged:
         flags = _new(f"min(tiles[0], {strips}) * tiles[1]", "torch.int32")
-        found.append(Buffer("flags", "Tensor", _WIDE_RANGE, flags))
+        found.append(_buffer("flags", "Tensor", _WIDE_RANGE, flags))
     if plan.split:
         made = "_halves(panel_rows, panel_keys, device)"
-        found.append(Buffer("halves", _PAIR, "of the features of queries and keys", made))
+        found.append(_buffer("halves", _PAIR, "of the features of queries and keys", made))
     if plan.stash:
         return [*found, _KEPT]
-    return [*found, Buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(keys, device)")] if ratios else found
+    return [*found, _buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(keys, device)")] if ratios else found
 
 
-def _fused_buffers(ratios: bool) -> list[Buffer]:
+def _fused_buffers(ratios: bool) -> list[dict[str, str]]:
     flags = _new("cdiv(max(rows, keys), kernels.FUSED_ROWS.value)", "torch.int32")
-    found = [Buffer("positive_g", "Tensor", "of each query", _new("rows"))]
+    found = [_buffer("positive_g", "Tensor", "of each query", _new("rows"))]
     if ratios:
-        found.append(Buffer("flags", "Tensor", "of each block of rows, whether its range is wide", flags))
-        found.append(Buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(max(rows, keys), device)"))
+        found.append(_buffer("flags", "Tensor", "of each block of rows, whether its range is wide", flags))
+        found.append(_buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(max(rows, keys), device)"))
     return found

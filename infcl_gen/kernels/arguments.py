@@ -102,13 +102,15 @@ def places(choice: Choice) -> str:
     return "labels first_key" if choice.labels else "first_positive first_key"
 
 
-def named_parts(dim: int) -> tuple[tuple[str, int], ...]:
-    """What the names of each part of an embedding end with, where it begins if there are several; and its width."""
-    widths = embedding_parts(dim)
-    several = len(widths) > 1
-    return tuple((f"_{sum(widths[:index])}" if several else "", width) for index, width in enumerate(widths))
+def named_parts(dim: int) -> list[tuple[str, int, int]]:
+    """Of each part of an embedding: what the names of its tensors end with, its first column, and its width."""
+    widths, found, start = embedding_parts(dim), [], 0
+    for width in widths:
+        found.append((f"_{start}" if len(widths) > 1 else "", start, width))
+        start += width
+    return found
 
 
 def features(side: str, rows: str, dim: int) -> tuple[Argument, ...]:
     """A feature matrix once for each part of the embedding, whose descriptors differ in width."""
-    return tuple(Argument(side + name, "*{operands}", block=(rows, str(width))) for name, width in named_parts(dim))
+    return tuple(Argument(side + name, "*{operands}", block=(rows, str(width))) for name, _, width in named_parts(dim))

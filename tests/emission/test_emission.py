@@ -14,8 +14,9 @@ import pytest
 
 import infcl_gen
 from infcl_gen.emission import build, cache, read_package, rerender, write_package
-from infcl_gen.emission.lower import PackageSpec, lower
+from infcl_gen.emission.lower import lower
 from infcl_gen.emission.pipeline import plan_problem
+from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InfclError, InputError, LockTimeoutError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
@@ -103,20 +104,24 @@ def test_device_profile_file_is_text_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert code_of(files) == code_of(build(make_problem(**flags, device_profile="h200")))
 
 
-def test_lowered_package_is_complete_and_frozen() -> None:
-    problem = make_problem(**SMALL)
+@pytest.mark.parametrize("profile", ["cpu", "h200"])
+def test_lowered_package_is_complete_and_names_are_read(profile: str) -> None:
+    problem = make_problem(**{**SMALL, "target": None, "device_profile": profile})
     planned, derivation = plan_problem(problem)
-    spec = lower(planned, derivation, resolve_cluster(problem).profile)
-    assert isinstance(spec, PackageSpec) and spec.name == "clip_cpu_d32"
-    with pytest.raises(AttributeError):
-        spec.name = "other"  # type: ignore[misc]
-    assert {"engine.py", "table.py", "transport.py", "group.py", "ops.py", "api.py"} <= set(spec.runtime_files)
-    assert spec.literals["problem"]["device_profile"] == "cpu"
+    files = {file.path: file for file in lower(planned, derivation, resolve_cluster(problem).profile)}
+    assert {"__init__.py", "spec.py", "loss.py", "schedule.py"} == files.keys() - {"kernels.py"}
+    spec = files["spec.py"].names["spec"]
+    assert (spec["name"], spec["problem"]["device_profile"]) == (f"clip_{profile}_d32", profile)
+    templates = "".join(path.read_text() for path in template_folder().rglob("*.jinja"))
+    read = set(re.findall(r"\w+", " ".join(re.findall(r"\{[{%].*?[}%]\}", templates, re.DOTALL))))
+    assert {name for file in files.values() for name in file.names} <= read
 
 
 def test_runtime_is_copied_verbatim() -> None:
     files = build(make_problem(**SMALL))
-    for source in (ROOT / "infcl_gen/runtime").glob("*.py"):
+    sources = list((ROOT / "infcl_gen/runtime").glob("*.py"))
+    assert {"engine.py", "table.py", "transport.py", "group.py", "ops.py", "api.py"} <= {path.name for path in sources}
+    for source in sources:
         assert files[f"_runtime/{source.name}"] == source.read_text()
 
 

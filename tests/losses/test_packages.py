@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import infcl_gen
-from infcl_gen.emission.lower import lower
+from infcl_gen.emission.kernel_context import gradient_exponent
 from infcl_gen.errors import InputError
-from infcl_gen.hardware import load_profile, resolve_cluster
+from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.losses import derive, load_loss
 from infcl_gen.planning import plan
@@ -94,5 +94,5 @@ def test_a_light_loss_keeps_its_gradient_in_fp16(file: Path) -> None:
     problem = make_problem(loss=f"{file}:LIGHT", batch_size=4096, dim=64, dtype="fp16", device_profile="h200")
     derivation = derive(load_loss(problem.loss))
     planned = plan(problem, derivation, resolve_cluster(problem))
-    exponent = lower(planned, derivation, load_profile("h200")).literals["gradient_exponent"]
+    exponent = gradient_exponent(planned, derivation)
     assert 2**13 < 2e-6 * 2.0**exponent <= 2**15
