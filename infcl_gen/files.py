@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -106,9 +107,10 @@ def lock_file_of(target: Path) -> Path:
 
 def load_file(path: Path) -> ModuleType:
     """The module in one file, without the package around it. Raises whatever running it raises."""
-    specification = importlib.util.spec_from_file_location(f"infcl_gen_file_{path.stem}", path)
+    name = f"infcl_gen_file_{checksum(str(path.resolve()))}"
+    specification = importlib.util.spec_from_file_location(name, path)
     assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
+    module = sys.modules[name] = importlib.util.module_from_spec(specification)  # triton finds kernels' globals there
     specification.loader.exec_module(module)
     return module
 

@@ -13,13 +13,18 @@ SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the othe
 
 
 def compile_kernels(requests: Requests, answer: Answer, folder: str, target: str, *kernels: str) -> None:
-    """Answers what each kernel of the package takes on an architecture."""
-    from infcl_gen.verification.aot import Kernels
+    """Answers whether these kernels of the package fit an architecture ("compiled"), as `verify --aot` judges it."""
+    from infcl_gen.verification.aot import Kernels, judged
 
     with _reported(answer):
-        found = Kernels(Path(folder))
-        ways = [(name, target, inputs) for name in kernels for inputs in found.variants(name, target)]
-        answer(done="compiled", resources=[vars(found.compiled(*way)) for way in ways])
+        package = Kernels(Path(folder))
+        for name in kernels:
+            variants = package.variants(name, target)
+            passed, detail = judged([package.compiled(name, target, inputs) for inputs in variants])
+            if not passed:
+                answer(failed="spills", detail=f"{name}: {detail}")
+                return
+        answer(done="compiled")
 
 
 def run(requests: Requests, answer: Answer, folder: str, device: str) -> None:
@@ -54,12 +59,11 @@ def _serve(folder: Path, device: str, requests: Requests, answer: Answer) -> Non
     from infcl_gen.bench.timing import Timer
     from infcl_gen.emission import import_package
     from infcl_gen.verification.gate import failures
-    from infcl_gen.verification.properties import ROWS, check_package
-    from infcl_gen.verification.worker import LARGE_ROWS
+    from infcl_gen.verification.properties import check_package
 
     module = import_package(folder, "infcl_gen_candidate")  # by name: the manifest is the tuner's affair
     answer(done="loaded")
-    for verdict in check_package(module, device, rows=LARGE_ROWS if device == "cuda" else ROWS):
+    for verdict in check_package(module, device):
         if not verdict.passed:
             answer(failed="wrong", detail=f"{verdict.case}: {failures(verdict.rows)}"[:500])
             return

@@ -6,20 +6,20 @@ is what Triton up to 3.8 may get wrong of asynchronous products (`races`).
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import re
 import subprocess
-import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from infcl_gen.emission.package import read_package
 from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.files import load_file
 from infcl_gen.hardware import load_profile, profile_names
+from infcl_gen.inputs.text import check_word
 from infcl_gen.kernels import Argument, Family, Kernel, families
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
@@ -67,18 +67,15 @@ class Kernels:
     """The kernels of a package, to be compiled ahead of time: they need nothing but triton."""
 
     def __init__(self, package: Path) -> None:
-        from infcl_gen.emission.package import read_package
-
-        self.folder = Path(package)
-        self.spec = read_package(package).spec
+        self.folder, self.spec = package, read_package(package).spec
         self._modules: dict[str, ModuleType] = {}
 
     @cached_property
     def _declared(self) -> dict[str, tuple[Family, Kernel]]:
         """Each kernel of the package, and its family."""
-        plan, names = self.spec["plan"], {field.name for field in dataclasses.fields(Choice)}
-        literals = {name: value for name, value in plan.items() if name in names}
-        blocks = {name: Block(**fields) for name, fields in literals["blocks"].items()}
+        plan = self.spec["plan"]
+        literals = {field.name: plan[field.name] for field in fields(Choice) if field.name in plan}
+        blocks = {name: Block(**sizes) for name, sizes in plan["blocks"].items()}
         choice = Choice(**literals | {"arch": self.spec["device"]["arch"], "blocks": blocks})
         return {kernel.name: (family, kernel) for family in families(choice) for kernel in family.kernels(choice)}
 
@@ -90,8 +87,7 @@ class Kernels:
         """The ways in which a schedule launches a kernel on the inputs that it was planned for: on ragged sizes one may
         spill that fits on whole tiles."""
         descriptors = bool(self.spec["plan"]["descriptors"]) and target in DESCRIPTOR_TARGETS
-        decided = BRANCHES & set(getattr(self._module(kernel), kernel).arg_names)
-        branches = (False, True) if decided else (False,)
+        branches = (False, True) if BRANCHES & set(getattr(self._module(kernel), kernel).arg_names) else (False,)
         return [Inputs(aligned, descriptors, other) for aligned in (True, False) for other in branches]
 
     def compiled(self, kernel: str, target: str, inputs: Inputs) -> Resources:
@@ -99,6 +95,7 @@ class Kernels:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
         module, launch = self._module(kernel), self.spec["launches"][kernel]
         function, declared = getattr(module, kernel), self._declared[kernel][1]
@@ -118,26 +115,17 @@ class Kernels:
         nvidia = target.startswith("sm_")
         gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
         options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
-        source = ASTSource(function, signature, constants, attributes)
         if declared.registers:
             options["maxnreg"] = getattr(module, declared.registers)
-        if function.is_gluon():
-            from triton.experimental.gluon._runtime import GluonASTSource
-
-            source = GluonASTSource(function, signature, constants, attributes)
+        kind_of_source = GluonASTSource if function.is_gluon() else ASTSource
+        source = kind_of_source(function, signature, constants, attributes)
         return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
 
     def _module(self, kernel: str) -> ModuleType:
         """The file that holds the kernel of this name, as a module of its own."""
         file = self._declared[kernel][0].file
         if file not in self._modules:
-            path = self.folder / file
-            spec = importlib.util.spec_from_file_location(f"infcl_kernels_{abs(hash(str(path.resolve())))}", path)
-            if spec is None or spec.loader is None:
-                raise InputError(f"{path}: not a Python module")
-            module = self._modules[file] = importlib.util.module_from_spec(spec)
-            sys.modules[module.__name__] = module  # triton finds a kernel's globals through its module
-            spec.loader.exec_module(module)
+            self._modules[file] = load_file(self.folder / file)
         return self._modules[file]
 
     def _type(self, argument: Argument, module: ModuleType, inputs: Inputs) -> str:
@@ -148,15 +136,16 @@ class Kernels:
         if stored and inputs.other:  # any tensor where nothing is kept
             return "*fp32"
         if argument.block and (plan["descriptors"] if stored else inputs.descriptors):
-            sizes = ", ".join(str(_size(word, module)) for word in argument.block)
+            values = (eval(word, {}, vars(module)) for word in argument.block)  # of its constants
+            sizes = ", ".join(str(getattr(value, "value", value)) for value in values)
             layout = f",{getattr(module, argument.layout)!r}" if argument.layout else ""
             return f"tensordesc<{kind[1:]}[{sizes}]{layout}>"
         return kind
 
     def _divisible(self, argument: Argument, inputs: Inputs) -> bool:
         """Whether Triton may take this argument for a multiple of 16."""
-        of_dim = argument.multiple == "dim" and self.spec["problem"]["dim"] % 16 == 0
-        return argument.multiple == "always" or of_dim or (argument.multiple != "never" and inputs.aligned)
+        of_dim = inputs.aligned or self.spec["problem"]["dim"] % 16 == 0
+        return {"always": True, "never": False, "sizes": inputs.aligned, "dim": of_dim}[argument.multiple]
 
 
 def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
@@ -164,9 +153,8 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
 
     Raises InputError for an unknown target.
     """
-    unknown = sorted(set(targets) - set(SHARED_BYTES))
-    if unknown:
-        raise InputError(f"--aot: unknown target {', '.join(unknown)}; known: {', '.join(sorted(SHARED_BYTES))}")
+    for target in targets:
+        check_word("--aot", target, tuple(sorted(SHARED_BYTES)))
     kernels = Kernels(package)
     if not (kernels.folder / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]
@@ -174,7 +162,7 @@ def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
 
 
 def _row(kernels: Kernels, kernel: str, target: str) -> dict[str, Any]:
-    check, limit = f"aot {target} {kernel}", SHARED_BYTES[target]
+    check = f"aot {target} {kernel}"
     found: list[Resources] = []
     for inputs in kernels.variants(kernel, target):
         try:
@@ -184,27 +172,21 @@ def _row(kernels: Kernels, kernel: str, target: str) -> dict[str, Any]:
         except Exception as error:  # whatever a compiler throws is this check's result
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return {"check": check, "passed": False, "detail": f"{inputs}: {lines[-1][:300]}"}
+    passed, detail = judged(found)
+    return {"check": check, "passed": passed, "detail": detail}
+
+
+def judged(variants: list[Resources]) -> tuple[bool, str]:
+    """Whether a kernel fits, does not spill and has no race in any of its variants; and the most that one takes."""
+    limit = SHARED_BYTES[variants[0].target]
     shared, registers, spilled = (
-        max(getattr(used, name) for used in found) for name in ("shared_bytes", "registers", "spill_bytes")
+        max(getattr(used, name) for used in variants) for name in ("shared_bytes", "registers", "spill_bytes")
     )
     detail = f"shared {shared} of {limit} B, {registers} registers, {spilled} B spilled"
-    raced = sorted({line for used in found for line in used.races})
+    raced = sorted({line for used in variants for line in used.races})
     if raced:
         detail += f"; {raced[0]} ({len(raced)} such pairs)"
-    return {"check": check, "passed": shared <= limit and spilled == 0 and not raced, "detail": detail}
-
-
-def _size(word: str, module: ModuleType) -> int:
-    """A number, a constant of the module or half of one, or an item of a list there."""
-    if word.isdigit():
-        return int(word)
-    name, _, index = word.rstrip("]").partition("[")
-    if index:
-        item: int = getattr(module, name)[int(index)]
-        return item
-    name, _, divisor = word.partition(" // ")
-    value: int = getattr(module, name).value
-    return value // int(divisor or 1)
+    return shared <= limit and spilled == 0 and not raced, detail
 
 
 def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
@@ -222,6 +204,8 @@ def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
 
 
 def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources:
+    import triton
+
     shared = int(compiled.metadata.shared)
     if target.startswith("gfx"):
         fields = "vgpr_count|vgpr_spill_count|sgpr_spill_count"
@@ -229,22 +213,17 @@ def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources
         number = {name: int(value) for name, value in found}
         spilled = 4 * (number.get("vgpr_spill_count", 0) + number.get("sgpr_spill_count", 0))
         return Resources(kernel, target, shared, number.get("vgpr_count", 0), spilled, ())
+    try:
+        cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    except RuntimeError as error:
+        raise ToolchainError(f"{error} in the installed triton; install a wheel that carries it") from error
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [str(_cuobjdump()), "-res-usage", file.name]
+        command = [cuobjdump, "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = re.search(r"REG:(\d+).*?STACK:(\d+)", text, re.S)
     if usage is None:
         raise ToolchainError("cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton")
     raced = tuple(races(compiled.asm["ptx"], warps))
     return Resources(kernel, target, shared, int(usage[1]), int(usage[2]), raced)
-
-
-def _cuobjdump() -> Path:
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not path.exists():
-        raise ToolchainError(f"{path.name} is missing from the installed triton; install a wheel that carries it")
-    return path

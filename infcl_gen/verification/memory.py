@@ -7,11 +7,8 @@ meter.peak_bytes
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,49 +28,27 @@ class PeakMeter:
         self.peak_bytes = 0
 
     def __enter__(self) -> PeakMeter:
-        self._measuring = self._on_a_gpu() if self.device.type == "cuda" else self._on_the_cpu()
-        self._measuring.__enter__()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+            if clear is not None:
+                clear()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler announces itself on stderr
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            self._profile: Any = torch.profiler.profile(activities=activities, profile_memory=True)
+            self._profile.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._measuring.__exit__(*error)
-
-    @contextlib.contextmanager
-    def _on_a_gpu(self) -> Iterator[None]:
-        torch.cuda.synchronize(self.device)
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is not None:
-            clear()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        yield
-        torch.cuda.synchronize(self.device)
-        self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before
-
-    @contextlib.contextmanager
-    def _on_the_cpu(self) -> Iterator[None]:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with _quiet(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            yield
-        events = profile.profiler.kineto_results.events()
-        changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-        changes.sort(key=lambda change: change[0])
-        self.peak_bytes = max(itertools.accumulate((size for _, size in changes), initial=0))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler announces itself on the process's stderr, past sys.stderr."""
-    sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:  # closed
-        yield
-        return
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self.device.type != "cuda":
+            self._profile.__exit__(kind, *error)
+            events = self._profile.profiler.kineto_results.events()
+            changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+            changes.sort(key=lambda change: change[0])
+            self.peak_bytes = max(itertools.accumulate((size for _, size in changes), initial=0))
+        elif kind is None:  # after an error the device may be unusable
+            torch.cuda.synchronize(self.device)
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before

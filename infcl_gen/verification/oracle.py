@@ -13,17 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from infcl_gen.runtime.selftest import Results as LossAndGrads
+
 SLICE_ROWS = 2048
-
-
-class LossAndGrads(NamedTuple):
-    """A loss (0-dim) and its gradients: dq (M, D), dk (N, D), dscale and dbias (0-dim)."""
-
-    loss: Tensor
-    dq: Tensor
-    dk: Tensor
-    dscale: Tensor
-    dbias: Tensor
 
 
 class Inputs(NamedTuple):
@@ -110,4 +102,4 @@ def loss_module(module: ModuleType) -> Any:
 
 
 def _gradients(loss: Tensor, leaves: tuple[Tensor, Tensor, Tensor, Tensor]) -> LossAndGrads:
-    return LossAndGrads(loss.detach(), *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    return LossAndGrads(loss.detach(), *torch.autograd.grad(loss, leaves, materialize_grads=True))

@@ -7,7 +7,7 @@ library alone (`infcl-gen verify`); tests let hypothesis draw the same fields, s
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from infcl_gen.verification.oracle import Inputs
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
 DIMS = (1, 3, 16, 64, 96, 100, 384, 640, 768, 1152)
 ROWS = (1, 2, 17, 63, 64, 65, 100, 127, 129, 130)
+# By place: the CPU, the CPU with TRITON_INTERPRET=1 in the environment, a GPU.
+SIZES = {"cpu": ROWS, "interpreter": (1, 17, 64, 65, 130), "cuda": (*ROWS, 1000, 2049, 4096)}
 SCALES = (1e-3, 1.0, 14.3, 100.0, 1000.0)
 BIASES = (None, 0.0, -10.0, 3.5)
 FEATURES = ("unit", "matched", "unnormalised", "negative", "duplicate", "zero_rows", "tiny")
@@ -80,25 +82,20 @@ def tensors(case: Case, positives: str = "diagonal", device: torch.device | str 
     return Inputs(q, k, case.scale, case.bias, None if labels is None else labels.to(device))
 
 
-def random_cases(
-    examples: int, dim: int, dtype: str, largest: int, positives: str = "diagonal", rows: Iterable[int] = ROWS
-) -> Iterator[Case]:
-    """`examples` cases, always the same, that a package of this dimension and dtype for so many rows must get right."""
-    draw = random.Random(0)
+def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) -> list[Case]:
+    """`examples` cases, always the same, of these numbers of rows, that an imported package must get right."""
+    problem, draw = module.SPEC["problem"], random.Random(0)
+    largest = min(problem["batch_size"], problem["keys"] or problem["batch_size"])
     sizes = [size for size in rows if size <= largest] or [1]
+    cases = []
     for index in range(examples):
         queries = draw.choice(sizes)
-        yield Case(
-            queries=queries,
-            keys=queries if positives == "diagonal" else draw.choice(sizes),
-            dim=dim,
-            dtype=dtype,
-            scale=draw.choice(SCALES),
-            bias=draw.choice(BIASES),
-            features=FEATURES[index % len(FEATURES)],  # in turn, so that a few examples see all of them
-            layout=draw.choice(LAYOUTS),
-            seed=draw.randrange(2**31),
-        )
+        keys = queries if module.SPEC["positives"] == "diagonal" else draw.choice(sizes)
+        scale, bias = draw.choice(SCALES), draw.choice(BIASES)
+        structure = FEATURES[index % len(FEATURES)]  # in turn, so that a few examples see all of them
+        layout, seed = draw.choice(LAYOUTS), draw.randrange(2**31)
+        cases.append(Case(queries, keys, problem["dim"], problem["dtype"], scale, bias, structure, layout, seed))
+    return cases
 
 
 class Verdict(NamedTuple):
@@ -113,29 +110,17 @@ class Verdict(NamedTuple):
 def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> Verdict:
     """Run one case through a package, by autograd on odd seeds and by `loss_and_grads` on even ones, and judge it."""
     inputs = tensors(case, module.SPEC["positives"], device)
-    run = autograd_results if case.seed % 2 else direct_results
-    return Verdict(case, gate(run(module, inputs), truth_of(module, inputs)))
+    if case.seed % 2:
+        results = autograd_results(module, inputs)
+    else:
+        results = module.loss_and_grads(*inputs[:4], labels=inputs.labels)
+    return Verdict(case, gate(results, truth_of(module, inputs)))
 
 
-def cases_for(module: ModuleType, examples: int, rows: Iterable[int]) -> list[Case]:
-    """Random cases of the sizes that an imported package was generated for."""
-    problem = module.SPEC["problem"]
-    largest = min(problem["batch_size"], problem["keys"] or problem["batch_size"])
-    positives = module.SPEC["positives"]
-    return list(random_cases(examples, problem["dim"], problem["dtype"], largest, positives, rows))
-
-
-def check_package(
-    module: ModuleType, device: str, examples: int = 14, rows: Iterable[int] = ROWS, share: slice = slice(None)
-) -> list[Verdict]:
-    """The numerics gate over `share` of `examples` random cases of an imported package."""
-    return [check_case(module, case, device) for case in cases_for(module, examples, rows)[share]]
-
-
-def direct_results(module: ModuleType, inputs: Inputs) -> tuple[Tensor, ...]:
-    """(loss, dq, dk, dscale, dbias) of `loss_and_grads`."""
-    results: tuple[Tensor, ...] = module.loss_and_grads(*inputs[:4], labels=inputs.labels)
-    return results
+def check_package(module: ModuleType, place: str, examples: int = 14, share: slice = slice(None)) -> list[Verdict]:
+    """The numerics gate over `share` of `examples` random cases of an imported package, at a place of SIZES."""
+    device = "cuda" if place == "cuda" else "cpu"
+    return [check_case(module, case, device) for case in random_cases(module, examples, SIZES[place])[share]]
 
 
 def autograd_results(module: ModuleType, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:
@@ -155,12 +140,7 @@ def _laid_out(x: Tensor, layout: str, device: torch.device | str) -> Tensor:
     if layout == "expanded":
         return x[:1].expand(rows, columns)
     if layout == "strided":
-        wide = x.new_full((2 * rows, 2 * columns), float("nan"))
-        view = wide[::2, ::2]
-    elif layout == "sliced":
-        wide = x.new_full((rows + 2, columns + 3), float("nan"))
-        view = wide[1:-1, 1:-2]
-    else:
-        return x.contiguous()
-    view.copy_(x)
-    return view
+        return x.new_full((2 * rows, 2 * columns), float("nan"))[::2, ::2].copy_(x)
+    if layout == "sliced":
+        return x.new_full((rows + 2, columns + 3), float("nan"))[1:-1, 1:-2].copy_(x)
+    return x.contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from infcl_gen.errors import InfclError, InputError, ToolchainError
 from infcl_gen.processes import ProcessError, run_ranks
 from infcl_gen.version import __version__
 
-SCHEMA_VERSION = 1
-WORKER = "infcl_gen.verification.worker"
 EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 56}, "ring": {"cpu": 14, "interpreter": 3, "cuda": 28}}
 # Each input is of other sizes and strides, for which Triton compiles other kernels, a second or two each: 163 of them
 # for 56 inputs of a panel package, 265 of a fused one. More processes would crowd one GPU's memory.
@@ -26,18 +24,6 @@ MEMORY_WORK = {"cpu": 2e11, "cuda": 2e15}  # FLOPs beyond which the planned size
 MEMORY_INPUTS_BYTES = 4 << 30
 
 Row = dict[str, Any]  # check (name), passed, detail (one line)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What processes do with a package: "numerics" (the gate on one device, each for its share of the examples),
-    "memory" (the peak at the planned size), or "ring"."""
-
-    kind: str
-    package: str
-    device: str  # "cpu", "interpreter" (CPU, with TRITON_INTERPRET=1 in the environment), or "cuda"
-    examples: int
-    timeout_s: float
 
 
 @dataclass(frozen=True)
@@ -52,12 +38,7 @@ class Report:
         return all(row["passed"] for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "package": self.package,
-            "passed": self.passed,
-            "rows": list(self.rows),
-        }
+        return {"package": self.package, "passed": self.passed, "rows": list(self.rows)}
 
 
 def verify_package(
@@ -88,15 +69,16 @@ def verify_package(
     if not all(row["passed"] for row in rows):
         return Report(str(folder), tuple(rows))
     spec = read_package(folder).spec
-    place = device or _device(spec)
-    job = Job("numerics", str(folder.resolve()), place, examples or EXAMPLES["numerics"][place], timeout_s)
-    rows += run(job, min(_processes(place), job.examples))
+    place = device or _place(spec, 1)
+    drawn = examples or EXAMPLES["numerics"][place]
+    cores = len(os.sched_getaffinity(0)) if place == "cuda" else 1  # kernels are compiled for each input
+    processes = max(1, min(MOST_PROCESSES, cores // 2, drawn))
+    rows += run("numerics", folder, place, processes, drawn, timeout_s)
     if _memory_is_affordable(spec, place):
-        rows += run(replace(job, kind="memory"), 1)
+        rows += run("memory", folder, place, 1, drawn, timeout_s)
     if ranks is not None:
-        if place == "cuda" and _gpus() < ranks:  # a ring on GPUs needs one for each rank
-            place = "cpu" if spec["plan"]["strategy"] == "torch" else "interpreter"
-        rows += run(replace(job, kind="ring", device=place, examples=examples or EXAMPLES["ring"][place]), ranks)
+        place = _place(spec, ranks) if place == "cuda" else place  # a ring on GPUs needs one for each rank
+        rows += run("ring", folder, place, ranks, examples or EXAMPLES["ring"][place], timeout_s)
     if aot:
         from infcl_gen.verification.aot import aot_checks
 
@@ -128,19 +110,15 @@ def _byte_checks(folder: Path) -> list[Row]:
     return [*rows, _row("re-render", False, f"{detail}; generate it again")]
 
 
-def _device(spec: dict[str, Any]) -> str:
-    gpu = _gpus() > 0
-    if spec["plan"]["strategy"] == "torch":
-        return "cuda" if gpu and spec["problem"]["target"] != "cpu" else "cpu"
-    return "cuda" if gpu else "interpreter"
-
-
-def _gpus() -> int:
+def _place(spec: dict[str, Any], gpus: int) -> str:
+    """Where so many ranks run a package: each on a GPU, or on the CPU, where kernels are interpreted."""
     try:
         import torch
     except ImportError as error:
         raise ToolchainError("torch is missing: packages can be generated here, not run or verified") from error
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available() and torch.cuda.device_count() >= gpus and spec["problem"]["target"] != "cpu":
+        return "cuda"
+    return "cpu" if spec["plan"]["strategy"] == "torch" else "interpreter"
 
 
 def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
@@ -152,24 +130,23 @@ def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
     return bool(problem["devices"] == 1 and affordable)
 
 
-def _processes(place: str) -> int:
-    """How many share the inputs: one, unless kernels are compiled for each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_PROCESSES, cores // 2)) if place == "cuda" else 1
+def run(task: str, folder: Path, place: str, processes: int, examples: int, timeout_s: float) -> list[Row]:
+    """A row for each check of a task that so many processes do; or one failed row that says how they ended.
 
-
-def run(job: Job, processes: int) -> list[Row]:
-    """A row for each check of a job that so many processes do; or one failed row that says how they ended."""
-    environment = {"TRITON_INTERPRET": "1" if job.device == "interpreter" else "0"}
+    task   "numerics": the gate on one device, each process for its share of the examples. "memory": the peak at the
+           planned size. "ring": the gate on the ring that the processes are.
+    place  "cpu", "interpreter" (the CPU, with TRITON_INTERPRET=1 in the environment), or "cuda".
+    """
+    job = {"package": str(folder.resolve()), "place": place, "examples": examples, "timeout_s": timeout_s}
+    interpreted = {"TRITON_INTERPRET": str(int(place == "interpreter"))}
     try:
-        parts = run_ranks(f"{WORKER}:run", asdict(job), processes, job.timeout_s, environment)
+        parts = run_ranks(f"infcl_gen.verification.worker:{task}", job, processes, timeout_s, interpreted)
     except ProcessError as error:
-        return [_row(f"ring of {processes}" if job.kind == "ring" else job.kind, False, str(error))]
+        return [_row(f"ring of {processes}" if task == "ring" else task, False, str(error))]
     found = [each for part in parts for each in part]
-    if job.kind == "memory":
+    if task == "memory":
         return found
-    ranks = f"{processes} {'nccl' if job.device == 'cuda' else 'gloo'} ranks"
-    where = ranks if job.kind == "ring" else job.device
+    where = f"{processes} {'nccl' if place == 'cuda' else 'gloo'} ranks" if task == "ring" else place
     rows = []
     for check in dict.fromkeys(each["check"] for each in found):
         of_it = [each for each in found if each["check"] == check]

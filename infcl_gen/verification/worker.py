@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,86 +18,70 @@ from torch import Tensor
 
 from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
-from infcl_gen.verification.gate import failures, gate, truth_of
+from infcl_gen.verification.gate import GateRow, failures, gate, truth_of
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import LossAndGrads
-from infcl_gen.verification.properties import ROWS, Case, cases_for, check_package, tensors
-from infcl_gen.verification.verify import Job
+from infcl_gen.verification.properties import ROWS, SIZES, Case, check_package, random_cases, tensors
 
-LARGE_ROWS = (*ROWS, 1000, 2049, 4096)  # on a GPU
-SIZES = {"cpu": ROWS, "interpreter": (1, 17, 64, 65, 130), "cuda": LARGE_ROWS}
-
-
-def run(argument: dict[str, Any], seat: Seat) -> list[dict[str, Any]]:
-    """What this process finds of a `Job`, as rows of its kind."""
-    job = Job(**argument)
-    torch.set_num_threads(max(1, torch.get_num_threads() // seat.ranks))
-    module = import_package(Path(job.package))
-    return JOBS[job.kind](job, module, seat)
+Job = dict[str, Any]  # package (a folder), place (of SIZES), examples, timeout_s
+Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed), failure (None, or one line)
 
 
-def numerics(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
-    """Of each example and quantity: its error over what is allowed, and the failure, if it is one."""
-    device = "cpu" if job.device == "interpreter" else job.device
+def numerics(job: Job, seat: Seat) -> list[Finding]:
+    """Of each quantity of this process's share of the examples."""
     share = slice(seat.rank, None, seat.ranks)
-    verdicts = check_package(module, device, job.examples, SIZES[job.device], share)
-    return [
-        {
-            "check": f"numerics {row.quantity}",
-            "ratio": row.ratio,
-            "failure": None if row.passed else f"{verdict.case}: {row.detail}",
-        }
-        for verdict in verdicts
-        for row in verdict.rows
-    ]
+    verdicts = check_package(_package(job, seat), job["place"], job["examples"], share)
+    return [_finding(f"numerics {row.quantity}", str(each.case), [row]) for each in verdicts for row in each.rows]
 
 
-def memory(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
-    """The measured peak at the planned size against the predicted one."""
+def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:
+    """A row: the measured peak at the planned size against the predicted one."""
+    module, device = _package(job, seat), job["place"]
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
     case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
-    inputs = tensors(case, module.SPEC["positives"], job.device)
-    if job.device == "cuda":
+    inputs = tensors(case, module.SPEC["positives"], device)
+    if device == "cuda":
         module.loss_and_grads(inputs.q, inputs.k, 14.3, labels=inputs.labels)  # compiles
-    with PeakMeter(job.device) as meter:
+    with PeakMeter(device) as meter:
         module.loss_and_grads(inputs.q, inputs.k, 14.3, labels=inputs.labels)
     detail = f"measured {meter.peak_bytes / 2**20:.2f} MiB, predicted {predicted / 2**20:.2f} MiB"
     return [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
 
 
-def ring(job: Job, module: ModuleType, seat: Seat) -> list[dict[str, Any]]:
-    """Of each example, on rank 0: its largest error over what is allowed, and the failures, if there are any."""
-    device = torch.device("cuda", seat.rank) if job.device == "cuda" else torch.device("cpu")
-    seat.join_group(device.type, job.timeout_s)
-    rank, ranks = seat.rank, seat.ranks
+def ring(job: Job, seat: Seat) -> list[Finding]:
+    """Of each example, on rank 0: the largest of its quantities."""
+    module, rank, ranks = _package(job, seat), seat.rank, seat.ranks
+    device = torch.device("cuda", rank) if job["place"] == "cuda" else torch.device("cpu")
+    seat.join_group(device.type, job["timeout_s"])
     found = []
-    for case in cases_for(module, job.examples, ROWS if job.device == "cuda" else SIZES[job.device]):
+    for case in random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]]):
         inputs = tensors(case, module.SPEC["positives"], device)
         q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
         labels = inputs.labels
-        if case.keys > case.queries:  # over several ranks they must be given
-            labels = torch.arange(case.queries, device=device) if labels is None else labels
+        if case.keys > case.queries and labels is None:  # over several ranks they must be given
+            labels = torch.arange(case.queries, device=device)
         own = None if labels is None else labels[q_cuts[rank]]
-        result = module.loss_and_grads(
-            inputs.q[q_cuts[rank]], inputs.k[k_cuts[rank]], inputs.scale, inputs.bias, labels=own
-        )
+        q, k = inputs.q[q_cuts[rank]], inputs.k[k_cuts[rank]]
+        result = module.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=own)
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, [tensor.cpu() for tensor in result])
         if rank == 0:
-            judged = gate(averaged(parts), truth_of(module, inputs))
             rows = [cut.stop - cut.start for cut in q_cuts]
-            passed = all(row.passed for row in judged)
-            found.append(
-                {
-                    "check": f"ring of {ranks}",
-                    "ratio": max(row.ratio for row in judged),
-                    "failure": None if passed else f"{asdict(case)}, rows {rows}: {failures(judged)}",
-                }
-            )
+            judged = gate(averaged(parts), truth_of(module, inputs))
+            found.append(_finding(f"ring of {ranks}", f"{case}, rows {rows}", judged))
     return found
 
 
-JOBS = {"numerics": numerics, "memory": memory, "ring": ring}
+def _package(job: Job, seat: Seat) -> ModuleType:
+    """The package, imported; the processes share the cores."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // seat.ranks))
+    return import_package(Path(job["package"]))
+
+
+def _finding(check: str, where: str, rows: list[GateRow]) -> Finding:
+    failed = failures(rows)
+    failure = f"{where}: {failed}" if failed else None
+    return {"check": check, "ratio": max(row.ratio for row in rows), "failure": failure}
 
 
 def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:

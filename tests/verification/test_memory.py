@@ -7,6 +7,7 @@ import torch
 
 import infcl_gen
 from infcl_gen.emission import import_package
+from infcl_gen.processes import Seat
 from infcl_gen.verification import worker
 from infcl_gen.verification.memory import PeakMeter
 
@@ -44,13 +45,12 @@ def test_nothing_is_nothing_and_errors_pass_through() -> None:
         raise KeyError
 
 
-def test_verify_allows_what_was_predicted_and_not_a_page_more(tmp_path: Path) -> None:
+def test_verify_allows_what_was_predicted_and_not_a_page_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = infcl_gen.generate(
         loss="clip", batch_size=600, dim=64, dtype="fp32", target="cpu", output=tmp_path / "package"
     )
-    job = worker.Job("memory", str(folder), "cpu", 1, str(tmp_path))
-    module = import_package(folder, "measured_package")
-    (right,) = worker.memory(job, module, 0)
+    job, seat, module = {"package": str(folder), "place": "cpu"}, Seat(0, 1, tmp_path), import_package(folder)
+    (right,) = worker.memory(job, seat)
     assert right["passed"], right
     predicted, run = module.SPEC["predicted"]["peak_bytes"], module.loss_and_grads
     for beyond, passed in ((-4096, True), (4096, False)):
@@ -60,8 +60,8 @@ def test_verify_allows_what_was_predicted_and_not_a_page_more(tmp_path: Path) ->
             del held
             return run(*arguments, **more)
 
-        module.loss_and_grads = with_an_allocation  # type: ignore[attr-defined]
-        (row,) = worker.memory(job, module, 0)
+        monkeypatch.setattr(module, "loss_and_grads", with_an_allocation)
+        (row,) = worker.memory(job, seat)
         assert row["passed"] == passed, row
 
 

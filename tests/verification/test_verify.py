@@ -57,9 +57,8 @@ def test_a_good_package_passes_on_one_device_and_on_a_ring(good: Path) -> None:
 
 def test_examples_are_shared_out_and_none_is_lost(good: Path) -> None:
     """Three processes judge what one does."""
-    job = verify.Job("numerics", str(good), "cpu", examples=7, timeout_s=200.0)
-    alone = verify.run(job, 1)
-    assert verify.run(job, 3) == alone
+    alone, shared = (verify.run("numerics", good, "cpu", processes, 7, 200.0) for processes in (1, 3))
+    assert shared == alone
     assert all(row["passed"] and row["detail"].startswith("7 inputs on cpu, ") for row in alone)
 
 
@@ -129,7 +128,7 @@ def test_planted_bugs_are_found(copy: Path, bug: str, processes: int) -> None:
     assert old in text
     (copy / path).write_text(text.replace(old, new, 1))
     resealed(copy)
-    rows = verify.run(verify.Job("numerics", str(copy), "cpu", examples=7, timeout_s=200.0), processes)
+    rows = verify.run("numerics", copy, "cpu", processes, 7, 200.0)
     assert check in [row["check"] for row in rows if not row["passed"]]
     assert all("\n" not in row["detail"] for row in rows)
 
@@ -149,7 +148,7 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     resealed(copy)
     started = time.monotonic()
     limit_s = 12.0 if how == "hang" else 200.0
-    (row,) = verify.run(verify.Job("ring", str(copy), "cpu", examples=1, timeout_s=limit_s), 2)
+    (row,) = verify.run("ring", copy, "cpu", 2, 1, limit_s)
     assert time.monotonic() - started < limit_s + 10
     assert not row["passed"]
     assert ("not finished after 12 s" if how == "hang" else "rank 1 of 2: exit code 3") in row["detail"]
