@@ -251,7 +251,7 @@ def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     done = run("doctor", "--json")
     states = {row["subject"]: row["state"] for row in json.loads(done.stdout)["findings"]}
     assert (states["torch"], states["triton"]) == ("missing", "missing")
@@ -262,7 +262,7 @@ def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ("version", "state"), [("2.10.1", "old"), ("2.11.0a0+git", "ok"), ("2.13.0+cpu", "ok"), ("3.0", "ok"), ("1", "old")]
 )
 def test_doctor_compares_versions_as_numbers(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     assert doctor._version("torch").state == state
 
 

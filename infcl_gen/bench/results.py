@@ -6,9 +6,6 @@ figure. A row whose `error` is not None has no figures of time or memory.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import importlib.util
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +14,7 @@ from typing import Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.files import checksum, write_file
-from infcl_gen.version import __version__
+from infcl_gen.version import __version__, installed
 
 Rows = list[dict[str, Any]]
 SCHEMA_VERSION = 1
@@ -99,16 +96,9 @@ def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
     """What a measurement depends on."""
     import torch
 
-    found = {"infcl_gen": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    if importlib.util.find_spec("triton") is not None:  # not on every system
-        import triton
-
-        found["triton"] = triton.__version__
-    found["cuda"] = str(torch.version.cuda)
-    for name in libraries:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.setdefault(name, importlib.metadata.version(name))
-    return found
+    ours = {"infcl_gen": __version__, "python": platform.python_version()}
+    build = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
+    return installed("triton", *libraries) | ours | build
 
 
 def table(rows: Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import platform
 import re
@@ -13,6 +12,7 @@ from typing import Any
 from infcl_gen.errors import InfclError
 from infcl_gen.hardware.detection import detect, find_device
 from infcl_gen.hardware.links import LinkRates, measure
+from infcl_gen.version import installed
 
 _MINIMUM = {"torch": (2, 11), "triton": (3, 6)}
 
@@ -54,9 +54,8 @@ def examine() -> Report:
 def _version(name: str) -> Finding:
     least = _MINIMUM[name]
     wanted = ".".join(map(str, least))
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    version = installed(name).get(name)
+    if version is None:
         need = "runs packages" if name == "torch" else "compiles kernels for GPUs"
         return Finding(name, "missing", f"{name} {need}", f"install {name} {wanted} or newer")
     numbers = tuple(int(number) for number in re.findall(r"[0-9]+", version)[:2])

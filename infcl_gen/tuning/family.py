@@ -9,7 +9,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from infcl_gen.hardware import Cluster
 from infcl_gen.inputs.overrides import BLOCK_FIELDS
 from infcl_gen.inputs.problem import Problem
 from infcl_gen.kernels import TILES, families
-from infcl_gen.losses import Derivation, LossSpec
+from infcl_gen.losses import LossSpec, derive
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.records import Candidate, Settings, measured_settings
 from infcl_gen.processes import Worker
@@ -32,9 +31,6 @@ LEAST_GAIN = 0.01
 GIVE_UP = 1.3  # times the best median, if no time at all is below it after GIVE_UP_ROUNDS
 GIVE_UP_ROUNDS = 2
 LEAST_ROUNDS = 5  # whatever the time
-_WORKER = "infcl_gen.tuning.worker"
-
-
 COMPILE_SHARE = 0.3  # of a family's time; to load, check and time the best few takes the rest
 
 
@@ -61,12 +57,11 @@ class Case:
     problem: Problem
     loss: LossSpec
     cluster: Cluster
-    derivation: Derivation
     default: Plan
 
     def plan(self, settings: Settings) -> Plan:
         """The plan of a candidate. Raises InputError or InfeasibleError if it has none."""
-        found = plan(self._with(settings), self.derivation, self.cluster)
+        found = plan(self._with(settings), derive(self.loss), self.cluster)
         if found.strategy != self.default.strategy:
             raise InputError(f"the strategy would be {found.strategy}, not {self.default.strategy}")
         return found
@@ -79,7 +74,6 @@ class Case:
         return dataclasses.replace(self.problem, settings=measured_settings(self.problem.settings, settings))
 
 
-Propose = Callable[[Case, str, Settings], list[Settings]]
 Proposed = tuple[str, Settings]
 Progress = Callable[[str, int, int], None]
 
@@ -97,10 +91,6 @@ class Entry:
     detail: str = ""
     process: Worker | None = None
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
-
-    @property
-    def log(self) -> Path:
-        return self.folder.with_suffix(".log")
 
     @property
     def times_ms(self) -> tuple[float, ...]:
@@ -154,7 +144,6 @@ class Family:
     best: Settings
     limits: Limits
     scratch: Path
-    plant: Callable[[Settings, Path], None] | None = None
     progress: Progress = lambda *_: None
     earlier: Mapping[Proposed, float] = dataclasses.field(default_factory=dict)
     entries: list[Entry] = dataclasses.field(default_factory=list)
@@ -163,12 +152,10 @@ class Family:
     def device(self) -> str:
         return "cpu" if self.case.cluster.profile.target == "cpu" else "cuda"
 
-    def run(self, propose: Propose, deadline: float) -> tuple[Settings, str, tuple[Candidate, ...]]:
+    def run(self, others: Sequence[Settings], deadline: float) -> tuple[Settings, str, tuple[Candidate, ...]]:
         """The winner's settings, the digest of its package as it was timed, and every candidate with its fate."""
-        wanted = [self.best, *propose(self.case, self.family, self.best)]
-        self.entries = [
-            Entry(settings, self.scratch / f"candidate{index}") for index, settings in enumerate(dict.fromkeys(wanted))
-        ]
+        for index, settings in enumerate(dict.fromkeys([self.best, *others])):
+            self.entries.append(Entry(settings, self.scratch / f"candidate{index}"))
         try:
             self._judge_legality()
             self._rank(self.limits.compiled)
@@ -240,12 +227,14 @@ class Family:
     def _start(self, entry: Entry, task: str, *arguments: str) -> None:
         """A process that does a task of the worker, with the package that is written first."""
         if not entry.digest:
-            files = self.case.files(entry.settings)
-            write_package(files, entry.folder)
-            entry.digest = content_digest(files)
-            if self.plant is not None:
-                self.plant(entry.settings, entry.folder)
-        entry.process = Worker(f"{_WORKER}:{task}", [str(entry.folder), *arguments], entry.log)
+            self._write(entry)
+        log = entry.folder.with_suffix(".log")
+        entry.process = Worker(f"infcl_gen.tuning.worker:{task}", [str(entry.folder), *arguments], log)
+
+    def _write(self, entry: Entry) -> None:
+        files = self.case.files(entry.settings)
+        write_package(files, entry.folder)
+        entry.digest = content_digest(files)
 
     def _compile(self, until: float) -> None:
         """Ahead of time, each in a process of its own, as many at once as there are jobs; the best so far runs as it
@@ -279,7 +268,7 @@ class Family:
         for entry in self._racing():
             self._start(entry, "run", self.device)
         for step, step_s in enumerate((self.limits.load_s, self.limits.gate_s), start=1):
-            self._answers(self._racing(), step_s, "crashed")
+            self._answers(self._racing(), step_s)
             self.progress(f"{self.family}: check", step, 3)
         # Then at the size that is timed, one after the other: against the first, which is the best so far.
         file, written = self.scratch / "reference.pt", False
@@ -313,10 +302,10 @@ class Family:
             )
         best = fastest(racing, None if self.entries[0].status else self.entries[0])
         try:
-            timed = read_package(best.folder).digest
-        except InputError as error:
-            raise VerificationError(f"the files of the winner changed while it was timed: {error}") from error
-        if timed != best.digest:
+            changed = read_package(best.folder).digest != best.digest
+        except InputError:
+            changed = True
+        if changed:
             raise VerificationError("the files of the winner changed while it was timed")
         return best
 
@@ -324,32 +313,22 @@ class Family:
         """A candidate's answer; None if it gave none, and is out."""
         assert entry.process is not None
         entry.process.send(request)
-        answers = self._answers([entry], self.limits.sample_s, "crashed")
-        return answers[0][1] if answers else None
+        return next(iter(self._answers([entry], self.limits.sample_s)), None)
 
-    def _answers(
-        self, entries: Sequence[Entry], timeout_s: float, otherwise: str
-    ) -> list[tuple[Entry, dict[str, Any]]]:
+    def _answers(self, entries: Sequence[Entry], timeout_s: float, otherwise: str = "crashed") -> list[dict[str, Any]]:
         """The next answer of each; who gives none is out, as `otherwise` unless it says itself why."""
-        processes = [entry.process for entry in entries if entry.process is not None]
-        found = []
-        with ThreadPoolExecutor(max(1, len(processes))) as pool:
-            try:
-                waiting = [pool.submit(process.answer, timeout_s) for process in processes]
-                for entry, future in zip(entries, waiting, strict=True):
-                    answer = future.result()
-                    if answer is None:
-                        entry.drop("hung", f"no answer within {timeout_s:g} s")
-                    elif "ended" in answer:
-                        entry.drop(otherwise, answer["ended"])
-                    elif "failed" in answer:
-                        entry.drop(answer["failed"], answer["detail"])
-                    else:
-                        found.append((entry, answer))
-            except BaseException:
-                for process in processes:  # or leaving the pool would wait for them
-                    process.kill()
-                raise
+        deadline, found = time.monotonic() + timeout_s, []
+        for entry in entries:
+            assert entry.process is not None
+            answer = entry.process.answer(deadline - time.monotonic())
+            if answer is None:
+                entry.drop("hung", f"no answer within {timeout_s:g} s")
+            elif "ended" in answer:
+                entry.drop(otherwise, answer["ended"])
+            elif "failed" in answer:
+                entry.drop(answer["failed"], answer["detail"])
+            else:
+                found.append(answer)
         return found
 
 

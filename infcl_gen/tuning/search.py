@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,47 +49,42 @@ from infcl_gen.planning.records import (
     user_folder,
     write_records,
 )
-from infcl_gen.tuning.family import Case, Family, Limits, Progress, Propose, Proposed, belongs, proposed  # fmt: skip
-from infcl_gen.version import __version__
+from infcl_gen.tuning.family import Case, Family, Limits, Progress, Proposed, belongs, proposed
+from infcl_gen.version import __version__, installed
 
 _LOG = logging.getLogger("infcl_gen")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run found: the record, its file, and the times of the winner and of the default (None: not both timed)."""
+    """What a run found: the record, its file, and the package that was written."""
 
     record: Record
     file: Path
     package: Path
-    default_ms: float | None
-    best_ms: float | None
 
     def as_dict(self) -> dict[str, Any]:
+        """With the median times of the default and of the winner (None: not timed)."""
+        record = self.record
         return {
             "package": str(self.package),
             "file": str(self.file),
-            "default_ms": self.default_ms,
-            "best_ms": self.best_ms,
-            "record": dataclasses.asdict(self.record),
+            "default_ms": _median_ms(record, record.families[0], ()),
+            "best_ms": _median_ms(record, record.families[-1], record.settings),
+            "record": dataclasses.asdict(record),
         }
 
 
 def tune(
-    folder: str | Path,
-    records: Path | None = None,
-    limits: Limits | None = None,
-    propose: Propose | None = None,
-    progress: Progress = lambda *_: None,
-    plant: Callable[[Settings, Path], None] | None = None,
+    folder: str | Path, records: Path | None = None, limits: Limits | None = None, progress: Progress = lambda *_: None
 ) -> Outcome:
     """Tune the package in `folder` on this machine, write the record to `records` (the user's data folder), and the
     package again with the winning settings.
 
-    When the time is up, the record holds the families that were finished; the next run goes on from there. `plant`
-    edits a candidate's files before it is run: tests only. Raises InputError (no package, or one with blocks of the
-    user's), ToolchainError (this machine has not the package's device), VerificationError (no candidate is right, or
-    infcl_gen's own files have changed meanwhile).
+    When the time is up, the record holds the families that were finished; the next run goes on from there.
+
+    Raises InputError (no package, or one with blocks of the user's), ToolchainError (this machine has not the package's
+    device), VerificationError (no candidate is right, or infcl_gen's own files have changed meanwhile).
     """
     limits = limits or Limits()
     package = read_package(folder)
@@ -112,8 +105,9 @@ def tune(
             break
         left = max(0.0, deadline - time.monotonic()) / (len(names) - index)
         with tempfile.TemporaryDirectory(prefix="infcl-gen-tune-") as scratch:
-            run = Family(case, family, record.settings, limits, Path(scratch), plant, progress, earlier)
-            settings, digest, candidates = run.run(propose or proposals, time.monotonic() + left)
+            run = Family(case, family, record.settings, limits, Path(scratch), progress, earlier)
+            others = proposals(case, family, record.settings)
+            settings, digest, candidates = run.run(others, time.monotonic() + left)
         if content_digest(case.files(settings)) != digest:  # infcl_gen's own files have changed meanwhile
             raise VerificationError(f"{folder}: the package to be written is not the one that was timed")
         done = (*record.families, family)
@@ -133,10 +127,7 @@ def tune(
     path = write_package(case.files(record.settings), folder, force=True)
     if record.complete:
         partial.unlink(missing_ok=True)
-    default_ms, best_ms = (
-        _median_ms(record, *which) for which in ((record.families[0], ()), (record.families[-1], record.settings))
-    )
-    return Outcome(record, file, path, default_ms, best_ms)
+    return Outcome(record, file, path)
 
 
 def families(default: Plan) -> tuple[str, ...]:
@@ -183,13 +174,12 @@ def _case(spec: dict[str, Any]) -> Case:
         raise InputError(
             f"DIR: the package was generated with --set {', '.join(fixed)}, which tuning chooses; generate it without"
         )
-    derivation = derive(loss)
-    return Case(problem, loss, cluster, derivation, plan(problem, derivation, cluster))
+    return Case(problem, loss, cluster, plan(problem, derive(loss), cluster))
 
 
 def _resumed(partial: Path, key: Key, case: Case) -> Record:
     """What an earlier run has finished for the same problem, kernels and versions; else a record of nothing."""
-    versions = _versions()
+    versions = {"infcl_gen": __version__, **installed("torch", "triton")}
     with contextlib.suppress(InfclError):
         for record in read_records(partial):
             same = (record.key, record.versions) == (key, versions)
@@ -210,14 +200,6 @@ def _timed_before(records: Path, key: Key) -> dict[Proposed, float]:
                     if candidate.status == "timed":
                         own = proposed(candidate.family, candidate.settings)
                         found.setdefault(own, statistics.median(candidate.times_ms))
-    return found
-
-
-def _versions() -> dict[str, str]:
-    found = {"infcl_gen": __version__}
-    for name in ("torch", "triton"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
     return found
 
 

@@ -35,8 +35,52 @@ def run(requests: Requests, answer: Answer, folder: str, device: str) -> None:
 
     Answers carry `done`, or `failed` (a status of a record) and `detail`.
     """
+    import torch
+
+    from infcl_gen.bench.steps import features, training_step
+    from infcl_gen.bench.timing import Timer
+    from infcl_gen.emission import import_package
+    from infcl_gen.verification.gate import failures
+    from infcl_gen.verification.properties import check_package
+
     with _reported(answer):
-        _serve(Path(folder), device, requests, answer)
+        module = import_package(Path(folder), "infcl_gen_candidate")  # by name: the manifest is the tuner's affair
+        answer(done="loaded")
+        for verdict in check_package(module, device):
+            if not verdict.passed:
+                answer(failed="wrong", detail=f"{verdict.case}: {failures(verdict.rows)}"[:500])
+                return
+        answer(done="gated")
+        problem, plan = module.SPEC["problem"], module.SPEC["plan"]
+        sizes = (plan["rows_per_rank"], plan["keys_per_rank"])  # of a ring, one hop is timed
+        step: Callable[[], tuple[Any, ...]] | None = None
+        while True:
+            request = requests.get()
+            if step is None:  # now, one candidate after the other: all at once would not fit
+                q, k = (
+                    features(rows, problem["dim"], problem["dtype"], seed, device) for seed, rows in enumerate(sizes)
+                )
+                wide = torch.promote_types(q.dtype, torch.float32)
+                scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
+                step = training_step(module, q, k, scale)
+            if request["do"] == "compare":
+                evidence = _evidence(step())
+                if request["reference"]:
+                    torch.save(evidence, request["file"])
+                elif defect := _defect(evidence, torch.load(request["file"]), problem["dtype"]):
+                    answer(failed="wrong", detail=defect)
+                    return
+                result: dict[str, Any] = {"done": "compared"}
+            else:
+                step()
+                timer = Timer(device)
+                times = [timer.times(step) for _ in range(request["repeats"])]
+                behind = [each.idle_ms if each.queued_ms is None else each.queued_ms for each in times]
+                result = {"done": "sampled", "times_ms": behind}
+            q.grad = k.grad = scale.grad = None
+            if device == "cuda":  # what this one keeps, the next candidate may need
+                torch.cuda.empty_cache()
+            answer(**result)
 
 
 @contextlib.contextmanager
@@ -50,52 +94,6 @@ def _reported(answer: Answer) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         answer(failed="out of memory", detail=one_line(error))
-
-
-def _serve(folder: Path, device: str, requests: Requests, answer: Answer) -> None:
-    import torch
-
-    from infcl_gen.bench.steps import features, training_step
-    from infcl_gen.bench.timing import Timer
-    from infcl_gen.emission import import_package
-    from infcl_gen.verification.gate import failures
-    from infcl_gen.verification.properties import check_package
-
-    module = import_package(folder, "infcl_gen_candidate")  # by name: the manifest is the tuner's affair
-    answer(done="loaded")
-    for verdict in check_package(module, device):
-        if not verdict.passed:
-            answer(failed="wrong", detail=f"{verdict.case}: {failures(verdict.rows)}"[:500])
-            return
-    answer(done="gated")
-    problem, plan = module.SPEC["problem"], module.SPEC["plan"]
-    sizes = (plan["rows_per_rank"], plan["keys_per_rank"])  # of a ring, one hop is timed
-    step: Callable[[], tuple[Any, ...]] | None = None
-    while True:
-        request = requests.get()
-        if step is None:  # now, one candidate after the other: all at once would not fit
-            q, k = (features(rows, problem["dim"], problem["dtype"], seed, device) for seed, rows in enumerate(sizes))
-            wide = torch.promote_types(q.dtype, torch.float32)
-            scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
-            step = training_step(module, q, k, scale)
-        if request["do"] == "compare":
-            evidence = _evidence(step())
-            if request["reference"]:
-                torch.save(evidence, request["file"])
-            elif defect := _defect(evidence, torch.load(request["file"]), problem["dtype"]):
-                answer(failed="wrong", detail=defect)
-                return
-            result: dict[str, Any] = {"done": "compared"}
-        else:
-            step()
-            timer = Timer(device)
-            times = [timer.times(step) for _ in range(request["repeats"])]
-            behind = [each.idle_ms if each.queued_ms is None else each.queued_ms for each in times]
-            result = {"done": "sampled", "times_ms": behind}
-        q.grad = k.grad = scale.grad = None
-        if device == "cuda":  # what this one keeps, the next candidate may need
-            torch.cuda.empty_cache()
-        answer(**result)
 
 
 def _evidence(result: tuple[Any, ...]) -> dict[str, Any]:
@@ -121,13 +119,9 @@ def _defect(evidence: dict[str, Any], reference: dict[str, Any], dtype: str) -> 
         if got.shape != true.shape:
             return f"{name}: another shape than the default's"
         rows = got.reshape(len(got), -1) - true.reshape(len(true), -1)
+        largest = rows.norm(dim=1).max() / (true.norm() / len(true) ** 0.5)  # relative to the rows' root mean square
         # A row may be farther off than the whole is, and a number is only as exact as the statistics are.
-        for part, error in (("", rows.norm() / true.norm()), (" in one row", _largest(rows, true) / 8)):
+        for part, error in (("", rows.norm() / true.norm()), (" in one row", largest / 8)):
             if not float(error) <= allowed:
                 return f"{name}{part}: differs by {float(error):.1e} from the default's, allowed {allowed:.1e}"
     return None
-
-
-def _largest(rows: Any, true: Any) -> Any:
-    """The largest row of a difference, relative to the root mean square of the rows."""
-    return rows.norm(dim=1).max() / (true.norm() / len(true) ** 0.5)

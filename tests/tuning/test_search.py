@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,10 +109,25 @@ def plant(settings: Settings, folder: Path) -> None:
         file.write(PLANTED[settings][0])
 
 
-def test_candidates_that_misbehave_are_dropped_and_change_nothing(package: Path, tmp_path: Path) -> None:
+def edit_candidates(patch: pytest.MonkeyPatch, edit: Callable[[Settings, Path], None], *others: Settings) -> None:
+    """These candidates beside the default, each edited after it is written."""
+    write = Family._write
+
+    def planted(self: Family, entry: Entry) -> None:
+        write(self, entry)
+        edit(entry.settings, entry.folder)
+
+    patch.setattr(Family, "_write", planted)
+    patch.setattr(search, "proposals", lambda *_: list(others))
+
+
+def test_candidates_that_misbehave_are_dropped_and_change_nothing(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that hangs, one that crashes, one without memory, and wrong ones that would be the fastest."""
     limits = Limits(minutes=5, timed=9, rounds=2, repeats=1, sample_s=10)
-    outcome = tune(package, tmp_path / "records", limits, propose=lambda *_: list(PLANTED), plant=plant)
+    edit_candidates(monkeypatch, plant, *PLANTED)
+    outcome = tune(package, tmp_path / "records", limits)
     found = {candidate.settings: candidate for candidate in outcome.record.candidates}
     for settings, (_, status) in PLANTED.items():
         assert found[settings].status in status.split("|"), found[settings]
@@ -193,7 +209,7 @@ def test_compiling_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = Family(case, "gradient", (), Limits(jobs=2), tmp_path)
     run.entries = [Entry(settings, tmp_path / f"c{index}") for index, settings in enumerate(wanted)]
     monkeypatch.setattr("infcl_gen.tuning.family.Worker", lambda *_: SimpleNamespace(kill=lambda: None))
-    monkeypatch.setattr(run, "_answers", lambda part, *_: [(entry, {"resources": []}) for entry in part])
+    monkeypatch.setattr(run, "_answers", lambda *_: [])
     run._compile(-math.inf)
     assert [entry.status for entry in run.entries] == ["", "", "", "not timed"]
     assert "the time was up" in run.entries[3].detail
@@ -209,7 +225,7 @@ def test_the_command_line_reports_the_outcome(package: Path, tmp_path: Path, mon
         timed = Candidate("panel", OTHER, "timed", "", 1.0, (1.0, 3.0))
         hung = Candidate("panel", (), "hung", "no answer within 1 s")
         record = records.Record(key, OTHER, "d", (), {}, False, ("panel",), {}, (hung, timed))
-        return search.Outcome(record, tmp_path / "cpu.json", Path(folder), None, 2.0)
+        return search.Outcome(record, tmp_path / "cpu.json", Path(folder))
 
     monkeypatch.setattr(search, "tune", fake)
     done = CliRunner().invoke(cli.main, ["tune", str(package), "--minutes", "2.5", "--records", "somewhere"])
@@ -470,5 +486,6 @@ def test_what_cannot_be_tuned_says_so(tmp_path: Path, package: Path, monkeypatch
 
     before = read_package(package).digest
     with pytest.raises(VerificationError, match="broken"):
-        tune(package, tmp_path / "records", propose=lambda *_: [], plant=broken)
+        edit_candidates(monkeypatch, broken)
+        tune(package, tmp_path / "records")
     assert read_package(package).digest == before and not list((tmp_path / "records").glob("*.json"))
