@@ -29,6 +29,11 @@ import triton
 import triton.language as tl
 
 DIM = tl.constexpr(128)
+KEY_LANES = tl.constexpr(32)  # a program's sums over queries, kept apart by lane until a strip is done
+WIDE_ROWS = tl.constexpr(64)  # at a time where a strip is computed again
+FUSED_WIDE_KEYS = tl.constexpr(32)
+QUERY_SHARE = tl.constexpr(0.5)
+KEY_SHARE = tl.constexpr(0.5)
 FORWARD_ROWS = tl.constexpr(64)
 FORWARD_KEYS = tl.constexpr(256)
 FORWARD_DEPTH = tl.constexpr(128)
@@ -41,14 +46,9 @@ FINISH_ROWS = tl.constexpr(16)
 FINISH_DEPTH = tl.constexpr(128)
 # The embedding in parts: tiles are powers of two, and a whole one would be padded to the next.
 PART_WIDTHS = [128]
-KEY_LANES = tl.constexpr(32)  # a program's sums over queries, kept apart by lane until its strip is done
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
-WIDE_ROWS = tl.constexpr(64)  # at a time where a strip is computed again
-FUSED_WIDE_KEYS = tl.constexpr(32)
 MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so that few loads follow one another
 MERGE_PARTS = tl.constexpr(64)
-QUERY_SHARE = tl.constexpr(0.5)
-KEY_SHARE = tl.constexpr(0.5)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SAMPLE_ROWS = tl.constexpr(64)

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "1a614b595e9a70c623766df3967a01a2fdf8a8fc358f17477a80dfaa4a345704",
+    "digest": "25a1906ee14818bf07ca6bef3237f09cf475b7356d8f89e9f01e1ac3076d70a2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "9b068d804ea20ff63f6b678f4c8e9548a49494cb717061c89f2eec5ba04a3201",
+    "digest": "b137573e6c5123fa69e7913c9e8e11677ca747fea3e8691d590135781385d9b6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

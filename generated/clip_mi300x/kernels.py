@@ -28,6 +28,10 @@ import triton
 import triton.language as tl
 
 DIM = tl.constexpr(768)
+KEY_LANES = tl.constexpr(1)  # a program's sums over queries, kept apart by lane until a strip is done
+WIDE_ROWS = tl.constexpr(64)  # at a time where a strip is computed again
+QUERY_SHARE = tl.constexpr(0.5)
+KEY_SHARE = tl.constexpr(0.5)
 FORWARD_ROWS = tl.constexpr(128)
 FORWARD_KEYS = tl.constexpr(128)
 FORWARD_DEPTH = tl.constexpr(64)
@@ -41,13 +45,9 @@ POSITIVE_ROWS = tl.constexpr(64)
 POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(16)
 FINISH_DEPTH = tl.constexpr(256)
-KEY_LANES = tl.constexpr(1)  # a program's sums over queries, kept apart by lane until its strip is done
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
-WIDE_ROWS = tl.constexpr(64)  # at a time where a strip is computed again
 MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so that few loads follow one another
 MERGE_PARTS = tl.constexpr(64)
-QUERY_SHARE = tl.constexpr(0.5)
-KEY_SHARE = tl.constexpr(0.5)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SAMPLE_ROWS = tl.constexpr(64)
@@ -363,7 +363,7 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(total).to(tl.float32))
 
 
-@triton.jit(do_not_specialize_on_alignment=["key_reference", "key_lowest"])  # a panel's: they begin anywhere
+@triton.jit(do_not_specialize_on_alignment=["key_reference", "key_lowest"])
 def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_ratio, key_reference, key_lowest, g,
         flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):

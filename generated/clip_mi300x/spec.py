@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "31c53c77625706148f9c7cb78dd7840ddd8c2401c4ef0d627f6c3e0f1379fc7f",
+    "digest": "d043d6c16073d218608d1b58662b2ccd8c043e9ff805673344d94f0d72870f1d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

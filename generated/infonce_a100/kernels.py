@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 
 DIM = tl.constexpr(768)
+WIDE_ROWS = tl.constexpr(32)  # at a time where a strip is computed again
+QUERY_SHARE = tl.constexpr(1.0)
 FORWARD_ROWS = tl.constexpr(128)
 FORWARD_KEYS = tl.constexpr(128)
 FORWARD_DEPTH = tl.constexpr(64)
@@ -41,10 +43,8 @@ POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(16)
 FINISH_DEPTH = tl.constexpr(256)
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
-WIDE_ROWS = tl.constexpr(32)  # at a time where a strip is computed again
 MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so that few loads follow one another
 MERGE_PARTS = tl.constexpr(64)
-QUERY_SHARE = tl.constexpr(1.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SAMPLE_ROWS = tl.constexpr(64)

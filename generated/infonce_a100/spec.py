@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "ae062a6056ced29f67d395d930cc1506239b47afe17f6a724679e8661476029e",
+    "digest": "618a757d9f7bfd794dada227af30bbd967fef021d3f9a0d9717cdd1472179b63",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -34,7 +34,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     # A key term is linear in p: the part with it is the positive's.
     with_positive = derivation.key_term.diff(p) * p
     without_positive = (derivation.key_term - with_positive).expand()
-    walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     # The embedding as kernels multiply it that hold a whole one: `name` ends those of a part's tensors.
     parts = [
         {
@@ -68,22 +67,12 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         # Constants.
         "dim": plan.dim,
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
-        "inner_dim": plan.inner_dim,
         "padded_dim": blocks["fused"].depth if is_fused else 0,
         "split_terms": SPLIT_TERMS,
-        "tile_constants": [
-            (f"{kernel}_{field}".upper(), getattr(block, field))
-            for kernel, block in blocks.items()
-            for field in ("rows", "keys", "depth")
-            if field != "keys" or kernel not in ("positive", "finish")  # these have no keys of their own
-        ],
+        "constants": _constants(plan, derivation, profile, unit),
         "part_widths": [part["width"] for part in parts] if is_fused or keeps_keys else [],  # of descriptors
         "key_lanes": forward.key_lanes(blocks["forward"], profile),
-        "wide_rows": min(profile.architecture.recomputed_rows, *walked_rows),
-        "fused_wide_keys": fused.wide(profile, blocks["fused"])[0] if is_fused else 0,
         "query_share": derivation.query_share * unit,
-        "key_share": derivation.key_share * unit,
-        "positive_rest": derivation.positive_rest * unit,
         # The derived mathematics.
         "input_precision": plan.input_precision,
         "slope": triton_code(derivation.slope),  # of the logit in z, in `scale`
@@ -108,10 +97,32 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "kept_parts": parts if keeps_keys else [],  # where the forward keeps its keys
         "sides": _sides(plan.labels),
         "each_tile": "each_tile_of_kept_keys" if keeps_keys else "each_tile",
-        "kept_tile": "kept_tile_by_descriptor" if plan.descriptors else "kept_tile",
+        "kept_tile": ("kept_tile_by_descriptor" if plan.descriptors else "kept_tile") if plan.stash else "",
         "stored_tile_of_g": "g_as_halves" if plan.split else "g_as_one",
         "tile_rows": "GRADIENT_ROWS",  # of a tile of g
     }
+
+
+def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
+    """Name, value and comment, or "", of those that not all packages have alike."""
+    blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
+    walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
+    lanes, wide_rows = forward.key_lanes(blocks["forward"], profile), profile.architecture.recomputed_rows
+    found: list[tuple[str, float, str, bool]] = [
+        ("DIM", plan.dim, "", True),
+        ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),
+        ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.has_keys),
+        ("WIDE_ROWS", min(wide_rows, *walked_rows), "at a time where a strip is computed again", not plan.exact),
+        ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
+        ("QUERY_SHARE", derivation.query_share * unit, "", True),
+        ("KEY_SHARE", derivation.key_share * unit, "", plan.has_keys),
+        ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0),
+    ]  # fmt: skip
+    for kernel, block in blocks.items():
+        for field in ("rows", "keys", "depth"):
+            own = field != "keys" or kernel not in ("positive", "finish")  # these have no keys of their own
+            found.append((f"{kernel}_{field}".upper(), getattr(block, field), "", own))
+    return [(name, value, note and f"  # {note}") for name, value, note, wanted in found if wanted]
 
 
 def gradient_exponent(plan: Plan, derivation: Derivation) -> int:

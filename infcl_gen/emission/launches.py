@@ -1,4 +1,4 @@
-"""Signatures of kernels, and their launches in a schedule, as Python source.
+"""How kernels begin, and their launches in a schedule, as Python source.
 
 A launch has the kernel's grid, and what the schedule calls what the kernel takes: an argument that is in no table here
 is a variable of its own name.
@@ -6,8 +6,9 @@ is a variable of its own name.
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from infcl_gen.emission.render import ABSENT
 from infcl_gen.kernels import Family, Kernel, families
@@ -90,13 +91,19 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
 }
 
 
-def signatures(choice: Choice) -> dict[str, str]:
-    """The opening of each kernel's definition, by its name."""
-    found = {}
-    for kernel in (kernel for family in families(choice) for kernel in family.kernels(choice)):
-        words = [f"{each.name}: tl.constexpr" if each.name.isupper() else each.name for each in kernel.arguments]
-        found[kernel.name] = _wrapped(f"def {kernel.name}(", words, "):")
-    return found
+def openings(choice: Choice) -> Callable[..., str]:
+    """What templates call: `kernel(name)`."""
+    kernels = {each.name: (each, family.gluon) for family in families(choice) for each in family.kernels(choice)}
+
+    def kernel(name: str, unaligned: Sequence[str] = ()) -> str:
+        """Decorator and signature. `unaligned`: pointers to any element, as to a panel's part of a vector."""
+        taken, gluon = kernels[name]
+        module, constant = ("gluon", ": gl.constexpr") if gluon else ("triton", ": tl.constexpr")
+        options = f"(do_not_specialize_on_alignment={json.dumps(unaligned)})" if unaligned else ""
+        words = [each.name + constant * each.name.isupper() for each in taken.arguments]
+        return f"@{module}.jit{options}\n" + _wrapped(f"def {name}(", words, "):")
+
+    return kernel
 
 
 def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[str, str]:

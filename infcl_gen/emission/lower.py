@@ -13,7 +13,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
-from infcl_gen.emission.launches import signatures
+from infcl_gen.emission.launches import openings
 from infcl_gen.emission.render import File
 from infcl_gen.emission.schedule_context import schedule_context
 from infcl_gen.hardware import load_profile, profile_names
@@ -46,7 +46,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     ]
     if plan.strategy == "torch":
         return [*files, File("schedule.py", ["torch/schedule.py.jinja"], _torch_context(plan, derivation))]
-    context = kernels_context(name, plan, derivation, profile) | {"signature": signatures(plan).__getitem__}
+    context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
     templates, variants = ["triton/header.py.jinja"], []
     for family in families(plan):
         if family.file == "kernels.py":

@@ -104,7 +104,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     return (
         Kernel("references", first, "forward"),
         Kernel("forward", forward, "forward"),
-        Kernel("forward_wide", again, "forward", wide=True, template="forward_wide"),
+        Kernel("forward_wide", again, "forward", wide=True),
     )
 
 

@@ -35,8 +35,7 @@ OPENING = '''"""The product of {{ name }} for small blocks, of {{ most_rows }} r
 import triton
 import triton.language as tl
 
-DIM = tl.constexpr({{ dim }})
-{% for constant, value in tile_constants %}
+{% for constant, value, _ in constants %}
 {{ constant }} = tl.constexpr({{ value }})
 {% endfor %}
 '''
@@ -45,7 +44,7 @@ DIM = tl.constexpr({{ dim }})
 def register(folder: Path) -> None:
     """The family among the others; its template, the ordinary one's kernel, in a folder beside that of the others."""
     text = (template_folder() / "triton" / "product.py.jinja").read_text()
-    text = OPENING + text.replace('signature("product")', 'signature("product_narrow")')
+    text = OPENING + text.replace('kernel("product")', 'kernel("product_narrow")')
     (folder / "triton").mkdir(parents=True, exist_ok=True)
     (folder / "triton" / "narrow.py.jinja").write_text(text)
     _environment().loader = jinja2.FileSystemLoader([folder, template_folder()])
