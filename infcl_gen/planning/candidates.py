@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,6 @@ class Choices:
         self._settings, self._given, self._profile = problem.settings, problem.settings.keys, cluster.profile
         self._travelling = derivation.travelling(problem.dim)
         self._variants = functools.cache(self._make_variants)
-        self._table = functools.cache(self._make_table)
 
     def models(self, queries: int, keys: int) -> list[CostModel]:
         """The cost models for so many queries and keys of all ranks, in order of preference at equal predicted time.
@@ -93,6 +93,11 @@ class Choices:
                 f" {' or '.join(usable)} on {self._cluster.devices} x {self._profile.name}; valid: off"
             )
         return [CostModel(choice, self._cluster, rank_rows, rank_keys, self._table(choice)) for choice in found]
+
+    def _table(self, choice: Choice) -> Table:
+        """What the cluster's devices send to each other."""
+        nodes, each = self._cluster.nodes, self._cluster.devices_per_node
+        return Table(choice.transport, nodes, each, choice.keeps, self._travelling)
 
     def _usable(self, keys: int) -> list[str]:
         """The strategies that are possible here and to which all settings apply."""
@@ -157,11 +162,6 @@ class Choices:
         flops = 8 * queries * keys * choice.dim
         limit_s = STASH_REPLAY_LIMIT_S if choice.strategy == "stash" else REPLAY_LIMIT_S
         return not choice.replay or flops < limit_s * self._profile.matmul_tflops[choice.dtype].value * 1e12
-
-    def _make_table(self, choice: Choice) -> Table:
-        """What the cluster's devices send to each other."""
-        cluster = self._cluster
-        return Table(choice.transport, cluster.nodes, cluster.devices_per_node, choice.keeps, self._travelling)
 
     @functools.cached_property
     def _transports(self) -> tuple[tuple[str, bool], ...]:
@@ -254,36 +254,29 @@ def _settings_of(name: str) -> frozenset[str]:
 
 def smallest_peak(model: CostModel, settings: Overrides) -> int:
     """The least memory that any sizes need: the peak grows with each of them."""
-    row_unit, key_unit = _units(model.choice)
-    rows = _fixed(settings, "panel_rows", row_unit, model.rows) or row_unit
-    keys = _fixed(settings, "panel_keys", key_unit, model.keys) or key_unit
-    keys = _padded(model.keys, key_unit) if model.choice.strategy == "fused" else keys
-    return min(peak for _, peak in _with_stash(model, settings, rows, keys, smallest=True))
+    return min(peak for _, peak in sizes_of(model, settings, smallest=True))
 
 
-def sizes_of(model: CostModel, settings: Overrides) -> Iterator[tuple[Sizes, int]]:
-    """All sizes that are considered, with their peaks; the smallest among them."""
+def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> Iterator[tuple[Sizes, int]]:
+    """All sizes that are considered, or only those of the smallest panel, with their peaks."""
     strategy = model.choice.strategy
     row_unit, key_unit = _units(model.choice)
     cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
     cap = SPLIT_CAP if model.choice.split else cap
-    fixed_rows = _fixed(settings, "panel_rows", row_unit, model.rows)
-    fixed_keys = _fixed(settings, "panel_keys", key_unit, model.keys)
-    all_rows = [fixed_rows] if fixed_rows else _splits(model.rows, row_unit, cap)
+    all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap)
     if strategy == "fused":
         all_keys = [_padded(model.keys, key_unit)]  # a program walks all keys
     else:
-        all_keys = [fixed_keys] if fixed_keys else _splits(model.keys, key_unit, cap)
+        all_keys = _sides(settings, "panel_keys", model.keys, key_unit, cap)
     if strategy == "stash":
         # A third dimension: coarser steps in the other two, the smallest kept.
         all_rows, all_keys = (sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys))
-    for rows in all_rows:
-        for keys in all_keys:
-            # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
-            lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
-            smallest = (rows, keys) == (all_rows[-1], all_keys[-1])
-            if not lean or smallest or strategy == "fused":
-                yield from _with_stash(model, settings, rows, keys, smallest=False)
+    least = all_rows[-1], all_keys[-1]
+    for rows, keys in [least] if smallest else itertools.product(all_rows, all_keys):
+        # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
+        lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
+        if not lean or (rows, keys) == least or strategy == "fused":
+            yield from _with_stash(model, settings, rows, keys, smallest)
 
 
 def _units(choice: Choice) -> tuple[int, int]:
@@ -311,7 +304,7 @@ def _with_stash(
         asked = settings.panel_rows or rows  # a panel as set may be longer than the problem, and is cut to it
         if stash % asked == 0:
             yield _with_forward(model, rows, keys, min(stash, slices * rows))
-        elif smallest or settings.panel_rows:
+        elif smallest:
             raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {asked}")
     else:
         counts = {1} if smallest else {1, slices, *(slices * step // 6 or 1 for step in range(1, 6))}
@@ -352,29 +345,23 @@ def _split(count: int, unit: int, cap: int) -> int:
     return _padded(-(-count // panels), unit)
 
 
-def _splits(count: int, unit: int, cap: int) -> list[int]:
+def _sides(settings: Overrides, key: str, count: int, unit: int, cap: int) -> list[int]:
     """Panel sizes to consider, largest first, down to the unit: equal panels, in ever larger steps of their number.
 
     Large panels are rounded to an eighth of the next lower power of two: whole waves of blocks suit matrix products.
+    What `--set` asks for is the only one, never more than the padded problem. Raises InputError if it is impossible.
     """
-    found = []
-    panels = -(-count // cap)
-    while True:
-        rows = -(-count // panels)
-        rows = min(_padded(rows, max(unit, (1 << rows.bit_length() - 1) // 8)), _padded(count, unit))
-        found.append(rows)
-        if rows == unit:
-            return sorted(set(found), reverse=True)
-        panels = max(panels + 1, panels * 4 // 3)
-
-
-def _fixed(settings: Overrides, key: str, unit: int, count: int) -> int | None:
-    """The panel size that `--set` asks for, never more than the padded problem; None if it does not."""
     value: int | None = getattr(settings, key)
-    if value is None:
-        return None
-    if value % unit:
-        raise InputError(f"--set {key}: {value} must be a multiple of {unit}, the blocks that walk a panel")
-    if min(value, count) > PANEL_LIMIT:
-        raise InputError(f"--set {key}: at most {PANEL_LIMIT}; {PANEL_CAP} is already as fast")
-    return min(value, _padded(count, unit))
+    if value is not None:
+        if value % unit:
+            raise InputError(f"--set {key}: {value} must be a multiple of {unit}, the blocks that walk a panel")
+        if min(value, count) > PANEL_LIMIT:
+            raise InputError(f"--set {key}: at most {PANEL_LIMIT}; {PANEL_CAP} is already as fast")
+        return [min(value, _padded(count, unit))]
+    found: list[int] = []
+    panels = -(-count // cap)
+    while not found or found[-1] != unit:
+        rows = -(-count // panels)
+        found.append(min(_padded(rows, max(unit, (1 << rows.bit_length() - 1) // 8)), _padded(count, unit)))
+        panels = max(panels + 1, panels * 4 // 3)
+    return sorted(set(found), reverse=True)

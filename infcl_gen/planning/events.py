@@ -7,6 +7,7 @@ way. What a task needs is said when it is made; `Events.run` then only moves a c
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 
@@ -51,8 +52,8 @@ class Events:
         self._in_flight = [0] * ranks
         self._last_message = [""] * ranks
         self._running: list[Task | None] = [None] * ranks
-        self._heap: list[tuple[float, int, int, Task]] = []
-        self._now, self._pushed = 0.0, 0
+        self._heap: list[tuple[float, int, Task]] = []
+        self._now, self._versions = 0.0, itertools.count(1)
 
     def task(
         self, rank: int, kind: str, resource: str, name: str, work: float, waits: Sequence[Task],
@@ -72,14 +73,14 @@ class Events:
             if not task.waits:
                 self._start(task)
         while self._heap:
-            time_s, _, version, task = heapq.heappop(self._heap)
+            time_s, version, task = heapq.heappop(self._heap)
             if version == task.version:  # else its rate has changed since
                 self._now = time_s
                 self._finish(task)
 
     def _start(self, task: Task) -> None:
         task.start = task.since = self._now
-        if task.kind == "transfer" and task.pipe is not None:
+        if task.pipe is not None:
             task.pipe.active.append(task)
             self._share(task.pipe)
             return
@@ -100,7 +101,7 @@ class Events:
         elif task.kind == "done":
             self._in_flight[task.rank] -= 1
             self._change(self._running[task.rank], self._speed(task.rank))
-        elif task.kind == "transfer" and task.pipe is not None:
+        elif task.pipe is not None:
             task.pipe.active.remove(task)
             self._share(task.pipe)
         for follower in task.followers:
@@ -113,19 +114,16 @@ class Events:
         return self._slow if self._in_flight[rank] else 1.0
 
     def _share(self, pipe: Pipe) -> None:
-        rate = pipe.rate
         for task in pipe.active:
-            self._change(task, rate, starting=task.version == 0)
+            self._change(task, pipe.rate)
 
-    def _change(self, task: Task | None, rate: float, starting: bool = False) -> None:
-        """Another rate for something that runs."""
-        if task is not None and (rate != task.rate or starting):
+    def _change(self, task: Task | None, rate: float) -> None:
+        """Another rate for something that runs, or starts."""
+        if task is not None and (rate != task.rate or not task.version):
             task.left -= (self._now - task.since) * task.rate
             task.since, task.rate = self._now, rate
             self._push(task)
 
     def _push(self, task: Task) -> None:
-        task.version += 1
-        self._pushed += 1
-        end = self._now + max(0.0, task.left) / task.rate
-        heapq.heappush(self._heap, (end, self._pushed, task.version, task))
+        task.version = next(self._versions)
+        heapq.heappush(self._heap, (self._now + max(0.0, task.left) / task.rate, task.version, task))

@@ -16,12 +16,12 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sympy
 
-from infcl_gen.kernels.choice import Choice, embedding_parts
+from infcl_gen.kernels.choice import Block, Choice, embedding_parts
 from infcl_gen.kernels.family import most_strips
 from infcl_gen.planning.memory import (
     SYMBOLS,
@@ -67,6 +67,7 @@ BATCH_S = 78e-6
 # of 2 and 4 H200s that sent one message of keys and one of gradients more; of 2 in h200-ring2.json within 6 %.
 SLOWDOWN = 0.4
 HIDDEN = 0.9  # of the device's work behind the host's, where the host takes longer
+NO_BLOCK = Block(64, 64, 64, 4, 1)  # of a kernel that a strategy has not: its terms do not ask
 TRITON_PRODUCT_FRACTION = 0.7  # of the library's rate: an assumption until a board is measured
 
 
@@ -161,36 +162,41 @@ class CostModel:
 
     def time_s(self, sizes: Sizes) -> float:
         """Predicted time of one forward and backward that begin on an idle device."""
-        return math.fsum(self._seconds(self._work(sizes), sizes))
+        return math.fsum(phase.time_s for phase in self.phases(sizes))
 
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
-        """Time by phase; with several ranks the last two are what of the communication is not hidden."""
+        """Time by phase: of kernels, of the host where they wait for it, and what of communication is not hidden."""
         work = self._work(sizes)
-        found: list[tuple[str, str, float, float]] = []
-        for term, (flops, moved, *_), (*times, launch_s) in zip(self._terms, work, self._limits(work), strict=True):
-            limits = dict(zip(("product", "memory", "exponentials"), times, strict=True))
-            bound = max(limits, key=lambda name: limits[name])
-            found.append((term.name, "launches" if launch_s > limits[bound] else bound, flops, moved))
+        found = [self._phase(*each) for each in zip(self._terms, self._rates, work, strict=True)]
         if self.choice.strategy != "torch":
-            found.append((HOST, "launches", 0, 0))
-        for phase, sent in self._sent.items():
-            found.append((f"{phase} communication", "link", 0, sum(step.times * step.bytes for step in sent)))
-        seconds = self._seconds(work, sizes)
-        return tuple(
-            PhaseTime(name, time_s, bound, flops, moved)
-            for time_s, (name, bound, flops, moved) in zip(seconds, found, strict=True)
-        )
+            faster = 1 + COOL * math.exp(-math.fsum(phase.time_s for phase in found) / COOL_S)
+            found = [dataclasses.replace(phase, time_s=_rounded(phase.time_s / faster)) for phase in found]
+            # Kernels wait for the host at the start; where they are short they do so all the time.
+            start_s, step_s, launch_s = host_times(self.choice)
+            step_s += launch_s * sum(launches for *_, launches in work)
+            alone_s = max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in found))
+            found.append(PhaseTime(HOST, _rounded(alone_s + RANKS_HOST_S * self.choice.ring), "launches", 0, 0))
+        return (*found, *self._exposed(found, sizes))
 
     def launches(self, phase: str, sizes: Sizes) -> float:
         """How many kernels the host launches in "forward" or "backward", over all hops."""
         work = self._work(sizes)
         return math.fsum(of_term[-1] for term, of_term in zip(self._terms, work, strict=True) if term.phase == phase)
 
-    def hop_s(self, phase: str, seconds: Sequence[float], sizes: Sizes) -> tuple[float, float]:
-        """Time of one hop, and of what its first panel does before it adds to sums that travel; `seconds`: by term."""
-        hop, first = self._parts[phase]
-        first_s = math.fsum([seconds[index] for index in first]) / self.table.world_size / self.panels(phase, sizes)
-        return math.fsum([seconds[index] for index in hop]) / self.table.world_size, first_s
+    def hop_s(self, phase: str, times: Sequence[PhaseTime], sizes: Sizes) -> tuple[float, float]:
+        """Time of one hop, and of what its first panel does before it adds to sums that travel, of predicted times."""
+        parts = [(term.part, at.time_s) for term, at in zip(self._terms, times, strict=False) if term.phase == phase]
+        hop_s = math.fsum(time_s for part, time_s in parts if part != "end") / self.table.world_size
+        first_s = math.fsum(time_s for part, time_s in parts if part == "first") / self.table.world_size
+        return hop_s, first_s / self.panels(phase, sizes)
+
+    def panels(self, phase: str, sizes: Sizes) -> int:
+        """Panels of a hop."""
+        if phase == "backward" and self.choice.strategy == "fused":
+            return 1
+        forward = phase == "forward"
+        rows, keys = (sizes.forward_rows, sizes.forward_keys) if forward else (sizes.panel_rows, sizes.panel_keys)
+        return -(-self.rows // rows) * -(-self.keys // keys)
 
     def sent_bytes(self, name: str) -> int:
         """Bytes of a tensor of a rank's keys that travels."""
@@ -202,32 +208,16 @@ class CostModel:
         """Bytes of one message."""
         return self.sent_bytes(sent.name) * (self.table.world_size if sent.of is None else 1)
 
-    def panels(self, phase: str, sizes: Sizes) -> int:
-        """Panels of a hop."""
-        if phase == "backward" and self.choice.strategy == "fused":
-            return 1
-        forward = phase == "forward"
-        rows, keys = (sizes.forward_rows, sizes.forward_keys) if forward else (sizes.panel_rows, sizes.panel_keys)
-        return -(-self.rows // rows) * -(-self.keys // keys)
-
     # What is the same for all sizes.
 
     @functools.cached_property
     def _kind(self) -> tuple[Choice, Exchange]:
-        return _kind(self.choice, self.table)
+        """What expressions depend on."""
+        return self.choice.kind, exchange_of(self.table)
 
     @functools.cached_property
     def _terms(self) -> tuple[TimeTerm, ...]:
         return time_terms(*self._kind)
-
-    @functools.cached_property
-    def _parts(self) -> dict[str, tuple[list[int], list[int]]]:
-        """By phase, which terms a hop consists of, and which of them come before it adds to sums."""
-        found = {}
-        for phase in ("forward", "backward"):
-            mine = [(index, term.part) for index, term in enumerate(self._terms) if term.phase == phase]
-            found[phase] = [i for i, part in mine if part != "end"], [i for i, part in mine if part == "first"]
-        return found
 
     @functools.cached_property
     def _travelling(self) -> Memory:
@@ -237,32 +227,6 @@ class CostModel:
             size = math.prod(term.counts) * self.sent_bytes(term.item.name)
             totals[term.phase] += term.pieces * allocated_bytes(size // term.pieces, 1, gpu)
         return Memory(**totals)
-
-    @functools.cached_property
-    def _given(self) -> tuple[int, ...]:
-        """The values of the symbols that do not depend on sizes."""
-        choice, blocks = self.choice, self.choice.blocks
-        tiles = {name: (block.rows, block.keys) for name, block in blocks.items()}
-        depth = blocks["forward"].depth if blocks else 64
-        padded = -(-choice.inner_dim // depth) * depth
-        if choice.strategy == "fused":
-            padded = sum(embedding_parts(choice.dim))
-        kernels = (length for name in ("forward", "gradient", "fused") for length in tiles.get(name, (64, 64)))
-        return (
-            *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
-            *(choice.feature_bytes, choice.statistics_bytes, *kernels, tiles.get("finish", (64, 64))[0]),
-            *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
-        )
-
-    def _values(self, sizes: Sizes) -> tuple[int, ...]:
-        """The values of all symbols."""
-        panels = sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys
-        forward, gradient = self.choice.blocks.get("forward"), self.choice.blocks.get("gradient")
-        return (
-            *(*self._given, *panels, sizes.stash_rows),
-            most_strips(*panels[:2], forward) if forward else 1,
-            most_strips(*panels[2:], gradient) if gradient else 1,
-        )
 
     @functools.cached_property
     def _rates(self) -> list[float]:
@@ -311,67 +275,69 @@ class CostModel:
                 found[phase].append(_Sent(count, step.owner is not None, elapsed_s, sums_s, total))
         return found
 
-    # Time of given sizes.
+    # Of given sizes.
+
+    def _values(self, sizes: Sizes) -> tuple[int, ...]:
+        """The values of all symbols, in the order of LEGEND."""
+        choice = self.choice
+        forward, gradient, fused, finish = (
+            choice.blocks.get(name, NO_BLOCK) for name in ("forward", "gradient", "fused", "finish")
+        )
+        padded = -(-choice.inner_dim // forward.depth) * forward.depth
+        if choice.strategy == "fused":
+            padded = sum(embedding_parts(choice.dim))
+        panels = sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys
+        return (
+            *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
+            *(choice.feature_bytes, choice.statistics_bytes),
+            *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
+            *(self.profile.multiprocessors, self.profile.library_workspace_bytes, *panels, sizes.stash_rows),
+            *(most_strips(*panels[:2], forward), most_strips(*panels[2:], gradient)),
+        )
 
     def _work(self, sizes: Sizes) -> list[list[float]]:
         """The quantities of each term."""
         return _time(*self._kind)(*self._values(sizes))
 
-    def _limits(self, work: list[list[float]]) -> list[tuple[float, float, float, float]]:
-        """Seconds of each term by its product, its bytes and its exponentials alone, and of its launches."""
-        bandwidth, exponential_rate = self.profile.bandwidth_gbs.value * 1e9, self.profile.exp_gops.value * 1e9
-        launch_us = self.profile.launch_us.value
-        return [
-            (
-                *(flops / (rate * efficiency), moved / bandwidth, exponentials / exponential_rate),
-                launches * launch_us * 1e-6,
-            )
-            for rate, (flops, moved, exponentials, efficiency, launches) in zip(self._rates, work, strict=True)
-        ]
+    def _phase(self, term: TimeTerm, rate: float, quantities: Sequence[float]) -> PhaseTime:
+        """The time of a term alone."""
+        flops, moved, exponentials, efficiency, launches = quantities
+        limits = {
+            "product": flops / (rate * efficiency),
+            "memory": moved / (self.profile.bandwidth_gbs.value * 1e9),
+            "exponentials": exponentials / (self.profile.exp_gops.value * 1e9),
+        }
+        bound, work_s = max(limits.items(), key=lambda limit: limit[1])
+        launch_s = launches * self.profile.launch_us.value * 1e-6
+        bound = "launches" if launch_s > work_s else bound
+        return PhaseTime(term.name, _rounded(work_s + launch_s), bound, flops, moved)
 
-    def _seconds(self, work: list[list[float]], sizes: Sizes) -> list[float]:
-        """Of each phase. Kernels wait for the host at the start; where they are short they do so all the time."""
-        seconds = [_rounded(max(times) + launch_s) for *times, launch_s in self._limits(work)]
-        if self.choice.strategy == "torch":
-            return seconds + self._exposed(seconds, sizes)
-        faster = 1 + COOL * math.exp(-math.fsum(seconds) / COOL_S)
-        seconds = [_rounded(time_s / faster) for time_s in seconds]
-        start_s, step_s = host_times(self.choice.strategy, self.choice.replay)
-        if not self.choice.replay:
-            step_s += HOST_LAUNCH_S * sum(launches for *_, launches in work)
-        alone_s = max(start_s, step_s - HIDDEN * math.fsum(seconds))
-        host_s = _rounded(alone_s + RANKS_HOST_S * self.choice.ring)
-        return [*seconds, host_s, *self._exposed(seconds, sizes)]
-
-    def _exposed(self, seconds: list[float], sizes: Sizes) -> list[float]:
+    def _exposed(self, kernels: Sequence[PhaseTime], sizes: Sizes) -> Iterator[PhaseTime]:
         """What of the communication of each direction is not hidden, step by step of the table.
 
         A step's messages travel beside its work. What takes longer than that counts, and of sums what takes longer than
         the work before they are added to (the forward product of a panel, in backward its gradient and dq); the rest
         slows the work down. Where nothing is worked on all of it is waited for.
         """
-        found = []
         for phase, steps in self._sent.items():
-            hop_s, first_s = self.hop_s(phase, seconds, sizes)
+            hop_s, first_s = self.hop_s(phase, kernels, sizes)
             exposed_s = 0.0
             for step in steps:
                 all_s = step.transfer_s
                 waited_s = max(0.0, step.sums_s - first_s, all_s - hop_s) if step.works else all_s
                 exposed_s += step.times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
-            found.append(_rounded(exposed_s))
-        return found
+            size = sum(step.times * step.bytes for step in steps)
+            yield PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, size)
 
 
-def queued_s(phases: Sequence[PhaseTime]) -> float:
-    """Predicted time behind other work, as in training: the device does not wait for the host."""
-    return math.fsum(phase.time_s for phase in phases if phase.name != HOST)
-
-
-def host_times(strategy: str, replay: bool) -> tuple[float, float]:
-    """Seconds of the host before a step's first kernel, and of a whole step but for each launch of its own."""
-    if replay:
-        return REPLAY_START_S, REPLAY_STEP_S
-    return HOST_START_S + STASH_START_S * (strategy == "stash"), HOST_STEP_S
+def host_times(choice: Choice) -> tuple[float, float, float]:
+    """Seconds of the host before a step's first kernel; of a whole step but for its launches; and of each launch.
+    A device that is the host itself waits for nothing."""
+    if choice.strategy == "torch":
+        return 0.0, 0.0, 0.0
+    if choice.replay:
+        return REPLAY_START_S, REPLAY_STEP_S, 0.0
+    return HOST_START_S + STASH_START_S * choice.stash, HOST_STEP_S, HOST_LAUNCH_S
 
 
 def _compile(expressions: Sequence[Any], **functions: Callable[..., Any]) -> Callable[..., Any]:
@@ -396,12 +362,6 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
         owner = step.owner and HERE
         counts[Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])] += 1
     return counts
-
-
-@functools.lru_cache(maxsize=256)
-def _kind(choice: Choice, table: Table) -> tuple[Choice, Exchange]:
-    """What expressions depend on."""
-    return choice.kind, exchange_of(table)
 
 
 @functools.cache

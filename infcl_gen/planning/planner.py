@@ -7,8 +7,10 @@ what is feasible is decided by the same figures that the plan reports.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
-import functools
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of, smallest_peak
 from infcl_gen.planning.memory import Buffer
-from infcl_gen.planning.model import CostModel, PhaseTime, Sizes, queued_s
+from infcl_gen.planning.model import HOST, CostModel, PhaseTime, Sizes
 from infcl_gen.planning.reasons import Reason, reasons_of
 from infcl_gen.runtime.table import Table
 
@@ -59,8 +61,9 @@ class Plan(Choice, Sizes):
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals: dictionaries, lists, text and numbers."""
         derived = {name: getattr(self, name) for name in ("split", "operand_dtype", "input_precision")}
-        literals = _literals(dataclasses.asdict(self) | derived | {"problem": self.problem.as_dict()})
-        assert isinstance(literals, dict)
+        literals: dict[str, Any] = json.loads(
+            json.dumps(dataclasses.asdict(self) | derived | {"problem": self.problem.as_dict()})
+        )
         del literals["arch"]  # a fact of the device, whose profile stands beside the plan
         return literals
 
@@ -100,7 +103,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         predicted_peak_bytes=peak,
         phases=phases,
         predicted_time_s=best.time_s,
-        predicted_queued_s=queued_s(phases),
+        predicted_queued_s=math.fsum(phase.time_s for phase in phases if phase.name != HOST),
         reasons=reasons_of(problem, best, candidates, ceiling),
         budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
         allowed_bytes=ceiling,
@@ -147,28 +150,23 @@ def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate
 def _largest_batch(problem: Problem, choices: Choices, ceiling: int) -> int | None:
     """The largest global batch that some choice can plan within the ceiling; None if not even one row fits."""
 
-    @functools.cache
     def fits(batch: int) -> bool:
         try:
             models = choices.models(batch, problem.keys or batch)  # keys stay if they are given
         except InputError:  # another batch may not be allowed: a stash of too many keys
             return False
-        return any(model_fits(model) for model in models)
-
-    def model_fits(model: CostModel) -> bool:
-        try:
-            return smallest_peak(model, problem.settings) <= ceiling
-        except InputError:  # a panel as set
-            return False
+        for model in models:
+            with contextlib.suppress(InputError):  # a panel as set
+                if smallest_peak(model, problem.settings) <= ceiling:
+                    return True
+        return False
 
     if not fits(1):
         return None
-    low, high = 1, MAX_BATCH + 1  # low fits, high does not
-    probe = problem.batch_size
-    while high - low > 1:
-        low, high = (probe, high) if fits(probe) else (low, probe)
-        probe = (low + high) // 2 if high <= MAX_BATCH else min(2 * low, MAX_BATCH)
-    return low
+    batches = range(2, problem.batch_size)
+    if fits(problem.batch_size):
+        batches = range(problem.batch_size + 1, MAX_BATCH + 1)
+    return batches.start - 1 + bisect.bisect_left(batches, True, key=lambda batch: not fits(batch))
 
 
 def _infeasible_message(problem: Problem, cluster: Cluster, ceiling: int, smallest: int, largest: int | None) -> str:
@@ -180,11 +178,3 @@ def _infeasible_message(problem: Problem, cluster: Cluster, ceiling: int, smalle
         f" the smallest feasible budget is {smallest} bytes ({bytes_text(smallest)}), "
         + (f"the largest feasible batch is {largest}" if largest else "no batch fits this budget")
     )
-
-
-def _literals(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _literals(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_literals(inner) for inner in value]
-    return value

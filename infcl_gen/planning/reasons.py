@@ -28,22 +28,19 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
     model, choice, sizes, cluster = best.model, best.model.choice, best.sizes, best.model.cluster
     measured = problem.settings.records == "measured"
     by_setting = f"measured on {cluster.profile.name}" if measured else "set by --set"
-    found = [*_transport_reasons(problem, best, candidates)]
-    found.append(Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, candidates)))
-    tiles = -(-model.rows // sizes.panel_rows) * -(-model.keys // sizes.panel_keys)
+    strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, candidates))
+    found = [*_transport_reasons(problem, best, candidates), strategy]
     if choice.strategy == "fused":
-        why = "gradients of logits never leave the multiprocessor; these rows of dq accumulate at once"
-        rows = sizes.panel_rows
-        if cluster.devices > 1:
-            why, rows = "gradients of logits never leave the multiprocessor", model.rows
+        alone = cluster.devices == 1
+        rows = sizes.panel_rows if alone else model.rows
+        why = "gradients of logits never leave the multiprocessor" + "; these rows of dq accumulate at once" * alone
         found.append(Reason(2, f"{rows} query rows x all keys", why))
     else:
         area = sizes.panel_rows * sizes.panel_keys
         larger = any(c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates)
-        if problem.settings.panel_rows or problem.settings.panel_keys:
-            why = by_setting
-        else:
-            why = "larger ones are not faster" if larger else "larger ones exceed the budget, the problem or the cap"
+        why = "larger ones are not faster" if larger else "larger ones exceed the budget, the problem or the cap"
+        why = by_setting if problem.settings.panel_rows or problem.settings.panel_keys else why
+        tiles = model.panels("backward", sizes)
         why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
     as_backward = choice.strategy in ("torch", "stash")
@@ -56,8 +53,8 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
         why = "set by --set" if problem.settings.replay else "kernels start sooner than one by one"
         found.append(Reason(2, "recorded CUDA graphs", why))
     if choice.strategy in ("panel", "stash"):
-        library = "the library's product with fp32 output is the fastest here"
-        why = library if choice.products == "library" else "no library product with fp32 output here"
+        why = "the library's product with fp32 output is the fastest here"
+        why = why if choice.library else "no library product with fp32 output here"
         why = by_setting if problem.settings.products else why
         found.append(Reason(3, f"products by {choice.products}", why))
     if choice.split:

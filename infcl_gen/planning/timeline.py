@@ -23,11 +23,12 @@ Work is the cost model's, launches too; what messages cost is below.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from infcl_gen.planning.events import Events, Pipe, Task
-from infcl_gen.planning.model import BATCH_S, HOST_LAUNCH_S, SLOWDOWN, host_times
+from infcl_gen.planning.model import BATCH_S, SLOWDOWN, host_times
 from infcl_gen.runtime.table import Move, Transfer
 
 if TYPE_CHECKING:
@@ -125,29 +126,15 @@ def execute(
 
 def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     """What a rank does in "forward" and in "backward", from the phases of the cost model."""
-    seconds = [phase.time_s for phase in plan.phases]
     times = {phase.name: phase.time_s for phase in plan.phases}
     found = {}
     for phase in ("forward", "backward"):
-        hop_s, first_s = model.hop_s(phase, seconds, plan)
+        hop_s, first_s = model.hop_s(phase, plan.phases, plan)
+        launches = model.launches(phase, plan) / plan.world_size
         last_s, added_s = (times["finish"], times.get("additions", 0.0)) if phase == "backward" else (0.0, 0.0)
         # What follows the last hop is of queries, then of keys: as long.
-        found[phase] = Work(
-            first_s,
-            max(0.0, hop_s - first_s),
-            last_s / 2,
-            last_s / 2 + added_s,
-            model.launches(phase, plan) / plan.world_size,
-        )
+        found[phase] = Work(first_s, max(0.0, hop_s - first_s), last_s / 2, last_s / 2 + added_s, launches)
     return found
-
-
-class _Leg(NamedTuple):
-    """`size` bytes over a level from each rank to each of the ranks that the moves lead to."""
-
-    size: int
-    level: str
-    moves: tuple[Move, ...]
 
 
 class _Step:
@@ -171,13 +158,9 @@ class _Step:
             for _ in range(table.nodes if everybody else 1)
         ]
         self._pipes = [{"device": ports[rank], "node": uplinks[rank // each]} for rank in self._ranks]
-        gpu = plan.strategy != "torch"
-        self._launch_s = HOST_LAUNCH_S if gpu and not plan.replay else 0.0
-        start, step = host_times(plan.strategy, plan.replay)
-        between_s = (step - start) * BEFORE_BACKWARD
-        self._host_s = {"forward": start * gpu, "backward": between_s * gpu}
-        self._host_end_s = (step - start - between_s) * gpu
-        self._legs: dict[tuple[tuple[str, Move], ...], list[_Leg]] = {}
+        start_s, step_s, self._launch_s = host_times(plan)
+        between_s = (step_s - start_s) * BEFORE_BACKWARD
+        self._host_s = {"forward": start_s, "backward": between_s, "end": step_s - start_s - between_s}
         self._events = Events(len(self._ranks), SLOWDOWN)
         # Of each rank, what the next of each stream waits for.
         self._host, self._kernels, self._messages = ([list[Task]() for _ in self._ranks] for _ in range(3))
@@ -191,7 +174,7 @@ class _Step:
         forward = [self._kernels[rank][-1] for rank in self._ranks]
         self._phase("backward")
         for rank in self._ranks:
-            self._enqueue(self._host, rank, "host", "end", self._host_end_s)
+            self._enqueue(self._host, rank, "host", "end", self._host_s["end"])
         ends = [
             self._events.task(rank, "end", "", "end", 0.0, self._host[rank] + self._kernels[rank])
             for rank in self._ranks
@@ -205,9 +188,9 @@ class _Step:
         work, nothing = self._works[phase], [list[Task]() for _ in self._ranks]
         for rank in self._ranks:
             self._enqueue(self._host, rank, "host", f"{phase}, start", self._host_s[phase])
-        agreed, hop, home = self._table.world_size == 1, 0, nothing
-        if phase == "forward" and not agreed:
-            agreed = self._agree(phase)
+        hop, home = 0, nothing
+        if phase == "forward":
+            self._agree(phase)
         # By step and role: what tells each rank that the messages are there.
         arrived: dict[tuple[int, str], list[list[Task]]] = {}
         for number, step in enumerate(self._table.steps(phase)):
@@ -216,9 +199,10 @@ class _Step:
                 keys = arrived.get((step.unchanged_from, "unchanged"), nothing)
                 self._part(phase, hop, FIRST_LAUNCHES, work.first_s, keys)
             for batch in self._table.batches(phase, step, self._model.sent_bytes):
-                agreed = agreed or self._agree(phase)
+                if phase == "backward" and not arrived:
+                    self._agree(phase)
                 name = f"{phase}, message {hop if number or step.owner else 'before'}"
-                done = self._message(name, self._legs_of(batch), before)
+                done = self._message(name, batch, before)
                 arrived |= {(number, self._table.role(sent.name, phase)): done for sent in batch}
             sums = arrived.get((step.sums_from, "summed"), nothing)
             if step.owner is None:
@@ -241,61 +225,57 @@ class _Step:
             self._enqueue(self._kernels, rank, "compute", name, work_s, waits)
         return launched
 
-    def _agree(self, phase: str) -> bool:
+    def _agree(self, phase: str) -> None:
         """The control exchange: every rank's host tells all others, and reads what each has said."""
-        if self._communicate:
-            others = self._table.world_size - 1
-            told = [
-                self._enqueue(self._host, rank, "host", f"{phase}, tell", TELL_PEER_S * others) for rank in self._ranks
-            ]
-            heard = [self._events.task(task.rank, "heard", "host", f"{phase}, tell", HEARD_S, [task]) for task in told]
+        others = (self._table.world_size - 1) * self._communicate
+        if others:
+            tell, told = f"{phase}, tell", []
+            for rank in self._ranks:
+                told.append(self._enqueue(self._host, rank, "host", tell, TELL_PEER_S * others))
+            heard = [self._events.task(task.rank, "heard", "host", tell, HEARD_S, [task]) for task in told]
             for rank in self._ranks:
                 self._enqueue(self._host, rank, "host", f"{phase}, agree", READ_PEER_S * others, heard)
-        return True
 
-    def _legs_of(self, batch: Sequence[Transfer]) -> list[_Leg]:
-        """A batch as one transfer to each rank."""
-        key = tuple((sent.name, sent.to) for sent in batch)
-        if key not in self._legs:  # the same for each cycle of a ring
-            sizes: dict[Move, int] = {}
-            for sent in batch:
-                sizes[sent.to] = sizes.get(sent.to, 0) + self._model.transfer_bytes(sent)
-            alike: dict[tuple[int, str], list[Move]] = {}
-            for move, size in sizes.items():
-                alike.setdefault((size, self._table.level(move)), []).append(move)
-            self._legs[key] = [_Leg(size, level, tuple(moves)) for (size, level), moves in alike.items()]
-        return self._legs[key]
+    def _legs(self, batch: Sequence[Transfer]) -> dict[tuple[int, str], list[Move]]:
+        """A batch as one transfer to each rank: by its bytes and the level that it crosses, where it leads."""
+        sizes: Counter[Move] = Counter()
+        for sent in batch:
+            sizes[sent.to] += self._model.transfer_bytes(sent)
+        alike: dict[tuple[int, str], list[Move]] = {}
+        for move, size in sizes.items():
+            alike.setdefault((size, self._table.level(move)), []).append(move)
+        return alike
 
-    def _message(self, name: str, legs: list[_Leg], kernels: list[list[Task]]) -> list[list[Task]]:
+    def _message(self, name: str, batch: Sequence[Transfer], kernels: list[list[Task]]) -> list[list[Task]]:
         """One batch of transfers on every rank, when `kernels` are done; what tells that it is there."""
         if not self._communicate:
-            seconds = self._copy * sum(leg.size * len(leg.moves) for leg in legs)
+            seconds = self._copy * sum(map(self._model.transfer_bytes, batch))
             for rank in self._ranks:
                 self._enqueue(self._kernels, rank, "compute", name, seconds, self._host[rank])
             return [[] for _ in self._ranks]
-        start_s = BATCH_S + max(self._latency[leg.level] for leg in legs)
-        resource = LEVELS["node" if any(leg.level == "node" for leg in legs) else "device"]
-        host_s = HOST_MESSAGE_S + HOST_PEER_S * (sum(len(leg.moves) for leg in legs) - 1)
+        legs = self._legs(batch)
+        start_s = BATCH_S + max(self._latency[level] for _, level in legs)
+        resource = LEVELS["node" if any(level == "node" for _, level in legs) else "device"]
+        host_s = HOST_MESSAGE_S + HOST_PEER_S * (sum(map(len, legs.values())) - 1)
         begins = []
         for rank in self._ranks:
             waits = [self._enqueue(self._host, rank, "host", name, host_s), *kernels[rank]]
             begins.append(self._enqueue(self._messages, rank, "message", name, start_s, waits, resource))
         arriving: list[list[Task]] = [[] for _ in self._ranks]
-        for leg in legs:
+        for (size, level), moves in legs.items():
             for rank in self._ranks:
                 # One rank that stands for all sends everything to itself.
-                size = leg.size if self._everybody else leg.size * len(leg.moves)
-                others = [self._table.rank(rank, move) for move in leg.moves]
-                for other in others if self._everybody else (rank,):
-                    both, pipe = [begins[rank], begins[other]], self._pipes[rank][leg.level]
-                    flow = self._events.task(rank, "transfer", LEVELS[leg.level], name, float(size), both, pipe)
+                others = [self._table.rank(rank, move) for move in moves] if self._everybody else [rank]
+                work = float(size if self._everybody else size * len(moves))
+                for other in others:
+                    both, pipe = [begins[rank], begins[other]], self._pipes[rank][level]
+                    flow = self._events.task(rank, "transfer", LEVELS[level], name, work, both, pipe)
                     for end in {rank, other}:
                         arriving[end].append(flow)
-        found = [
-            [self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank], resource)] for rank in self._ranks
-        ]
-        if not self._overlap:
-            for rank in self._ranks:
+        found = []
+        for rank in self._ranks:
+            found.append([self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank], resource)])
+            if not self._overlap:
                 self._kernels[rank] = self._kernels[rank] + found[rank]
         return found
 
