@@ -263,16 +263,16 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
     row_unit, key_unit = _units(model.choice)
     cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
     cap = SPLIT_CAP if model.choice.split else cap
-    all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap)
+    all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap, smallest)
     if strategy == "fused":
         all_keys = [_padded(model.keys, key_unit)]  # a program walks all keys
     else:
-        all_keys = _sides(settings, "panel_keys", model.keys, key_unit, cap)
+        all_keys = _sides(settings, "panel_keys", model.keys, key_unit, cap, smallest)
     if strategy == "stash":
         # A third dimension: coarser steps in the other two, the smallest kept.
         all_rows, all_keys = (sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys))
     least = all_rows[-1], all_keys[-1]
-    for rows, keys in [least] if smallest else itertools.product(all_rows, all_keys):
+    for rows, keys in itertools.product(all_rows, all_keys):
         # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
         lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
         if not lean or (rows, keys) == least or strategy == "fused":
@@ -345,7 +345,7 @@ def _split(count: int, unit: int, cap: int) -> int:
     return _padded(-(-count // panels), unit)
 
 
-def _sides(settings: Overrides, key: str, count: int, unit: int, cap: int) -> list[int]:
+def _sides(settings: Overrides, key: str, count: int, unit: int, cap: int, smallest: bool) -> list[int]:
     """Panel sizes to consider, largest first, down to the unit: equal panels, in ever larger steps of their number.
 
     Large panels are rounded to an eighth of the next lower power of two: whole waves of blocks suit matrix products.
@@ -358,10 +358,10 @@ def _sides(settings: Overrides, key: str, count: int, unit: int, cap: int) -> li
         if min(value, count) > PANEL_LIMIT:
             raise InputError(f"--set {key}: at most {PANEL_LIMIT}; {PANEL_CAP} is already as fast")
         return [min(value, _padded(count, unit))]
-    found: list[int] = []
-    panels = -(-count // cap)
-    while not found or found[-1] != unit:
-        rows = -(-count // panels)
-        found.append(min(_padded(rows, max(unit, (1 << rows.bit_length() - 1) // 8)), _padded(count, unit)))
+    found, rows, panels = {unit}, 0, -(-count // cap)
+    while rows != unit and not smallest:
+        even = -(-count // panels)
+        rows = min(_padded(even, max(unit, (1 << even.bit_length() - 1) // 8)), _padded(count, unit))
+        found.add(rows)
         panels = max(panels + 1, panels * 4 // 3)
-    return sorted(set(found), reverse=True)
+    return sorted(found, reverse=True)

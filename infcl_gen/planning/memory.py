@@ -65,26 +65,7 @@ class ceil_div(sympy.Function):
         return f"(-(-({count}) // ({size})))"
 
 
-class Exchange(NamedTuple):
-    """What buffers and work depend on of the communication between ranks, read from its table.
-
-    kept     where statistics of other ranks' keys stay from forward to backward: KEPT, ALL, or OWN: they do not stay
-    at_once  the gradients of others' keys have a place each, and go home together
-    """
-
-    kept: Place = OWN
-    at_once: bool = False
-
-
-def exchange_of(table: Table) -> Exchange:
-    """What a table makes of memory and work."""
-    forward, backward = places_of(table, "forward"), places_of(table, "backward")
-    stay = {place for item in table.named("summed", "forward") for place in forward[item.name]} & {KEPT, ALL}
-    return Exchange(next(iter(stay), OWN), any(RECEIVED in places for places in backward.values()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """One line of the memory plan. `bytes` counts all its pieces, without allocator slack."""
 
     name: str
@@ -114,14 +95,14 @@ class BufferTerm:
 
 
 @functools.cache
-def buffer_terms(choice: Choice, exchange: Exchange) -> tuple[BufferTerm, ...]:
+def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     """What one rank computes with, in the order of its life."""
     v = choice
     ring, both, forward, backward, finish = v.ring, "both", "forward", "backward", "finish"
     positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
-    kept_keys = W * n if exchange.kept == ALL else 2 * n if exchange.kept == KEPT else n
+    kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # whose statistics stay from forward to backward
     terms = [
         BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
         v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
@@ -134,7 +115,7 @@ def buffer_terms(choice: Choice, exchange: Exchange) -> tuple[BufferTerm, ...]:
         shape = ceil_div(Min(S, m), Bf) * Bf, ceil_div(n, Kf) * Kf + 16 * ceil_div(2 * ceil_div(n, Kf), 16)
         terms.append(BufferTerm("stash", both, shape, "kept tiles and the reference of each", "features"))
     if v.strategy == "torch":
-        if exchange.kept == ALL:
+        if v.gather and v.has_keys:
             shape = (3 * W + 7, Min(G, kept_keys))
             terms.append(BufferTerm("merged_statistics", forward, shape, "what adds them up"))
         terms.append(BufferTerm("loss_terms", forward, (8, Min(F, Max(m, n))), "temporaries of the loss's terms"))
@@ -187,7 +168,7 @@ def buffer_terms(choice: Choice, exchange: Exchange) -> tuple[BufferTerm, ...]:
     dk = BufferTerm("dk", backward, (n if v.separate else room, D), "returned", "features")
     total_dq = BufferTerm("dq_accumulator", backward, (m, D), "dq over all hops")
     if ring:  # the results are written when what has travelled is gone; dk, if it can be, where others' sums were
-        results = (dq,) if exchange.at_once else (dq, dk)
+        results = (dq,) if v.gather else (dq, dk)
         finished = [total_dq, *results] if v.separate else [total_dq]
         terms += [total_dq, *(dataclasses.replace(term, phase=finish) for term in finished)]
     else:

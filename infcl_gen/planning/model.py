@@ -23,15 +23,7 @@ import sympy
 
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts
 from infcl_gen.kernels.family import most_strips
-from infcl_gen.planning.memory import (
-    SYMBOLS,
-    Buffer,
-    Exchange,
-    allocated_bytes,
-    buffer_terms,
-    exchange_of,
-    travelling_terms,
-)
+from infcl_gen.planning.memory import SYMBOLS, Buffer, BufferTerm, allocated_bytes, buffer_terms, travelling_terms
 from infcl_gen.planning.work import TimeTerm, time_terms
 from infcl_gen.runtime.table import HERE, Step, Table, Transfer
 
@@ -101,8 +93,7 @@ class Memory(NamedTuple):
         return self.forward <= max(self.backward, self.finish)
 
 
-@dataclasses.dataclass(frozen=True)
-class PhaseTime:
+class PhaseTime(NamedTuple):
     """Predicted time of one phase and what bounds it: "product", "memory", "exponentials", "launches" or "link"."""
 
     name: str
@@ -142,23 +133,21 @@ class CostModel:
 
     def memory(self, sizes: Sizes) -> Memory:
         """What one rank allocates beyond its inputs."""
-        phases = _memory(*self._kind)(*self._values(sizes))
-        return Memory(*(own + moving for own, moving in zip(phases, self._travelling, strict=True)))
+        totals, gpu = dict.fromkeys(Memory._fields, 0), self.profile.target != "cpu"
+        for term, (size, _) in self._own(sizes):
+            totals[term.phase] += allocated_bytes(size, term.pieces, gpu)
+        for buffer, pieces in self._travelling:
+            totals[buffer.phase] += pieces * allocated_bytes(buffer.bytes // pieces, 1, gpu)
+        return Memory(**totals)
 
     def buffers(self, sizes: Sizes) -> tuple[Buffer, ...]:
         """The memory plan by buffer, without those that are empty."""
-        names = {"features": self.choice.dtype, "statistics": self.choice.statistics_dtype}
         found = []
-        shapes = _shapes(*self._kind)(*self._values(sizes))
-        for term, (size, shape) in zip(buffer_terms(*self._kind), shapes, strict=True):
+        for term, (size, shape) in self._own(sizes):
+            whole = (term.pieces, *shape) if term.pieces > 1 else tuple(shape)
             if all(shape):
-                whole = (term.pieces, *shape) if term.pieces > 1 else tuple(shape)
-                found.append(Buffer(term.name, term.phase, size, whole, names.get(term.dtype, term.dtype), term.why))
-        for item, name, phase, why, counts, _ in travelling_terms(self.table):
-            each = (item.columns, self.keys) if item.across else (self.keys, item.columns)
-            size, dtype = math.prod(counts) * self.sent_bytes(item.name), names.get(item.dtype, item.dtype)
-            found.append(Buffer(f"{name} {item.name}", phase, size, (*counts, *each), dtype, why))
-        return tuple(found)
+                found.append(Buffer(term.name, term.phase, size, whole, self._dtype(term.dtype), term.why))
+        return (*found, *(buffer for buffer, _ in self._travelling))
 
     def time_s(self, sizes: Sizes) -> float:
         """Predicted time of one forward and backward that begin on an idle device."""
@@ -170,7 +159,7 @@ class CostModel:
         found = [self._phase(*each) for each in zip(self._terms, self._rates, work, strict=True)]
         if self.choice.strategy != "torch":
             faster = 1 + COOL * math.exp(-math.fsum(phase.time_s for phase in found) / COOL_S)
-            found = [dataclasses.replace(phase, time_s=_rounded(phase.time_s / faster)) for phase in found]
+            found = [phase._replace(time_s=_rounded(phase.time_s / faster)) for phase in found]
             # Kernels wait for the host at the start; where they are short they do so all the time.
             start_s, step_s, launch_s = host_times(self.choice)
             step_s += launch_s * sum(launches for *_, launches in work)
@@ -211,22 +200,43 @@ class CostModel:
     # What is the same for all sizes.
 
     @functools.cached_property
-    def _kind(self) -> tuple[Choice, Exchange]:
+    def _kind(self) -> Choice:
         """What expressions depend on."""
-        return self.choice.kind, exchange_of(self.table)
+        return self.choice.kind
 
     @functools.cached_property
     def _terms(self) -> tuple[TimeTerm, ...]:
-        return time_terms(*self._kind)
+        return time_terms(self._kind)
+
+    def _dtype(self, name: str) -> str:
+        return {"features": self.choice.dtype, "statistics": self.choice.statistics_dtype}.get(name, name)
 
     @functools.cached_property
-    def _travelling(self) -> Memory:
-        """What is in flight, or has arrived."""
-        totals, gpu = dict.fromkeys(Memory._fields, 0), self.profile.target != "cpu"
-        for term in travelling_terms(self.table):
-            size = math.prod(term.counts) * self.sent_bytes(term.item.name)
-            totals[term.phase] += term.pieces * allocated_bytes(size // term.pieces, 1, gpu)
-        return Memory(**totals)
+    def _travelling(self) -> list[tuple[Buffer, int]]:
+        """Buffers of what is in flight, or has arrived, and of how many tensors."""
+        found = []
+        for item, name, phase, why, counts, pieces in travelling_terms(self.table):
+            shape = (*counts, item.columns, self.keys) if item.across else (*counts, self.keys, item.columns)
+            size = math.prod(counts) * self.sent_bytes(item.name)
+            found.append((Buffer(f"{name} {item.name}", phase, size, shape, self._dtype(item.dtype), why), pieces))
+        return found
+
+    @functools.cached_property
+    def _given(self) -> tuple[int, ...]:
+        """The values of the symbols that do not depend on sizes."""
+        choice = self.choice
+        forward, gradient, fused, finish = (
+            choice.blocks.get(name, NO_BLOCK) for name in ("forward", "gradient", "fused", "finish")
+        )
+        padded = -(-choice.inner_dim // forward.depth) * forward.depth
+        if choice.strategy == "fused":
+            padded = sum(embedding_parts(choice.dim))
+        return (
+            *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
+            *(choice.feature_bytes, choice.statistics_bytes),
+            *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
+            *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
+        )
 
     @functools.cached_property
     def _rates(self) -> list[float]:
@@ -279,25 +289,21 @@ class CostModel:
 
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
         """The values of all symbols, in the order of LEGEND."""
-        choice = self.choice
-        forward, gradient, fused, finish = (
-            choice.blocks.get(name, NO_BLOCK) for name in ("forward", "gradient", "fused", "finish")
-        )
-        padded = -(-choice.inner_dim // forward.depth) * forward.depth
-        if choice.strategy == "fused":
-            padded = sum(embedding_parts(choice.dim))
         panels = sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys
+        blocks = self.choice.blocks
         return (
-            *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
-            *(choice.feature_bytes, choice.statistics_bytes),
-            *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
-            *(self.profile.multiprocessors, self.profile.library_workspace_bytes, *panels, sizes.stash_rows),
-            *(most_strips(*panels[:2], forward), most_strips(*panels[2:], gradient)),
+            *(*self._given, *panels, sizes.stash_rows),
+            most_strips(*panels[:2], blocks.get("forward", NO_BLOCK)),
+            most_strips(*panels[2:], blocks.get("gradient", NO_BLOCK)),
         )
+
+    def _own(self, sizes: Sizes) -> Iterator[tuple[BufferTerm, tuple[int, list[int]]]]:
+        """What does not travel: each with its bytes and its shape."""
+        return zip(buffer_terms(self._kind), _shapes(self._kind)(*self._values(sizes)), strict=True)
 
     def _work(self, sizes: Sizes) -> list[list[float]]:
         """The quantities of each term."""
-        return _time(*self._kind)(*self._values(sizes))
+        return _time(self._kind)(*self._values(sizes))
 
     def _phase(self, term: TimeTerm, rate: float, quantities: Sequence[float]) -> PhaseTime:
         """The time of a term alone."""
@@ -340,10 +346,10 @@ def host_times(choice: Choice) -> tuple[float, float, float]:
     return HOST_START_S + STASH_START_S * choice.stash, HOST_STEP_S, HOST_LAUNCH_S
 
 
-def _compile(expressions: Sequence[Any], **functions: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(expressions: Sequence[Any]) -> Callable[..., Any]:
     """A function of the values of SYMBOLS that returns those of the expressions, nested as they are."""
-    names = {"Min": min, "Max": max, **functions}
-    function = sympy.lambdify(tuple(SYMBOLS.values()), expressions, modules=[names, "math"], docstring_limit=0)
+    modules = [{"Min": min, "Max": max}, "math"]
+    function = sympy.lambdify(tuple(SYMBOLS.values()), expressions, modules=modules, docstring_limit=0)
     return function  # type: ignore[no-any-return]
 
 
@@ -365,25 +371,15 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
 
 
 @functools.cache
-def _memory(kind: Choice, exchange: Exchange) -> Callable[..., list[int]]:
-    """The fields of `Memory`."""
-    allocated, gpu = sympy.Function("allocated"), kind.target != "cpu"
-    sums = dict.fromkeys(Memory._fields, sympy.Integer(0))
-    for term in buffer_terms(kind, exchange):
-        sums[term.phase] += allocated(term.bytes, term.pieces)
-    return _compile(list(sums.values()), allocated=functools.partial(allocated_bytes, gpu=gpu))
-
-
-@functools.cache
-def _shapes(kind: Choice, exchange: Exchange) -> Callable[..., list[tuple[int, list[int]]]]:
+def _shapes(kind: Choice) -> Callable[..., list[tuple[int, list[int]]]]:
     """Bytes and shape of each buffer."""
-    return _compile([(term.bytes, list(term.shape)) for term in buffer_terms(kind, exchange)])
+    return _compile([(term.bytes, list(term.shape)) for term in buffer_terms(kind)])
 
 
 @functools.cache
-def _time(kind: Choice, exchange: Exchange) -> Callable[..., list[list[float]]]:
+def _time(kind: Choice) -> Callable[..., list[list[float]]]:
     """The quantities of each term."""
-    return _compile([list(term.quantities) for term in time_terms(kind, exchange)])
+    return _compile([list(term.quantities) for term in time_terms(kind)])
 
 
 def _rounded(time_s: float) -> float:

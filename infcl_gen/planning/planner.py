@@ -60,10 +60,11 @@ class Plan(Choice, Sizes):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals: dictionaries, lists, text and numbers."""
-        derived = {name: getattr(self, name) for name in ("split", "operand_dtype", "input_precision")}
-        literals: dict[str, Any] = json.loads(
-            json.dumps(dataclasses.asdict(self) | derived | {"problem": self.problem.as_dict()})
-        )
+        fields = dataclasses.asdict(self) | {"problem": self.problem.as_dict()}
+        fields |= {name: getattr(self, name) for name in ("split", "operand_dtype", "input_precision")}
+        for name in ("buffers", "phases", "reasons"):
+            fields[name] = [each._asdict() for each in getattr(self, name)]
+        literals: dict[str, Any] = json.loads(json.dumps(fields))
         del literals["arch"]  # a fact of the device, whose profile stands beside the plan
         return literals
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels import TILES, default_blocks
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from infcl_gen.inputs.problem import Problem
 
 
-@dataclasses.dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Why a level is tiled as it is. Levels: 0 cluster, 1 node, 2 device, 3 multiprocessor, 4 warps."""
 
     level: int

@@ -11,7 +11,7 @@ from sympy import Expr, Integer, Rational
 from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
 
 from infcl_gen.planning.memory import (  # isort: skip
-    Bf, Bg, Bu, C, D, Exchange, F, G, Kf, Kg, Max, Min, P, R, S, T, U, W, ceil_div, e, m, n, s,
+    Bf, Bg, Bu, C, D, F, G, Kf, Kg, Max, Min, P, R, S, T, U, W, ceil_div, e, m, n, s,
 )  # fmt: skip
 
 
@@ -60,12 +60,12 @@ PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 
 
 @functools.cache
-def time_terms(choice: Choice, exchange: Exchange) -> tuple[TimeTerm, ...]:
+def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     """One forward and one backward sweep, without communication."""
     v = choice
     pairs = m * n * W
     terms: list[Any] = []
-    additions = [TimeTerm("additions", part="end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * exchange.at_once
+    additions = [TimeTerm("additions", part="end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * v.gather
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"]}
         panels = ceil_div(m, R) * ceil_div(n, C) * W

@@ -14,9 +14,8 @@ from infcl_gen.emission import build, write_package
 from infcl_gen.emission.package import specific_part
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.kernels.choice import Choice
-from infcl_gen.planning.memory import LEGEND, Exchange, buffer_terms
+from infcl_gen.planning.memory import LEGEND, buffer_terms
 from infcl_gen.planning.work import time_terms
-from infcl_gen.runtime.table import ALL, KEPT
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "generated"
 COST_MODEL = FOLDER / "cost_model.md"
@@ -58,9 +57,9 @@ def golden_files(name: str) -> dict[str, str]:
 
 def markdown() -> str:
     """The cost model as a page: legend, memory by buffer and time by phase for each choice."""
-    ring = Choice(strategy="panel", dim=1, world_size=2)
-    cases = {name: (Choice(strategy=name, dim=1), Exchange()) for name in ("panel", "fused", "stash", "torch")}
-    cases |= {"panel, ring": (ring, Exchange(KEPT)), "panel, gather": (ring, Exchange(ALL, at_once=True))}
+    cases = {name: Choice(strategy=name, dim=1) for name in ("panel", "fused", "stash", "torch")}
+    cases["panel, ring"] = Choice(strategy="panel", dim=1, world_size=2, transport="ring", keeps=True)
+    cases["panel, gather"] = Choice(strategy="panel", dim=1, world_size=2, transport="gather")
     lines = [
         "# Cost model",
         "",
@@ -73,9 +72,9 @@ def markdown() -> str:
     lines += [f"| `{name}` | {meaning} |" for name, meaning in LEGEND.items()]
     for title, case in cases.items():
         lines += ["", f"## {title}", "", "| buffer | phase | bytes | why |", "|---|---|---|---|"]
-        lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(*case)]
+        lines += [f"| {t.name} | {t.phase} | `{t.bytes}` | {t.why} |" for t in buffer_terms(case)]
         lines += ["", "| phase | FLOPs | bytes | exponentials | efficiency | launches |", "|---|---|---|---|---|---|"]
-        for term in time_terms(*case):
+        for term in time_terms(case):
             lines.append("| " + " | ".join([term.name, *(f"`{value}`" for value in term.quantities)]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -10,10 +11,10 @@ import pytest
 import sympy
 
 from infcl_gen.kernels.choice import Choice
-from infcl_gen.planning.memory import LEGEND, MIB, SYMBOLS, Exchange, allocated_bytes, buffer_terms, exchange_of
+from infcl_gen.planning.memory import LEGEND, MIB, SYMBOLS, allocated_bytes, buffer_terms, places_of
 from infcl_gen.planning.model import BATCH_S, SLOWDOWN
 from infcl_gen.planning.work import time_terms
-from infcl_gen.runtime.table import ALL, KEPT, OWN
+from infcl_gen.runtime.table import ALL, KEPT, RECEIVED
 from tests.emission.golden import markdown
 from tests.planning.conftest import allowed_error, budget_of, plan_flags
 
@@ -27,35 +28,34 @@ CHOICES = [
     for keys, labels, ring, library in itertools.product([True, False], repeat=4)
 ]  # fmt: skip
 CHOICES += [Choice(strategy="stash", dim=8), Choice(strategy="panel", dim=8, dtype="fp32", replay=True)]
-CASES = [(choice, Exchange()) for choice in CHOICES]
-CASES += [(c, Exchange(ALL if c.has_keys else OWN, at_once=True)) for c in CHOICES if c.ring]
-CASES += [(choice, Exchange(KEPT)) for choice in CHOICES if choice.ring and choice.has_keys]
+CHOICES += [dataclasses.replace(choice, transport="gather") for choice in CHOICES if choice.ring]
+CHOICES += [dataclasses.replace(choice, keeps=True) for choice in CHOICES if choice.ring and not choice.gather]
 
 
-@pytest.mark.parametrize(("choice", "exchange"), CASES, ids=str)
-def test_terms_are_closed_expressions(choice: Choice, exchange: Exchange) -> None:
-    for term in buffer_terms(choice, exchange):
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_terms_are_closed_expressions(choice: Choice) -> None:
+    for term in buffer_terms(choice):
         assert sympy.sympify(term.bytes).free_symbols <= set(SYMBOLS.values())
-    for time in time_terms(choice, exchange):
+    for time in time_terms(choice):
         for value in time.quantities:
             assert sympy.sympify(value).free_symbols <= set(SYMBOLS.values())
 
 
-def test_what_memory_and_work_know_of_communication_is_read_from_its_table() -> None:
-    for transport, keeps, exchange in (
-        ("ring", False, Exchange()),
-        ("ring", True, Exchange(KEPT)),
-        ("gather", False, Exchange(ALL, at_once=True)),
-    ):
-        for nodes, devices in ((1, 2), (1, 5), (2, 3))[: 2 if transport == "gather" else 3]:
-            for loss in ("clip", "infonce"):
-                flags = {"devices": nodes * devices, "nodes": nodes, "loss": loss}
-                settings = {"transport": transport}
-                if transport == "ring":
-                    settings["keeps"] = "on" if keeps else "off"
-                table = plan_flags(**flags, set=settings).schedule
-                assert exchange_of(table) == (exchange if loss == "clip" else Exchange(at_once=exchange.at_once))
-    assert exchange_of(plan_flags().schedule) == Exchange()
+def test_what_memory_and_work_know_of_communication_is_what_its_table_does() -> None:
+    """Where statistics of others' keys stay for backward, and whether the gradients of all keys go home at once."""
+    ways = ({"transport": "ring", "keeps": "off"}, {"transport": "ring", "keeps": "on"}, {"transport": "gather"})
+    for way, (nodes, devices), loss in itertools.product(ways, ((1, 2), (1, 5), (2, 3)), ("clip", "infonce")):
+        if nodes > 1 and way["transport"] == "gather":
+            continue
+        plan = plan_flags(devices=nodes * devices, nodes=nodes, loss=loss, set=way)
+        table, has_keys = plan.schedule, loss == "clip"
+        forward, backward = places_of(table, "forward"), places_of(table, "backward")
+        stay = {place for item in table.named("summed", "forward") for place in forward[item.name]} & {KEPT, ALL}
+        assert stay == {place for place, kept in ((ALL, plan.gather), (KEPT, plan.keeps)) if kept and has_keys}
+        assert any(RECEIVED in places for places in backward.values()) == plan.gather
+        kept = {buffer.name: buffer.shape[-1] for buffer in plan.buffers}.get("key_statistics", 0)
+        assert kept == plan.keys_per_rank * has_keys * (table.world_size if ALL in stay else 1 + (KEPT in stay))
+        assert ("additions" in {phase.name for phase in plan.phases}) == plan.gather
 
 
 def test_a_buffer_is_its_shape() -> None:
