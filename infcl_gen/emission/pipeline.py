@@ -11,8 +11,7 @@ from infcl_gen.emission.lower import lower
 from infcl_gen.emission.package import MANIFEST, manifest_text, read_package, specific_part
 from infcl_gen.emission.render import render
 from infcl_gen.errors import InputError
-from infcl_gen.hardware import Cluster, profile_from_literals, resolve_cluster
-from infcl_gen.inputs.cluster_file import Links
+from infcl_gen.hardware import Cluster, cluster_of, profile_from_literals, resolve_cluster
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
@@ -94,8 +93,7 @@ def spec_inputs(spec: dict[str, object]) -> Case:
     if not isinstance(loss, dict) or not isinstance(device, dict):
         raise InputError("SPEC lacks the loss or the device; generate the package again")
     problem = make_problem(**fields)
-    cluster = Cluster(problem.devices, problem.nodes, profile_from_literals(device), problem.links or Links())
-    return Case(problem, spec_from_dict(loss), cluster)
+    return Case(problem, spec_from_dict(loss), cluster_of(problem, profile_from_literals(device)))
 
 
 def _find_record(case: Case) -> Found | Missing:

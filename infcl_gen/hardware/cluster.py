@@ -13,42 +13,40 @@ from infcl_gen.inputs.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`devices` equal devices in all, spread evenly over `nodes`, and the links between them: what `links` says of
-    them, and what the profile says where that is silent."""
+    """`devices` equal devices in all, spread evenly over `nodes`, and the links between them.
 
+    link_gbs         GB/s of a transfer between two devices of a node, per direction.
+    node_link_gbs    GB/s of one device's transfer between two nodes, per direction.
+    links_per_node   how many devices of a node can use `node_link_gbs` at once; more of them share the same total.
+    latency_us       of one message between two devices of a node; `node_latency_us`: between two nodes.
+    """
+
+    profile: DeviceProfile
     devices: int
     nodes: int
-    profile: DeviceProfile
-    links: Links = dataclasses.field(default_factory=Links)
+    devices_per_node: int
+    link_gbs: Peak
+    node_link_gbs: Peak
+    links_per_node: int
+    latency_us: Peak
+    node_latency_us: Peak
 
-    @property
-    def devices_per_node(self) -> int:
-        return self.devices // self.nodes
 
-    @property
-    def link_gbs(self) -> Peak:
-        """GB/s of a transfer between two devices of a node, per direction."""
-        return self.links.link_gbs or self.profile.link_gbs
-
-    @property
-    def node_link_gbs(self) -> Peak:
-        """GB/s of one device's transfer between two nodes, per direction."""
-        return self.links.node_link_gbs or self.profile.node_link_gbs
-
-    @property
-    def links_per_node(self) -> int:
-        """How many devices of a node can use `node_link_gbs` at once; more of them share the same total."""
-        return self.links.links_per_node or self.devices_per_node
-
-    @property
-    def latency_us(self) -> Peak:
-        """Of one message between two devices of a node: a launch, where nothing else is known."""
-        return self.links.latency_us or self.profile.launch_us
-
-    @property
-    def node_latency_us(self) -> Peak:
-        """Of one message between two nodes."""
-        return self.links.node_latency_us or self.latency_us
+def cluster_of(problem: Problem, profile: DeviceProfile) -> Cluster:
+    """The cluster of these devices: what the problem says of links, and what the profile says where that is silent."""
+    links, devices_per_node = problem.links or Links(), problem.devices // problem.nodes
+    latency_us = links.latency_us or profile.launch_us  # a launch, where nothing else is known
+    return Cluster(
+        profile=profile,
+        devices=problem.devices,
+        nodes=problem.nodes,
+        devices_per_node=devices_per_node,
+        link_gbs=links.link_gbs or profile.link_gbs,
+        node_link_gbs=links.node_link_gbs or profile.node_link_gbs,
+        links_per_node=links.links_per_node or devices_per_node,
+        latency_us=latency_us,
+        node_latency_us=links.node_latency_us or latency_us,
+    )
 
 
 def resolve_cluster(problem: Problem) -> Cluster:
@@ -57,14 +55,8 @@ def resolve_cluster(problem: Problem) -> Cluster:
     Raises InputError where target and profile contradict each other, and ToolchainError where "auto" finds no device
     of the wanted target.
     """
-    if problem.device_profile != "auto":
-        profile = load_profile(problem.device_profile)
-    elif problem.target == "cpu":
-        profile = load_profile("cpu")
-    else:
-        profile = detect(problem.target)
-    if problem.target not in ("auto", profile.target):
-        raise InputError(
-            f"--target: {problem.target} contradicts --device-profile {profile.name} (a {profile.target} device)"
-        )
-    return Cluster(problem.devices, problem.nodes, profile, problem.links or Links())
+    name, target = problem.device_profile, problem.target
+    profile = detect(target) if name == "auto" else load_profile(name)
+    if target not in ("auto", profile.target):
+        raise InputError(f"--target: {target} contradicts --device-profile {profile.name} (a {profile.target} device)")
+    return cluster_of(problem, profile)

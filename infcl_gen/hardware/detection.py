@@ -11,9 +11,8 @@ from typing import Any
 from infcl_gen.errors import ToolchainError
 from infcl_gen.hardware.profile import DeviceProfile, architectures, load_profile, profile_names
 
-_DEVICE_NODES = ("nvidiactl", "nvidia-uvm", "nvmap", "dxg", "kfd")
 # A driver shows one of these; without any, importing torch (seconds) to learn that there is no GPU is waste.
-_DRIVER_FILES = ("/proc/driver/nvidia/version", *(f"/dev/{name}" for name in _DEVICE_NODES))
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +33,18 @@ def detect(target: str = "auto") -> DeviceProfile:
     profile.
     """
     found = None if target == "cpu" else find_device()
-    if found is None or target not in ("auto", found.target):
-        if target in ("auto", "cpu"):
-            return load_profile("cpu")
-        raise ToolchainError(
-            f"--target: no {target} device on this machine; name the device to plan for with --device-profile"
-        )
-    return match(found)
+    if found is not None and target in ("auto", found.target):
+        return match(found)
+    if target in ("auto", "cpu"):
+        return load_profile("cpu")
+    raise ToolchainError(
+        f"--target: no {target} device on this machine; name the device to plan for with --device-profile"
+    )
 
 
 def find_device() -> FoundDevice | None:
     """The first GPU that torch sees, or None (also where torch is missing or was built without GPU support)."""
-    if sys.platform.startswith("linux") and not any(os.path.exists(path) for path in _DRIVER_FILES):
+    if sys.platform.startswith("linux") and not any(os.path.exists(path) for path in _DRIVERS):
         return None
     try:
         import torch

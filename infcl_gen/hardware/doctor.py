@@ -14,7 +14,7 @@ from infcl_gen.hardware.detection import detect, find_device
 from infcl_gen.hardware.links import LinkRates, measure
 from infcl_gen.version import installed
 
-_MINIMUM = {"torch": (2, 11), "triton": (3, 6)}
+_MINIMUM = {"torch": ((2, 11), "runs packages"), "triton": ((3, 6), "compiles kernels for GPUs")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,29 +38,26 @@ class Report:
 
 def examine() -> Report:
     """Everything that is known about this machine. Never raises for something missing: that is a finding."""
-    findings = [Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
-    findings += [_version(name) for name in _MINIMUM]
-    report = Report(findings)
+    python = Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    report = Report([python, *map(_version, _MINIMUM)])
     if importlib.util.find_spec("torch") is None:
         return report
     try:
         for finding in _torch(report):
-            findings.append(finding)
+            report.findings.append(finding)
     except Exception as error:  # a broken installation shows itself as anything, from OSError to AttributeError
-        findings.append(Finding("torch", "broken", f"{type(error).__name__}: {error}", "reinstall torch"))
+        report.findings.append(Finding("torch", "broken", f"{type(error).__name__}: {error}", "reinstall torch"))
     return report
 
 
 def _version(name: str) -> Finding:
-    least = _MINIMUM[name]
-    wanted = ".".join(map(str, least))
+    least, use = _MINIMUM[name]
+    advice = f"install {name} {least[0]}.{least[1]} or newer"
     version = installed(name).get(name)
     if version is None:
-        need = "runs packages" if name == "torch" else "compiles kernels for GPUs"
-        return Finding(name, "missing", f"{name} {need}", f"install {name} {wanted} or newer")
-    numbers = tuple(int(number) for number in re.findall(r"[0-9]+", version)[:2])
-    if numbers < least:
-        return Finding(name, "old", version, f"install {name} {wanted} or newer")
+        return Finding(name, "missing", f"{name} {use}", advice)
+    if tuple(map(int, re.findall(r"[0-9]+", version)[:2])) < least:
+        return Finding(name, "old", version, advice)
     return Finding(name, "ok", version)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 COPY_BYTES = 256 << 20  # 0.7 ms on NVLink: long against what starting a copy takes
@@ -46,34 +44,26 @@ class LinkRates:
 def measure(torch: Any) -> LinkRates:
     """Copies between the GPUs that `torch` sees, at least two. Raises what torch raises, if memory is short say."""
     devices = range(torch.cuda.device_count())
-    buffers = [
-        [torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{device}") for _ in range(2)] for device in devices
-    ]
+    buffers = [[torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{a}") for _ in range(2)] for a in devices]
     # What a GPU sends and what it receives are ordered on different streams: in a ring each does both.
-    streams = [[torch.cuda.Stream(device) for _ in range(2)] for device in devices]
+    streams = [[torch.cuda.Stream(a) for _ in range(2)] for a in devices]
 
-    def rate(pairs: Sequence[tuple[int, int]]) -> float:
-        return statistics.median(list(_runs(torch, pairs, buffers, streams))[1:])
+    def synchronize(pairs: list[tuple[int, int]]) -> None:
+        for device in {device for pair in pairs for device in pair}:
+            torch.cuda.synchronize(device)
+
+    def rate(pairs: list[tuple[int, int]]) -> float:
+        """GB/s of each of these pairs, all at once. The first run is not timed: it opens the way between two GPUs."""
+        times = []
+        for _ in range(RUNS + 1):
+            synchronize(pairs)
+            start = time.perf_counter()
+            for a, b in pairs * COPIES:
+                with torch.cuda.stream(streams[a][0]), torch.cuda.stream(streams[b][1]):
+                    buffers[b][1].copy_(buffers[a][0], non_blocking=True)
+            synchronize(pairs)
+            times.append(time.perf_counter() - start)
+        return COPIES * COPY_BYTES / statistics.median(times[1:]) / 1e9
 
     pairs = tuple(tuple(0.0 if a == b else rate([(a, b)]) for b in devices) for a in devices)
     return LinkRates(pairs, rate([(device, (device + 1) % len(devices)) for device in devices]))
-
-
-def _runs(
-    torch: Any, pairs: Sequence[tuple[int, int]], buffers: Sequence[Any], streams: Sequence[Any]
-) -> Iterator[float]:
-    """GB/s of each pair in runs of COPIES; the first run opens the way between two GPUs."""
-    used = sorted({device for pair in pairs for device in pair})
-    for _ in range(RUNS + 1):
-        for device in used:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(COPIES):
-            for a, b in pairs:
-                with ExitStack() as current:
-                    current.enter_context(torch.cuda.stream(streams[a][0]))
-                    current.enter_context(torch.cuda.stream(streams[b][1]))
-                    buffers[b][1].copy_(buffers[a][0], non_blocking=True)
-        for device in used:
-            torch.cuda.synchronize(device)
-        yield COPIES * COPY_BYTES / (time.perf_counter() - start) / 1e9

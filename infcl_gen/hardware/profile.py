@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.cluster_file import Peak
-from infcl_gen.inputs.text import check_text, read_toml, show, suggestion
+from infcl_gen.inputs.text import check_keys, check_text, read_toml, show, suggestion
 
 MATMUL_KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _FOLDER = Path(__file__).parent
@@ -125,16 +124,13 @@ def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") 
     import msgspec
 
     try:
-        for key in _unknown_keys(table, _KEYS):
-            near = "" if "." in key else suggestion(key, _KEYS)
-            raise InputError(f"--device-profile: unknown key {show(key)} in {show(where)}{near}")
+        check_keys("--device-profile", table, _KEYS, show(where))
         return msgspec.convert(table, DeviceProfile, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         # An InputError of __post_init__ arrives wrapped when msgspec builds the dataclass.
-        cause = error.__cause__
-        raise (cause if isinstance(cause, InputError) else None) or InputError(
-            f"--device-profile: {show(where)}: {error}"
-        ) from None
+        if isinstance(error.__cause__, InputError):
+            raise error.__cause__ from None
+        raise InputError(f"--device-profile: {show(where)}: {error}") from None
 
 
 def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_bytes: int) -> DeviceProfile:
@@ -150,16 +146,6 @@ def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_byt
     )
 
 
-def _unknown_keys(table: Mapping[Any, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys of a table, and of the tables in it, that are not known: msgspec forbids them for its own structs only."""
-    for key, value in table.items():
-        path = prefix + (key if isinstance(key, str) else show(key))
-        if key not in known:
-            yield path
-        elif isinstance(value, dict):
-            yield from _unknown_keys(value, known[key], f"{path}.")
-
-
 def _defect(profile: DeviceProfile) -> str | None:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", profile.name):
         return "name must be lower-case letters, digits, '_', '.', '-', at most 64"
@@ -167,18 +153,16 @@ def _defect(profile: DeviceProfile) -> str | None:
         return f"vendor and target must be one of {', '.join(f'{v}/{t}' for v, t in _TARGETS.items())}"
     if not re.fullmatch(_ARCHITECTURES[profile.vendor], profile.arch):
         return f"arch {show(profile.arch)} is not an architecture of vendor {profile.vendor}"
-    for field in dataclasses.fields(DeviceProfile):
-        value = getattr(profile, field.name)
-        zero_is_valid = field.name == "library_workspace_bytes" or profile.vendor == "cpu"
+    for name, value in vars(profile).items():
+        zero_is_valid = name == "library_workspace_bytes" or profile.vendor == "cpu"
         if type(value) is int and not (0 if zero_is_valid else 1) <= value <= 2**50:
-            return f"{field.name} = {value} is out of range"
+            return f"{name} = {value} is out of range"
     if profile.multiprocessors < 1 or profile.memory_bytes < 1:
         return "multiprocessors and memory_bytes must be at least 1"
     if set(profile.matmul_tflops) != set(MATMUL_KINDS):
         return f"matmul_tflops must have {', '.join(MATMUL_KINDS)}"
-    peaks = {f"matmul_tflops.{kind}": peak for kind, peak in profile.matmul_tflops.items()}
-    peaks |= {f.name: v for f in dataclasses.fields(profile) if isinstance(v := getattr(profile, f.name), Peak)}
+    peaks = {f"matmul_tflops.{kind}": peak for kind, peak in profile.matmul_tflops.items()} | vars(profile)
     for name, peak in peaks.items():
-        if defect := peak.defect():
+        if isinstance(peak, Peak) and (defect := peak.defect()):
             return f"{name}: {defect}"
     return None

@@ -25,7 +25,6 @@ _WORDS = {
     "records": ("off", "measured"),
 }
 _COUNTS = ("panel_rows", "panel_keys", "stash_rows")
-_BLOCK_KEYS = tuple(f"{kernel}.{field}" for kernel in KERNELS for field in BLOCK_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +81,25 @@ def parse_overrides(value: object) -> Overrides:
         value = list(value.items())
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):
         raise InputError(f"--set: {show(value)} is not a list of key=value")
-    fields: dict[str, Any] = {}
-    blocks: dict[tuple[str, str], int] = {}
-    for item in value:
-        key, word = _pair(item)
+    found: dict[str, Any] = {}
+    for key, word in map(_pair, value):
         kernel, _, field = key.partition(".")
-        if key in fields or (kernel, field) in blocks:
+        if key in found:
             raise InputError(f"--set: {show(key)} is given twice")
         if key in _WORDS:
             check_word(f"--set {key}", word, _WORDS[key])
-            fields[key] = word == "on" if _WORDS[key] == _SWITCH else word
-        elif key in _COUNTS:
-            fields[key] = _count(key, word)
-        elif key in _BLOCK_KEYS:
-            blocks[kernel, field] = _count(key, word)
+            found[key] = word == "on" if _WORDS[key] == _SWITCH else word
+        elif key in _COUNTS or (kernel in KERNELS and field in BLOCK_FIELDS):
+            found[key] = parse_count(word, f"--set {key}")
+            if not 1 <= found[key] <= LARGEST_COUNT:
+                raise InputError(f"--set {key}: {show(word)} is out of range; valid: 1 to {LARGEST_COUNT}")
         elif field in BLOCK_FIELDS:
             raise InputError(f"--set {key}: unknown kernel {show(kernel)}; valid: {', '.join(KERNELS)}")
         else:
             known = [*_WORDS, *_COUNTS, *(f"<kernel>.{name}" for name in BLOCK_FIELDS)]
             raise InputError(f"--set: {show(key)} is unknown{suggestion(key, known)}")
-    return Overrides(**fields, blocks=tuple(sorted((*name, count) for name, count in blocks.items())))
+    blocks = sorted((*key.split("."), count) for key, count in found.items() if "." in key)
+    return Overrides(**{key: word for key, word in found.items() if "." not in key}, blocks=tuple(blocks))
 
 
 def _pair(item: object) -> tuple[str, object]:
@@ -111,10 +109,3 @@ def _pair(item: object) -> tuple[str, object]:
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str):
         return item[0], item[1]
     raise InputError(f"--set: {show(item)} is not key=value")
-
-
-def _count(key: str, word: object) -> int:
-    count = parse_count(word, f"--set {key}")
-    if not 1 <= count <= LARGEST_COUNT:
-        raise InputError(f"--set {key}: {show(word)} is out of range; valid: 1 to {LARGEST_COUNT}")
-    return count

@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.errors import InputError
+from infcl_gen.inputs import text
 from infcl_gen.inputs.cluster_file import MAX_DEVICES, ClusterFile, Links, read_cluster, read_links
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
-from infcl_gen.inputs.text import (
-    check_integer,
-    check_text,
-    check_word,
-    flag_name,
-    parse_bytes,
-    parse_count,
-    show,
-    suggestion,
-)
+from infcl_gen.inputs.text import check_text, flag_name, show
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -40,7 +32,6 @@ _WORDS = {
     "precision": ("default", "tf32", "exact"),
     "target": ("auto", "cpu", "cuda", "rocm"),
 }
-_OPTIONAL = ("keys", "memory_budget_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +60,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name, largest in _LARGEST.items():
-            if name not in _OPTIONAL or getattr(self, name) is not None:
-                check_integer(flag_name(name), getattr(self, name), 1, largest)
+            if getattr(self, name) is not None or name not in ("keys", "memory_budget_bytes"):
+                text.check_integer(flag_name(name), getattr(self, name), 1, largest)
         for name, words in _WORDS.items():
-            check_word(flag_name(name), getattr(self, name), words)
+            text.check_word(flag_name(name), getattr(self, name), words)
         if self.keys == self.batch_size:  # one problem, one package, one tuning record
             object.__setattr__(self, "keys", None)
         if self.devices % self.nodes:
@@ -118,28 +109,26 @@ def make_problem(**flags: Any) -> Problem:
     known = (*(field.name for field in dataclasses.fields(Problem)), "memory_budget", "set", "cluster")
     for name in given:
         if name not in known:
-            raise InputError(f"{flag_name(name)}: unknown option{suggestion(name, known)}")
+            raise InputError(f"{flag_name(name)}: unknown option{text.suggestion(name, known)}")
     for name in ("batch_size", "dim"):
         if name not in given:
             raise InputError(f"{flag_name(name)}: is required")
     for short, full in (("memory_budget", "memory_budget_bytes"), ("set", "settings")):
         if short in given and full in given:
             raise InputError(f"{flag_name(short)}: give either {short} or {full}, not both")
-    values: dict[str, Any] = {}
+        if short in given:
+            given[full] = given.pop(short)
     for name, value in given.items():
-        if name in ("memory_budget", "memory_budget_bytes"):
-            values["memory_budget_bytes"] = None if value == "auto" else parse_bytes(value, "--memory-budget")
+        if name == "memory_budget_bytes":
+            given[name] = None if value == "auto" else text.parse_bytes(value, flag_name(name))
         elif name in _LARGEST:
-            values[name] = parse_count(value, flag_name(name))
-        elif name == "links":
-            values[name] = value if isinstance(value, Links) else read_links(value, "the links")
+            given[name] = text.parse_count(value, flag_name(name))
+        elif name == "links" and not isinstance(value, Links):
+            given[name] = read_links(value, "the links")
         elif name in ("loss", "device_profile") and isinstance(value, os.PathLike):
-            values[name] = os.fspath(value)
-        elif name != "cluster":
-            values["settings" if name == "set" else name] = value
-    if "cluster" in given:
-        values |= _said_by(read_cluster(given["cluster"]), values)
-    return Problem(**values)
+            given[name] = os.fspath(value)
+    cluster = read_cluster(given.pop("cluster", {}))
+    return Problem(**given | _said_by(cluster, given))
 
 
 def _said_by(cluster: ClusterFile, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,9 +152,8 @@ def _said_by(cluster: ClusterFile, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_loss(value: object) -> None:
-    text = check_text("--loss", value)
-    path, _, name = text.rpartition(":")
-    if ":" in text and Path(path).suffix != ".py":
-        raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME")
+    path, colon, name = check_text("--loss", value).rpartition(":")
+    if colon and Path(path).suffix != ".py":
+        raise InputError(f"--loss: {show(value)} must be a name or FILE.py:NAME")
     if not (name.isascii() and name.isidentifier()):
-        raise InputError(f"--loss: {show(text)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")
+        raise InputError(f"--loss: {show(value)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")

@@ -43,11 +43,15 @@ def check_word(flag: str, value: object, valid: tuple[str, ...]) -> None:
         raise InputError(f"{flag}: {show(value)} is unknown; valid: {', '.join(valid)}")
 
 
-def check_keys(flag: str, table: Mapping[Any, Any], known: Collection[str], where: str) -> None:
-    """Refuses keys of a table that are not known."""
-    for key in table:
+def check_keys(flag: str, table: Mapping[Any, Any], known: Collection[str], where: str, prefix: str = "") -> None:
+    """Refuses keys that are not known; also of the tables in a table, where `known` maps its keys to theirs."""
+    for key, value in table.items():
+        path = prefix + (key if isinstance(key, str) else show(key))
         if key not in known:
-            raise InputError(f"{flag}: unknown key {show(key)} in {where}{suggestion(key, known)}")
+            near = "" if prefix else suggestion(key, known)
+            raise InputError(f"{flag}: unknown key {show(path)} in {where}{near}")
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            check_keys(flag, value, known[key], where, f"{path}.")
 
 
 def parse_count(value: object, flag: str = "count") -> int:
@@ -60,25 +64,19 @@ def parse_count(value: object, flag: str = "count") -> int:
     return int(match[1]) << 10 * (" kmg".index(match[2].lower() or " "))
 
 
-_BYTE_UNITS = {"": 1, "b": 1} | {
-    unit: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for unit, base in ((letter + "ib", 1024), (letter + "b", 1000))
-}
-
-
 def parse_bytes(value: object, flag: str = "size") -> int:
     """512 (bytes), "512MiB", "1.5GiB" or "1GB" (10**9) as bytes. Raises InputError naming `flag`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,6})? ?([A-Za-z]{0,3})", value) if isinstance(value, str) else None
-    factor: int | None = _BYTE_UNITS.get(match[3].lower()) if match else None
-    if match is None or factor is None:
+    form = r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?(?:([kmgt])(i?)b|b)?"
+    match = re.fullmatch(form, value, re.ASCII | re.IGNORECASE) if isinstance(value, str) else None
+    if match is None:
         raise InputError(f"{flag}: {show(value)} is not a size; give for example 512MiB, 2GiB or 1GB")
-    if match[2] and factor == 1:
+    whole, fraction, letter, binary = match.groups(default="")
+    if fraction and not letter:
         raise InputError(f"{flag}: {show(value)} is a fraction of a byte; give a unit, for example 1.5GiB")
-    fraction = match[2][1:] if match[2] else ""
-    return int(match[1] + fraction) * factor // int(10 ** len(fraction))
+    factor: int = (1024 if binary else 1000) ** " kmgt".index(letter.lower() or " ")
+    return int(whole + fraction) * factor // int(10 ** len(fraction))
 
 
 def bytes_text(size: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 import infcl_gen
 from infcl_gen.emission import pipeline, rerender
 from infcl_gen.errors import InputError
-from infcl_gen.hardware import Cluster, load_profile, resolve_cluster
+from infcl_gen.hardware import cluster_of, load_profile, resolve_cluster
 from infcl_gen.inputs.cluster_file import Links, Peak, read_cluster
 from infcl_gen.inputs.problem import make_problem
 from tests.hardware.test_profiles import profile_text
@@ -48,12 +48,13 @@ def test_a_file_gives_devices_nodes_profile_and_links(file: Path) -> None:
 
 def test_what_a_file_does_not_say_is_the_profiles() -> None:
     profile = load_profile("h100")
-    cluster = Cluster(16, 2, profile)
+    problem = make_problem(**SIZES, devices=16, nodes=2)
+    cluster = cluster_of(problem, profile)
     assert (cluster.link_gbs, cluster.node_link_gbs) == (profile.link_gbs, profile.node_link_gbs)
     assert cluster.links_per_node == 8
     assert cluster.latency_us == cluster.node_latency_us == profile.launch_us
     slow = Links(latency_us=Peak(7.0, "assumed: x"))
-    assert dataclasses.replace(cluster, links=slow).node_latency_us.value == 7.0
+    assert cluster_of(dataclasses.replace(problem, links=slow), profile).node_latency_us.value == 7.0
     assert make_problem(**SIZES, cluster={}).links is None
 
 

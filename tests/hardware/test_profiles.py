@@ -187,7 +187,7 @@ def test_unsupported_devices_are_refused() -> None:
 def test_detection_without_a_driver_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom infcl_gen.hardware import detect, detection\n"
-        "detection._DRIVER_FILES = ()\nprint(detect().name, 'torch' in sys.modules)"
+        "detection._DRIVERS = ()\nprint(detect().name, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "cpu False\n", done.stderr
