@@ -25,9 +25,6 @@ class Block:
     warps: int
     stages: int
 
-    def as_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, statistics
 from infcl_gen.kernels.choice import Block, Choice, padded_dim
-from infcl_gen.kernels.family import FP32_BLOCKS, Family, Tile
+from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import STRATEGIES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class ProductTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if choice.operand_bytes != 2:
-            return FP32_BLOCKS[architecture]
+            return super().tabulated(architecture, choice)
         return Block(128, 128, 64, 8, 2 if architecture in ("cdna3", "cdna4") else 3)
 
     def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:

@@ -26,9 +26,18 @@ SMALL_TILE = 64  # rows and keys of the smallest tile that a small batch is give
 MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
 SWEEPS = ("panel", "stash", "fused")  # the strategies that have kernels
 
-# Blocks of forward, gradient and product for fp32 operands, by family of architectures. Here and in the families' own
-# tables: Hopper at 2 bytes is measured on an H200; the others are the largest tiles that compile within shared memory
-# (101 376 bytes for "small", 65 536 for cdna3) and registers without a spill, as `infcl-gen verify --aot` reports.
+# Blocks of forward and gradient by family of architectures, for operands of 2 bytes; then for fp32, of product, too.
+# Here and in the families' own tables: Hopper at 2 bytes is measured on an H200; the others are the largest tiles that
+# compile within shared memory (101 376 bytes for "small", 65 536 for cdna3) and registers without a spill, as
+# `infcl-gen verify --aot` reports.
+BLOCKS = {
+    "hopper": Block(128, 128, 64, 4, 3),
+    "blackwell": Block(128, 128, 64, 8, 3),
+    "ampere": Block(128, 128, 64, 8, 3),
+    "small": Block(128, 128, 32, 8, 3),
+    "cdna3": Block(128, 128, 64, 8, 2),
+    "cdna4": Block(128, 128, 64, 8, 2),
+}
 FP32_BLOCKS = {
     "hopper": Block(128, 64, 32, 8, 3),
     "blackwell": Block(128, 64, 32, 8, 3),
@@ -42,24 +51,25 @@ FP32_BLOCKS = {
 class Tile:
     """The block of one kind of kernel: its default, what it takes, whether it is legal, what the tuner tries.
 
-    This is what most kernels have in common; a family's subclass states the rest, and `tabulated` always.
+    This is what most kernels have in common; a family's subclass states the rest.
 
     name       under which `--set` and plans know it
     tuned      whether `infcl-gen tune` tries others
     described  whether its kernels read features through tensor descriptors
     walks      whether its programs walk strips of a panel; a small batch is given smaller tiles
+    square     whether rows and keys are one number
     switches   keys of `--set` that are its kernels' beside the fields of the block
     """
 
     name: str
-    tuned = described = walks = False
+    tuned = described = walks = square = False
     switches: tuple[str, ...] = ()
     # What may be less where a board has too little: of equal fields the first.
     shrinks: tuple[str, ...] = ("stages", "keys", "depth", "rows")
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         """The block for large batches on a family of architectures."""
-        raise NotImplementedError
+        return (BLOCKS if choice.operand_bytes == 2 else FP32_BLOCKS)[architecture]
 
     def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:
         """The block for `rows` queries x `keys` keys, legal or not.
@@ -158,13 +168,11 @@ class Tile:
             elif "stages" in wider:
                 change = {"stages": block.stages - 1}
             else:
-                change = self.halved(block, max(wider, key=lambda name: (getattr(block, name), -wider.index(name))))
+                widest = max(wider, key=lambda name: (getattr(block, name), -wider.index(name)))
+                halved = ("rows", "keys") if self.square and widest != "depth" else (widest,)
+                change = {name: getattr(block, name) // 2 for name in halved}
             block = dataclasses.replace(block, **change)
         return block
-
-    def halved(self, block: Block, name: str) -> dict[str, int]:
-        """The fields of a block that change where `name` is halved."""
-        return {name: getattr(block, name) // 2}
 
     def options(self, base: Block, choice: Choice) -> dict[str, tuple[int, ...]]:
         """The values that the tuner tries of each field. `base`: the default."""

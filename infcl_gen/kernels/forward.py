@@ -7,21 +7,13 @@ from typing import TYPE_CHECKING
 
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
-from infcl_gen.kernels.family import FP32_BLOCKS, Family, Tile
+from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import GradientTile
 
 if TYPE_CHECKING:
     from infcl_gen.hardware import DeviceProfile
 
 DEEP = 768  # from here on one program with a large tile beats two with small ones, whose epilogues hide each other
-BLOCKS = {
-    "hopper": Block(128, 128, 64, 4, 3),
-    "blackwell": Block(128, 128, 64, 8, 3),
-    "ampere": Block(128, 128, 64, 8, 3),
-    "small": Block(128, 128, 32, 8, 3),
-    "cdna3": Block(128, 128, 64, 8, 2),
-    "cdna4": Block(128, 128, 64, 8, 2),
-}
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
 # Where it makes one step of the embedding, and keys are read once; 9.8 for 10.0 ms of a step at B = 65 536, D = 128.
 KEEPING_BLOCKS = {"hopper": (Block(64, 128, 64, 4, 4), Block(64, 256, 128, 4, 3))}
@@ -39,9 +31,9 @@ class ForwardTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
+        found = super().tabulated(architecture, choice)
         if choice.operand_bytes != 2:
-            return FP32_BLOCKS[architecture]
-        found = BLOCKS[architecture]
+            return found
         if choice.inner_dim >= DEEP:
             found = DEEP_BLOCKS.get(architecture, found)
         if choice.stash:

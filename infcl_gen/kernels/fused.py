@@ -47,9 +47,6 @@ class FusedTile(Tile):
     tuned = described = True
     shrinks = ("stages", "keys", "rows")
 
-    def tabulated(self, architecture: str, choice: Choice) -> Block:
-        return BLOCKS[architecture][DIM_LIMIT]
-
     def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:
         """Taller blocks only where two of them come to every multiprocessor."""
         held = sum(embedding_parts(choice.dim))

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice
-from infcl_gen.kernels.family import FP32_BLOCKS, Family, Tile
+from infcl_gen.kernels.family import Family, Tile
 
-BLOCKS = {
-    "hopper": Block(128, 128, 64, 4, 3),
-    "blackwell": Block(128, 128, 64, 8, 3),
-    "ampere": Block(128, 128, 64, 8, 3),
-    "small": Block(128, 128, 32, 8, 3),
-    "cdna3": Block(128, 128, 64, 8, 2),
-    "cdna4": Block(128, 128, 64, 8, 2),
-}
 STORED_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3)}  # of tiles that the forward stores through descriptors
 STRATEGIES = ("panel", "stash")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
@@ -28,10 +20,8 @@ class GradientTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
-        if choice.operand_bytes != 2:
-            return FP32_BLOCKS[architecture]
-        stored = STORED_BLOCKS if choice.stash and choice.descriptors else {}
-        return stored.get(architecture, BLOCKS[architecture])
+        stored = STORED_BLOCKS if choice.stash and choice.descriptors and choice.operand_bytes == 2 else {}
+        return stored.get(architecture) or super().tabulated(architecture, choice)
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:

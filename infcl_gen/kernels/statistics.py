@@ -13,6 +13,7 @@ class PositiveTile(Tile):
     """The diagonal of a tile of `rows` = `keys`."""
 
     name = "positive"
+    square = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if choice.operand_bytes != 2:
@@ -25,10 +26,6 @@ class PositiveTile(Tile):
             sides = f"rows = {block.rows} and keys = {block.keys}"
             found.append(f"{sides} differ: positives are the diagonal of a square tile")
         return found
-
-    def halved(self, block: Block, name: str) -> dict[str, int]:
-        sides = ("rows", "keys") if name in ("rows", "keys") else (name,)
-        return {side: getattr(block, side) // 2 for side in sides}
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:

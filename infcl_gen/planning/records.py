@@ -163,7 +163,7 @@ def timed_settings(plan: Plan) -> Settings:
     names += ["hopper_stages"] * (plan.hopper_stages > 0)
     pairs = [(name, str(getattr(plan, name))) for name in names]
     for kernel, block in plan.blocks.items():
-        pairs += ((f"{kernel}.{name}", str(size)) for name, size in block.as_dict().items())
+        pairs += ((f"{kernel}.{name}", str(size)) for name, size in vars(block).items())
     return tuple(sorted(pairs))
 
 

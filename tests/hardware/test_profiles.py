@@ -15,7 +15,7 @@ from infcl_gen.hardware import detect, detection, load_profile, profile_names, r
 from infcl_gen.hardware.detection import FoundDevice, match
 from infcl_gen.hardware.profile import MATMUL_KINDS, Architecture, profile_from_literals
 from infcl_gen.inputs.problem import make_problem
-from infcl_gen.kernels import forward, fused
+from infcl_gen.kernels import family, forward, fused
 from infcl_gen.kernels.choice import Block
 
 SHARED = {
@@ -62,7 +62,7 @@ def test_facts_of_architectures() -> None:
     assert set(table) == {*SHARED, "nvidia", "amd"}
     fields = {field.name for field in dataclasses.fields(Architecture)}
     assert all({"family"} <= set(facts) <= fields for facts in table.values())
-    assert all(facts["family"] in forward.BLOCKS.keys() & fused.BLOCKS.keys() for facts in table.values())
+    assert all(facts["family"] in family.BLOCKS.keys() & fused.BLOCKS.keys() for facts in table.values())
     a100, h200, b200, mi300x = (load_profile(name) for name in ("a100", "h200", "b200", "mi300x"))
     block = Block(128, 64, 64, 4, 2)
     lanes = [forward.key_lanes(block, profile) for profile in (a100, h200, b200, mi300x)]
