@@ -141,20 +141,20 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     """The names in torch/schedule.py.jinja; dtypes are torch's names."""
-    formulas, upcast = derivation.formulas(), plan.dtype != plan.statistics_dtype
+    formulas = derivation.formulas()
     return {
         "dim": plan.dim,
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
         "feature_dtype": TORCH_DTYPES[plan.dtype],
         "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
-        "upcast": upcast,  # features are converted panel by panel
+        "upcast": plan.separate,  # features are converted panel by panel
         "affine": plan.affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
         "logit_strips": plan.logit_strips,
         "has_keys": plan.has_keys,
         "labels": plan.labels,
         "positive_parts": 5 if plan.has_keys else 3,
-        "finish_strips": "2 strips" if upcast else "1 strip",
+        "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if plan.affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
         "forward_rows": plan.forward_rows,

@@ -36,7 +36,7 @@ __all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default
 _ORDINARY = (forward.FAMILY, statistics.FAMILY, gradient.FAMILY, fused.FAMILY, *elementwise.FAMILIES)
 _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 _FOUND: list[Family] = [module.FAMILY for module in _MODULES if hasattr(module, "FAMILY")]
-FAMILIES = (*_ORDINARY, *(family for family in _FOUND if family not in _ORDINARY))
+FAMILIES = tuple(dict.fromkeys([*_ORDINARY, *_FOUND]))
 TILES = {family.tile.name: family.tile for family in FAMILIES if family.tile}
 LARGE = 1 << 31  # rows or keys that fill any board
 

@@ -12,12 +12,8 @@ SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low hig
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Tile of one program. forward, gradient: `rows` queries x `keys` keys, `depth` of the embedding at a time.
-
-    product (g times features): `rows` x `keys` of the output, `depth` along the panel. fused: `rows` owned x `keys`
-    visiting, `depth` is the whole padded embedding. positive: the diagonal of a tile of `rows` = `keys`. finish:
-    `rows` x `depth` of an accumulator (`keys` has no meaning there).
-    """
+    """Tile of one program: `rows` queries x `keys` keys, `depth` of the embedding at a time. Where it is another, the
+    family's `Tile` says of what."""
 
     rows: int
     keys: int
@@ -107,7 +103,7 @@ class Choice:
     @property
     def separate(self) -> bool:
         """Whether sums are wider than the features: the gradients that are returned are then buffers of their own."""
-        return self.feature_bytes < self.statistics_bytes
+        return self.dtype != self.statistics_dtype
 
     @property
     def library(self) -> bool:

@@ -88,18 +88,16 @@ COPY_INPUTS = Kernel(
 MERGE_RANKS = Kernel("merge_ranks", arguments("part_exponent part_sum exponent mantissa keys ranks part_stride"))
 
 
-def gradient_from_stash(choice: Choice) -> Kernel:
-    taken = arguments(
-        "stash stash_reference", statistics(choice),
-        "g flags queries keys strip stash_stride reference_stride g_stride",
-    )  # fmt: skip
-    return Kernel("gradient_from_stash", taken, "gradient")
+def stash_kernels(choice: Choice) -> tuple[Kernel]:
+    panel = "g flags queries keys strip stash_stride reference_stride g_stride"
+    taken = arguments("stash stash_reference", statistics(choice), panel)
+    return (Kernel("gradient_from_stash", taken, "gradient"),)
 
 
 FAMILIES = (
     Family("product", lambda _: (PRODUCT,), STRATEGIES, tile=ProductTile(), revision=1),
     Family("finish", lambda _: (FINISH, SCALAR_GRADIENTS), tile=FinishTile()),
-    Family("stash", lambda choice: (gradient_from_stash(choice),), ("stash",), revision=1),
+    Family("stash", stash_kernels, ("stash",), revision=1),
     Family("split", lambda _: (SPLIT,), wanted=lambda choice: choice.split),
     Family("replay", lambda _: (COPY_INPUTS,), wanted=lambda choice: choice.replay),
     Family("gather", lambda _: (MERGE_RANKS,), wanted=lambda choice: choice.has_keys and choice.gather),

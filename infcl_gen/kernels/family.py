@@ -49,9 +49,8 @@ FP32_BLOCKS = {
 
 
 class Tile:
-    """The block of one kind of kernel: its default, what it takes, whether it is legal, what the tuner tries.
-
-    This is what most kernels have in common; a family's subclass states the rest.
+    """The block of one kind of kernel, as most have it: its default, what it takes, whether it is legal, what the tuner
+    tries.
 
     name       under which `--set` and plans know it
     tuned      whether `infcl-gen tune` tries others
@@ -125,11 +124,9 @@ class Tile:
 
     def violations(self, block: Block, choice: Choice, profile: DeviceProfile) -> tuple[str, ...]:
         """Why the block is illegal on this board, naming field and limit; () if it is legal."""
-        found: list[str] = []
-        for name in ("rows", "keys", "depth"):
-            value = getattr(block, name)
-            if value < 16 or value & (value - 1):
-                found.append(f"{name} = {value} is not a power of two of at least 16")
+        sides = {"rows": block.rows, "keys": block.keys, "depth": block.depth}
+        power = "is not a power of two of at least 16"
+        found = [f"{name} = {n} {power}" for name, n in sides.items() if n < 16 or n & (n - 1)]
         if block.warps < 1 or block.warps & (block.warps - 1) or block.warps > profile.max_warps_per_block:
             found.append(f"warps = {block.warps} is not a power of two from 1 to {profile.max_warps_per_block}")
         if not 1 <= block.stages <= 8:
@@ -146,9 +143,8 @@ class Tile:
         if registers > limit:
             found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
         if choice.descriptors and self.described:
-            for name in ("rows", "keys", "depth"):
-                if getattr(block, name) > 256:
-                    found.append(f"{name} = {getattr(block, name)} is more than a tensor descriptor's box of 256")
+            box = "is more than a tensor descriptor's box of 256"
+            found += [f"{name} = {n} {box}" for name, n in sides.items() if n > 256]
             if not choice.aligned:
                 row = f"a row of {choice.dim} {choice.dtype}"
                 found.append(f"{row} is not a multiple of 16 bytes, which tensor descriptors need")

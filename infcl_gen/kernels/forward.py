@@ -37,7 +37,7 @@ class ForwardTile(Tile):
         if choice.inner_dim >= DEEP:
             found = DEEP_BLOCKS.get(architecture, found)
         if choice.stash:
-            if stores_tiles(choice):
+            if choice.descriptors:  # tiles are stored in the background, through shared memory
                 found = STORING_BLOCKS.get(architecture, found)
             tile = GradientTile().tabulated(architecture, choice)
             return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
@@ -51,7 +51,7 @@ class ForwardTile(Tile):
         if keeps_keys(block, choice):
             keys, depth = block.keys, sum(embedding_parts(choice.inner_dim))
         copies = 3 if block.rows < 16 * block.warps else 1
-        stored = copies * block.rows * block.keys if stores_tiles(choice) else 0
+        stored = copies * block.rows * block.keys if choice.stash and choice.descriptors else 0
         return (rows + keys) * depth * choice.operand_bytes + stored
 
     def options(self, base: Block, choice: Choice) -> dict[str, tuple[int, ...]]:
@@ -63,11 +63,6 @@ def keeps_keys(block: Block, choice: Choice) -> bool:
     """Whether a program reads its keys once: where one step covers their depth, through descriptors, for tensor cores
     that read shared memory; not of fp32 operands, whose forward is another."""
     return block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
-
-
-def stores_tiles(choice: Choice) -> bool:
-    """Whether the forward stores its tiles in the background, through shared memory."""
-    return choice.stash and choice.descriptors
 
 
 def key_lanes(block: Block, profile: DeviceProfile) -> int:

@@ -26,7 +26,6 @@ class GradientTile(Tile):
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     shared = choice.has_keys and not choice.exact  # one exponential of an element for both softmaxes
-    flagged = shared or choice.stash
     g = "g" + " g_low" * choice.split
     sizes = "queries keys strip g_stride"
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
@@ -35,7 +34,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     positives = arguments(places(choice), positive(choice), SCALARS, statistics(choice), g, "queries keys g_stride")
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
-        *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")] * flagged,
+        *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")] * (shared or choice.stash),
         *[RATIOS] * shared,
         Kernel("gradient_positives", positives, template="gradient_positives"),
     )

@@ -23,9 +23,8 @@ def stages(choice: Choice) -> int:
     """
     narrow = 128 < choice.dim <= 256 and choice.operand_bytes == 2 and not choice.split and choice.has_keys
     here = choice.arch == ARCH and choice.strategy == "panel" and choice.descriptors
-    blocks = [choice.blocks[name] for name in ("forward", "gradient") if name in choice.blocks]
-    tiled = all((block.rows, block.keys) == (128, 128) for block in blocks)
-    return 9 // -(-choice.dim // 64) if narrow and here and tiled else 0
+    tiles = [(block.rows, block.keys) for name, block in choice.blocks.items() if name in ("forward", "gradient")]
+    return 9 // -(-choice.dim // 64) if narrow and here and {*tiles} <= {(128, 128)} else 0
 
 
 def values(choice: Choice) -> dict[str, int]:
@@ -40,9 +39,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     forward = arguments(Q, K, SCALARS, sums, "flags queries keys strip rows_stride keys_stride MASKED")
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest"
     gradient = arguments(Q, K, SCALARS, sums, G, "flags queries keys strip")
-    stages = choice.hopper_stages
     return tuple(
-        Kernel(f"{name}_hopper", taken, warps=WARPS, stages=stages, registers="REGISTERS", replaces=name)
+        Kernel(f"{name}_hopper", taken, warps=WARPS, stages=choice.hopper_stages, registers="REGISTERS", replaces=name)
         for name, taken in (("forward", forward), ("gradient", gradient))
     )
 
