@@ -45,8 +45,7 @@ class Limits:
     repeats: int = 2
     jobs: int = os.cpu_count() or 1
     compile_s: float = 180.0
-    load_s: float = 120.0
-    gate_s: float = 300.0
+    gate_s: float = 420.0
     sample_s: float = 120.0
 
 
@@ -121,7 +120,7 @@ class Entry:
 
 def hopeless(racing: Sequence[Entry]) -> list[Entry]:
     """Those of which not even the best time comes within GIVE_UP of the least median."""
-    limit = GIVE_UP * min(entry.median_ms for entry in racing)
+    limit = GIVE_UP * min((entry.median_ms for entry in racing), default=0.0)
     return [entry for entry in racing if min(entry.times_ms) > limit]
 
 
@@ -148,10 +147,6 @@ class Family:
     earlier: Mapping[Proposed, float] = dataclasses.field(default_factory=dict)
     entries: list[Entry] = dataclasses.field(default_factory=list)
 
-    @property
-    def device(self) -> str:
-        return "cpu" if self.case.cluster.profile.target == "cpu" else "cuda"
-
     def run(self, others: Sequence[Settings], deadline: float) -> tuple[Settings, str, tuple[Candidate, ...]]:
         """The winner's settings, the digest of its package as it was timed, and every candidate with its fate."""
         for index, settings in enumerate(dict.fromkeys([self.best, *others])):
@@ -159,9 +154,8 @@ class Family:
         try:
             self._judge_legality()
             self._rank(self.limits.compiled)
-            if self.device == "cuda":
-                now = time.monotonic()
-                self._compile(now + COMPILE_SHARE * (deadline - now))
+            now = time.monotonic()
+            self._compile(now + COMPILE_SHARE * (deadline - now))
             self._rank(self.limits.timed)
             self._gate()
             self._time(deadline)
@@ -210,16 +204,13 @@ class Family:
     def _rank(self, count: int) -> None:
         """Keep the best so far, which stays the first, and the `count` - 1 most promising, in that order: if the time
         is up before all are compiled, the others are left out. Half of what is timed may be what was fast before."""
-
-        def before_ms(entry: Entry) -> float:
-            return self.earlier.get(proposed(self.family, entry.settings), math.inf)
-
         first, *others = self.entries
         racing = [entry for entry in others if not entry.status]
         racing.sort(key=lambda entry: (entry.predicted_ms, entry.distance))
-        known = sorted((entry for entry in racing if before_ms(entry) < math.inf), key=before_ms)
-        del known[self.limits.timed // 2 :]
-        racing = [*known, *(entry for entry in racing if entry not in known)]
+        before_ms = [(self.earlier.get(proposed(self.family, entry.settings)), entry) for entry in racing]
+        known = sorted(((ms, entry) for ms, entry in before_ms if ms is not None), key=lambda pair: pair[0])
+        fast = [entry for _, entry in known[: self.limits.timed // 2]]
+        racing = [*fast, *(entry for entry in racing if entry not in fast)]
         self.entries = [first, *racing, *(entry for entry in others if entry.status)]
         for entry in racing[count - 1 :]:
             entry.drop("not timed", "others are predicted to be faster, are nearer to the default, or were fast before")
@@ -237,8 +228,8 @@ class Family:
         entry.digest = content_digest(files)
 
     def _compile(self, until: float) -> None:
-        """Ahead of time, each in a process of its own, as many at once as there are jobs; the best so far runs as it
-        is. What has not begun by then is left out."""
+        """Ahead of time on a GPU, each in a process of its own, as many at once as there are jobs; the best so far runs
+        as it is. What has not begun by then is left out."""
         from infcl_gen.verification.aot import SHARED_BYTES
 
         arch, default = self.case.cluster.profile.arch, self.case.default
@@ -258,7 +249,7 @@ class Family:
             part = todo[start : start + self.limits.jobs]
             for entry in part:
                 self._start(entry, "compile_kernels", arch, *kernels)
-            self._answers(part, self.limits.compile_s, "does not compile")
+            self._answers(part, self.limits.compile_s, otherwise="does not compile")
             for entry in part:
                 entry.end()
             self.progress(f"{self.family}: compile", min(start + len(part), len(todo)), len(todo))
@@ -266,16 +257,14 @@ class Family:
     def _gate(self) -> None:
         """Start them all, each in its process, and let them judge themselves; no times are taken meanwhile."""
         for entry in self._racing():
-            self._start(entry, "run", self.device)
-        for step, step_s in enumerate((self.limits.load_s, self.limits.gate_s), start=1):
-            self._answers(self._racing(), step_s)
-            self.progress(f"{self.family}: check", step, 3)
+            self._start(entry, "run")
+        self._answers(self._racing(), self.limits.gate_s)
+        self.progress(f"{self.family}: check", 1, 2)
         # Then at the size that is timed, one after the other: against the first, which is the best so far.
-        file, written = self.scratch / "reference.pt", False
+        file, written = str(self.scratch / "reference.pt"), False
         for entry in self._racing():
-            request = {"do": "compare", "file": str(file), "reference": not written}
-            written |= self._ask(entry, request) is not None
-        self.progress(f"{self.family}: check", 3, 3)
+            written |= bool(self._answers([entry], self.limits.sample_s, {"file": file, "reference": not written}))
+        self.progress(f"{self.family}: check", 2, 2)
 
     def _time(self, deadline: float) -> None:
         for round_ in range(self.limits.rounds):
@@ -284,23 +273,19 @@ class Family:
             racing = self._racing()  # in another order each time: who comes after a pause has a cooler board
             for entry in random.Random(round_).sample(racing, len(racing)):
                 with timing_lock(self.case.cluster.profile.target, 10 * self.limits.sample_s):
-                    answer = self._ask(entry, {"do": "sample", "repeats": self.limits.repeats})
-                if answer is not None:
-                    entry.rounds.append(answer["times_ms"])
-            racing = self._racing()
-            if round_ + 1 >= GIVE_UP_ROUNDS and racing:
-                for entry in hopeless(racing):
+                    answers = self._answers([entry], self.limits.sample_s, {"repeats": self.limits.repeats})
+                entry.rounds += [answer["times_ms"] for answer in answers]
+            if round_ + 1 >= GIVE_UP_ROUNDS:
+                for entry in hopeless(self._racing()):
                     entry.drop("slower", f"more than {GIVE_UP:g} times the best after {round_ + 1} rounds")
             self.progress(f"{self.family}: time", round_ + 1, self.limits.rounds)
 
     def _winner(self) -> Entry:
-        racing = self._racing()
+        first, racing = self.entries[0], self._racing()
         if not racing:
-            first = self.entries[0]
-            raise VerificationError(
-                f"no candidate of {self.family} gives right results; the default: {first.status} {first.detail}"
-            )
-        best = fastest(racing, None if self.entries[0].status else self.entries[0])
+            fate = f"the default: {first.status} {first.detail}"
+            raise VerificationError(f"no candidate of {self.family} gives right results; {fate}")
+        best = fastest(racing, None if first.status else first)
         try:
             changed = read_package(best.folder).digest != best.digest
         except InputError:
@@ -309,17 +294,16 @@ class Family:
             raise VerificationError("the files of the winner changed while it was timed")
         return best
 
-    def _ask(self, entry: Entry, request: dict[str, Any]) -> dict[str, Any] | None:
-        """A candidate's answer; None if it gave none, and is out."""
-        assert entry.process is not None
-        entry.process.send(request)
-        return next(iter(self._answers([entry], self.limits.sample_s)), None)
-
-    def _answers(self, entries: Sequence[Entry], timeout_s: float, otherwise: str = "crashed") -> list[dict[str, Any]]:
-        """The next answer of each; who gives none is out, as `otherwise` unless it says itself why."""
+    def _answers(
+        self, entries: Sequence[Entry], timeout_s: float, request: Any = None, otherwise: str = "crashed"
+    ) -> list[dict[str, Any]]:
+        """The next answer of each, to the request if there is one; who gives none is out, as `otherwise` unless it says
+        itself why."""
         deadline, found = time.monotonic() + timeout_s, []
         for entry in entries:
             assert entry.process is not None
+            if request is not None:
+                entry.process.send(request)
             answer = entry.process.answer(deadline - time.monotonic())
             if answer is None:
                 entry.drop("hung", f"no answer within {timeout_s:g} s")

@@ -87,8 +87,7 @@ def tune(
     device), VerificationError (no candidate is right, or infcl_gen's own files have changed meanwhile).
     """
     limits = limits or Limits()
-    package = read_package(folder)
-    case = _case(package.spec)
+    case = _case(read_package(folder).spec)
     check_device(case.cluster)
     key = record_key(case.problem, case.loss, case.cluster)
     records = user_folder() if records is None else records
@@ -110,8 +109,7 @@ def tune(
             settings, digest, candidates = run.run(others, time.monotonic() + left)
         if content_digest(case.files(settings)) != digest:  # infcl_gen's own files have changed meanwhile
             raise VerificationError(f"{folder}: the package to be written is not the one that was timed")
-        done = (*record.families, family)
-        timed = case.plan(settings)
+        done, timed = (*record.families, family), case.plan(settings)
         record = dataclasses.replace(
             record,
             settings=settings,
@@ -145,8 +143,8 @@ def proposals(case: Case, family: str, best: Settings) -> list[Settings]:
             if rows < 2 * default.rows_per_rank and keys < 2 * default.keys_per_rank:
                 found.append((*others, ("panel_rows", str(rows)), ("panel_keys", str(keys))))
     else:
-        base, given = default.blocks[family], case.problem.settings
-        found += [(*others, *pairs) for pairs in TILES[family].proposals(base, default, given)]
+        offered = TILES[family].proposals(default.blocks[family], default, case.problem.settings)
+        found += [(*others, *pairs) for pairs in offered]
     return list(dict.fromkeys(tuple(sorted(settings)) for settings in found))
 
 
@@ -160,19 +158,18 @@ def check_device(cluster: Cluster) -> None:
     found = find_device()
     here = None if found is None else match(found)
     if here is None or (here.arch, here.multiprocessors) != (profile.arch, profile.multiprocessors):
-        name = "no GPU" if here is None else here.name
-        raise ToolchainError(
-            f"tuning needs the device that the package is for, {profile.name}; this machine has {name}"
-        )
+        has = "no GPU" if here is None else here.name
+        raise ToolchainError(f"tuning needs the device that the package is for, {profile.name}; this machine has {has}")
 
 
 def _case(spec: dict[str, Any]) -> Case:
     problem, loss, cluster = spec_inputs(spec)
     problem = dataclasses.replace(problem, settings=own_settings(problem.settings))
-    fixed = [name for name in sorted(problem.settings.keys) if is_tuned(name) and name != "products"]
-    if fixed:
+    names = [name for name in sorted(problem.settings.keys) if is_tuned(name) and name != "products"]
+    if names:
+        fixed = ", ".join(names)
         raise InputError(
-            f"DIR: the package was generated with --set {', '.join(fixed)}, which tuning chooses; generate it without"
+            f"DIR: the package was generated with --set {fixed}, which tuning chooses; generate it without"
         )
     return Case(problem, loss, cluster, plan(problem, derive(loss), cluster))
 
@@ -196,10 +193,9 @@ def _timed_before(records: Path, key: Key) -> dict[Proposed, float]:
     for folder in (records, *record_folders()):
         with contextlib.suppress(InputError):
             for record in read_records(folder / f"{key.board}.json"):
-                for candidate in record.candidates if record.key == key else ():
-                    if candidate.status == "timed":
-                        own = proposed(candidate.family, candidate.settings)
-                        found.setdefault(own, statistics.median(candidate.times_ms))
+                for each in record.candidates if record.key == key else ():
+                    if each.status == "timed":
+                        found.setdefault(proposed(each.family, each.settings), statistics.median(each.times_ms))
     return found
 
 

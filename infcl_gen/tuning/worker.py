@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ def compile_kernels(requests: Requests, answer: Answer, folder: str, target: str
         answer(done="compiled")
 
 
-def run(requests: Requests, answer: Answer, folder: str, device: str) -> None:
-    """Import the package ("loaded"), pass the numerics gate ("gated"), then serve requests at the planned size:
+def run(requests: Requests, answer: Answer, folder: str) -> None:
+    """Import the package, pass the numerics gate ("gated"), then run at the planned size, as requests ask:
 
-    {"do": "compare", "file": F, "reference": bool}   results against those in F, or write them there ("compared")
-    {"do": "sample", "repeats": N}                     N times in milliseconds ("sampled")
+    {"file": F, "reference": bool}   the first: compare results with those in F, or write them there ("compared")
+    {"repeats": N}                   all others: N times in milliseconds ("sampled")
 
     Answers carry `done`, or `failed` (a status of a record) and `detail`.
     """
@@ -45,42 +45,37 @@ def run(requests: Requests, answer: Answer, folder: str, device: str) -> None:
 
     with _reported(answer):
         module = import_package(Path(folder), "infcl_gen_candidate")  # by name: the manifest is the tuner's affair
-        answer(done="loaded")
+        device = "cpu" if module.SPEC["device"]["target"] == "cpu" else "cuda"
         for verdict in check_package(module, device):
             if not verdict.passed:
                 answer(failed="wrong", detail=f"{verdict.case}: {failures(verdict.rows)}"[:500])
                 return
         answer(done="gated")
+        asked = requests.get()  # features come after it, one candidate after the other: all at once would not fit
         problem, plan = module.SPEC["problem"], module.SPEC["plan"]
         sizes = (plan["rows_per_rank"], plan["keys_per_rank"])  # of a ring, one hop is timed
-        step: Callable[[], tuple[Any, ...]] | None = None
+        q, k = (features(rows, problem["dim"], problem["dtype"], seed, device) for seed, rows in enumerate(sizes))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
+        step = training_step(module, q, k, scale)
+        evidence = _evidence(step())
+        if asked["reference"]:
+            torch.save(evidence, asked["file"])
+        elif defect := _defect(evidence, torch.load(asked["file"]), problem["dtype"]):
+            answer(failed="wrong", detail=defect)
+            return
+        result: dict[str, Any] = {"done": "compared"}
         while True:
-            request = requests.get()
-            if step is None:  # now, one candidate after the other: all at once would not fit
-                q, k = (
-                    features(rows, problem["dim"], problem["dtype"], seed, device) for seed, rows in enumerate(sizes)
-                )
-                wide = torch.promote_types(q.dtype, torch.float32)
-                scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
-                step = training_step(module, q, k, scale)
-            if request["do"] == "compare":
-                evidence = _evidence(step())
-                if request["reference"]:
-                    torch.save(evidence, request["file"])
-                elif defect := _defect(evidence, torch.load(request["file"]), problem["dtype"]):
-                    answer(failed="wrong", detail=defect)
-                    return
-                result: dict[str, Any] = {"done": "compared"}
-            else:
-                step()
-                timer = Timer(device)
-                times = [timer.times(step) for _ in range(request["repeats"])]
-                behind = [each.idle_ms if each.queued_ms is None else each.queued_ms for each in times]
-                result = {"done": "sampled", "times_ms": behind}
             q.grad = k.grad = scale.grad = None
             if device == "cuda":  # what this one keeps, the next candidate may need
                 torch.cuda.empty_cache()
             answer(**result)
+            repeats = requests.get()["repeats"]
+            step()
+            timer = Timer(device)
+            times = [timer.times(step) for _ in range(repeats)]
+            behind = [each.idle_ms if each.queued_ms is None else each.queued_ms for each in times]
+            result = {"done": "sampled", "times_ms": behind}
 
 
 @contextlib.contextmanager

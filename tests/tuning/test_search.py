@@ -209,7 +209,7 @@ def test_compiling_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = Family(case, "gradient", (), Limits(jobs=2), tmp_path)
     run.entries = [Entry(settings, tmp_path / f"c{index}") for index, settings in enumerate(wanted)]
     monkeypatch.setattr("infcl_gen.tuning.family.Worker", lambda *_: SimpleNamespace(kill=lambda: None))
-    monkeypatch.setattr(run, "_answers", lambda *_: [])
+    monkeypatch.setattr(run, "_answers", lambda *_, **__: [])
     run._compile(-math.inf)
     assert [entry.status for entry in run.entries] == ["", "", "", "not timed"]
     assert "the time was up" in run.entries[3].detail
