@@ -32,6 +32,7 @@ from infcl_gen.errors import ToolchainError
 
 EXIT_S = 5.0  # from a worker's last word to its end
 POLL_S = 0.02
+FAILED_S = 0.2  # from the end of the first rank that fails to that of others
 
 Requests = queue.SimpleQueue[dict[str, Any]]
 Answer = Callable[..., None]
@@ -143,19 +144,22 @@ def run_ranks(
             running.callback(waiting[rank].kill)
             waiting[rank].send({"argument": argument})
         results: dict[int, Any] = {}
+        failing = False
         while True:
             found = {rank: answer for rank, worker in waiting.items() if (answer := worker.answer(0.0))}
             failed = [f"rank {rank} of {ranks}: {each['ended']}" for rank, each in found.items() if "ended" in each]
-            if failed:  # all of them: one that dies makes others fail
+            if failed and failing:
                 raise ProcessError("; ".join(failed))
+            failing = bool(failed)  # then others, too: one that dies makes others fail, which may be seen to end first
             for rank, answer in found.items():
-                results[rank] = answer["result"]
-                del waiting[rank]
+                if "result" in answer:
+                    results[rank] = answer["result"]
+                    del waiting[rank]
             if not waiting:
                 return [results[rank] for rank in range(ranks)]
             if time.monotonic() > deadline:
                 raise ProcessError(f"not finished after {timeout_s:g} s: {_last_line(*logs)}")
-            time.sleep(POLL_S)
+            time.sleep(FAILED_S if failing else POLL_S)
 
 
 def _last_line(*logs: Path) -> str:

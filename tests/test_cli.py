@@ -1,6 +1,5 @@
 """The command line: every command, its JSON, exit codes and streams. Bad inputs are in test_bad_inputs.py."""
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -198,28 +197,16 @@ def test_an_infeasible_plan_writes_nothing(tmp_path: Path) -> None:
     assert done.exit_code == 3 and not folder.exists()
 
 
-@dataclasses.dataclass
-class Report:
-    rows: list[dict[str, Any]]
-
-    @property
-    def passed(self) -> bool:
-        return all(row["passed"] for row in self.rows)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"passed": self.passed, "rows": self.rows}
-
-
 @pytest.mark.parametrize("passed", [True, False])
 def test_verify_reports_rows(package: Path, monkeypatch: pytest.MonkeyPatch, passed: bool) -> None:
     import infcl_gen.verification.verify as module
 
     seen = {}
 
-    def fake(path: str, ranks: int | None = None, aot: list[str] | None = None) -> Report:
+    def fake(path: str, ranks: int | None = None, aot: list[str] | None = None) -> list[Any]:
         seen.update(ranks=ranks, aot=aot)
         bytes_row = {"check": "bytes", "passed": True, "detail": "-"}
-        return Report([bytes_row, {"check": "loss", "passed": passed, "detail": "x"}])
+        return [bytes_row, {"check": "loss", "passed": passed, "detail": "x"}]
 
     monkeypatch.setattr(module, "verify_package", fake)
     done = run("verify", str(package), "--ranks", "2", "--aot", "sm_90, gfx942,sm_90", "--json")

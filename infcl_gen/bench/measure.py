@@ -178,9 +178,8 @@ def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any
     """Loss and gradients in fp64, from the loss of a package; None where they do not fit into memory."""
     mathematics = load_file(package / "loss.py")  # alone: whether the package works is not known yet
     try:
-        with torch.no_grad():
-            exact = oracle_by_slices(mathematics, inputs.q, inputs.k, scale, inputs.labels)
-            return {name: getattr(exact, name) for name in RESULTS}
+        exact = oracle_by_slices(mathematics, inputs.q, inputs.k, scale, inputs.labels)
+        return {name: getattr(exact, name) for name in RESULTS}
     except Exception as error:
         if not out_of_memory(error):
             raise

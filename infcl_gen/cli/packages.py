@@ -65,12 +65,13 @@ def verify(flags: dict[str, Any]) -> None:
     folder = options.directory_name(flags["directory"])
     from infcl_gen.verification.verify import verify_package
 
-    report = verify_package(folder, ranks=ranks, aot=targets)
-    rows = [("ok" if row["passed"] else "FAILED", row["check"], row["detail"]) for row in report.rows]
-    show(flags, report.as_dict(), lambda: text.table_text(("", "check", "detail"), rows))
-    if not report.passed:
-        failed = [row["check"] for row in report.rows if not row["passed"]]
-        raise Reported(VerificationError(f"{len(failed)} of {len(report.rows)} checks failed: {', '.join(failed)}"))
+    rows = verify_package(folder, ranks=ranks, aot=targets)
+    lines = [("ok" if row["passed"] else "FAILED", row["check"], row["detail"]) for row in rows]
+    failed = [row["check"] for row in rows if not row["passed"]]
+    result = {"package": str(Path(folder)), "passed": not failed, "rows": rows}
+    show(flags, result, lambda: text.table_text(("", "check", "detail"), lines))
+    if failed:
+        raise Reported(VerificationError(f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)}"))
 
 
 @command(

@@ -46,9 +46,9 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
     with _reported(answer):
         module = import_package(Path(folder), "infcl_gen_candidate")  # by name: the manifest is the tuner's affair
         device = "cpu" if module.SPEC["device"]["target"] == "cpu" else "cuda"
-        for verdict in check_package(module, device):
-            if not verdict.passed:
-                answer(failed="wrong", detail=f"{verdict.case}: {failures(verdict.rows)}"[:500])
+        for case, rows in check_package(module, device):
+            if wrong := failures(rows):
+                answer(failed="wrong", detail=f"{case}: {wrong}"[:500])
                 return
         answer(done="gated")
         asked = requests.get()  # features come after it, one candidate after the other: all at once would not fit

@@ -16,12 +16,11 @@ the features' dtype, v that of the statistics (fp32, or fp64 for fp64), w that o
             + u * |dq_i| + half the smallest subnormal of the output
 
 and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). A package with a stash rounds g
-twice: 2 u there. The square roots are the growth
-of rounding in long sums, with room for equal summands, which all round the same way. In words: a logit is wrong by the
-rounding of its own size; a probability by that, relatively; and the difference `probability - positive` of well
-classified rows is accurate to the terms *before* they cancel, because no arithmetic in v can do better, while the
-rounding of g to the features' dtype is relative to g *after* they cancel. So where loss and gradient vanish, the gate
-asks for an absolute error of v of one query's weight and not of u.
+twice: 2 u there. The square roots are the growth of rounding in long sums, with room for equal summands, which all
+round the same way. In words: a logit is wrong by the rounding of its own size; a probability by that, relatively; and
+the difference `probability - positive` of well classified rows is accurate to the terms *before* they cancel, because
+no arithmetic in v can do better, while the rounding of g to the features' dtype is relative to g *after* they cancel.
+So where loss and gradient vanish, the gate asks for an absolute error of v of one query's weight and not of u.
 
 Plain torch's error is credited only up to an eighth of the quantity's own magnitude: at scale 1000 plain bf16 is all
 error, and twice that would let anything pass, even zeros.
@@ -48,19 +47,12 @@ PLAIN_CREDIT = 1 / 8
 
 @dataclass(frozen=True)
 class GateRow:
-    """The verdict on one quantity; error, tolerance and plain_error are norms relative to the oracle's norm."""
+    """The verdict on one quantity. `ratio`: the error as a part of what is allowed; 0 where nothing is compared."""
 
     quantity: str
     passed: bool
-    error: float
-    tolerance: float
-    plain_error: float
+    ratio: float
     detail: str
-
-    @property
-    def ratio(self) -> float:
-        """The error as a part of what is allowed; 0 where nothing is compared."""
-        return self.error / self.tolerance if self.tolerance else 0.0
 
 
 @dataclass(frozen=True)
@@ -95,13 +87,13 @@ def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Te
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         shapes = f"{tuple(value.shape)} for {tuple(reference.shape)}"
-        return GateRow(name, False, math.inf, 0.0, math.inf, f"{name}: wrong shape {shapes}")
+        return GateRow(name, False, 0.0, f"{name}: wrong shape {shapes}")
     finite = reference.isfinite()
     same = torch.where(reference.isnan(), value.isnan(), value == reference)
     if not bool((same | finite).all()) or not bool(value[finite].isfinite().all()):
         wrong = int((~same & ~finite).sum() + (~value[finite].isfinite()).sum())
         detail = f"{name}: {wrong} of {value.numel()} elements are NaN or infinite and must not be, or the reverse"
-        return GateRow(name, False, math.inf, 0.0, math.inf, detail)
+        return GateRow(name, False, 0.0, detail)
 
     def norms(tensor: Tensor) -> Tensor:
         """Of the whole, then of each row; a number is one row, and what is not finite does not count."""
@@ -122,7 +114,7 @@ def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Te
             f"; {int(bad[1:].sum())} of {len(beyond)} rows beyond their own tolerance, row {int(beyond.argmax())} "
             f"by {float(beyond.max()):.1f} times"
         )
-    return GateRow(name, not bool(bad.any()), error, tolerance, plain_error, detail)
+    return GateRow(name, not bool(bad.any()), error / tolerance if tolerance else 0.0, detail)
 
 
 @torch.no_grad()
@@ -197,12 +189,9 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         dscale=dscale / len(q) + v * reference.dscale.abs(),
         dbias=dbias / len(q) + v * reference.dbias.abs(),
     )
-    magnitude = LossAndGrads(
-        loss=reference.loss.abs(),
-        dq=(slope * g.abs()) @ k.abs() / len(q),
-        dk=(slope * g.abs()).T @ q.abs() / len(q),
-        dscale=factor * (g * product).abs().sum() / len(q),
-        dbias=reference.dbias.abs(),
+    terms = slope * g.abs()
+    magnitude = LossAndGrads(*map(torch.abs, reference))._replace(
+        dq=terms @ k.abs() / len(q), dk=terms.T @ q.abs() / len(q), dscale=factor * (g * product).abs().sum() / len(q)
     )
     return bound, magnitude
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from infcl_gen.runtime.selftest import Results as LossAndGrads
 
@@ -64,36 +65,24 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
 
 
 def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, labels: Tensor) -> LossAndGrads:
-    """The oracle for batches whose similarities do not fit into memory, a slice of the queries at a time.
+    """The oracle for batches whose similarities do not fit into memory, from a package's loss.py alone.
 
-    From a package's loss.py alone, and by its derived gradient: autograd would keep every slice.
+    A slice of the queries at a time; its similarities are computed again for the gradient, not kept.
     """
-    q, k = q.detach().double(), k.detach().double()
-    factor, zero = (torch.tensor(number, dtype=torch.float64, device=q.device) for number in (scale, 0.0))
-    slices = [slice(start, start + SLICE_ROWS) for start in range(0, len(q), SLICE_ROWS)]
-    r, p = (q.new_empty(len(q)) for _ in range(2))
-    c = q.new_full((len(k),), -torch.inf)
-    for rows in slices:
-        x = mathematics.logit(q[rows] @ k.T, factor, zero)
-        r[rows] = x.logsumexp(1)
-        c = c.logaddexp(x.logsumexp(0))
-        p[rows] = x.gather(1, labels[rows, None])[:, 0]
-    loss = mathematics.query_term(r, p).sum() + (mathematics.key_term(c, p).sum() if mathematics.HAS_KEYS else 0)
-    dq, dk, dscale = torch.zeros_like(q), torch.zeros_like(k), zero.clone()
-    for rows in slices:
-        z = q[rows] @ k.T
-        x = mathematics.logit(z, factor, zero)
-        g = mathematics.QUERY_SHARE * (x - r[rows, None]).exp()
-        if mathematics.HAS_KEYS:
-            g += mathematics.KEY_SHARE * (x - c).exp()
-        g.scatter_add_(1, labels[rows, None], g.new_full((len(g), 1), mathematics.POSITIVE_SHARE))
-        g *= mathematics.dlogit_dz(z, factor, zero)
-        dq[rows] = g @ k
-        dk += g.T @ q[rows]
-        dscale += (q[rows] * dq[rows]).sum()
-    to_features = mathematics.gradient_factor(factor, zero) / len(q)
-    dscale *= mathematics.dscale_factor(factor, zero) / len(q)
-    return LossAndGrads(loss / len(q), dq * to_features, dk * to_features, dscale, zero + mathematics.DBIAS)
+    leaves = q, k, factor, bias = Inputs(q, k, scale).leaves(torch.float64, torch.float64)
+
+    def statistics(rows: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = mathematics.logit(rows @ k.T, factor, bias)
+        return x.logsumexp(1), x.logsumexp(0), x.gather(1, own[:, None])[:, 0]
+
+    slices = zip(q.split(SLICE_ROWS), labels.split(SLICE_ROWS), strict=True)
+    found = [checkpoint(statistics, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
+    by_query, by_key, at_positive = zip(*found, strict=True)
+    c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
+    loss = mathematics.query_term(torch.cat(by_query), p).sum()
+    if mathematics.HAS_KEYS:
+        loss = loss + mathematics.key_term(c, p).sum()
+    return _gradients(loss / len(q), leaves)
 
 
 def loss_module(module: ModuleType) -> Any:

@@ -7,10 +7,10 @@ library alone (`infcl-gen verify`); tests let hypothesis draw the same fields, s
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,29 +98,22 @@ def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) 
     return cases
 
 
-class Verdict(NamedTuple):
-    case: Case
-    rows: list[GateRow]
-
-    @property
-    def passed(self) -> bool:
-        return all(row.passed for row in self.rows)
-
-
-def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> Verdict:
+def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> list[GateRow]:
     """Run one case through a package, by autograd on odd seeds and by `loss_and_grads` on even ones, and judge it."""
     inputs = tensors(case, module.SPEC["positives"], device)
     if case.seed % 2:
         results = autograd_results(module, inputs)
     else:
         results = module.loss_and_grads(*inputs[:4], labels=inputs.labels)
-    return Verdict(case, gate(results, truth_of(module, inputs)))
+    return gate(results, truth_of(module, inputs))
 
 
-def check_package(module: ModuleType, place: str, examples: int = 14, share: slice = slice(None)) -> list[Verdict]:
+def check_package(
+    module: ModuleType, place: str, examples: int = 14, share: slice = slice(None)
+) -> Iterator[tuple[Case, list[GateRow]]]:
     """The numerics gate over `share` of `examples` random cases of an imported package, at a place of SIZES."""
-    device = "cuda" if place == "cuda" else "cpu"
-    return [check_case(module, case, device) for case in random_cases(module, examples, SIZES[place])[share]]
+    for case in random_cases(module, examples, SIZES[place])[share]:
+        yield case, check_case(module, case, "cuda" if place == "cuda" else "cpu")
 
 
 def autograd_results(module: ModuleType, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:

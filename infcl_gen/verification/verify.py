@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,64 +25,42 @@ MEMORY_INPUTS_BYTES = 4 << 30
 Row = dict[str, Any]  # check (name), passed, detail (one line)
 
 
-@dataclass(frozen=True)
-class Report:
-    """The checks in the order they ran."""
-
-    package: str
-    rows: tuple[Row, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(row["passed"] for row in self.rows)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"package": self.package, "passed": self.passed, "rows": list(self.rows)}
-
-
 def verify_package(
-    path: str | Path,
-    ranks: int | None = None,
-    aot: Sequence[str] | None = None,
-    device: str | None = None,
-    examples: int | None = None,
-    timeout_s: float = TIMEOUT_S,
-) -> Report:
+    path: str | Path, ranks: int | None = None, aot: Sequence[str] | None = None, examples: int | None = None
+) -> list[Row]:
     """Check the package in folder `path`; every check becomes a row, passed or not.
 
     Bytes first: the files against their manifest, then against what would be generated now from SPEC. If these fail
-    nothing of the package is run. Then the numerics gate over random inputs, on `device` ("cpu", "cuda", "interpreter";
-    None: the GPU for GPU targets if there is one, else the CPU, where Triton kernels are interpreted), and,
-    where that is affordable, the memory peak at the planned size. `ranks`: the gate on a ring of so many processes
-    (NCCL if there are as many GPUs, else gloo). `aot`: compile the kernels for these targets, without a GPU.
+    nothing of the package is run. Then the numerics gate over random inputs, on the GPU for GPU targets if there is
+    one, else on the CPU, where Triton kernels are interpreted; and, where that is affordable, the memory peak at the
+    planned size. `ranks`: the gate on a ring of so many processes (NCCL if there are as many GPUs, else gloo). `aot`:
+    compile the kernels for these targets, without a GPU.
 
-    Package code runs in processes of its own, each killed after `timeout_s` seconds, which is a failed check.
+    Package code runs in processes of its own, each killed after TIMEOUT_S seconds, which is a failed check.
     Raises InputError if `path` is no package, or an argument is wrong; ToolchainError if torch is missing.
     """
     folder = Path(path)
     if ranks is not None and not 1 <= ranks <= LARGEST_RANKS:
         raise InputError(f"--ranks {ranks}: expected 1 to {LARGEST_RANKS}")
-    if device not in (None, "cpu", "cuda", "interpreter"):
-        raise InputError(f"device {device!r}: expected cpu, cuda or interpreter")
     rows = _byte_checks(folder)
     if not all(row["passed"] for row in rows):
-        return Report(str(folder), tuple(rows))
+        return rows
     spec = read_package(folder).spec
-    place = device or _place(spec, 1)
+    place = _place(spec, 1)
     drawn = examples or EXAMPLES["numerics"][place]
     cores = len(os.sched_getaffinity(0)) if place == "cuda" else 1  # kernels are compiled for each input
     processes = max(1, min(MOST_PROCESSES, cores // 2, drawn))
-    rows += run("numerics", folder, place, processes, drawn, timeout_s)
+    rows += run("numerics", folder, place, drawn, processes)
     if _memory_is_affordable(spec, place):
-        rows += run("memory", folder, place, 1, drawn, timeout_s)
+        rows += run("memory", folder, place)
     if ranks is not None:
-        place = _place(spec, ranks) if place == "cuda" else place  # a ring on GPUs needs one for each rank
-        rows += run("ring", folder, place, ranks, examples or EXAMPLES["ring"][place], timeout_s)
+        place = _place(spec, ranks)
+        rows += run("ring", folder, place, examples or EXAMPLES["ring"][place], ranks)
     if aot:
         from infcl_gen.verification.aot import aot_checks
 
         rows += aot_checks(folder, list(aot))
-    return Report(str(folder), tuple(rows))
+    return rows
 
 
 def _byte_checks(folder: Path) -> list[Row]:
@@ -95,19 +72,17 @@ def _byte_checks(folder: Path) -> list[Row]:
         if not (folder / "manifest.json").is_file():
             raise
         return [_row("files", False, str(error))]
-    rows = [_row("files", True, f"{len(package.files)} files as in the manifest")]
-    written_by = package.spec.get("versions", {}).get("generator")
+    files = _row("files", True, f"{len(package.files)} files as in the manifest")
     try:
         fresh = rerender(folder)
     except InfclError as error:
-        return [*rows, _row("re-render", False, str(error))]
+        return [files, _row("re-render", False, str(error))]
     different = sorted(name for name in {*fresh, *package.files} if fresh.get(name) != package.files.get(name))
-    if not different:
-        return [*rows, _row("re-render", True, "byte-identical to what is generated now")]
     detail = f"differs from what is generated now: {', '.join(different)}"
-    if written_by != __version__:
+    if (written_by := package.spec.get("versions", {}).get("generator")) != __version__:
         detail += f"; written by version {written_by}, this is {__version__}"
-    return [*rows, _row("re-render", False, f"{detail}; generate it again")]
+    detail = f"{detail}; generate it again" if different else "byte-identical to what is generated now"
+    return [files, _row("re-render", not different, detail)]
 
 
 def _place(spec: dict[str, Any], gpus: int) -> str:
@@ -123,14 +98,15 @@ def _place(spec: dict[str, Any], gpus: int) -> str:
 
 def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
     problem = spec["problem"]
-    keys = problem["keys"] or problem["batch_size"]
-    work = 8.0 * problem["batch_size"] * keys * problem["dim"]
-    inputs_bytes = 8 * (problem["batch_size"] + keys) * problem["dim"]
-    affordable = work <= MEMORY_WORK.get(place, 0.0) and inputs_bytes <= MEMORY_INPUTS_BYTES
-    return bool(problem["devices"] == 1 and affordable)
+    queries, dim = problem["batch_size"], problem["dim"]
+    keys = problem["keys"] or queries
+    affordable = 8.0 * queries * keys * dim <= MEMORY_WORK.get(place, 0.0)
+    return bool(problem["devices"] == 1 and affordable and 8 * (queries + keys) * dim <= MEMORY_INPUTS_BYTES)
 
 
-def run(task: str, folder: Path, place: str, processes: int, examples: int, timeout_s: float) -> list[Row]:
+def run(
+    task: str, folder: Path, place: str, examples: int = 0, processes: int = 1, timeout_s: float = TIMEOUT_S
+) -> list[Row]:
     """A row for each check of a task that so many processes do; or one failed row that says how they ended.
 
     task   "numerics": the gate on one device, each process for its share of the examples. "memory": the peak at the

@@ -30,8 +30,8 @@ Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed)
 def numerics(job: Job, seat: Seat) -> list[Finding]:
     """Of each quantity of this process's share of the examples."""
     share = slice(seat.rank, None, seat.ranks)
-    verdicts = check_package(_package(job, seat), job["place"], job["examples"], share)
-    return [_finding(f"numerics {row.quantity}", str(each.case), [row]) for each in verdicts for row in each.rows]
+    judged = check_package(_package(job, seat), job["place"], job["examples"], share)
+    return [_finding(f"numerics {row.quantity}", str(case), [row]) for case, rows in judged for row in rows]
 
 
 def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import infcl_gen
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.verification import verify
 from infcl_gen.verification.gate import failures
 from infcl_gen.verification.properties import (
     BIASES,
@@ -27,7 +28,6 @@ from infcl_gen.verification.properties import (
     check_case,
     tensors,
 )
-from infcl_gen.verification.verify import verify_package
 
 LARGEST = 300  # rows of the CPU packages: a panel and some more
 
@@ -61,8 +61,8 @@ def cases(dims: tuple[int, ...], dtypes: tuple[str, ...], rows: st.SearchStrateg
 def checked(module: types.ModuleType, case: Case, device: str) -> None:
     if module.SPEC["positives"] == "diagonal":
         case = dataclasses.replace(case, keys=case.queries)
-    verdict = check_case(module, case, device)
-    assert verdict.passed, f"{verdict.case}: {failures(verdict.rows)}"
+    rows = check_case(module, case, device)
+    assert not failures(rows), f"{case}: {failures(rows)}"
 
 
 @pytest.mark.parametrize("loss", ["clip", "infonce"])
@@ -115,5 +115,5 @@ def test_the_kernels_under_the_interpreter(tmp_path: Path, strategy: str, loss: 
     problem = make_problem(
         loss=loss, batch_size=130, dim=dim, dtype=dtype, device_profile="h200", settings=(("strategy", strategy),)
     )
-    report = verify_package(infcl_gen.generate(problem, tmp_path / "package"), device="interpreter", examples=7)
-    assert report.passed, [row for row in report.rows if not row["passed"]]
+    rows = verify.run("numerics", infcl_gen.generate(problem, tmp_path / "package"), "interpreter", examples=7)
+    assert len(rows) == 5 and all(row["passed"] for row in rows), rows

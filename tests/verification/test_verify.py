@@ -47,37 +47,37 @@ def read_names(folder: Path) -> list[str]:
 
 
 def test_a_good_package_passes_on_one_device_and_on_a_ring(good: Path) -> None:
-    report = verify_package(good, ranks=2, examples=4)
-    assert report.passed, report.rows
-    checks = [row["check"] for row in report.rows]
+    rows = verify_package(good, ranks=2, examples=4)
+    assert all(row["passed"] for row in rows), rows
+    checks = [row["check"] for row in rows]
     assert checks[:2] == ["files", "re-render"] and "memory" in checks and checks[-1] == "ring of 2"
     assert {f"numerics {name}" for name in ("loss", "dq", "dk", "dscale", "dbias")} <= set(checks)
-    assert json.loads(json.dumps(report.as_dict()))["passed"] is True
+    assert json.loads(json.dumps(rows)) == rows
 
 
 def test_examples_are_shared_out_and_none_is_lost(good: Path) -> None:
     """Three processes judge what one does."""
-    alone, shared = (verify.run("numerics", good, "cpu", processes, 7, 200.0) for processes in (1, 3))
+    alone, shared = (verify.run("numerics", good, "cpu", 7, processes) for processes in (1, 3))
     assert shared == alone
     assert all(row["passed"] and row["detail"].startswith("7 inputs on cpu, ") for row in alone)
 
 
 def test_labels_of_more_queries_than_keys(tmp_path: Path) -> None:
     problem = make_problem(loss="infonce", batch_size=130, keys=20, dim=16, dtype="fp32", target="cpu")
-    report = verify_package(infcl_gen.generate(problem, tmp_path / "infonce"), examples=2)
-    assert report.passed, report.rows
+    rows = verify_package(infcl_gen.generate(problem, tmp_path / "infonce"), examples=2)
+    assert all(row["passed"] for row in rows), rows
 
 
 def test_an_edited_package_fails_and_is_not_run(copy: Path) -> None:
     with (copy / "__init__.py").open("a") as file:
         file.write("\nopen('was_run', 'w')\n")
-    report = verify_package(copy)
-    assert [(row["check"], row["passed"]) for row in report.rows] == [("files", False)]
+    rows = verify_package(copy)
+    assert [(row["check"], row["passed"]) for row in rows] == [("files", False)]
     resealed(copy)
     read_package(copy)
-    report = verify_package(copy)
-    assert [(row["check"], row["passed"]) for row in report.rows] == [("files", True), ("re-render", False)]
-    assert "__init__.py" in report.rows[-1]["detail"]
+    rows = verify_package(copy)
+    assert [(row["check"], row["passed"]) for row in rows] == [("files", True), ("re-render", False)]
+    assert "__init__.py" in rows[-1]["detail"]
     assert not Path("was_run").exists()
 
 
@@ -91,8 +91,8 @@ def test_a_damaged_package_fails(copy: Path, damage: str) -> None:
         (copy / "extra.py").write_text("")
     else:
         (copy / "spec.py").write_text("SPEC = __import__('os').environ\n")
-    report = verify_package(copy)
-    assert not report.passed and len(report.rows) == 1 and "\n" not in report.rows[0]["detail"]
+    (row,) = verify_package(copy)
+    assert not row["passed"] and "\n" not in row["detail"]
 
 
 def test_no_package_is_an_input_error(tmp_path: Path, good: Path) -> None:
@@ -102,8 +102,6 @@ def test_no_package_is_an_input_error(tmp_path: Path, good: Path) -> None:
     for ranks in (0, -1, 1000):
         with pytest.raises(InputError, match="--ranks"):
             verify_package(good, ranks=ranks)
-    with pytest.raises(InputError, match="device"):
-        verify_package(good, device="tpu")
 
 
 PLANTED = {  # edits of a good package's text, each a bug that a peer has had, and what must notice it
@@ -128,7 +126,7 @@ def test_planted_bugs_are_found(copy: Path, bug: str, processes: int) -> None:
     assert old in text
     (copy / path).write_text(text.replace(old, new, 1))
     resealed(copy)
-    rows = verify.run("numerics", copy, "cpu", processes, 7, 200.0)
+    rows = verify.run("numerics", copy, "cpu", 7, processes)
     assert check in [row["check"] for row in rows if not row["passed"]]
     assert all("\n" not in row["detail"] for row in rows)
 
@@ -148,7 +146,7 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     resealed(copy)
     started = time.monotonic()
     limit_s = 12.0 if how == "hang" else 200.0
-    (row,) = verify.run("ring", copy, "cpu", 2, 1, limit_s)
+    (row,) = verify.run("ring", copy, "cpu", 1, 2, limit_s)
     assert time.monotonic() - started < limit_s + 10
     assert not row["passed"]
     assert ("not finished after 12 s" if how == "hang" else "rank 1 of 2: exit code 3") in row["detail"]
