@@ -6,7 +6,6 @@ pytest worker, started at its first interpreter test.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import traceback
@@ -65,11 +64,12 @@ class Interpreter:
 def main(pipe: Connection, folder: Path) -> None:
     import torch
 
+    from tests.kernels.interpreter import accelerate
     from tests.kernels.packages import use_folder
 
     use_folder(folder)
     torch.set_num_threads(1)
-    remember_members()
+    accelerate()
     while True:
         try:
             check, arguments = pipe.recv()
@@ -85,24 +85,3 @@ def main(pipe: Connection, folder: Path) -> None:
             failure = f"not an assertion:\n{traceback.format_exc()}"
         pipe.send(failure)
     pipe.close()
-
-
-def remember_members() -> None:
-    """Triton's interpreter puts its own functions in place of the language's at every launch and at every call of a
-    device function. Here it finds out once which ones these are: 30 % of the time."""
-    import inspect
-
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    @functools.cache
-    def builtins(module: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(module) if tl.core.is_builtin(member)]
-
-    def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        for name in builtins(module):
-            member = getattr(module, name)
-            if tl.core.is_builtin(member):  # and is not in place already
-                interpreter._patch_attr(module, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtin
