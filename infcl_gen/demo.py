@@ -93,9 +93,8 @@ def demo(output: Path) -> bool:
 
 def measured(folder: Path, batch: int, rounds: int, errors: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rows of the package and of plain torch at `batch`, as `infcl-gen bench` measures them."""
-    rows: dict[str, dict[str, Any]] = {}
     point = point_of([read_package(folder)], batch, ["torch"], rounds=rounds, errors=errors)
-    measure_point(point, report=lambda name, row: rows.update({row["impl"]: row}))
+    rows = {row["impl"]: row for _, row in measure_point(point) if row is not None}
     return rows["infcl"], rows["torch"]
 
 

@@ -7,7 +7,6 @@ import io
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any
 
 import torch
 
-from infcl_gen.bench.point import Point, point_of
+from infcl_gen.bench.point import Step, bare_products, point_of, training_step
 from infcl_gen.bench.results import Rows
-from infcl_gen.bench.steps import Step, bare_products, inputs_of, training_step
 from infcl_gen.bench.timing import turns
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import ToolchainError
@@ -26,7 +24,6 @@ from infcl_gen.processes import own_environment
 WARM_S = 0.25
 MEASURED_S = 0.5  # joules are then known to some 15 %: the counter moves in steps of up to 0.1 s
 ASKED_EVERY_S = 0.03
-WAITED_EVERY_S = 0.1
 ROUNDS = 3
 METRICS = {
     "time_us": "gpu__time_duration.sum",
@@ -56,14 +53,13 @@ def power(packages: Sequence[Path], scale: float) -> Rows:
     """
     library, gpu = _meters()
     limit_w = library.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
-    runs: dict[str, Callable[[], object]] = {}
+    runs: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
     for folder in packages:
-        row, step, products = _prepared(folder, scale)
-        for what, run in (("step", step), ("products", products)):
-            name = f"{folder} {what}"
-            runs[name] = run
-            rows[name] = {**row, "what": what, "limit_w": limit_w, "repeats": ROUNDS}
+        row, *steps = _prepared(folder, scale)
+        for what, step in zip(("step", "products"), steps, strict=True):
+            runs[f"{folder} {what}"] = step
+            rows[f"{folder} {what}"] = {**row, "what": what, "limit_w": limit_w, "repeats": ROUNDS}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for _, name in turns(list(runs), ROUNDS):
         found[name].append(_measured(runs[name], library, gpu))
@@ -72,29 +68,38 @@ def power(packages: Sequence[Path], scale: float) -> Rows:
     return list(rows.values())
 
 
-def counters(package: Path, scale: float) -> Rows:
+def counters(folder: Path, scale: float) -> Rows:
     """A row for each launch of one step, in order: its `kernel`, and METRICS, percentages of what the hardware can do.
 
     ncu runs each kernel several times by itself: the board is cooler than in a step, and the caches are cold. Raises
     ToolchainError without ncu, or where it may not read the counters.
     """
-    _, row = _point(package, scale)
-    return [{**row, **launch} for launch in _launches(package, scale) if launch["time_us"] >= LEAST_US]
+    command = ["ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none"]
+    command += ["--metrics", ",".join(METRICS.values())]
+    command += [sys.executable, "-P", "-m", "infcl_gen.bench.board", str(folder), str(scale)]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=own_environment())
+    except FileNotFoundError as error:
+        raise ToolchainError("ncu is not installed; it comes with CUDA's Nsight Compute") from error
+    except subprocess.TimeoutExpired as error:
+        raise ToolchainError(f"ncu took more than {TIMEOUT_S:g} s") from error
+    start = run.stdout.find('"ID"')
+    if run.returncode or start < 0:
+        raise ToolchainError(f"ncu read no counters: {(run.stdout + run.stderr).strip()[-500:]}")
+    row = _row(folder, scale)
+    return [{**row, **launch} for launch in read_counters(run.stdout[start:]) if launch["time_us"] >= LEAST_US]
 
 
-def _point(folder: Path, scale: float) -> tuple[Point, dict[str, Any]]:
-    """A package's point and row."""
+def _row(folder: Path, scale: float) -> dict[str, Any]:
     package = read_package(folder)
-    point = point_of([package], scale=scale)
-    return point, {**point.row(point.packages[0]), "strategy": package.spec["plan"]["strategy"]}
+    return {**point_of([package], scale=scale).row(str(package.path)), "strategy": package.spec["plan"]["strategy"]}
 
 
 def _prepared(folder: Path, scale: float) -> tuple[dict[str, Any], Step, Step]:
     """A package's row, its step, and its bare products."""
-    point, row = _point(folder, scale)
-    module, inputs = import_package(folder), inputs_of(point, point.batch, point.keys)
+    module, inputs = import_package(folder), point_of([read_package(folder)], scale=scale).inputs()
     products = bare_products(module.SPEC["plan"], inputs.q.detach(), inputs.k.detach())
-    return row, training_step(module, *inputs.leaves), products
+    return _row(folder, scale), training_step(module, *inputs.leaves), products
 
 
 def _meters() -> tuple[Any, Any]:
@@ -112,65 +117,42 @@ def _meters() -> tuple[Any, Any]:
 
 def _measured(run: Callable[[], object], library: Any, gpu: Any) -> dict[str, float]:
     """Of `run` alone, over and over."""
+    clocks: list[int] = []
+    held_down: list[bool] = []
 
     def repeat(seconds: float) -> int:
-        """How many runs there are in that time; the host waits after `at_once`, or it would be seconds ahead."""
+        """How many runs there are in that time. The device is asked amid each `at_once` of them, which the host then
+        waits for, or it would be seconds ahead."""
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
             for _ in range(at_once):
                 run()
+            clocks.append(library.nvmlDeviceGetClockInfo(gpu, library.NVML_CLOCK_SM))
+            reasons = library.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)  # why the clock is below its highest
+            held_down.append(bool(reasons & library.nvmlClocksThrottleReasonSwPowerCap))
             torch.cuda.synchronize()
             count += at_once
         return count
 
-    run()
-    at_once = 1
-    at_once = repeat(WAITED_EVERY_S)
-    repeat(WARM_S)
-    clocks: list[int] = []
-    reasons: list[int] = []  # for which the clock is below its highest, as bits
-    done = threading.Event()
-
-    def ask() -> None:
-        while not done.wait(ASKED_EVERY_S):
-            clocks.append(library.nvmlDeviceGetClockInfo(gpu, library.NVML_CLOCK_SM))
-            reasons.append(library.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-
     def joules_so_far() -> float:
         return float(library.nvmlDeviceGetTotalEnergyConsumption(gpu)) / 1e3
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
-        joules, begin = joules_so_far(), time.perf_counter()
-        count = repeat(MEASURED_S)
-        seconds, joules = time.perf_counter() - begin, joules_so_far() - joules
-    finally:
-        done.set()
-        asking.join()
+    run()
+    at_once = 1
+    at_once = repeat(ASKED_EVERY_S)
+    repeat(WARM_S)
+    clocks.clear()
+    held_down.clear()
+    joules, begin = joules_so_far(), time.perf_counter()
+    count = repeat(MEASURED_S)
+    seconds, joules = time.perf_counter() - begin, joules_so_far() - joules
     return {
         "median_ms": 1e3 * seconds / count,
         "joules": joules / count,
         "watts": joules / seconds,
         "clock_mhz": statistics.median(clocks),
-        "held_down": statistics.fmean(bool(bits & library.nvmlClocksThrottleReasonSwPowerCap) for bits in reasons),
+        "held_down": statistics.fmean(held_down),
     }
-
-
-def _launches(package: Path, scale: float) -> Rows:
-    command = ["ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none"]
-    command += ["--metrics", ",".join(METRICS.values())]
-    command += [sys.executable, "-P", "-m", "infcl_gen.bench.board", str(package), str(scale)]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=own_environment())
-    except FileNotFoundError as error:
-        raise ToolchainError("ncu is not installed; it comes with CUDA's Nsight Compute") from error
-    except subprocess.TimeoutExpired as error:
-        raise ToolchainError(f"ncu took more than {TIMEOUT_S:g} s") from error
-    start = run.stdout.find('"ID"')
-    if run.returncode or start < 0:
-        raise ToolchainError(f"ncu read no counters: {(run.stdout + run.stderr).strip()[-500:]}")
-    return read_counters(run.stdout[start:])
 
 
 def read_counters(text: str) -> Rows:

@@ -10,19 +10,17 @@ under autocast on fp32 features (`bench.Point.feature_dtype`), those that take 1
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from infcl_gen.bench.steps import Inputs, LossFunction
+from infcl_gen.bench.point import Inputs, LossFunction
 from infcl_gen.errors import InputError
 from infcl_gen.files import load_file
 from infcl_gen.inputs.text import show, suggestion
@@ -48,12 +46,11 @@ class Peer:
     losses: tuple[str, ...] = ("clip", "infonce")
     on_ranks: Callable[[Inputs, int, int], LossFunction] | None = None
 
-    def absent(self, loss: Mapping[str, Any] | None = None) -> str | None:
-        """Why it cannot take part here, or with a package's loss; or None."""
-        if loss is not None and not is_builtin(loss):
-            return f"computes {' and '.join(self.losses)} only, and this is a loss of your own"
-        if loss is not None and loss["name"] not in self.losses:
-            return f"does not compute {loss['name']}"
+    def absent(self, loss: Mapping[str, Any]) -> str | None:
+        """Why it cannot take part here, with a package's loss; or None."""
+        name = loss["name"] if is_builtin(loss) else "a loss of your own"
+        if name not in self.losses:
+            return f"does not compute {name}"
         if importlib.util.find_spec(self.module.partition(".")[0]) is None:
             return f"{self.distribution} is not installed"
         if self.attribute and not hasattr(importlib.import_module(self.module), self.attribute):
@@ -98,13 +95,8 @@ def _plain(inputs: Inputs) -> LossFunction:
 def _autocast(inputs: Inputs, compiled: bool = False) -> LossFunction:
     """What OpenCLIP's ClipLoss does in a process of its own, written out: a product and a cross-entropy a direction;
     `compiled` by `torch.compile`, for exactly these shapes."""
-    dense = torch.compile(_dense, dynamic=False) if compiled else _dense
-    return _under_autocast(inputs, lambda: dense(inputs.q, inputs.k, inputs.scale, inputs.labels, inputs.directions))
-
-
-def _dense(q: Any, k: Any, scale: Any, labels: Any, directions: int) -> Any:
-    rows = cross_entropy(scale * q @ k.T, labels)
-    return rows if directions == 1 else (rows + cross_entropy(scale * k @ q.T, labels)) / 2
+    dense = _each_way(inputs, lambda a, b: cross_entropy(inputs.scale * a @ b.T, inputs.labels))
+    return _under_autocast(inputs, torch.compile(dense, dynamic=False) if compiled else dense)
 
 
 def _checkpointed(inputs: Inputs) -> LossFunction:
@@ -130,25 +122,19 @@ def _linear_cross_entropy(inputs: Inputs) -> LossFunction:
     return _each_way(inputs, lambda a, b: linear_cross_entropy(inputs.scale * a, b, inputs.labels, **options))
 
 
-def _open_clip(inputs: Inputs, compiled: bool = False) -> LossFunction:
+def _open_clip(inputs: Inputs, compiled: bool = False, **ranks: Any) -> LossFunction:
     """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast; `compiled` by `torch.compile`,
-    for exactly these shapes."""
-    criterion = _open_clip_loss().ClipLoss()
+    for exactly these shapes. Importing `open_clip` wants torchvision and timm, which its `loss.py` does not."""
+    folder = importlib.util.find_spec("open_clip")
+    assert folder is not None and folder.submodule_search_locations
+    criterion = load_file(Path(folder.submodule_search_locations[0]) / "loss.py").ClipLoss(**ranks)
     run = torch.compile(criterion, dynamic=False) if compiled else criterion
     return _under_autocast(inputs, lambda: run(*inputs.leaves))
 
 
 def _open_clip_on_ranks(inputs: Inputs, rank: int, ranks: int) -> LossFunction:
     """`open_clip.ClipLoss(local_loss=True, gather_with_grad=True)` under autocast."""
-    criterion = _open_clip_loss().ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=ranks)
-    return _under_autocast(inputs, lambda: criterion(*inputs.leaves))
-
-
-def _open_clip_loss() -> ModuleType:
-    """The installed package's `loss.py`; importing `open_clip` itself wants torchvision and timm, which it does not."""
-    folder = importlib.util.find_spec("open_clip")
-    assert folder is not None and folder.submodule_search_locations
-    return load_file(Path(folder.submodule_search_locations[0]) / "loss.py")
+    return _open_clip(inputs, local_loss=True, gather_with_grad=True, rank=rank, world_size=ranks)
 
 
 def _inf_cl(inputs: Inputs) -> LossFunction:
@@ -162,11 +148,7 @@ def _inf_cl(inputs: Inputs) -> LossFunction:
     head_dim = next((size for size in (256, 128, 64, 32, 16) if dim % size == 0), None)
     if head_dim is None:
         raise ValueError(f"D = {dim} is not a multiple of 16, its smallest head_dim")
-
-    def one_way(a: Any, b: Any) -> Any:
-        return cal_flash_loss(a, b, inputs.labels, inputs.scale, head_dim=head_dim).mean()
-
-    return _each_way(inputs, one_way)
+    return _each_way(inputs, lambda a, b: cal_flash_loss(a, b, inputs.labels, inputs.scale, head_dim=head_dim).mean())
 
 
 def _inf_cl_on_ranks(inputs: Inputs, rank: int, ranks: int) -> LossFunction:
@@ -181,10 +163,11 @@ def _cut_cross_entropy(inputs: Inputs, **options: Any) -> LossFunction:
     `filter_eps=None` every probability counts."""
     from cut_cross_entropy import linear_cross_entropy
 
-    def one_way(a: Any, b: Any) -> Any:
+    def one_way(*both: Any) -> Any:
+        a, b = (x.to(inputs.dtype) for x in both)
         return linear_cross_entropy(inputs.scale * a, b, inputs.labels, **options)
 
-    return _each_way(inputs, one_way, cast=True)
+    return _each_way(inputs, one_way)
 
 
 def _liger(inputs: Inputs, **options: Any) -> LossFunction:
@@ -194,6 +177,17 @@ def _liger(inputs: Inputs, **options: Any) -> LossFunction:
 
     criterion = LigerFusedLinearCrossEntropyLoss(**options)
     return _each_way(inputs, lambda a, b: criterion(b, inputs.scale * a, inputs.labels))
+
+
+def _quack(inputs: Inputs) -> LossFunction:
+    """`chunked_linear_cross_entropy(scale * q, k, labels)`: gradients are computed in forward, chunk by chunk; those of
+    k are added up in fp32. On Hopper, in bf16, its fused backward, which it chooses by itself."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    sizes = {"B": len(inputs.q), "N": len(inputs.k), "D": inputs.q.shape[1]}
+    if odd := [f"{name} = {size}" for name, size in sizes.items() if size % 8]:
+        raise ValueError(f"{', '.join(odd)}: not a multiple of 8, as its products want")
+    return _each_way(inputs, lambda a, b: chunked_linear_cross_entropy(inputs.scale * a, b, inputs.labels))
 
 
 def _memeff(inputs: Inputs) -> LossFunction:
@@ -207,52 +201,36 @@ def _memeff(inputs: Inputs) -> LossFunction:
     return lambda: criterion(inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype))
 
 
-def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any], cast: bool = False) -> LossFunction:
-    """A loss of one direction, for one or for the mean of both; of features in the packages' dtype with `cast`."""
-
-    def loss() -> Any:
-        q, k = (x.to(inputs.dtype) if cast else x for x in (inputs.q, inputs.k))
-        return one_way(q, k) if inputs.directions == 1 else (one_way(q, k) + one_way(k, q)) / 2
-
-    return loss
+def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any]) -> LossFunction:
+    """A loss of one direction, for one or for the mean of both."""
+    q, k = inputs.q, inputs.k
+    return lambda: one_way(q, k) if inputs.directions == 1 else (one_way(q, k) + one_way(k, q)) / 2
 
 
 def _under_autocast(inputs: Inputs, loss: LossFunction) -> LossFunction:
-    if inputs.dtype not in (torch.bfloat16, torch.float16):
-        return loss
-
-    def under_autocast() -> Any:
-        with torch.autocast(inputs.q.device.type, dtype=inputs.dtype):
-            return loss()
-
-    return under_autocast
-
-
-def _with(prepare: Callable[..., LossFunction], **options: Any) -> Callable[[Inputs], LossFunction]:
-    """The same contestant with other options, which its docstring names."""
-    return functools.wraps(prepare)(functools.partial(prepare, **options))
+    narrow = inputs.dtype in (torch.bfloat16, torch.float16)
+    run: LossFunction = torch.autocast(inputs.q.device.type, dtype=inputs.dtype)(loss) if narrow else loss
+    return run
 
 
 _OPEN_CLIP = ("open_clip_torch", "open_clip", None, ("clip",))
 _CUT = ("cut-cross-entropy", "cut_cross_entropy")
 _LIGER = ("liger-kernel", "liger_kernel")
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("torch", _plain),
-        Peer("torch-autocast", _autocast),
-        Peer("torch-compiled", _with(_autocast, compiled=True)),
-        Peer("torch-checkpoint", _checkpointed),
-        Peer(
-            "torch-linear-cross-entropy", _linear_cross_entropy, "torch", "torch.nn.functional", "linear_cross_entropy"
-        ),
-        Peer("open_clip", _open_clip, *_OPEN_CLIP, on_ranks=_open_clip_on_ranks),
-        Peer("open_clip-compiled", _with(_open_clip, compiled=True), *_OPEN_CLIP),
-        Peer("inf_cl", _inf_cl, "inf_cl", "inf_cl", on_ranks=_inf_cl_on_ranks),
-        Peer("cut-cross-entropy", _cut_cross_entropy, *_CUT),
-        Peer("cut-cross-entropy-exact", _with(_cut_cross_entropy, filter_eps=None), *_CUT),
-        Peer("liger-kernel", _liger, *_LIGER),
-        Peer("liger-kernel-fp32-sums", _with(_liger, accum_dtype=torch.float32), *_LIGER),
-        Peer("memeff", _memeff, "memeff", "memeff", losses=("clip",)),
-    )
-}
+_TORCH_LOSS = ("torch", "torch.nn.functional", "linear_cross_entropy")
+_ALL = (
+    Peer("torch", _plain),
+    Peer("torch-autocast", _autocast),
+    Peer("torch-compiled", partial(_autocast, compiled=True)),
+    Peer("torch-checkpoint", _checkpointed),
+    Peer("torch-linear-cross-entropy", _linear_cross_entropy, *_TORCH_LOSS),
+    Peer("open_clip", _open_clip, *_OPEN_CLIP, on_ranks=_open_clip_on_ranks),
+    Peer("open_clip-compiled", partial(_open_clip, compiled=True), *_OPEN_CLIP),
+    Peer("inf_cl", _inf_cl, "inf_cl", "inf_cl", on_ranks=_inf_cl_on_ranks),
+    Peer("cut-cross-entropy", _cut_cross_entropy, *_CUT),
+    Peer("cut-cross-entropy-exact", partial(_cut_cross_entropy, filter_eps=None), *_CUT),
+    Peer("liger-kernel", _liger, *_LIGER),
+    Peer("liger-kernel-fp32-sums", partial(_liger, accum_dtype=torch.float32), *_LIGER),
+    Peer("quack", _quack, "quack-kernels", "quack"),
+    Peer("memeff", _memeff, "memeff", "memeff", losses=("clip",)),
+)
+PEERS = {peer.name: peer for peer in _ALL}

@@ -31,24 +31,21 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    groups: dict[tuple[str, int, str], dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        if row["error"] is None:
-            lines = groups.setdefault((row["loss"], row["dim"], row["dtype"]), {})
-            lines.setdefault(label(row), []).append(row)
-    names = sorted({name for lines in groups.values() for name in lines})
+    shown = sorted((row for row in rows if row["error"] is None), key=lambda row: row["batch"])
+    groups = list(dict.fromkeys((row["loss"], row["dim"], row["dtype"]) for row in rows if row["error"] is None))
+    names = sorted(set(map(label, shown)))
     figure = Figure(figsize=(11, 1 + 3.8 * max(1, len(groups))), layout="constrained")
     axes = figure.subplots(max(1, len(groups)), 2, squeeze=False)
-    for pair, ((loss, dim, dtype), lines) in zip(axes, groups.items(), strict=False):
-        batches = {row["batch"] for points in lines.values() for row in points}
+    for pair, (loss, dim, dtype) in zip(axes, groups, strict=False):
+        here = [row for row in shown if (row["loss"], row["dim"], row["dtype"]) == (loss, dim, dtype)]
+        batches = {row["batch"] for row in here}
         sizes = {size: f"{size >> 10}k" if size % 1024 == 0 else str(size) for size in batches}
         for axis, what, unit, divisor in (
             (pair[0], "median_ms", "ms, forward + backward", 1.0),
             (pair[1], "peak_bytes", "MiB beyond the inputs", 2.0**20),
         ):
-            for name, points in lines.items():
-                number = names.index(name)
-                points = sorted(points, key=lambda row: row["batch"])
+            for name in dict.fromkeys(map(label, here)):
+                points, number = [row for row in here if label(row) == name], names.index(name)
                 axis.plot(
                     [row["batch"] for row in points], [row[what] / divisor for row in points],
                     color=f"C{number % 10}", linestyle="-" if number < 10 else "--", marker="o", markersize=3,

@@ -1,19 +1,50 @@
-"""One size, and who is measured there."""
+"""One size: who is measured there, with which features, and what is run: a forward and backward, or bare products."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch
+
 from infcl_gen.bench.results import FIELDS, IDENTITY
+from infcl_gen.bench.timing import SEED
 from infcl_gen.emission.package import Package
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import show
+from infcl_gen.kernels.choice import SPLIT_TERMS
+from infcl_gen.losses import derive, spec_from_dict
+from infcl_gen.verification.properties import DTYPES
 
+Step = Callable[[], tuple[Any, ...]]
+LossFunction = Callable[[], Any]
 ROUNDED = "rounded fp32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What everybody computes with: q (M, D), k (N, D), a 0-dim scale, all asking for gradients; labels (M,) int64.
+
+    `directions` is 2 for a loss that classifies keys among queries, too: then M = N and labels are 0, 1, ..., M - 1.
+    `dtype` is what products are computed in: that of q and k, unless everybody runs under autocast.
+    """
+
+    q: Any
+    k: Any
+    scale: Any
+    labels: Any
+    directions: int
+    dtype: Any
+
+    @property
+    def leaves(self) -> tuple[Any, Any, Any]:
+        return self.q, self.k, self.scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,15 +53,16 @@ class Point:
 
     `rounds` are at most that many runs of each; who has taken its share of `seconds` stops after a few of them.
     `exact` is a package whose loss gives the fp64 results that errors are relative to; None: no errors are computed.
-    `edited` are packages whose files are not as generated, which their rows say.
-    `feature_dtype` is `dtype`, or fp32 for everybody under autocast to it; the rows' precision then says so. "rounded
-    fp32" holds numbers of `dtype`: casting, whose errors are the same for everybody, then makes none.
+    `edited` are packages whose files are not as generated, which their rows say. `directions` as in Inputs.
+    `feature_dtype` is `dtype`, or fp32 for everybody under autocast to it; `precision` then says so. "rounded fp32"
+    holds numbers of `dtype`: casting, whose errors are the same for everybody, then makes none.
     """
 
     packages: tuple[str, ...]
     peers: tuple[str, ...]
     target: str
     loss: str
+    directions: int
     batch: int
     keys: int
     dim: int
@@ -54,20 +86,34 @@ class Point:
         return (*self.packages, *self.peers)
 
     @property
-    def autocast(self) -> bool:
-        return self.feature_dtype != self.dtype
-
-    def only(self, names: Collection[str]) -> Point:
-        """The same point for some of its contestants."""
-        packages, peers = (tuple(name for name in group if name in names) for group in (self.packages, self.peers))
-        return dataclasses.replace(self, packages=packages, peers=peers)
+    def autocast(self) -> Any:
+        """The dtype of products, where everybody runs under autocast to it."""
+        return None if self.feature_dtype == self.dtype else DTYPES[self.dtype]
 
     def row(self, name: str) -> dict[str, Any]:
         """A contestant's row before anything is known of it: all figures are None."""
         row = dict.fromkeys(FIELDS) | {field: getattr(self, field) for field in IDENTITY}
-        row["precision"] = row_precision(self.precision, self.dtype, self.feature_dtype)
         row["impl"], row["package"] = ("infcl", Path(name).name) if name in self.packages else (name, None)
         return {**row, "edited": True} if name in self.edited else row
+
+    def shard(self, rank: int) -> int:
+        """Rows of one rank."""
+        return self.batch // self.ranks + (rank < self.batch % self.ranks)
+
+    def inputs(self, rank: int = 0, rows: int | None = None) -> Inputs:
+        """Unit-norm random features for a rank's shard, or for that many rows; the same on every run, others on each
+        rank. On several ranks there is a key for each query."""
+        queries = rows or self.shard(rank)
+        keys = self.keys if self.ranks == 1 and rows is None else queries
+        drawn = self.dtype if self.feature_dtype == ROUNDED else self.feature_dtype
+        q, k = (features(n, self.dim, drawn, seed, self.device) for seed, n in enumerate((queries, keys), 2 * rank))
+        if self.feature_dtype == ROUNDED:
+            q, k = (x.detach().float().requires_grad_() for x in (q, k))
+        dtype = DTYPES[self.dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        scale = torch.tensor(self.scale, dtype=wide, device=self.device, requires_grad=True)
+        labels = torch.arange(queries, device=self.device) % keys
+        return Inputs(q, k, scale, labels, self.directions, dtype)
 
 
 def row_precision(precision: str, dtype: str, feature_dtype: str | None) -> str:
@@ -76,63 +122,108 @@ def row_precision(precision: str, dtype: str, feature_dtype: str | None) -> str:
 
 
 def point_of(
-    packages: Sequence[Package],
-    batch: int | None = None,
-    peers: Iterable[str] = (),
-    scale: float = 14.3,
-    rounds: int = 10,
-    seconds: float = math.inf,
-    errors: bool = False,
-    feature_dtype: str | None = None,
-    ranks: int = 1,
-) -> Point:
+    packages: Sequence[Package], batch: int | None = None, peers: Iterable[str] = (), scale: float = 14.3,
+    rounds: int = 10, seconds: float = math.inf, errors: bool = False, feature_dtype: str | None = None, ranks: int = 1,
+) -> Point:  # fmt: skip
     """The point at `batch` queries (default: the planned ones) of packages for one loss, dim, dtype and device.
 
     Raises InputError if they differ in that, are planned for other than `ranks` devices, or for fewer queries; and for
     a `feature_dtype` that is neither the packages' nor fp32 under autocast to it.
     """
     first = packages[0].spec
-    problem = first["problem"]
-    narrow = problem["dtype"] in ("bf16", "fp16")
-    if feature_dtype not in (None, problem["dtype"]) and not (narrow and feature_dtype in ("fp32", ROUNDED)):
-        valid = f"{problem['dtype']}, or fp32 under autocast to it" if narrow else problem["dtype"]
+    dtype, planned = first["problem"]["dtype"], first["problem"]["batch_size"]
+    narrow = dtype in ("bf16", "fp16")
+    if feature_dtype not in (None, dtype) and not (narrow and feature_dtype in ("fp32", ROUNDED)):
+        valid = f"{dtype}, or fp32 under autocast to it" if narrow else dtype
         raise InputError(f"--features: {show(feature_dtype)} is not what the packages take; valid: {valid}")
-    queries = batch or problem["batch_size"]
+    queries, shared = batch or planned, _shared(first)
     for package in packages:
-        other = package.spec
-        for name, ours, theirs in (
-            ("loss", first["loss"], other["loss"]),
-            ("device", first["device"]["target"], other["device"]["target"]),
-            *((name, problem[name], other["problem"][name]) for name in ("dim", "dtype", "precision", "keys")),
-        ):
-            if ours != theirs:
+        for name, value in _shared(package.spec).items():
+            if value != shared[name]:
                 raise InputError(
                     f"--package: {package.path} is for another {name} than {packages[0].path}; give packages for one"
                 )
-        planned = other["plan"]["world_size"]
-        if planned != ranks:
+        if (devices := package.spec["plan"]["world_size"]) != ranks:
             raise InputError(
-                f"--package: {package.path} was planned for {planned} device(s), not {ranks}; give --ranks {planned}"
+                f"--package: {package.path} was planned for {devices} device(s), not {ranks}; give --ranks {devices}"
             )
-        if queries > other["problem"]["batch_size"]:
-            raise InputError(
-                f"--batches: {queries} is more than the {other['problem']['batch_size']} that {package.path} is for"
-            )
+        if queries > (most := package.spec["problem"]["batch_size"]):
+            raise InputError(f"--batches: {queries} is more than the {most} that {package.path} is for")
+    unedited = [str(package.path) for package in packages if "loss.py" not in package.edited]
     return Point(
-        packages=tuple(str(package.path) for package in packages),
-        peers=tuple(peers),
-        target=first["device"]["target"],
-        loss=first["loss"]["name"],
-        batch=queries,
-        keys=queries if problem["keys"] in (None, problem["batch_size"]) else problem["keys"],
-        dim=problem["dim"],
-        dtype=problem["dtype"],
-        feature_dtype=feature_dtype or problem["dtype"],
-        precision=problem["precision"],
-        scale=scale,
-        rounds=rounds,
-        seconds=seconds,
-        exact=next((str(package.path) for package in packages if errors and "loss.py" not in package.edited), None),
-        edited=tuple(str(package.path) for package in packages if package.edited),
-        ranks=ranks,
-    )
+        packages=tuple(str(package.path) for package in packages), peers=tuple(peers), target=shared["device"],
+        loss=shared["loss"]["name"], directions=1 + derive(spec_from_dict(shared["loss"])).has_keys, batch=queries,
+        keys=queries if shared["keys"] in (None, planned) else shared["keys"], dim=shared["dim"], dtype=dtype,
+        feature_dtype=feature_dtype or dtype, precision=row_precision(shared["precision"], dtype, feature_dtype),
+        scale=scale, rounds=rounds, seconds=seconds, exact=unedited[0] if errors and unedited else None,
+        edited=tuple(str(package.path) for package in packages if package.edited), ranks=ranks,
+    )  # fmt: skip
+
+
+def _shared(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What all packages at one point have in common."""
+    sizes = {name: spec["problem"][name] for name in ("dim", "dtype", "precision", "keys")}
+    return {"loss": spec["loss"], "device": spec["device"]["target"], **sizes}
+
+
+def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -> Any:
+    """Random features of unit norm that ask for gradients; the same on every run."""
+    generator = torch.Generator(device).manual_seed(SEED + seed)
+    found = torch.empty(rows, dim, dtype=DTYPES[dtype], device=device)
+    wide = torch.promote_types(DTYPES[dtype], torch.float32)
+    for part in found.split(1 << 16):  # the fp32 numbers of four million rows would not fit beside them
+        drawn = torch.randn(len(part), dim, generator=generator, device=device, dtype=wide)
+        part.copy_(torch.nn.functional.normalize(drawn, dim=1))
+    return found.requires_grad_()
+
+
+def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:
+    """One forward and backward of a package, as training runs it: (loss, dq, dk, dscale). `autocast`: to this dtype."""
+    needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
+    labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
+    return step_of(lambda: module.contrastive_loss(q, k, scale, labels=labels), q, k, scale, autocast)
+
+
+def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:
+    """One forward and backward of any loss of q, k and scale, as `training_step`."""
+
+    def step() -> tuple[Any, ...]:
+        q.grad = k.grad = scale.grad = None
+        with torch.autocast(q.device.type, autocast) if autocast else contextlib.nullcontext():
+            loss = loss_function()
+        loss.backward()
+        return loss.detach(), q.grad, k.grad, scale.grad
+
+    return step
+
+
+def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
+    """The library's products that a plan needs, panel by panel: z twice (once where a stash keeps it), dq and dk.
+
+    fp32 features that the plan splits are as deep, and as often multiplied, as their halves are.
+    """
+    m, n = len(q), len(k)
+    rows, keys = min(plan["panel_rows"], m), min(plan["panel_keys"], n)
+    if plan["strategy"] == "fused":
+        rows = keys = min(16384, m, n)
+    terms = SPLIT_TERMS if plan["split"] else 1
+    if plan["split"]:
+        q, k = (x.bfloat16().repeat(1, SPLIT_TERMS) for x in (q, k))
+    # The library returns fp32 sums of half-precision features on a GPU; elsewhere what it is given.
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if q.is_cuda and q.element_size() == 2 else {}
+    sums = wide.get("out_dtype", q.dtype)
+
+    def run() -> tuple[Any, ...]:
+        z = torch.empty(rows * keys, dtype=q.dtype, device=q.device)
+        dq, dk = (torch.zeros(size, q.shape[1] // terms, dtype=sums, device=q.device) for size in (rows, keys))
+        for row0, key0 in itertools.product(range(0, m, rows), range(0, n, keys)):
+            a, b = q[row0 : row0 + rows], k[key0 : key0 + keys]
+            g = z[: len(a) * len(b)].view(len(a), len(b))
+            for _ in range(1 if row0 < plan["stash_rows"] else 2):
+                torch.mm(a, b.T, out=g)
+            for total, left, right in ((dq[: len(a)], g, b), (dk[: len(b)], g.T, a)):
+                for term in right.split(total.shape[1], 1):
+                    torch.addmm(total, left, term, out=total, **wide)
+        return (dq, dk)
+
+    return run

@@ -114,40 +114,23 @@ def label(row: Mapping[str, Any]) -> str:
     return row["impl"] if row["package"] in (None, GENERATED) else f"{row['impl']} {row['package']}"
 
 
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _line(row: dict[str, Any], rows: Rows, more: Iterable[str]) -> tuple[str, ...]:
-    who = label(row) + (" (edited)" if row.get("edited") else "")
+    who = label(row) + " (edited)" * ("edited" in row)
     figures = [_figure(title, name, row, rows) if row["error"] is None else "" for title, name in COLUMNS]
-    errors = [_number((row["err"] or {}).get(name), "{:.1e}") for name in RESULTS]
-    others = [_text(row.get(name, "")) for name in more]
+    errors = [f"{error:.1e}" if error is not None else "-" for error in map((row["err"] or {}).get, RESULTS)]
+    others = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (row.get(n, "") for n in more)]
     return (row["loss"], str(row["batch"]), str(row["dim"]), who, *figures, *errors, *others, row["error"] or "")
 
 
 def _figure(title: str, name: str, row: dict[str, Any], rows: Rows) -> str:
+    """A ratio is to the fastest package at the point; of a ring, to the package as it is, since the other ways to carry
+    its messages compute nothing of use."""
     value = row[name]
-    if title == "ratio":
-        return _ratio(name, row, rows)
-    if title == "runs":
-        return str(value)
-    return _number(value and value / 2**20, "{:.1f}") if title == "MiB" else _number(value)
-
-
-def _ratio(field: str, row: dict[str, Any], rows: Rows) -> str:
-    """A row's time to that of the fastest package at its point; of a ring, as it is: other transports compute nothing
-    of use."""
-    packages = [
-        other[field]
-        for other in rows
-        if other["impl"] == "infcl"
-        and other[field] is not None
-        and (row["ranks"] == 1 or other["package"] is None)
-        and all(other[name] == row[name] for name in IDENTITY)
-    ]
-    return _number(row[field] / min(packages) if packages and row[field] else None)
-
-
-def _number(value: float | None, form: str = "{:.2f}") -> str:
-    return "-" if value is None else form.format(value)
+    if value is None or title == "runs":
+        return "-" if value is None else str(value)
+    if title != "ratio":
+        return f"{value / 2**20:.1f}" if title == "MiB" else f"{value:.2f}"
+    packages = [other for other in rows if other["impl"] == "infcl" and (row["ranks"] == 1 or other["package"] is None)]
+    times = [other[name] for other in packages if all(other[field] == row[field] for field in IDENTITY)]
+    fastest = min(filter(None, times), default=None)
+    return f"{value / fastest:.2f}" if fastest else "-"

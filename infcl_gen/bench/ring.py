@@ -16,20 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from infcl_gen.bench.measure import described, first_runs, judged
-from infcl_gen.bench.peers import PEERS, chosen_peers
-from infcl_gen.bench.point import Point, point_of
+from infcl_gen.bench.measure import Row, described, first_runs, judged
+from infcl_gen.bench.peers import PEERS
+from infcl_gen.bench.point import Inputs, Point, Step, step_of, training_step
 from infcl_gen.bench.results import Rows, planned_figures
-from infcl_gen.bench.steps import Inputs, Step, inputs_of, step_of, training_step
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
-from infcl_gen.emission import import_package, read_package
+from infcl_gen.emission import import_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import timing_lock
 from infcl_gen.processes import Seat, run_ranks
@@ -39,31 +38,18 @@ TIMEOUT_S = 600.0
 HOW = {"infcl": None, "infcl, no overlap": "no overlap", "infcl, no communication": "no communication"}
 
 
-def measure_ring(
-    packages: Sequence[Path],
-    ranks: int,
-    peers: Sequence[str] = (),
-    scale: float = 14.3,
-    rounds: int = 10,
-    timeout_s: float = TIMEOUT_S,
-    once: bool = False,
-) -> Rows:
-    """A row of everybody at the batch size of each package, which must have been planned for that many devices. Peers
-    are measured beside the first package for a batch.
+def measure_ring(points: Sequence[Point], timeout_s: float = TIMEOUT_S, once: bool = False) -> Rows:
+    """A row of everybody at points of one package each, with peers that have `on_ranks`; all on as many devices.
 
-    Raises InputError for another package or peer, ToolchainError without the GPUs or if a rank fails.
+    Raises InputError for packages with other keys than queries, ToolchainError without the GPUs or if a rank fails.
     """
-    chosen_peers(list(peers), ranks)
-    points: list[Point] = []
-    for folder in packages:
-        package = read_package(Path(folder).resolve(), edited=True)
-        compared = package.spec["problem"]["batch_size"] in {point.batch for point in points}
-        point = point_of([package], None, () if compared else peers, scale, rounds, ranks=ranks)
+    for point in points:
         if point.keys != point.batch:
-            raise InputError(f"--keys: rings are measured with a key for each query; {folder} has {point.keys}")
-        points.append(point)
-    gpus = torch.cuda.device_count()
-    if gpus < ranks and any(point.device == "cuda" for point in points):
+            raise InputError(
+                f"--keys: rings are measured with a key for each query; {point.packages[0]} has {point.keys}"
+            )
+    ranks, gpus = points[0].ranks, torch.cuda.device_count()
+    if gpus < ranks and points[0].device == "cuda":
         raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {gpus} are here")
     # A rank of one long step waits for the others as long as all may take.
     job = {"points": list(map(dataclasses.asdict, points)), "once": once, "timeout_s": timeout_s if once else 120.0}
@@ -76,16 +62,12 @@ def measure_rank(job: dict[str, Any], seat: Seat) -> Rows:
     """The rows of all points, on each rank."""
     points = [Point(**point) for point in job["points"]]
     seat.join_group(points[0].device, job["timeout_s"])
-    measure = _once if job["once"] else _point
-    return [row for point in points for row in measure(point, seat.rank)]
+    measure = _once if job["once"] else _in_turns
+    modules = [import_package(Path(point.packages[0]), edited=True) for point in points]
+    return [row for each in zip(points, modules, strict=True) for row in measure(*each, seat.rank)]
 
 
-def _shards(point: Point) -> list[int]:
-    """Rows of each rank."""
-    return [point.batch // point.ranks + (rank < point.batch % point.ranks) for rank in range(point.ranks)]
-
-
-def _row(point: Point, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+def _row(point: Point, name: str, spec: Mapping[str, Any]) -> Row:
     """Of one contestant, before anything is measured; times are predicted of a package as it is."""
     if name not in HOW:
         return point.row(name) | {"transport": None}
@@ -93,19 +75,16 @@ def _row(point: Point, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return ours | {"package": HOW[name], "transport": spec["plan"]["schedule"]["transport"]}
 
 
-def _once(point: Point, rank: int) -> Rows:
+def _once(point: Point, module: ModuleType, rank: int) -> Rows:
     """The row of one step, after a small one that compiles."""
-    module, shards = import_package(Path(point.packages[0]), edited=True), _shards(point)
-    small = min(2 * module.SPEC["plan"]["panel_rows"], *shards)
-    training_step(module, *inputs_of(point, small, small, rank).leaves)()
-    inputs, timer = inputs_of(point, shards[rank], shards[rank], rank), Timer(point.device)
-    results: list[tuple[Any, ...]] = []
+    small = min(2 * module.SPEC["plan"]["panel_rows"], *map(point.shard, range(point.ranks)))
+    training_step(module, *point.inputs(rank, small).leaves)()
+    inputs, timer = point.inputs(rank), RanksTimer(point.device)
     step = training_step(module, *inputs.leaves)
-    _meet(point.device)
+    results: list[tuple[Any, ...]] = []
     with PeakMeter(inputs.q.device) as meter:
         time_ms, _ = timer.idle_ms(lambda: results.append(step()))
-    _, defect = judged(results[0])
-    time_ms, peak, wrong = _largest([time_ms, meter.peak_bytes, defect is not None], point.device)
+    wrong, peak = _largest([judged(results[0])[1] is not None, meter.peak_bytes], point.device)
     row = _row(point, "infcl", module.SPEC)
     if wrong:
         return [row | {"error": "not finite"}]
@@ -114,57 +93,53 @@ def _once(point: Point, rank: int) -> Rows:
     return [row | time_figures([Times(time_ms, None)]) | {"peak_bytes": round(peak)}]
 
 
-def _point(point: Point, rank: int) -> Rows:
+def _in_turns(point: Point, module: ModuleType, rank: int) -> Rows:
     """The rows of everybody."""
-    module, shards = import_package(Path(point.packages[0]), edited=True), _shards(point)
-    inputs = inputs_of(point, shards[rank], shards[rank], rank)
-    carrying = carriers(module, shards)
-    steps = {name: _package_step(module, inputs, carrying.get(name)) for name in HOW}
-    uneven = len(set(shards)) > 1  # where peers abort, or hang
-    for name in () if uneven else point.peers:
-        prepare = PEERS[name].on_ranks
-        assert prepare is not None
-        steps[name] = step_of(prepare(inputs, rank, point.ranks), *inputs.leaves)
+    shards = list(map(point.shard, range(point.ranks)))
+    inputs = point.inputs(rank)
+    steps = {name: _package_step(module, inputs, carrier) for name, carrier in carriers(module, shards).items()}
+    if len(set(shards)) == 1:  # peers abort, or hang, on others
+        for name in point.peers:
+            prepare = PEERS[name].on_ranks
+            assert prepare is not None
+            steps[name] = step_of(prepare(inputs, rank, point.ranks), *inputs.leaves)
     rows = {name: _row(point, name, module.SPEC) for name in (*HOW, *point.peers)}
     for name, row in rows.items():
         if name in steps:
-            row["error"], row["peak_bytes"] = _first(steps[name], inputs, HOW.get(name) != "no communication")
+            row |= _first(steps[name], inputs, HOW.get(name) != "no communication")
         else:
             row["error"] = "needs as many rows on each rank"
     timer = RanksTimer(point.device)
     times: dict[str, list[Times]] = {name: [] for name, row in rows.items() if row["error"] is None}
     for _, name in turns(list(times), point.rounds):
         times[name].append(timer.times(steps[name]))
-    for name, found in times.items():
-        rows[name] |= time_figures(found)
-    return list(rows.values())
+    return [row | time_figures(times[name]) if name in times else row for name, row in rows.items()]
 
 
 def _package_step(module: ModuleType, inputs: Inputs, carrier: Any) -> Step:
-    """A step whose messages go by `carrier` (None: there is one rank)."""
-    groups = importlib.import_module(f"{module.__name__}._runtime.group")
+    """A step whose messages go by `carrier`."""
+    use_group = importlib.import_module(f"{module.__name__}._runtime.group").use_group
 
     def loss() -> Any:
-        if carrier is not None:
-            groups.use_group(carrier)
+        use_group(carrier)
         return module.contrastive_loss(*inputs.leaves)
 
     return step_of(loss, *inputs.leaves)
 
 
-def _first(step: Step, inputs: Inputs, true: bool) -> tuple[str | None, int | None]:
+def _first(step: Step, inputs: Inputs, true: bool) -> Row:
     """Two runs, which compile and measure the peak: why there is none on some rank, and the largest one. `true`: the
     results are the loss's, and must be finite (without communication a row of an uneven shard is anything)."""
-    error, peak = None, 0
+    peak, error = 0, None
     try:
         peak, _, defect = first_runs(step, inputs)
         error = defect if true else None
     except Exception as failure:
         error = described(failure, inputs.q.device.type)
     found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, (error, peak))
-    errors = [text for text, _ in found if text]
-    return (errors[0], None) if errors else (None, max(size for _, size in found))
+    torch.distributed.all_gather_object(found, (peak, error))
+    error = next((text for _, text in found if text), None)
+    return {"error": error, "peak_bytes": None if error else max(size for size, _ in found)}
 
 
 class RanksTimer(Timer):
@@ -198,13 +173,11 @@ def _largest(values: Sequence[float], device: str) -> list[float]:
     return [float(value) for value in found.tolist()]
 
 
-def carriers(module: Any, shards: Sequence[int]) -> dict[str, Any]:
+def carriers(module: ModuleType, shards: Sequence[int]) -> dict[str, Any]:
     """What carries the messages between these shards, for each way in HOW that a package is measured in: groups of the
-    package's own kind, for the default process group. Empty where that is of one rank."""
+    package's own kind, for the default process group."""
     groups = importlib.import_module(f"{module.__name__}._runtime.group")
     plain = groups.find_group("")
-    if plain is None:
-        return {}
 
     class AtOnce(groups.Group):  # type: ignore[name-defined]
         """Each transfer is waited for where it starts."""

@@ -7,6 +7,7 @@ LONGEST_LEAD_MS of other work.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -38,17 +39,17 @@ class Timer:
         self.device = device
         size = FLUSH_BYTES if device == "cuda" else CPU_FLUSH_BYTES
         self._flush = torch.empty(size, dtype=torch.uint8, device=device)
-        self._lead: _Lead | None = None
 
     def times(self, run: Callable[[], object]) -> Times:
         """Of two runs on a GPU, and of more where the host was late; of one on the CPU."""
         idle_ms, host_ms = self.idle_ms(run)
         if self.device == "cpu":
             return Times(idle_ms, None)
-        for lead_ms in leads_ms(host_ms):
+        lead_ms = min(1.5 * host_ms + 0.5, LONGEST_LEAD_MS)
+        queued_ms, late = self.queued_ms(run, lead_ms)
+        while late and lead_ms < LONGEST_LEAD_MS:  # a busy device may slow its host
+            lead_ms = min(2 * lead_ms, LONGEST_LEAD_MS)
             queued_ms, late = self.queued_ms(run, lead_ms)
-            if not late:
-                break
         return Times(idle_ms, queued_ms)
 
     def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
@@ -67,9 +68,8 @@ class Timer:
         It is products, as towers have, then a flush of the cache. Behind 40 ms of memory traffic alone, in which the
         board cools, a loss at B = 64k, D = 1024 took 42 ms on an H200; over and over it takes 48.
         """
-        if self._lead is None:
-            self._lead = _Lead(self._flush.device)
-        self._lead.enqueue(lead_ms)
+        multiply, product_ms = self._lead
+        multiply(math.ceil(lead_ms / product_ms))
         self._flush.zero_()
         self.gather()
         device_ms, _, late = _watched(run)
@@ -77,6 +77,21 @@ class Timer:
 
     def gather(self) -> None:
         """What is enqueued last before a queued run: on one device nothing."""
+
+    @functools.cached_property
+    def _lead(self) -> tuple[Callable[[int], None], float]:
+        """What enqueues a number of products, and the milliseconds of one."""
+        generator = torch.Generator(self.device).manual_seed(SEED)  # the process's own draws stay what they were
+        shape = (2, LEAD_SIDE, LEAD_SIDE)
+        factors = torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator)
+        product = torch.empty_like(factors[0])
+
+        def multiply(times: int) -> None:
+            for _ in range(times):
+                torch.mm(*factors, out=product)
+
+        multiply(1)
+        return multiply, _watched(lambda: multiply(LEAD_SAMPLE))[0] / LEAD_SAMPLE
 
 
 def _watched(run: Callable[[], object]) -> tuple[float, float, bool]:
@@ -97,35 +112,6 @@ def _host_ms(run: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - started)
 
 
-class _Lead:
-    """Other work for a GPU to be busy with."""
-
-    def __init__(self, device: Any) -> None:
-        generator = torch.Generator(device).manual_seed(SEED)  # the process's own draws stay what they were
-        shape = (2, LEAD_SIDE, LEAD_SIDE)
-        self._factors = torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
-        self._product = torch.empty_like(self._factors[0])
-        self._multiply(1)
-        self._product_ms = _watched(lambda: self._multiply(LEAD_SAMPLE))[0] / LEAD_SAMPLE
-
-    def enqueue(self, lead_ms: float) -> None:
-        self._multiply(math.ceil(lead_ms / self._product_ms))
-
-    def _multiply(self, times: int) -> None:
-        for _ in range(times):
-            torch.mm(*self._factors, out=self._product)
-
-
-def leads_ms(host_ms: float) -> Iterator[float]:
-    """How much other work a run is put behind whose host took `host_ms`: enough, or, where the host is late all the
-    same (a busy device may slow it), twice as much, up to LONGEST_LEAD_MS."""
-    lead_ms = min(1.5 * host_ms + 0.5, LONGEST_LEAD_MS)
-    yield lead_ms
-    while lead_ms < LONGEST_LEAD_MS:
-        lead_ms = min(2 * lead_ms, LONGEST_LEAD_MS)
-        yield lead_ms
-
-
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
     """Round and name of every turn: each name once a round. A name that is removed meanwhile has no later rounds.
 
@@ -138,28 +124,16 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 def time_figures(times: Sequence[Times], floors: Sequence[Times] = ()) -> dict[str, Any]:
     """What a row says of the times of some runs, and of those of the bare products."""
-    idle, queued = _columns(times)
-    floor, queued_floor = _columns(floors)
+    idle, queued, floor, queued_floor = (
+        [ms for found in runs if (ms := found[way]) is not None] for runs in (times, floors) for way in range(2)
+    )
     return {
-        "median_ms": _median(idle),
+        "median_ms": statistics.median(idle),
         "mean_ms": statistics.fmean(idle),
-        "std_ms": _spread(idle),
+        "std_ms": statistics.stdev(idle) if len(idle) > 1 else 0.0,
         "repeats": len(times),
-        "queued_ms": _median(queued),
-        "queued_std_ms": _spread(queued) if queued else None,
-        "floor_ms": _median(floor),
-        "queued_floor_ms": _median(queued_floor),
+        "queued_ms": statistics.median(queued) if queued else None,
+        "queued_std_ms": statistics.stdev(queued) if len(queued) > 1 else 0.0 if queued else None,
+        "floor_ms": statistics.median(floor) if floor else None,
+        "queued_floor_ms": statistics.median(queued_floor) if queued_floor else None,
     }
-
-
-def _columns(times: Sequence[Times]) -> tuple[list[float], list[float]]:
-    """From an idle device, and behind other work."""
-    return [found.idle_ms for found in times], [found.queued_ms for found in times if found.queued_ms is not None]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0

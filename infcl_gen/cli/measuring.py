@@ -7,7 +7,7 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.cli import options, text
 from infcl_gen.cli.group import Reported, show
@@ -17,9 +17,6 @@ from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.cluster_file import MAX_DEVICES
 from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
 from infcl_gen.inputs.text import flag_name
-
-if TYPE_CHECKING:
-    from infcl_gen.bench.contest import Work
 
 BENCH = ("batches", "dims", "package", "against", "scale", "features", "repeats", "ranks", "errors")
 # Of a ring nothing is drawn, no errors are computed, and features come in the package's dtype.
@@ -72,8 +69,13 @@ def bench(flags: dict[str, Any]) -> None:
             rows = measured.ring([package for packages, _ in work for package in packages], ranks)
             write(rows)
         else:
+            points = [measured.point(packages, batch) for packages, batch in work]  # all are checked first
+            rows = []
             with measured, options.progress(flags) as progress:
-                rows = contest.run(measured, work, progress, write)  # written after each point
+                for index, point in enumerate(points):
+                    progress(f"{point.loss}, B {point.batch}, D {point.dim}", index, len(points))
+                    rows += measured.rows(point)
+                    write(rows)
     _draw(picture, rows, command)
     result = results.measurement(rows, command, measured.absent, libraries)
     show(flags, result, lambda: text.bench_text(rows, measured.absent, output, picture))
@@ -114,8 +116,9 @@ def _draw(picture: Path | None, rows: Sequence[dict[str, Any]], command: str) ->
 
 
 @contextlib.contextmanager
-def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[Work]:
-    """Which packages are measured at which batch sizes: given ones, or generated ones in a temporary folder.
+def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[list[tuple[list[Path], int | None]]]:
+    """Which packages are measured at which batch sizes (None: the planned one): given ones, or generated ones in a
+    temporary folder.
 
     Raises InputError for flags that contradict each other.
     """
@@ -147,11 +150,9 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[Work]:
             measured = "one device is" if ranks == 1 else f"--ranks {ranks} are"
             raise InputError(f"--devices: {measured} measured, not {problem.devices}; leave it out")
     with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as scratch:
-        work: Work = []
-        for index, problem in enumerate(problems):
-            package = write_package(build(problem), Path(scratch) / str(index) / GENERATED)
-            work.append(([package], problem.batch_size))
-        yield work
+        folders = [Path(scratch) / str(index) / GENERATED for index in range(len(problems))]
+        packages = [write_package(build(problem), folder) for problem, folder in zip(problems, folders, strict=True)]
+        yield [([package], problem.batch_size) for package, problem in zip(packages, problems, strict=True)]
 
 
 @command(

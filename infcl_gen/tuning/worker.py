@@ -37,7 +37,7 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
     """
     import torch
 
-    from infcl_gen.bench.steps import features, training_step
+    from infcl_gen.bench.point import features, training_step
     from infcl_gen.bench.timing import Timer
     from infcl_gen.emission import import_package
     from infcl_gen.verification.gate import failures

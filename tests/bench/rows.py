@@ -53,8 +53,7 @@ def rows_of_several_points() -> list[dict[str, Any]]:
 
 def measured_here(point: Point) -> list[dict[str, Any]]:
     """The rows of everybody at a point, measured in this process."""
-    rows: dict[str, dict[str, Any]] = {}
-    measure_point(point, lambda name, row: rows.update({name: row}))
+    rows = {name: row for name, row in measure_point(point) if row is not None}
     return [rows[name] for name in point.contestants]
 
 

@@ -18,14 +18,14 @@ from click.testing import CliRunner
 import infcl_gen
 from infcl_gen import cli
 from infcl_gen.bench import measure, peers, timing
-from infcl_gen.bench.contest import Contest, Limits, run
+from infcl_gen.bench.contest import Contest, Limits
 from infcl_gen.bench.measure import measure_point
 from infcl_gen.bench.peers import PEERS, Peer, chosen_peers
-from infcl_gen.bench.point import Point, point_of
+from infcl_gen.bench.point import Inputs, LossFunction, Point, bare_products, point_of, training_step
 from infcl_gen.bench.results import RESULTS, table
-from infcl_gen.bench.steps import Inputs, LossFunction, bare_products, training_step
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.losses import BUILTIN_LOSSES, spec_as_dict
 from infcl_gen.verification.memory import PeakMeter
 from tests.bench.libraries import write_libraries
 from tests.bench.rows import assert_is_row, measure_package
@@ -33,6 +33,7 @@ from tests.bench.rows import assert_is_row, measure_package
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL: dict[str, Any] = {"batch_size": 96, "dim": 16, "dtype": "fp64", "target": "cpu"}
 Rows = dict[str, dict[str, Any]]
+CLIP = spec_as_dict(BUILTIN_LOSSES["clip"])
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,11 @@ def measured(package: Path, *names: str, **options: Any) -> tuple[Rows, list[str
     rows: Rows = {}
     turns: list[str | None] = []
     point = point_of([read_package(package)], peers=names, **options)
-    measure_point(point, lambda name, row: rows.update({row["impl"]: row}), turns.append)
+    for name, row in measure_point(point):
+        if row is None:
+            turns.append(name)
+        else:
+            rows[row["impl"]] = row
     return rows, ["infcl" if name in point.packages else name for name in turns]
 
 
@@ -66,6 +71,7 @@ LIBRARIES = (
     "cut-cross-entropy-exact",
     "liger-kernel",
     "liger-kernel-fp32-sums",
+    "quack",
     "memeff",
     "open_clip",
 )
@@ -92,9 +98,10 @@ def test_every_peer_computes_the_package_s_loss(loss: str, libraries: Path, tmp_
     name, _, fewer = loss.partition(" ")
     keys = {"keys": 40} if fewer else {}
     package = infcl_gen.generate(output=tmp_path / "p", **SMALL, loss=name, **keys)
-    names = [n for n in (*PLAIN, *LIBRARIES) if name in PEERS[n].losses and PEERS[n].absent() is None]
+    spec = read_package(package).spec["loss"]
+    names = [n for n in (*PLAIN, *LIBRARIES) if PEERS[n].absent(spec) is None]
     rows, _ = measured(package, *names, scale=7.5, rounds=1, errors=True)
-    assert set(rows) == {"infcl", *names} and len(names) >= (8 if name == "clip" else 6)
+    assert set(rows) == {"infcl", *names} and len(names) >= (9 if name == "clip" else 7)
     for who, row in rows.items():
         assert_is_row(row)
         assert row["error"] is None, row
@@ -326,7 +333,8 @@ def test_packages_that_do_not_belong_together(package: Path, tmp_path: Path) -> 
     larger = made("larger", batch_size=128)
     rows: list[dict[str, Any]] = []
     with Contest([], limits=Limits(rounds=1)) as contest:
-        rows = run(contest, [([package, larger], 64), ([package, larger], None)])
+        for batch in (64, None):
+            rows += contest.rows(contest.point([package, larger], batch))
     assert [(row["package"], row["batch"]) for row in rows] == [
         (name, batch) for batch in (64, 96) for name in ("small", "larger")
     ]
@@ -343,7 +351,9 @@ def test_a_loss_of_ones_own_has_no_peers(tmp_path: Path) -> None:
     package = infcl_gen.generate(output=tmp_path / "p", **SMALL, loss=f"{tmp_path / 'mine.py'}:clip")
     with Contest(chosen_peers("torch,memeff")) as contest:
         contest.point([package])
-    assert set(contest.absent) == {"torch", "memeff"} and contest.absent["memeff"].startswith("computes clip only")
+    assert (
+        set(contest.absent) == {"torch", "memeff"} and contest.absent["memeff"] == "does not compute a loss of your own"
+    )
 
 
 def test_who_computes_another_loss_is_absent_there_only(
@@ -355,19 +365,22 @@ def test_who_computes_another_loss_is_absent_there_only(
         assert contest.point([infonce]).peers == ("torch",)
         assert contest.absent == {"memeff": "does not compute infonce"}
         assert contest.point([package]).peers == ("memeff", "torch")
-    monkeypatch.setattr("infcl_gen.bench.contest.measure_ring", lambda packages, ranks, peers, *_: peers)
+    monkeypatch.setattr("infcl_gen.bench.contest.measure_ring", lambda points, *_: [point.peers for point in points])
+    made = {loss: tmp_path / loss for loss in ("clip", "infonce")}
+    for loss, folder in made.items():
+        infcl_gen.generate(output=folder, **SMALL, loss=loss, devices=2)
     with Contest(chosen_peers(None, ranks=2)) as contest:
-        assert contest.ring([infonce], 2) == ["inf_cl"] and list(contest.absent) == ["open_clip"]
-        assert contest.ring([package], 2) == ["open_clip", "inf_cl"]
+        assert contest.ring([made["infonce"]], 2) == [("inf_cl",)] and list(contest.absent) == ["open_clip"]
+        assert contest.ring([made["clip"]] * 2, 2) == [("open_clip", "inf_cl"), ()]
 
 
 def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "memeff" else real(name, *a))
-    assert PEERS["memeff"].absent() == "memeff is not installed"
-    assert PEERS["torch"].absent() is None
+    assert PEERS["memeff"].absent(CLIP) == "memeff is not installed"
+    assert PEERS["torch"].absent(CLIP) is None
     newer = Peer("newer", PEERS["torch"].prepare, module="torch.nn.functional", attribute="no_such_loss")
-    assert newer.absent() == f"torch {torch.__version__} has no torch.nn.functional.no_such_loss"
+    assert newer.absent(CLIP) == f"torch {torch.__version__} has no torch.nn.functional.no_such_loss"
 
 
 def test_names_of_peers() -> None:
@@ -375,7 +388,7 @@ def test_names_of_peers() -> None:
     assert chosen_peers("none") == ()
     assert [peer.name for peer in chosen_peers("memeff, torch,memeff")] == ["memeff", "torch"]
     for name, peer in PEERS.items():
-        assert peer.name == name and peer.prepare.__doc__
+        assert peer.name == name and getattr(peer.prepare, "func", peer.prepare).__doc__
     for text, part in (("tortch", "did you mean 'torch'"), ("", "valid: torch"), ("siglip-kernel", "sigmoid")):
         with pytest.raises(InputError, match=f"^--against: .*{part}"):
             chosen_peers(text)
@@ -435,9 +448,8 @@ def test_an_edited_package_is_timed_and_marked(package: Path, tmp_path: Path) ->
     packages = [read_package(folder, edited=True) for folder in (*copies.values(), package)]
     assert [found.edited for found in packages] == [("__init__.py", "notes.txt"), ("__init__.py",), ("loss.py",), ()]
     assert len({found.digest for found in packages}) == 4
-    rows: Rows = {}
     point = point_of(packages, rounds=2, errors=True)
-    measure_point(point, lambda name, row: rows.update({Path(name).name: row}))
+    rows = {Path(name).name: row for name, row in measure_point(point) if row is not None}
     assert {name for name, row in rows.items() if row.get("edited") is True} == set(copies)
     assert "edited" not in rows["small"] and max(rows["small"]["err"].values()) < 1e-10
     assert rows["slow"]["error"] is None and rows["slow"]["median_ms"] > 50 > rows["small"]["median_ms"]
@@ -557,7 +569,7 @@ def test_peers_do_not_hide_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     """A library that is there but cannot be imported is an error of its own, not absent."""
     monkeypatch.setitem(PEERS, "half", Peer("half", peers._inf_cl, module="json", distribution="half"))
     monkeypatch.setitem(sys.modules, "inf_cl", None)
-    assert PEERS["half"].absent() is None
+    assert PEERS["half"].absent(CLIP) is None
     inputs = Inputs(torch.ones(2, 16), torch.ones(2, 16), torch.tensor(1.0), torch.arange(2), 2, torch.float32)
     with pytest.raises(ImportError):
         PEERS["half"].prepare(inputs)
@@ -597,8 +609,7 @@ def test_every_run_begins_on_a_cold_cache(how: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: done.append("wait"))
     monkeypatch.setattr(time, "perf_counter", lambda: done.append("clock") or 0.0)
     monkeypatch.setattr(timer, "device", "cpu" if how == "on the CPU" else "cuda")
-    monkeypatch.setattr(timing._Lead, "__init__", lambda self, device: None)
-    monkeypatch.setattr(timing._Lead, "enqueue", lambda self, lead_ms: done.append("lead"))
+    monkeypatch.setattr(timing.Timer, "_lead", (lambda times: done.append("lead"), 1.0))
     for _ in range(2):
         done.clear()
         timed = ["clock", "run", "clock"]

@@ -124,10 +124,9 @@ def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) ->
     """What is asked of `measure_ring`, which has tests of its own."""
     asked: list[Any] = []
 
-    def measured(packages: Sequence[Path], ranks: int, *others: Any) -> Rows:
-        asked.append(([package.name for package in packages], ranks, others))
-        point = Point(("x",), (), "cpu", "clip", 64, 64, 16, "fp32", "fp32", "default", 14.3, 1, 1.0, None)
-        row = {**point.row("x"), "ranks": 2, "transport": "ring"}
+    def measured(points: Sequence[Point], timeout_s: float, once: bool) -> Rows:
+        asked.append((points, timeout_s, once))
+        row = {**points[0].row(points[0].packages[0]), "transport": "ring"}
         return [{**row, "error": "not finite"} if measure == "large" else row]
 
     monkeypatch.setattr("infcl_gen.bench.contest.measure_ring", measured)
@@ -135,25 +134,26 @@ def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) ->
     file = write(tmp_path, f"[[points]]\nbatch_size = 64\ndevices = 2\n{ways}{POINT}", "silent_s = 9", measure)
     monkeypatch.setattr("infcl_gen.bench.peers.Peer.absent", lambda peer, loss: f"{peer.name} is not installed")
     found = run_campaign(read_campaign(file), "")
-    ((packages, ranks, others),) = asked
-    assert packages == ["torch_transport=ring", "torch_transport=gather"] and ranks == 2
+    ((points, timeout_s, once),) = asked
+    assert [Path(*point.packages).name for point in points] == ["torch_transport=ring", "torch_transport=gather"]
+    assert all((point.ranks, point.peers, point.scale, point.rounds) == (2, (), 14.3, 2) for point in points)
     if measure == "rings":
-        assert (
-            others[:3] == ([], 14.3, 2) and not others[4] and found["absent"] == {"inf_cl": "inf_cl is not installed"}
-        )
+        assert not once and timeout_s > 9 and found["absent"] == {"inf_cl": "inf_cl is not installed"}
     else:
-        assert others == ([], 14.3, 2, 9, True) and found["broken"] == ["64: not finite"]
+        assert once and timeout_s == 9 and found["broken"] == ["64: not finite"]
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("speed", "sped", "measure must be one of speed"),
-        ("repeats", "repeat", "unknown key 'repeat'; did you mean 'repeats'"),
-        ("repeats = 2", "repeats = 0", "repeats must be at least 1"),
-        ("repeats = 2", "seconds = 'x'", "seconds must be a number"),
-        ("rows.json", "rows.txt", "output must be a .json file"),
-        ("[[points]]", "[points]", "needs"),
+        ("speed", "sped", "measure: 'sped' is unknown; valid: speed"),
+        ("repeats", "repeat", "did you mean 'repeats'"),
+        ("repeats = 2", "repeats = 0", "repeats: 0 is out of range; valid: 1 to"),
+        ("repeats = 2", "seconds = 'x'", "Expected `float`, got `str` - at `$.seconds`"),
+        ("repeats = 2", "minutes = -1", "Expected `float` >= 0.0 - at `$.minutes`"),
+        ("rows.json", "rows.txt", ".json"),
+        ("output", "# output", "missing required field `output`"),
+        ("[[points]]", "[points]", "Expected `array`, got `object` - at `$.points`"),
         ("dim = 16", "dim = [16, 0]", "--dim"),
         ("dim = 16", "dims = 16", "--dims: unknown option"),
         ("batch_size = 4", 'batch_size = 4\nagainst = "tortch"', "did you mean 'torch'"),

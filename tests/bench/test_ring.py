@@ -14,8 +14,10 @@ from click.testing import CliRunner
 
 import infcl_gen
 from infcl_gen import cli
-from infcl_gen.bench import ring as ring_bench
-from infcl_gen.bench.ring import HOW, measure_ring
+from infcl_gen.bench.contest import Contest, Limits
+from infcl_gen.bench.peers import Peer, chosen_peers
+from infcl_gen.bench.results import Rows
+from infcl_gen.bench.ring import HOW, carriers
 from infcl_gen.emission import import_package
 from infcl_gen.errors import InputError, ToolchainError
 
@@ -27,11 +29,16 @@ def package(folder: Path, devices: int = 2, **flags: Any) -> Path:
     return infcl_gen.generate(output=folder, batch_size=129, dim=16, devices=devices, **flags)
 
 
+def measured(folders: list[Path], ranks: int = 2, peers: str = "none", rounds: int = 10, once: bool = False) -> Rows:
+    with Contest(chosen_peers(peers, ranks), limits=Limits(rounds, silent_s=100)) as contest:
+        return contest.ring(folders, ranks, once=once)
+
+
 def test_a_package_is_measured_with_and_without_its_communication(tmp_path: Path) -> None:
     ways = {"fp32": "ring", "bf16": "gather"}
     folders = [package(tmp_path / dtype, dtype=dtype, set={"transport": way}) for dtype, way in ways.items()]
     (folders[1] / "notes.txt").write_text("added: this package is an edited one")
-    rows = measure_ring(folders, 2, rounds=3, timeout_s=100)
+    rows = measured(folders, rounds=3)
     assert [(row["dtype"], row["impl"], row["package"]) for row in rows] == [
         (dtype, "infcl", how) for dtype in ("fp32", "bf16") for how in HOW.values()
     ]
@@ -54,7 +61,7 @@ def test_ways_to_carry_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(groups.Group, "post", lambda self, sends, receives: [work])
     plain = SimpleNamespace(process_group=None)
     monkeypatch.setattr(groups, "find_group", lambda name: plain)
-    found = ring_bench.carriers(module, [3, 2])
+    found = carriers(module, [3, 2])
     assert list(found) == list(HOW) and found["infcl"] is plain
     assert groups.Group.overlaps and not any(found[name].overlaps for name in list(HOW)[1:])
     source, target = torch.arange(4.0), torch.full((6,), torch.nan)
@@ -67,18 +74,17 @@ def test_ways_to_carry_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     # On a GPU messages are started on a stream of their own, for which the work would not wait.
     with transport.Moment(torch.device("cuda"), beside=False):
         assert not transport._streams
-    monkeypatch.setattr(groups, "find_group", lambda name: None)
-    assert ring_bench.carriers(module, [5]) == {}
 
 
 def test_a_large_batch_is_measured_once(tmp_path: Path) -> None:
-    (row,) = measure_ring([package(tmp_path / "a", set={"transport": "ring"})], 2, once=True, timeout_s=100)
+    (row,) = measured([package(tmp_path / "a", set={"transport": "ring"})], once=True)
     assert row["error"] is None and row["repeats"] == 1 and row["transport"] == "ring"
     assert row["median_ms"] > 0 and 0 < row["peak_bytes"] <= row["predicted_peak_bytes"]
 
 
-def test_peers_are_not_run_on_uneven_shards(tmp_path: Path) -> None:
-    *ours, peer = measure_ring([package(tmp_path / "a")], 2, ["inf_cl"], rounds=1, timeout_s=100)
+def test_peers_are_not_run_on_uneven_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Peer, "absent", lambda peer, loss: None)
+    *ours, peer = measured([package(tmp_path / "a")], peers="inf_cl", rounds=1)
     assert [row["impl"] for row in ours] == ["infcl"] * len(HOW) and not any(row["error"] for row in ours)
     assert (peer["impl"], peer["error"], peer["median_ms"]) == ("inf_cl", "needs as many rows on each rank", None)
 
@@ -103,12 +109,13 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 
 def test_what_cannot_be_measured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="planned for 2 device"):
-        measure_ring([package(tmp_path / "a")], 4)
-    with pytest.raises(InputError, match="memeff runs on one device"):
-        measure_ring([package(tmp_path / "b")], 2, peers=["memeff"])
+        measured([package(tmp_path / "a")], ranks=4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     gpu = package(tmp_path / "c", target="auto", device_profile="h200", dtype="bf16")
     with pytest.raises(ToolchainError, match="2 GPUs are needed, and 1 are here"):
-        measure_ring([gpu], 2)
+        measured([gpu])
+    with pytest.raises(InputError, match="with a key for each query"):
+        measured([package(tmp_path / "keys", loss="infonce", keys=64)])
+    monkeypatch.setattr("infcl_gen.bench.contest.TIMEOUT_S", 0.1)
     with pytest.raises(ToolchainError, match=r"not finished after 0\.1 s"):
-        measure_ring([package(tmp_path / "d")], 2, timeout_s=0.1)
+        measured([package(tmp_path / "d")])
