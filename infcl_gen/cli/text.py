@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def record_text(problem: Problem) -> str:
     """Whether measured settings are used, and why not."""
-    from infcl_gen.emission.pipeline import find_record
+    from infcl_gen.emission.pipeline import case_of, find_record
     from infcl_gen.planning.records import Found
 
-    found = find_record(problem)
+    found = find_record(case_of(problem))
     if isinstance(found, Found):
         chosen = ", ".join(f"{key}={value}" for key, value in found.record.settings)
         return f"measured settings of {found.file}: {chosen or 'the defaults'}"

@@ -80,7 +80,8 @@ def cache_folder() -> Path:
 
 def cache_key(problem: Problem) -> str:
     """Content decides: the problem as resolved here, the files it names, and the generator's own source."""
-    case, record = case_of(problem), find_record(problem)
+    case = case_of(problem)
+    record = find_record(case)
     measured = record.record.settings if isinstance(record, Found) else None
     found = (astuple(case.resolved()), spec_as_dict(case.loss), asdict(case.cluster.profile), measured)
     digest = hashlib.sha256(repr((__version__, found)).encode())

@@ -61,9 +61,9 @@ def simulate_problem(problem: Problem, lead_s: float = LEAD_S, **how: bool) -> t
     return planned, execute(planned, cost_model(planned, case.cluster), lead_s=lead_s, **how)
 
 
-def find_record(problem: Problem) -> Found | Missing:
+def find_record(case: Case) -> Found | Missing:
     """The tuning record that `build` uses for the problem, or why there is none."""
-    return _find_record(case_of(problem))
+    return lookup(case.problem, record_key(*case), lambda applied: _plan(case._replace(problem=applied))[0])
 
 
 def build_for(problem: Problem, loss: LossSpec, cluster: Cluster) -> dict[str, str]:
@@ -96,10 +96,6 @@ def spec_inputs(spec: dict[str, object]) -> Case:
     return Case(problem, spec_from_dict(loss), cluster_of(problem, profile_from_literals(device)))
 
 
-def _find_record(case: Case) -> Found | Missing:
-    return lookup(case.problem, record_key(*case), lambda applied: _plan(case._replace(problem=applied))[0])
-
-
 def _plan(case: Case) -> tuple[Plan, Derivation]:
     derivation = derive(case.loss)
     return plan(case.resolved(), derivation, case.cluster), derivation
@@ -107,7 +103,7 @@ def _plan(case: Case) -> tuple[Plan, Derivation]:
 
 def _measured_plan(case: Case) -> tuple[Plan, Derivation]:
     """The plan with the settings of a record that fits, else by the cost model."""
-    found = _find_record(case)
+    found = find_record(case)
     if isinstance(found, Found):
         return found.plan, derive(case.loss)
     _LOG.info("no measured settings: %s", found.reason)

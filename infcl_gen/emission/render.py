@@ -60,11 +60,9 @@ def _tidy(text: str) -> str:
 
 
 def content_digest(files: Mapping[str, str]) -> str:
-    """sha256 over the sorted paths and texts, leaving out the digest line of spec.py and the manifest."""
+    """sha256 over the sorted paths and texts, leaving out the digest line of spec.py."""
     digest = hashlib.sha256()
     for path, text in sorted(files.items()):
-        if path == "manifest.json":
-            continue
         if path == "spec.py":
             text = _DIGEST_LINE.sub("", text, count=1)
         content = text.encode()
@@ -100,9 +98,9 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
         most = LINE_WIDTH - indent - 7
         parts = re.findall(rf".{{1,{most}}}(?:\s|\Z)|.{{1,{most}}}", value, re.DOTALL)
         return "(\n" + "".join(f"{' ' * (indent + 4)}{_flat(part)}\n" for part in parts) + " " * indent + ")"
-    words = _words(value)
+    words = [key + _flat(item) for key, item in _items(value)]
     if prefix or len(words) < 2 or "{" in flat[1:] or max(map(len, words)) > LINE_WIDTH - indent - 4:
-        return _broken(value, indent)
+        return broken_literal(value, indent)
     filled = textwrap.fill(  # a record, as in a table
         flat[0] + ", ".join(word.replace(" ", "\0") for word in words) + flat[-1],
         LINE_WIDTH - 1, initial_indent=" " * indent, subsequent_indent=" " * (indent + 1), break_long_words=False,
@@ -111,25 +109,18 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
     return filled.strip().replace("\0", " ")
 
 
-def broken_literal(value: Any) -> str:
+def broken_literal(value: dict[Any, Any] | list[Any] | tuple[Any, ...], indent: int = 0) -> str:
     """`literal`, with the outermost container always broken: one line for each of its items."""
-    return _broken(value, 0)
-
-
-def _broken(value: dict[Any, Any] | list[Any] | tuple[Any, ...], indent: int) -> str:
     inner, flat = indent + 4, _flat(value)
-    rows = [(f"{_flat(key)}: ", item) for key, item in value.items()] if isinstance(value, dict) else (
-        [("", item) for item in value]
-    )  # fmt: skip
-    lines = [f"{' ' * inner}{key}{literal(item, inner, len(key))},\n" for key, item in rows]
+    lines = [f"{' ' * inner}{key}{literal(item, inner, len(key))},\n" for key, item in _items(value)]
     return f"{flat[0]}\n{''.join(lines)}{' ' * indent}{flat[-1]}"
 
 
-def _words(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> list[str]:
-    """Its items, on one line each."""
+def _items(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Its items, each behind what stands before it on its line."""
     if isinstance(value, dict):
-        return [f"{_flat(key)}: {_flat(item)}" for key, item in value.items()]
-    return [_flat(item) for item in value]
+        return [(f"{_flat(key)}: ", item) for key, item in value.items()]
+    return [("", item) for item in value]
 
 
 def _flat(value: Any) -> str:
@@ -143,7 +134,7 @@ def _flat(value: Any) -> str:
     if isinstance(value, dict | list | tuple):
         opening, closing = "{}" if isinstance(value, dict) else "[]" if isinstance(value, list) else "()"
         single = "," if isinstance(value, tuple) and len(value) == 1 else ""
-        return opening + ", ".join(_words(value)) + single + closing
+        return opening + ", ".join(key + _flat(item) for key, item in _items(value)) + single + closing
     raise TypeError(f"{type(value).__name__} has no literal")
 
 
@@ -164,6 +155,5 @@ def _environment() -> jinja2.Environment:
         autoescape=False,
     )
     environment.globals["piece"] = piece
-    environment.filters["literal"] = literal
     environment.filters["broken_literal"] = broken_literal
     return environment

@@ -90,8 +90,8 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("EXACT_DEPTH", EXACT_DEPTH, "of one product: tensor cores cut what they add to a long sum", plan.split),
     ]
     multiple = "of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow"
-    found.append(("LIBRARY_MULTIPLE", LIBRARY_MULTIPLE, multiple, plan.library))
-    found.append(("LIBRARY_MULTIPLE", 1, "no library products", not plan.library))
+    multiple = multiple if plan.library else "no library products"
+    found.append(("LIBRARY_MULTIPLE", LIBRARY_MULTIPLE if plan.library else 1, multiple, True))
     at_once = "that run at once"
     if plan.world_size > 1:
         at_once = f"{RING_WAVES} times as many as run at once: messages take multiprocessors from them"

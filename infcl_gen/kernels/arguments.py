@@ -104,11 +104,9 @@ def places(choice: Choice) -> str:
 
 def named_parts(dim: int) -> list[tuple[str, int, int]]:
     """Of each part of an embedding: what the names of its tensors end with, its first column, and its width."""
-    widths, found, start = embedding_parts(dim), [], 0
-    for width in widths:
-        found.append((f"_{start}" if len(widths) > 1 else "", start, width))
-        start += width
-    return found
+    widths = embedding_parts(dim)
+    starts = (sum(widths[:index]) for index in range(len(widths)))
+    return [(f"_{start}" * (len(widths) > 1), start, width) for start, width in zip(starts, widths, strict=True)]
 
 
 def features(side: str, rows: str, dim: int) -> tuple[Argument, ...]:

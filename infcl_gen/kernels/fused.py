@@ -81,9 +81,8 @@ class FusedTile(Tile):
 def wide(profile: DeviceProfile, block: Block) -> tuple[int, int]:
     """Keys at a time, and warps, of a program that is computed again: `block` with two references and pointers, which
     hold more registers."""
-    if fixed := profile.architecture.recomputed_fused:
-        return fixed[0], fixed[1]
-    return min(32, block.keys), min(8, 2 * block.warps)
+    keys, warps = profile.architecture.recomputed_fused or (min(32, block.keys), min(8, 2 * block.warps))
+    return keys, warps
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from infcl_gen import cli
 from infcl_gen.emission import build, plan_problem, read_package, rerender, write_package
-from infcl_gen.emission.pipeline import find_record
+from infcl_gen.emission.pipeline import case_of, find_record
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.overrides import parse_overrides
@@ -64,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def reason(problem: Problem) -> str:
-    found = find_record(problem)
+    found = find_record(case_of(problem))
     assert isinstance(found, Missing)
     assert len(found.reason.splitlines()) == 1
     return found.reason
@@ -83,7 +83,7 @@ def test_a_record_is_read_as_it_was_written(folder: Path) -> None:
 
 def test_a_record_that_fits_gives_its_settings_and_the_reasons_say_so(folder: Path, tmp_path: Path) -> None:
     store(record_of(h200()), folder)
-    assert isinstance(find_record(h200()), Found)
+    assert isinstance(find_record(case_of(h200())), Found)
     plan, _ = plan_problem(h200())
     assert plan.products == "triton" and plan.blocks["gradient"].stages == 2
     assert plan.problem.settings.pairs == tuple(sorted((*SETTINGS, ("records", "measured"), ("strategy", "panel"))))
@@ -125,7 +125,7 @@ def test_a_miss_says_what_differs(folder: Path, caplog: pytest.LogCaptureFixture
 
 def test_as_many_keys_as_queries_are_the_same_problem_however_they_are_given(folder: Path) -> None:
     store(record_of(h200()), folder)
-    assert isinstance(find_record(h200(keys="16k")), Found)
+    assert isinstance(find_record(case_of(h200(keys="16k"))), Found)
     assert key_of(h200(loss="infonce", keys="8k")) != key_of(h200(loss="infonce"))
 
 
@@ -166,7 +166,7 @@ def test_a_record_is_of_one_revision_of_its_kernels(
             if family in kernels:
                 assert f"is stale: revision of {family} was {revision}, now {revision + 1}" in reason(problem)
             else:
-                assert isinstance(find_record(problem), Found)
+                assert isinstance(find_record(case_of(problem)), Found)
 
 
 def test_measured_settings_are_not_the_users_own() -> None:
@@ -190,7 +190,7 @@ def test_a_record_of_another_plan_is_stale(
 ) -> None:
     problem = h200(set={"strategy": "panel", "products": "triton"}, memory_budget="4GiB")
     store(record_of(problem, ()), folder)
-    assert isinstance(find_record(problem), Found)
+    assert isinstance(find_record(case_of(problem)), Found)
     monkeypatch.setattr(module, name, value)
     assert re.search(message, reason(problem)), reason(problem)
 
@@ -198,7 +198,7 @@ def test_a_record_of_another_plan_is_stale(
 def test_without_kernels_a_record_is_of_the_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(batch_size="4k", dim=64, target="cpu")
     store(record_of(problem, (("panel_rows", "128"), ("panel_keys", "128"))), folder)
-    assert isinstance(find_record(problem), Found)
+    assert isinstance(find_record(case_of(problem)), Found)
     monkeypatch.setattr(records, "SWEEP_REVISION", 2)
     assert "revision of sweep was 1, now 2" in reason(problem)
 

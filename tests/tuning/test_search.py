@@ -348,7 +348,8 @@ def test_finished_families_are_not_tuned_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(records, "record_folders", lambda: (folder,))
     problem = make_problem(batch_size="16k", dim=768, device_profile="h200", set={"strategy": "panel"})
     assert content_digest(build(problem)) == outcome.record.digest
-    assert isinstance(infcl_gen.emission.pipeline.find_record(problem), Found)
+    pipeline = infcl_gen.emission.pipeline
+    assert isinstance(pipeline.find_record(pipeline.case_of(problem)), Found)
 
 
 @pytest.mark.parametrize(
