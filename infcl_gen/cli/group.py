@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import click
 
 from infcl_gen.errors import InfclError, InfeasibleError
-from infcl_gen.inputs.text import bytes_text, clean
+from infcl_gen.inputs.text import clean
 from infcl_gen.version import __version__
 
 SCHEMA_VERSION = 1
@@ -120,11 +120,10 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
         code, message = INTERRUPTED, "interrupted"
     elif isinstance(error, click.ClickException):
         code, message = 2, error.format_message().rstrip(".") + "; see infcl-gen --help"
-    elif isinstance(error, InfeasibleError):
-        code, message = error.exit_code, _infeasible_message(error)
-        details = {"smallest_budget_bytes": error.smallest_budget_bytes, "largest_batch": error.largest_batch}
     elif isinstance(error, InfclError):
         code, message = error.exit_code, str(error)
+        if isinstance(error, InfeasibleError):
+            details = {"smallest_budget_bytes": error.smallest_budget_bytes, "largest_batch": error.largest_batch}
     elif isinstance(error, OSError) and error.errno in _UNWRITTEN and error.filename is None:
         code, message = 2, f"writing the result failed ({error.strerror}); make room, or write elsewhere"
     elif isinstance(error, ImportError) and (error.name or "").split(".")[0] in _OPTIONAL:
@@ -143,14 +142,3 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
             click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2))
     click.echo(f"infcl-gen: error: {message}", err=True)
     return code
-
-
-def _infeasible_message(error: InfeasibleError) -> str:
-    """The planner's message, with whichever of the two figures it does not state itself."""
-    message = str(error)
-    budget, batch = error.smallest_budget_bytes, error.largest_batch
-    if budget is not None and str(budget) not in message:
-        message += f"; smallest feasible --memory-budget: {budget} ({bytes_text(budget)})"
-    if batch is not None and str(batch) not in message:
-        message += f"; largest feasible --batch-size: {batch}"
-    return message

@@ -1,4 +1,4 @@
-"""Commands that measure, simulate, or look at this machine: bench, scale, doctor."""
+"""Commands that measure, or look at this machine: bench, doctor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from infcl_gen.cli import options, text
 from infcl_gen.cli.group import Reported, show
 from infcl_gen.cli.options import COUNT, COUNTS, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
-from infcl_gen.hardware import resolve_cluster
-from infcl_gen.inputs.cluster_file import MAX_DEVICES
 from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
 from infcl_gen.inputs.text import flag_name
 
@@ -55,7 +53,7 @@ def bench(flags: dict[str, Any]) -> None:
     errors = options.count(flags, "errors", 32768, 0, 2**40)
     scale = options.number(flags, "scale", 14.3, 1e6, "scale")
     peers = chosen_peers(flags["against"], ranks)
-    output, picture = options.json_file(flags), _picture(flags)
+    output, picture = options.result_file(flags, "output"), options.result_file(flags, "plot")
     command = options.command_line("bench", flags, (*options.PROBLEM, *BENCH))
     libraries = [peer.distribution for peer in peers]
     measured = contest.Contest(peers, scale, contest.Limits(rounds, errors_up_to=errors), flags["features"])
@@ -86,8 +84,8 @@ def _campaign(flags: dict[str, Any]) -> None:
 
     options.refuse(flags, (*options.PROBLEM, *BENCH), "stands in the file of --campaign; leave it out")
     campaign = read_campaign(flags["campaign"])
-    output = options.json_file({"output": flags["output"] or str(campaign.output)}) or campaign.output
-    picture = _picture(flags)
+    output = options.result_file({"output": flags["output"] or str(campaign.output)}, "output") or campaign.output
+    picture = options.result_file(flags, "plot")
     command = options.command_line("bench", flags, ("campaign",))
     with options.progress(flags) as progress:
         result = run_campaign(dataclasses.replace(campaign, output=output), command, progress)
@@ -95,16 +93,6 @@ def _campaign(flags: dict[str, Any]) -> None:
     show(flags, result, lambda: text.campaign_text(result, output, picture))
     if broken := result["broken"]:
         raise Reported(VerificationError(f"{len(broken)} guarantees are broken: {broken[0]}"))
-
-
-def _picture(flags: Mapping[str, Any]) -> Path | None:
-    """The file of --plot, if it can be drawn here."""
-    picture = options.result_file(flags, "plot")
-    if picture is not None:
-        from infcl_gen.bench.plots import check_plot
-
-        check_plot(picture)
-    return picture
 
 
 def _draw(picture: Path | None, rows: Sequence[dict[str, Any]], command: str) -> None:
@@ -153,45 +141,6 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[list[tuple[list[Path
         folders = [Path(scratch) / str(index) / GENERATED for index in range(len(problems))]
         packages = [write_package(build(problem), folder) for problem, folder in zip(problems, folders, strict=True)]
         yield [([package], problem.batch_size) for package, problem in zip(packages, problems, strict=True)]
-
-
-@command(
-    *(options.loss, options.keys, options.dim),
-    option("--batches", "N,...", "Batch sizes, over all devices [1M,32M].", COUNTS),
-    option("--devices", "N,...", "Devices in all [8 to 4096, doubled; 8 a node].", COUNTS),
-    *options.device,
-    option("--plot", "FILE", "Draw time and efficiency against devices: .svg, .png, .pdf."),
-    option("-o --output", "FILE", "Write the rows to this .json file."),
-)
-def scale(flags: dict[str, Any]) -> None:
-    """Simulate a step on clusters of many sizes: time, efficiency, memory, and what bounds it.
-
-    Each size is planned as `plan` does it, then its schedule runs as events on hosts, kernels, links and network.
-    Nothing is measured, and no GPU is needed. A cluster file gives the devices of a node, and the links.
-    """
-    from infcl_gen.bench.results import write_results
-    from infcl_gen.cli import scaling
-
-    batches = options.counts(flags, "batches", MAX_BATCH) or [1 << 20, 32 << 20]
-    devices = options.counts(flags, "devices", MAX_DEVICES)
-    output, picture = options.json_file(flags), _picture(flags)
-    names = [name for name in options.PROBLEM if name not in ("batch_size", "devices", "nodes")]
-    problems = scaling.clusters({name: flags[name] for name in names}, devices, batches)
-    board = resolve_cluster(problems[0]).profile.name
-    command = options.command_line("scale", flags, (*names, "batches", "devices"))
-    rows = []
-    with options.progress(flags) as progress:
-        for index, problem in enumerate(problems):
-            progress(f"{problem.devices} devices", index, len(problems))
-            rows.append(scaling.simulated(problem))
-    result = scaling.results(rows, command, board)
-    if output is not None:
-        write_results(output, result)
-    if picture is not None:
-        scaling.plot(rows, picture, f"simulated, not measured: {board}; {command}")
-    table = text.table_text(scaling.HEADER, [scaling.cells(row) for row in rows])
-    lines = [table, f"simulated for {board}, not measured", *text.wrote(output, picture)]
-    show(flags, result, lambda: "\n".join(lines))
 
 
 @command()

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -32,7 +32,6 @@ NUMBER = int | float | str
 NAMES = str | list[str]
 SETTINGS = dict[str, int | str] | list[str]
 
-Default = TypeVar("Default", int, None)
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -86,13 +85,6 @@ def command(*given: Option) -> Callable[[Callable[[dict[str, Any]], None]], clic
     return apply
 
 
-class _Log(logging.Handler):
-    """Log records as lines on the stderr of the moment."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"infcl-gen: {self.format(record)}", err=True)
-
-
 def settle(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags with those of `--config` filled in, and logging set up. Given flags win over the file's."""
     context = click.get_current_context()
@@ -101,8 +93,6 @@ def settle(flags: dict[str, Any]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise InputError("the current folder was deleted; change to another one") from error
     if flags["config"] is not None:
-        from infcl_gen.inputs.overrides import parse_overrides
-
         config = read_config(flags["config"])
         if "set" in config and "set" in flags:
             merged = dict(parse_overrides(config.pop("set")).pairs) | dict(parse_overrides(flags["set"]).pairs)
@@ -115,8 +105,9 @@ def settle(flags: dict[str, Any]) -> dict[str, Any]:
     context.obj.update(json=flags["json"], verbose=flags["verbose"])
     if flags["quiet"] and flags["verbose"]:
         raise InputError("--quiet: contradicts --verbose; give one of them")
-    logger = logging.getLogger("infcl_gen")
-    logger.handlers = [_Log()]
+    handler, logger = logging.StreamHandler(), logging.getLogger("infcl_gen")
+    handler.setFormatter(logging.Formatter("infcl-gen: %(message)s"))
+    logger.handlers = [handler]
     logger.setLevel(logging.INFO if flags["verbose"] else logging.WARNING)
     return flags
 
@@ -174,20 +165,17 @@ def number(flags: Mapping[str, Any], name: str, default: float, most: float, wha
     return found
 
 
-def count(flags: Mapping[str, Any], name: str, default: Default, low: int, high: int) -> int | Default:
+def count(flags: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
     """A count within limits."""
-    return default if flags[name] is None else _count_within(flag_name(name), flags[name], low, high)
+    flag, value = flag_name(name), flags[name]
+    return default if value is None else check_integer(flag, parse_count(value, flag), low, high)
 
 
 def counts(flags: Mapping[str, Any], name: str, high: int) -> list[int] | None:
     """The counts of a comma-separated text, or of a list from a configuration file; each once, in order."""
     if flags[name] is None:
         return None
-    return list(dict.fromkeys(_count_within(flag_name(name), part, 1, high) for part in parts(flags[name])))
-
-
-def _count_within(flag: str, value: object, low: int, high: int) -> int:
-    return check_integer(flag, parse_count(value, flag), low, high)
+    return list(dict.fromkeys(count({name: part}, name, 1, 1, high) for part in parts(flags[name])))
 
 
 def parts(value: object) -> list[Any]:
@@ -196,22 +184,20 @@ def parts(value: object) -> list[Any]:
 
 
 def result_file(flags: Mapping[str, Any], name: str) -> Path | None:
-    """A file to write at the end of a long run, if it can be written now."""
+    """The file of --output or --plot, which is written at the end of a long run, if it can be written now."""
     if flags[name] is None:
         return None
     flag, path = flag_name(name), Path(check_text(flag_name(name), flags[name])).absolute()
     if path.is_dir():
         raise InputError(f"{flag}: {show(flags[name])} is a folder; give a file in a folder of yours")
     check_folder(flag, path.parent)
+    if name == "output" and path.suffix != ".json":
+        raise InputError(f"{flag}: {path} must end in .json")
+    if name == "plot":
+        from infcl_gen.bench.plots import check_plot
+
+        check_plot(path)
     return path
-
-
-def json_file(flags: Mapping[str, Any]) -> Path | None:
-    """The file of --output, if it can be written now."""
-    output = result_file(flags, "output")
-    if output is not None and output.suffix != ".json":
-        raise InputError(f"--output: {output} must end in .json")
-    return output
 
 
 def command_line(command: str, flags: Mapping[str, Any], names: Sequence[str]) -> str:

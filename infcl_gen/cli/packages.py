@@ -61,7 +61,8 @@ def inspect(flags: dict[str, Any]) -> None:
 )
 def verify(flags: dict[str, Any]) -> None:
     """Re-render a package and compare bytes, then check its numbers on this machine against fp64."""
-    ranks, targets = options.count(flags, "ranks", None, 1, options.MAX_RANKS), _targets(flags["aot"])
+    ranks = None if flags["ranks"] is None else options.count(flags, "ranks", 1, 1, options.MAX_RANKS)
+    targets = None if flags["aot"] is None else _targets(flags["aot"])
     folder = options.directory_name(flags["directory"])
     from infcl_gen.verification.verify import verify_package
 
@@ -95,12 +96,10 @@ def tune(flags: dict[str, Any]) -> None:
     show(flags, outcome.as_dict(), lambda: text.tuning_text(outcome))
 
 
-def _targets(value: object) -> list[str] | None:
+def _targets(value: object) -> list[str]:
     """The architectures of --aot."""
-    if value is None:
-        return None
     known = sorted({profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"})
-    names = [str(name).strip() for name in options.parts(value)]
+    names = dict.fromkeys(str(name).strip() for name in options.parts(value))
     for name in names:
         check_word("--aot", name, tuple(known))
-    return list(dict.fromkeys(names))
+    return list(names)

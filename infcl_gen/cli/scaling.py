@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.bench.results import document
-from infcl_gen.emission import simulate_problem
+from infcl_gen.cli import options, text
+from infcl_gen.cli.group import show
+from infcl_gen.cli.options import COUNTS, command, option
 from infcl_gen.errors import InfeasibleError, InputError
-from infcl_gen.inputs.cluster_file import MAX_DEVICES, ClusterFile, read_cluster
-from infcl_gen.inputs.problem import Problem, make_problem
+from infcl_gen.hardware import resolve_cluster
+from infcl_gen.inputs.cluster_file import MAX_DEVICES, read_cluster
+from infcl_gen.inputs.problem import MAX_BATCH, Problem, make_problem
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.version import __version__
 
@@ -28,6 +30,46 @@ FIGURES = (
     *("bound", "critical_ms", "smallest_budget_bytes", "error"),
 )
 HEADER = ("batch", "devices", "nodes", "transport", "step", "efficiency", "memory/device", "bound by")
+NOTE = "simulated by infcl_gen.planning.timeline from a device profile; nothing here was measured"
+
+
+@command(
+    *(options.loss, options.keys, options.dim),
+    option("--batches", "N,...", "Batch sizes, over all devices [1M,32M].", COUNTS),
+    option("--devices", "N,...", "Devices in all [8 to 4096, doubled; 8 a node].", COUNTS),
+    *options.device,
+    option("--plot", "FILE", "Draw time and efficiency against devices: .svg, .png, .pdf."),
+    option("-o --output", "FILE", "Write the rows to this .json file."),
+)
+def scale(flags: dict[str, Any]) -> None:
+    """Simulate a step on clusters of many sizes: time, efficiency, memory, and what bounds it.
+
+    Each size is planned as `plan` does it, then its schedule runs as events on hosts, kernels, links and network.
+    Nothing is measured, and no GPU is needed. A cluster file gives the devices of a node, and the links.
+    """
+    from infcl_gen.bench.results import document, write_results
+
+    batches = options.counts(flags, "batches", MAX_BATCH) or [1 << 20, 32 << 20]
+    devices = options.counts(flags, "devices", MAX_DEVICES)
+    output, picture = options.result_file(flags, "output"), options.result_file(flags, "plot")
+    names = [name for name in options.PROBLEM if name not in ("batch_size", "devices", "nodes")]
+    problems = clusters({name: flags[name] for name in names}, devices, batches)
+    board = resolve_cluster(problems[0]).profile.name
+    command = options.command_line("scale", flags, (*names, "batches", "devices"))
+    rows = []
+    with options.progress(flags) as progress:
+        for index, problem in enumerate(problems):
+            progress(f"{problem.devices} devices", index, len(problems))
+            rows.append(simulated(problem))
+    versions = {"infcl_gen": __version__, "python": platform.python_version()}
+    result = document(rows, command, board, versions, simulated=True, note=NOTE)
+    if output is not None:
+        write_results(output, result)
+    if picture is not None:
+        plot(rows, picture, f"simulated, not measured: {board}; {command}")
+    table = text.table_text(HEADER, [cells(row) for row in rows])
+    lines = [table, f"simulated for {board}, not measured", *text.wrote(output, picture)]
+    show(flags, result, lambda: "\n".join(lines))
 
 
 def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: Sequence[int]) -> list[Problem]:
@@ -36,7 +78,8 @@ def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: S
     Nodes have as many devices as the cluster file says, else 8. `devices` None: doubled from one node to all nodes of
     the cluster file, else to 4096. Raises InputError for a number that does not fill its nodes.
     """
-    file = read_cluster(flags["cluster"]) if flags.get("cluster") is not None else ClusterFile()
+    given = flags.get("cluster")
+    file = read_cluster({} if given is None else given)
     each = file.devices_per_node or DEVICES_PER_NODE
     if devices is None:
         last = min(MAX_DEVICES, each * file.nodes if file.nodes else max(UP_TO, each))
@@ -62,6 +105,8 @@ def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: S
 
 def simulated(problem: Problem) -> dict[str, Any]:
     """One row."""
+    from infcl_gen.emission import simulate_problem
+
     row: dict[str, Any] = {"loss": problem.loss, "batch": problem.batch_size}
     row |= {name: getattr(problem, name) for name in ("dim", "dtype", "devices", "nodes")} | dict.fromkeys(FIGURES)
     try:
@@ -78,13 +123,6 @@ def simulated(problem: Problem) -> dict[str, Any]:
         "critical_ms": {name: _ms(time_s) for name, time_s in step.critical_s.items()},
         "smallest_budget_bytes": plan.smallest_budget_bytes,
     }
-
-
-def results(rows: Sequence[dict[str, Any]], command: str, board: str) -> dict[str, Any]:
-    """What is written to a file: as measurements are, and marked as none."""
-    note = "simulated by infcl_gen.planning.timeline from a device profile; nothing here was measured"
-    versions = {"infcl_gen": __version__, "python": platform.python_version()}
-    return document(rows, command, board, versions, simulated=True, note=note)
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -108,28 +146,23 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
     from infcl_gen.bench.plots import frame, save
 
-    batches = sorted({row["batch"] for row in rows})
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for axis, what, unit in (
-        (left, "step_ms", "ms, forward + backward (simulated)"),
-        (right, "efficiency", "of the same work without communication"),
-    ):
-        for number, batch in enumerate(batches):
-            points = [row for row in rows if row["batch"] == batch and row["error"] is None]
-            points.sort(key=lambda row: row["devices"])
-            name = f"batch {batch >> 20}M" if batch % 2**20 == 0 else f"batch {batch}"
-            axis.plot(
-                [row["devices"] for row in points], [row[what] for row in points],
-                color=f"C{number % 10}", marker="o", markersize=3, linewidth=2, label=name,
-            )  # fmt: skip
-            bound = None
-            for row in points:
-                if row["bound"] != bound:
-                    bound = row["bound"]
-                    axis.annotate(bound, (row["devices"], row[what]), fontsize=7, color=f"C{number % 10}",
-                                  xytext=(3, 4), textcoords="offset points")  # fmt: skip
-        frame(axis, "devices", unit, {row["devices"]: str(row["devices"]) for row in rows})
+    for number, batch in enumerate(sorted({row["batch"] for row in rows})):
+        points = [row for row in rows if row["batch"] == batch and row["error"] is None]
+        points.sort(key=lambda row: row["devices"])
+        name, color = f"batch {batch >> 20}M" if batch % 2**20 == 0 else f"batch {batch}", f"C{number % 10}"
+        bounds = [None, *(row["bound"] for row in points)]
+        for axis, what in ((left, "step_ms"), (right, "efficiency")):
+            line = [row["devices"] for row in points], [row[what] for row in points]
+            axis.plot(*line, color=color, marker="o", markersize=3, linewidth=2, label=name)
+            for before, row in zip(bounds, points, strict=False):
+                if row["bound"] != before:
+                    beside = {"xytext": (3, 4), "textcoords": "offset points"}
+                    axis.annotate(row["bound"], (row["devices"], row[what]), fontsize=7, color=color, **beside)
+    sizes = {row["devices"]: str(row["devices"]) for row in rows}
+    frame(left, "devices", "ms, forward + backward (simulated)", sizes)
+    frame(right, "devices", "of the same work without communication", sizes)
     left.set_yscale("log")
     right.set_ylim(0, 1.05)
     left.legend(fontsize=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,11 @@ def plan_text(plan: Plan) -> str:
     problem = plan.problem
     sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
     devices = f"{plan.world_size} device" + ("s" if plan.world_size > 1 else "")
-    title = f"{problem.loss}: {sizes}, on {devices} ({plan.target}); strategy {plan.strategy}"
-    blocks = [(name, _block_text(block)) for name, block in plan.blocks.items()]
+    reasons = [(str(r.level), r.decision, r.why) for r in plan.reasons]
+    blocks = [
+        (name, f"{b.rows} rows x {b.keys} keys x {b.depth} deep, {b.warps} warps, {b.stages} stages")
+        for name, b in plan.blocks.items()
+    ]
     buffers = [
         (b.name, b.phase, bytes_text(b.bytes), "x".join(map(str, b.shape)), b.dtype, b.why) for b in plan.buffers
     ]
@@ -75,63 +78,51 @@ def plan_text(plan: Plan) -> str:
         (p.name, time_text(p.time_s), p.bound, count_text(p.flops) + "FLOP", bytes_text(round(p.bytes)))
         for p in plan.phases
     ]
-    allowed = f"a budget of {bytes_text(plan.allowed_bytes)}"
-    if problem.memory_budget_bytes is None:
-        allowed += f" (auto: a part of {problem.device_profile}'s memory)"
+    automatic = f" (auto: a part of {problem.device_profile}'s memory)" * (problem.memory_budget_bytes is None)
     queued = f", {time_text(plan.predicted_queued_s)} behind other work" * bool(plan.blocks)
     parts = [
-        title,
-        "Tiles\n" + table_text(("level", "decision", "why"), [(str(r.level), r.decision, r.why) for r in plan.reasons]),
-        "Blocks\n" + table_text(("kernel", "block"), blocks) if blocks else "",
+        f"{problem.loss}: {sizes}, on {devices} ({plan.target}); strategy {plan.strategy}",
+        "Tiles\n" + table_text(("level", "decision", "why"), reasons),
+        *["Blocks\n" + table_text(("kernel", "block"), blocks)] * bool(blocks),
         "Memory per device, beyond the inputs\n"
         + table_text(("buffer", "phase", "size", "shape", "dtype", "why"), buffers)
-        + f"\npeak {bytes_text(plan.predicted_peak_bytes)} of {allowed}"
+        + f"\npeak {bytes_text(plan.predicted_peak_bytes)} of a budget of {bytes_text(plan.allowed_bytes)}{automatic}"
         + f"; smallest budget for this problem {bytes_text(plan.smallest_budget_bytes)}"
         + f"; largest batch for this budget {plan.largest_batch}",
         "Time\n"
         + table_text(("phase", "time", "bound by", "work", "traffic"), phases)
-        + f"\npredicted {time_text(plan.predicted_time_s)} for forward and backward"
-        + queued,
+        + f"\npredicted {time_text(plan.predicted_time_s)} for forward and backward{queued}",
     ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _block_text(block: Any) -> str:
-    tile = f"{block.rows} rows x {block.keys} keys x {block.depth} deep"
-    return f"{tile}, {block.warps} warps, {block.stages} stages"
+    return "\n\n".join(parts)
 
 
 def package_text(
     spec: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], missing: Sequence[str] = ()
 ) -> str:
-    parts = []
+    parts = [table_text((), [(key, _cell(value)) for key, value in spec.items() if not isinstance(value, Mapping)])]
     for key, value in spec.items():
         if isinstance(value, Mapping):
             parts.append(f"{key}\n" + table_text((), list(_flatten(value))))
-            parts += [
-                f"{key}: {name}\n" + table_text(tuple(items[0]), [[_cell(item[c]) for c in items[0]] for item in items])
-                for name, items in value.items()
-                if _is_table(items)
-            ]
-    scalars = [(key, _cell(value)) for key, value in spec.items() if not isinstance(value, Mapping)]
-    parts.insert(0, table_text((), scalars))
+            for name, items in value.items():
+                if _is_table(items):
+                    rows = [[_cell(item[column]) for column in items[0]] for item in items]
+                    parts.append(f"{key}: {name}\n" + table_text(tuple(items[0]), rows))
     if kernels:
-        rows = [(kernel["name"], str(kernel["line"]), kernel["summary"]) for kernel in kernels]
-        parts.append("kernels\n" + table_text(("kernel", "line", "what it does"), rows))
+        lines = [(kernel["name"], str(kernel["line"]), kernel["summary"]) for kernel in kernels]
+        parts.append("kernels\n" + table_text(("kernel", "line", "what it does"), lines))
     parts.append("files\n" + table_text((), [(path, str(size)) for path, size in sizes.items()]))
     if missing:
         parts.append(f"partial: cannot be imported; left out: {', '.join(missing)}")
     return "\n\n".join(parts)
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Its scalars, by their paths."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            rows += _flatten(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         elif not _is_table(value):
-            rows.append((f"{prefix}{key}", _cell(value)))
-    return rows
+            yield f"{prefix}{key}", _cell(value)
 
 
 def _is_table(value: object) -> bool:
