@@ -13,15 +13,15 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import infcl_gen
 from infcl_gen.bench.measure import measure_point
 from infcl_gen.bench.point import point_of
 from infcl_gen.bench.results import RESULTS
+from infcl_gen.cli.text import table_text
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InfclError
+from infcl_gen.inputs.text import bytes_text
 from infcl_gen.verification.properties import DTYPES
 from infcl_gen.verification.verify import verify_package
 
@@ -47,47 +47,43 @@ def main(output: Path) -> None:
 
 def demo(output: Path) -> bool:
     """Run the demonstration, print its tables, and return whether all errors are within what is allowed."""
-    console = Console(width=100, highlight=False)
     flags: dict[str, Any] = GPU_PROBLEM if torch.cuda.is_available() else CPU_PROBLEM
     started = time.perf_counter()
     plan = infcl_gen.plan(**flags)
     folder = infcl_gen.generate(plan.problem, output / f"clip_{plan.target}", force=True)
     import_package(folder)
-    console.print(f"planned, generated and imported in {time.perf_counter() - started:.1f} s: {folder}")
-    console.print(
+    print(f"planned, generated and imported in {time.perf_counter() - started:.1f} s: {folder}")
+    print(
         f"clip, batch {flags['batch_size']}, D {flags['dim']}, {flags['dtype']}, strategy {plan.strategy} on "
         f"{plan.problem.device_profile}: panels of {plan.panel_rows} x {plan.panel_keys}"
     )
 
     batch = min(flags["batch_size"], CHECKED_ROWS)
     ours, plain = measured(folder, batch, rounds=1, errors=True)
-    table = Table("relative error against fp64", *RESULTS, title=f"errors at batch {batch}")
+    lines = []
     for name, row in (("plain torch, same dtype", plain), ("package", ours)):
         errors = row["err"] or {}
-        table.add_row(name, *(f"{errors[each]:.1e}" if each in errors else "-" for each in RESULTS))
-    console.print(table)
+        lines.append((name, *(f"{errors[each]:.1e}" if each in errors else "-" for each in RESULTS)))
+    print(table_text((f"relative error against fp64, batch {batch}", *RESULTS), lines))
     passed = ours["error"] is None and within(ours["err"], plain["err"], DTYPES[plan.dtype])
 
     ours, plain = measured(folder, flags["batch_size"], rounds=ROUNDS, errors=False)
-    title = f"cost at batch {flags['batch_size']}"
-    table = Table("forward + backward", f"time, median of {ROUNDS}", "memory", title=title)
-    table.add_row("plan", f"{plan.predicted_time_s * 1e3:.1f} ms", _mib(plan.predicted_peak_bytes))
+    lines = [("plan", f"{plan.predicted_time_s * 1e3:.1f} ms", bytes_text(plan.predicted_peak_bytes))]
     for name, row in (("package, measured", ours), ("plain torch, measured", plain)):
-        figures = (row["error"], "") if row["error"] else (f"{row['median_ms']:.1f} ms", _mib(row["peak_bytes"]))
-        table.add_row(name, *figures)
-    console.print(table)
+        taken = (row["error"], "") if row["error"] else (f"{row['median_ms']:.1f} ms", bytes_text(row["peak_bytes"]))
+        lines.append((name, *taken))
+    title = f"forward + backward, batch {flags['batch_size']}"
+    print(table_text((title, f"time, median of {ROUNDS}", "memory"), lines))
 
     if not torch.cuda.is_available():
-        ring = output / "clip_ring"
-        spread = infcl_gen.generate(output=ring, force=True, devices=2, set={"transport": "ring"}, **flags)
+        spread = infcl_gen.generate(
+            output=output / "clip_ring", force=True, devices=2, set={"transport": "ring"}, **flags
+        )
         rows = verify_package(spread, ranks=2, examples=RING_EXAMPLES)
         passed = passed and all(row["passed"] for row in rows)
-        console.print(f"verify --ranks 2: {rows[-1]['check']}: {rows[-1]['detail']}")
-    good, bad = (
-        "all errors are within twice those of plain torch, plus a few roundings",
-        "FAILED: an error is too large",
-    )
-    console.print(f"package: {folder}\n{good if passed else bad}")
+        print(f"verify --ranks 2: {rows[-1]['check']}: {rows[-1]['detail']}")
+    good = "all errors are within twice those of plain torch, plus a few roundings"
+    print(f"package: {folder}\n{good if passed else 'FAILED: an error is too large'}")
     return passed
 
 
@@ -102,10 +98,6 @@ def within(errors: dict[str, float], plain: dict[str, float], dtype: torch.dtype
     """Each error at most twice plain torch's plus a few roundings; NaN never is."""
     allowance = ALLOWED_ROUNDINGS * torch.finfo(dtype).eps
     return all(errors[name] <= ALLOWED_RATIO * plain[name] + allowance for name in RESULTS)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
 
 
 if __name__ == "__main__":

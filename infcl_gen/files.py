@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -24,16 +25,12 @@ _UNFINISHED = ".infcl-gen-"  # in the names of folders that are being written, o
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file at once: a reader sees what was there before, or all of `content`. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as stream:
-            _write_synced(stream, content)
-            os.fchmod(stream.fileno(), 0o644)  # mkstemp's files are private
+        _write_synced(temporary, content)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
@@ -44,19 +41,14 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(target)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}{_UNFINISHED}", dir=target.parent))
+    fresh = target.with_name(f".{target.name}{_UNFINISHED}{secrets.token_hex(4)}")
+    fresh.mkdir()
     claim = os.open(fresh, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # where folders cannot be locked none is taken for left behind
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        umask = os.umask(0)
-        os.umask(umask)
-        fresh.chmod(0o777 & ~umask)  # mkdtemp's folders are private
         for path, content in contents.items():
-            file = fresh / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(file, "wb") as stream:
-                _write_synced(stream, content)
+            _write_synced(fresh / path, content)
         for inner in sorted({fresh, *((fresh / path).parent for path in contents)}):
             _sync_folder(inner)
         _rename_into_place(fresh, target)
@@ -149,7 +141,7 @@ def _rename_into_place(fresh: Path, target: Path) -> None:
     if not target.exists() or not any(target.iterdir()):
         os.rename(fresh, target)  # POSIX: an empty folder is replaced
     else:
-        retired = Path(tempfile.mkdtemp(prefix=f".{target.name}{_UNFINISHED}", dir=target.parent))
+        retired = fresh.with_name(f"{fresh.name}-retired")
         os.rename(target, retired)
         try:
             os.rename(fresh, target)
@@ -160,10 +152,12 @@ def _rename_into_place(fresh: Path, target: Path) -> None:
     _sync_folder(target.parent)
 
 
-def _write_synced(stream: Any, content: bytes) -> None:
-    stream.write(content)
-    stream.flush()
-    os.fsync(stream.fileno())
+def _write_synced(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -31,6 +31,7 @@ What is NaN or infinite in the oracle must be the same in the result, and nothin
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -86,8 +87,7 @@ def failures(rows: list[GateRow]) -> str:
 def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
-        shapes = f"{tuple(value.shape)} for {tuple(reference.shape)}"
-        return GateRow(name, False, 0.0, f"{name}: wrong shape {shapes}")
+        return GateRow(name, False, 0.0, f"{name}: wrong shape {tuple(value.shape)} for {tuple(reference.shape)}")
     finite = reference.isfinite()
     same = torch.where(reference.isnan(), value.isnan(), value == reference)
     if not bool((same | finite).all()) or not bool(value[finite].isfinite().all()):
@@ -106,14 +106,12 @@ def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Te
     tolerances = PLAIN_FACTOR * credited + BOUND_FACTOR * norms(bound)
     bad = ~(errors <= tolerances)  # so that NaN is bad
     size = float(norms(reference)[0]) or 1.0
-    error, tolerance, plain_error = (float(each[0]) / size for each in (errors, tolerances, plain_errors))
-    detail = f"{name}: error {error:.2e}, allowed {tolerance:.2e}, plain torch {plain_error:.2e}"
+    error, tolerance, of_plain = (float(each[0]) / size for each in (errors, tolerances, plain_errors))
+    detail = f"{name}: error {error:.2e}, allowed {tolerance:.2e}, plain torch {of_plain:.2e}"
     if bool(bad.any()) and not bad[0]:
         beyond = (errors / tolerances)[1:].nan_to_num(math.inf)
-        detail += (
-            f"; {int(bad[1:].sum())} of {len(beyond)} rows beyond their own tolerance, row {int(beyond.argmax())} "
-            f"by {float(beyond.max()):.1f} times"
-        )
+        detail += f"; {int(bad[1:].sum())} of {len(beyond)} rows beyond their own tolerance"
+        detail += f", row {int(beyond.argmax())} by {float(beyond.max()):.1f} times"
     return GateRow(name, not bool(bad.any()), error / tolerance if tolerance else 0.0, detail)
 
 
@@ -174,13 +172,12 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     alike = (probability * product).sum().abs() + (g * product)[at_positives].sum().abs()
     rounding = (g * product).abs().sum().minimum(alike + spread)
     dscale = factor * ((dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum() + rounded * rounding)
-    positive = torch.zeros_like(g)
-    positive[at_positives] = g[at_positives]
+    positive = torch.zeros_like(g).index_put(at_positives, g[at_positives])
     sums = (slope * g, slope * probability, slope * positive, slope * dg)
     bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
     tiny = out.smallest_normal * out.eps / 2
-    dq = _sum_bound(*sums, other=k, accumulation=accumulation, unit=rounded)
-    dk = _sum_bound(*(part.T for part in sums), other=q, accumulation=accumulation, unit=rounded)
+    dq = _sum_bound(sums, k, accumulation, rounded)
+    dk = _sum_bound((part.T for part in sums), q, accumulation, rounded)
     dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
     bound = LossAndGrads(
         loss=dloss / len(q),
@@ -196,15 +193,15 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     return bound, magnitude
 
 
-def _sum_bound(
-    g: Tensor, probability: Tensor, positive: Tensor, dg: Tensor, *, other: Tensor, accumulation: float, unit: float
-) -> Tensor:
-    """The error of g @ other (slopes included), when g is wrong by dg and rounded to `unit`.
+def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float) -> Tensor:
+    """The error of g @ other, of g, its probabilities and positives, and dg (slopes included): g is wrong by dg and
+    rounded to `unit`.
 
     Roundings of different elements are independent and add up as a root of squares, except for equal rows of `other`,
     and for elements that are nearly equal, as probabilities at a small scale and positives are: these amount to a
     factor of their sum. It is never more than the sum of all.
     """
+    g, probability, positive, dg = sums
     size = g.abs() @ other.abs()
     spread = (g.square() @ other.square()).sqrt() * math.sqrt(_most_alike(other))
     rounding = size.minimum((probability @ other).abs() + (positive @ other).abs() + spread)

@@ -104,9 +104,8 @@ def races(ptx: str, warps: int) -> list[str]:
             found |= {(write.line, read.line) for write, read in _conflicts(writer, reader)}
         if not any(thread.guesses for thread in threads):
             break
-    return [
-        f"PTX line {write} overwrites what the product of line {read} may still read" for write, read in sorted(found)
-    ]
+    words = "PTX line {} overwrites what the product of line {} may still read"
+    return [words.format(*lines) for lines in sorted(found)]
 
 
 def _conflicts(writer: Thread, reader: Thread) -> Iterator[tuple[Write, Read]]:
@@ -124,9 +123,8 @@ def _conflicts(writer: Thread, reader: Thread) -> Iterator[tuple[Write, Read]]:
         for read in reader.reads[first:]:
             if read.issued > write.at:
                 break
-            if not over(read, write.at) and any(
-                start < write.stop and write.start < stop for start, stop in read.ranges
-            ):
+            meet = any(start < write.stop and write.start < stop for start, stop in read.ranges)
+            if meet and not over(read, write.at):
                 yield write, read
 
 
@@ -223,20 +221,14 @@ def _bytes(item: Instruction) -> int:
 def _sized(writes: list[Write]) -> list[Write]:
     """Tiles reach up to the next one, or as far as those that one instruction writes are apart, if that is less."""
     tiles = [write for write in writes if write.start == write.stop]
-    sizes = dict(_gaps({tile.start for tile in tiles}))
+    every = sorted({tile.start for tile in tiles})
+    sizes = {start: after - start for start, after in itertools.pairwise(every)}
     for line in {tile.line for tile in tiles}:
-        starts = {tile.start for tile in tiles if tile.line == line}
-        apart = min((gap for _, gap in _gaps(starts)), default=0)
+        starts = sorted({tile.start for tile in tiles if tile.line == line})
+        apart = min((after - start for start, after in itertools.pairwise(starts)), default=0)
         sizes |= {start: min(sizes.get(start, apart), apart) for start in starts if apart}
-    return [
-        write if write.start < write.stop else write._replace(stop=write.start + sizes.get(write.start, 16))
-        for write in writes
-    ]
-
-
-def _gaps(starts: set[int]) -> list[tuple[int, int]]:
-    """(start, distance to the next one)."""
-    return [(start, after - start) for start, after in itertools.pairwise(sorted(starts))]
+    whole = {tile: tile._replace(stop=tile.start + sizes.get(tile.start, 16)) for tile in tiles}
+    return [whole.get(write, write) for write in writes]
 
 
 def _ranges(item: Instruction, values: Values) -> tuple[tuple[int, int], ...]:
