@@ -15,19 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from infcl_gen.bench.measure import measure_point
 from infcl_gen.bench.peers import Peer
 from infcl_gen.bench.point import Point, point_of
 from infcl_gen.bench.results import Rows
-from infcl_gen.bench.ring import TIMEOUT_S, measure_ring
 from infcl_gen.emission import read_package
-from infcl_gen.errors import ToolchainError
+from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import timing_lock
-from infcl_gen.processes import Answer, Requests, Worker
+from infcl_gen.processes import Answer, Requests, Worker, run_ranks
 
 # For the worker to import torch and to prepare a point, which is nobody's turn: 3 s on an idle machine, and
 # more than 120 were seen on one with two cores amid a whole test-suite. That is no reason to measure nothing.
 START_S = 600.0
+RING_S = 600.0
 _KINDS = ("packages", "peers")
 _LOG = logging.getLogger("infcl_gen")
 
@@ -103,14 +105,24 @@ class Contest(contextlib.ExitStack):
         return [found[name] for name in point.contestants]
 
     def ring(self, packages: Sequence[Path], ranks: int, only: Sequence[str] | None = None, once: bool = False) -> Rows:
-        """The rows of everybody at the packages' batch sizes on several devices, as `measure_ring` says and raises.
-        Peers are measured beside the first package for a batch."""
+        """The rows of everybody at the packages' batch sizes on several devices, peers beside the first package for a
+        batch; `once`: of one step of each package. Raises InputError for packages with other keys than queries,
+        ToolchainError without the GPUs or if a rank fails."""
         points: list[Point] = []
         for folder in packages:
             point = self.point([folder], None, only, ranks)
+            if point.keys != point.batch:
+                raise InputError(f"--keys: rings are measured with a key for each query; {folder} has {point.keys}")
             compared = any(point.batch == other.batch for other in points)
             points.append(dataclasses.replace(point, peers=()) if compared else point)
-        return measure_ring(points, self.limits.silent_s if once else TIMEOUT_S, once)
+        if point.device == "cuda" and (gpus := torch.cuda.device_count()) < ranks:
+            raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {gpus} are here")
+        timeout_s = self.limits.silent_s if once else RING_S
+        # A rank of one long step waits for the others as long as all may take.
+        job = {"points": list(map(dataclasses.asdict, points)), "once": once, "timeout_s": timeout_s if once else 120.0}
+        with timing_lock(point.target, 2 * timeout_s):
+            rows: Rows = run_ranks("infcl_gen.bench.ring:measure_rank", job, ranks, timeout_s)[0]
+        return rows
 
     def _started(self) -> Worker:
         scratch = self.enter_context(tempfile.TemporaryDirectory(prefix="infcl-gen-bench-"))

@@ -1,8 +1,7 @@
-"""A point, measured in one process: everybody's memory and errors, then times in turns, then rows.
+"""A point, measured in one process: everybody alone (memory, errors), then in turns (times), on the same features.
 
-Everybody computes with the same features, first alone (memory, errors), then in turns, one run of each per round, so
-that a ratio of times comes from one run. On a GPU everybody runs twice a round, or until the host is ahead: `median_ms`
-begins on an idle device, `queued_ms` behind other work (`timing`).
+One run of each per round, so that a ratio of times comes from one run; on a GPU two: `median_ms` begins on an idle
+device, `queued_ms` behind other work (`timing`).
 """
 
 from __future__ import annotations

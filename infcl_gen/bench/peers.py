@@ -148,7 +148,8 @@ def _inf_cl(inputs: Inputs) -> LossFunction:
     head_dim = next((size for size in (256, 128, 64, 32, 16) if dim % size == 0), None)
     if head_dim is None:
         raise ValueError(f"D = {dim} is not a multiple of 16, its smallest head_dim")
-    return _each_way(inputs, lambda a, b: cal_flash_loss(a, b, inputs.labels, inputs.scale, head_dim=head_dim).mean())
+    each = partial(cal_flash_loss, labels=inputs.labels, scale=inputs.scale, head_dim=head_dim)
+    return _each_way(inputs, lambda a, b: each(a, b).mean())
 
 
 def _inf_cl_on_ranks(inputs: Inputs, rank: int, ranks: int) -> LossFunction:

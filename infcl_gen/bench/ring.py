@@ -1,7 +1,7 @@
 """A point, measured on several devices: packages with and without their communication, and peers that run there.
 
-`measure_ring` starts a process for each rank; they run all points one after the other, everybody in turns as in
-`measure`, and the time of a run is that of its slowest rank. A package is measured three times:
+Each rank is a process that runs all points one after the other, everybody in turns as in `measure`. The time of a run
+is that of its slowest rank. A package is measured three times:
 
     infcl                       as it is
     infcl, no overlap           each transfer is waited for where it starts
@@ -14,7 +14,6 @@ Rows are those of `bench`, with `ranks` > 1, the global `batch`, the largest pea
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,33 +28,10 @@ from infcl_gen.bench.point import Inputs, Point, Step, step_of, training_step
 from infcl_gen.bench.results import Rows, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
-from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.files import timing_lock
-from infcl_gen.processes import Seat, run_ranks
+from infcl_gen.processes import Seat
 from infcl_gen.verification.memory import PeakMeter
 
-TIMEOUT_S = 600.0
 HOW = {"infcl": None, "infcl, no overlap": "no overlap", "infcl, no communication": "no communication"}
-
-
-def measure_ring(points: Sequence[Point], timeout_s: float = TIMEOUT_S, once: bool = False) -> Rows:
-    """A row of everybody at points of one package each, with peers that have `on_ranks`; all on as many devices.
-
-    Raises InputError for packages with other keys than queries, ToolchainError without the GPUs or if a rank fails.
-    """
-    for point in points:
-        if point.keys != point.batch:
-            raise InputError(
-                f"--keys: rings are measured with a key for each query; {point.packages[0]} has {point.keys}"
-            )
-    ranks, gpus = points[0].ranks, torch.cuda.device_count()
-    if gpus < ranks and points[0].device == "cuda":
-        raise ToolchainError(f"--ranks: {ranks} GPUs are needed, and {gpus} are here")
-    # A rank of one long step waits for the others as long as all may take.
-    job = {"points": list(map(dataclasses.asdict, points)), "once": once, "timeout_s": timeout_s if once else 120.0}
-    with timing_lock(points[0].target, 2 * timeout_s):
-        rows: Rows = run_ranks("infcl_gen.bench.ring:measure_rank", job, ranks, timeout_s)[0]
-    return rows
 
 
 def measure_rank(job: dict[str, Any], seat: Seat) -> Rows:

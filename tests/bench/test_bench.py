@@ -365,7 +365,9 @@ def test_who_computes_another_loss_is_absent_there_only(
         assert contest.point([infonce]).peers == ("torch",)
         assert contest.absent == {"memeff": "does not compute infonce"}
         assert contest.point([package]).peers == ("memeff", "torch")
-    monkeypatch.setattr("infcl_gen.bench.contest.measure_ring", lambda points, *_: [point.peers for point in points])
+    monkeypatch.setattr(
+        "infcl_gen.bench.contest.run_ranks", lambda task, job, *_: [[p["peers"] for p in job["points"]]]
+    )
     made = {loss: tmp_path / loss for loss in ("clip", "infonce")}
     for loss, folder in made.items():
         infcl_gen.generate(output=folder, **SMALL, loss=loss, devices=2)

@@ -1,7 +1,6 @@
 """Campaigns: files that say what is measured, and outputs that grow."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +120,16 @@ def test_a_memory_plan_that_does_not_hold_is_told(
 
 @pytest.mark.parametrize("measure", ["rings", "large"])
 def test_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
-    """What is asked of `measure_ring`, which has tests of its own."""
+    """What is asked of the ranks, which have tests of their own."""
     asked: list[Any] = []
 
-    def measured(points: Sequence[Point], timeout_s: float, once: bool) -> Rows:
-        asked.append((points, timeout_s, once))
+    def measured(task: str, job: dict[str, Any], ranks: int, timeout_s: float) -> list[Rows]:
+        points = [Point(**point) for point in job["points"]]
+        asked.append((points, timeout_s, job["once"]))
         row = {**points[0].row(points[0].packages[0]), "transport": "ring"}
-        return [{**row, "error": "not finite"} if measure == "large" else row]
+        return [[{**row, "error": "not finite"} if measure == "large" else row]] * ranks
 
-    monkeypatch.setattr("infcl_gen.bench.contest.measure_ring", measured)
+    monkeypatch.setattr("infcl_gen.bench.contest.run_ranks", measured)
     ways = 'set = [{ transport = "ring" }, { transport = "gather" }]\nagainst = ["inf_cl"]\n'
     file = write(tmp_path, f"[[points]]\nbatch_size = 64\ndevices = 2\n{ways}{POINT}", "silent_s = 9", measure)
     monkeypatch.setattr("infcl_gen.bench.peers.Peer.absent", lambda peer, loss: f"{peer.name} is not installed")

@@ -116,6 +116,6 @@ def test_what_cannot_be_measured_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         measured([gpu])
     with pytest.raises(InputError, match="with a key for each query"):
         measured([package(tmp_path / "keys", loss="infonce", keys=64)])
-    monkeypatch.setattr("infcl_gen.bench.contest.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("infcl_gen.bench.contest.RING_S", 0.1)
     with pytest.raises(ToolchainError, match=r"not finished after 0\.1 s"):
         measured([package(tmp_path / "d")])
