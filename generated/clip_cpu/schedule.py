@@ -35,27 +35,22 @@ FORWARD_ROWS, FORWARD_KEYS = 2048, 2048  # panel of the forward sweep
 PANEL_ROWS, PANEL_KEYS = 2048, 2048  # panel of the backward sweep
 FINISH_ROWS = PANEL_ROWS  # rows per partial sum of dscale
 STRIP_ROWS = 64  # rows at a time for an expression that needs temporaries
+LOGIT_ROWS = PANEL_ROWS  # of a panel, for its softmaxes
 LIBRARY_MULTIPLE = 1  # sums for dk have room for whole ones
 # Kept of each query's positive: z, then exponent and term, as a wide float, in each sum that holds it.
 POSITIVE_PARTS = 5
 GRADIENT_EXPONENT = 0  # gradients of logits are float32 here: no scaling against underflow
 
 
-def stash_shape(m: int, n: int) -> None:
-    """This strategy keeps no part of the matrix between forward and backward."""
-    return None
+def stash_shape(*_: object) -> None:
+    """Nothing is kept between blocks: no part of the matrix, and a block's panels are gone when it is done."""
 
 
-def forward_scratch(q: Tensor, most_keys: int) -> None:
-    """Nothing: a block's panels are gone when it is done."""
+forward_scratch = backward_scratch = stash_shape
 
 
 def forward_block(
-    block: Block,
-    scratch: None,
-    fresh_queries: bool = False,
-    fresh_keys: bool = False,
-    stash: Tensor | None = None,
+    block: Block, scratch: None, fresh_queries: bool = False, fresh_keys: bool = False, stash: Tensor | None = None,
     arrive: Callable[[], None] | None = None,
 ) -> None:
     """Merges every logit of the block into its statistics, and notes the positives found here.
@@ -71,10 +66,10 @@ def forward_block(
     panels = Panels(block.q, block.k, FORWARD_ROWS, FORWARD_KEYS)
     for i in range(0, m, FORWARD_ROWS):
         own = block.panel(i, FORWARD_ROWS, 0, n)
-        q = panels.queries(own.q)
+        q = converted(own.q, panels.q)
         for j in range(0, n, FORWARD_KEYS):
             part = own.panel(0, FORWARD_ROWS, j, FORWARD_KEYS)
-            z, e = panels.products(q, panels.keys(part.k))
+            z, e = panels.products(q, converted(part.k, panels.k))
             row, column = positive_places(part)
             part.positive[0, row] = z[row, column]
             x2 = logits_(z, part.scale, part.bias)
@@ -109,19 +104,9 @@ def loss_terms(block: Block, weight: float) -> Tensor:
     return total.to(STATISTICS_DTYPE)
 
 
-def backward_scratch(rows: int, keys: int, device: torch.device) -> None:
-    """Nothing: a block's panels are gone when it is done."""
-
-
 def backward_block(
-    block: Block,
-    dq: Tensor,
-    dk: Tensor,
-    scratch: None,
-    fresh_dq: bool = False,
-    fresh_dk: bool = False,
-    stash: Tensor | None = None,
-    arrive: Callable[[], None] | None = None,
+    block: Block, dq: Tensor, dk: Tensor, scratch: None, fresh_dq: bool = False, fresh_dk: bool = False,
+    stash: Tensor | None = None, arrive: Callable[[], None] | None = None,
 ) -> None:
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both contiguous float32.
 
@@ -133,12 +118,12 @@ def backward_block(
     panels = Panels(block.q, block.k, PANEL_ROWS, PANEL_KEYS)
     for i in range(0, m, PANEL_ROWS):
         own = block.panel(i, PANEL_ROWS, 0, n)
-        q = panels.queries(own.q)
+        q = converted(own.q, panels.q)
         alone = excess(own.queries, slice(None), own.positive[1:3])
         alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)
         for j in range(0, n, PANEL_KEYS):
             part = own.panel(0, PANEL_ROWS, j, PANEL_KEYS)
-            k = panels.keys(part.k)
+            k = converted(part.k, panels.k)
             z, g = panels.products(q, k)
             softmaxes_(z, g, part)
             # Of a positive p - 1 = (its term - the sum) / the sum: rounded once, 0 where the sum holds nothing else.
@@ -152,13 +137,7 @@ def backward_block(
 
 
 def finish(
-    acc: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    upstream: Tensor,
-    weight: float,
-    out: Tensor,
+    acc: Tensor, x: Tensor, scale: Tensor, bias: Tensor, upstream: Tensor, weight: float, out: Tensor,
     dots: Tensor | None = None,
 ) -> None:
     """Turns sums `acc` (rows, D) into the gradient of x, in `out`, which may be `acc`; acc is overwritten.
@@ -204,12 +183,8 @@ class Panels:
         rows, columns = min(panel_rows, len(q)), min(panel_keys, len(k))
         room = max(rows * columns, rows + columns + LINE)  # also a column of either side, for `products`
         self.z, self.e = (q.new_empty(room, dtype=STATISTICS_DTYPE) for _ in range(2))
-
-    def queries(self, x: Tensor) -> Tensor:
-        return x
-
-    def keys(self, x: Tensor) -> Tensor:
-        return x
+        lengths = (0, 0) if FEATURE_DTYPE == STATISTICS_DTYPE else (rows, columns)  # of what is `converted`
+        self.q, self.k = (q.new_empty(length * DIM, dtype=STATISTICS_DTYPE) for length in lengths)
 
     def products(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """z of a panel, and room of the same shape. Both are contiguous and valid until the next call."""
@@ -234,8 +209,13 @@ class Panels:
 
 
 def packed(x: Tensor, room: Tensor) -> Tensor:
-    """A contiguous copy of x at the start of `room`."""
+    """A contiguous copy of x at the start of `room`, in its dtype."""
     return room[: x.numel()].view(x.shape).copy_(x)
+
+
+def converted(x: Tensor, room: Tensor) -> Tensor:
+    """Features in the statistics dtype: themselves, or a copy in `room`."""
+    return x if FEATURE_DTYPE == STATISTICS_DTYPE else packed(x, room)
 
 
 def logits_(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -245,12 +225,15 @@ def logits_(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def softmaxes_(z: Tensor, g: Tensor, block: Block) -> None:
-    """g = the shares of both sides' softmaxes, of a panel; its x2 takes the place of z."""
-    x2 = logits_(z, block.scale, block.bias)
+    """g = the shares of both sides' softmaxes, of a panel; z becomes x2."""
     query_weight = formulas.QUERY_SHARE / block.queries.mantissa[:, None]
-    torch.sub(x2, block.queries.exponent[:, None], out=g).exp2_().mul_(query_weight)
     key_weight = formulas.KEY_SHARE / block.keys.mantissa
-    g.add_(x2.sub_(block.keys.exponent).exp2_().mul_(key_weight))
+    for first in range(0, len(z), LOGIT_ROWS):
+        strip = slice(first, first + LOGIT_ROWS)
+        x2 = logits_(z[strip], block.scale, block.bias)
+        torch.sub(x2, block.queries.exponent[strip, None], out=g[strip]).exp2_().mul_(query_weight[strip])
+        g[strip].add_(x2.sub_(block.keys.exponent).exp2_().mul_(key_weight))
+        del x2  # its memory is for the terms of the next strip
 
 
 def add_(statistics: Statistics, x2: Tensor, e: Tensor, axis: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7cf4aab6b302440b79de7484d6ecb550cddd6d1321db8ca9f28a4e892d7497cc",
+    "digest": "c501db210d17249acac3797b35a76675dfa035a156eec3109e0d564c5bbde206",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

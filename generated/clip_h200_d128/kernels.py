@@ -554,8 +554,9 @@ def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, que
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
             z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
             visiting = load_block(
-                k, other0, 0, keys, k_row_stride, k_depth_stride,
-                FUSED_WIDE_KEYS, 128, False, WIDEN)
+                k, other0, 0, keys,
+                k_row_stride, k_depth_stride, FUSED_WIDE_KEYS, 128,
+                False, WIDEN)
             z = add_products(z, features, visiting, WIDEN)
             z = z.to(tl.float32)
             other_rows = tl.minimum(columns, keys - 1)
@@ -695,8 +696,9 @@ def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_
             columns = other0 + tl.arange(0, FUSED_WIDE_KEYS)
             z = tl.zeros((FUSED_ROWS, FUSED_WIDE_KEYS), tl.float64 if WIDEN else tl.float32)
             visiting = load_block(
-                q, other0, 0, queries, q_row_stride, q_depth_stride,
-                FUSED_WIDE_KEYS, 128, False, WIDEN)
+                q, other0, 0, queries,
+                q_row_stride, q_depth_stride, FUSED_WIDE_KEYS, 128,
+                False, WIDEN)
             z = add_products(z, features, visiting, WIDEN)
             z = z.to(tl.float32)
             other_rows = tl.minimum(columns, queries - 1)

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "25a1906ee14818bf07ca6bef3237f09cf475b7356d8f89e9f01e1ac3076d70a2",
+    "digest": "93cc655cf61cc9962ecf6e41064bbfa13feef6d81e77fe4df52a2e2cfd296f18",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 from . import kernels
 from ._runtime.launch import INTERPRETED, launch, library_legal, operands, panel, panel_columns
@@ -35,23 +34,18 @@ GRADIENT_STRIPS = 32  # at most, for each block of keys
 GRADIENT_PROGRAMS = 264  # that run at once
 
 
-class ForwardScratch(NamedTuple):
-    """What a forward panel is computed in."""
-
-    row_parts: tuple[Tensor, ...]  # exponents and sums (key blocks, rows)
-    key_parts: tuple[Tensor, ...]  # the same (strips, keys)
-    reference: Tensor  # of each block of keys
-    flags: Tensor  # of each strip, whether its range is wide
-
-
 def forward_scratch(q, most_keys):
     """What forward panels of q and up to so many keys are computed in."""
     rows, keys, device = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS), q.device
     tiles = cdiv(rows, kernels.FORWARD_ROWS.value), cdiv(keys, kernels.FORWARD_KEYS.value)
-    return ForwardScratch(
+    return SimpleNamespace(
+        # exponents and sums (key blocks, rows)
         row_parts=torch.empty(2, tiles[1], rows, dtype=torch.float32, device=device).unbind(),
+        # the same (strips, keys)
         key_parts=torch.empty(2, min(tiles[0], FORWARD_STRIPS), keys, dtype=torch.float32, device=device).unbind(),
+        # of each block of keys
         reference=torch.empty(tiles[1], dtype=torch.float32, device=device),
+        # of each strip, whether its range is wide
         flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
     )
 
@@ -156,22 +150,17 @@ def loss_terms(block, weight):
     return loss
 
 
-class BackwardScratch(NamedTuple):
-    """What backward blocks are computed in."""
-
-    g: Tensor  # of a panel, in whole tiles: no store needs a mask
-    flags: Tensor  # of each strip, whether its range is wide
-    ratios: Tensor  # room for what `_with_ratios` gives
-
-
 def backward_scratch(rows, keys, device):
     """What `backward_block`s of up to so many rows and keys are computed in."""
     panel_rows, panel_keys = min(rows, PANEL_ROWS), min(keys, PANEL_KEYS)
     tiles = cdiv(panel_rows, kernels.GRADIENT_ROWS.value), cdiv(panel_keys, kernels.GRADIENT_KEYS.value)
     shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
-    return BackwardScratch(
+    return SimpleNamespace(
+        # of a panel, in whole tiles: no store needs a mask
         g=torch.empty(shape, dtype=OPERAND_DTYPE, device=device),
+        # of each strip, whether its range is wide
         flags=torch.empty(min(tiles[0], GRADIENT_STRIPS) * tiles[1], dtype=torch.int32, device=device),
+        # room for what `_with_ratios` gives
         ratios=_ratios_scratch(keys, device),
     )
 
@@ -260,14 +249,9 @@ def _add_product(total, g, x, fresh):
         torch.addmm(total, *factors, out_dtype=torch.float32, beta=0 if fresh else 1, out=total)
 
 
-class Ratios(NamedTuple):
-    """Statistics of the other side, and what kernels with one exponential an element take for them."""
-
-    exponent: Tensor
-    mantissa: Tensor
-    ratio: Tensor  # (rows, to whole blocks)
-    reference: Tensor  # of each block
-    lowest: Tensor  # of each block
+class Ratios(SimpleNamespace):
+    """Statistics of the other side, exponent and mantissa, and what kernels with one exponential an element take for
+    them: ratio (rows, to whole blocks), reference and lowest of each block."""
 
     def panel(self, start, rows):
         """Up to `rows` of them from `start` on, which is the first of a block; the ratios of all that follow."""
@@ -275,7 +259,8 @@ class Ratios(NamedTuple):
             return self
         own, blocks = slice(start, start + rows), slice(start // kernels.GRADIENT_KEYS.value, None)
         return Ratios(
-            self.exponent[own], self.mantissa[own], self.ratio[start:], self.reference[blocks], self.lowest[blocks]
+            exponent=self.exponent[own], mantissa=self.mantissa[own], ratio=self.ratio[start:],
+            reference=self.reference[blocks], lowest=self.lowest[blocks],
         )
 
 
@@ -293,7 +278,7 @@ def _with_ratios(statistics, share, scratch):
     launch(kernels.ratios, (blocks,),
         exponent=statistics.exponent, mantissa=statistics.mantissa, ratio=ratio, reference=reference,
         lowest=lowest, count=rows, SHARE=share, ROWS=block, num_warps=4, num_stages=1)
-    return Ratios(*statistics, ratio, reference, lowest)
+    return Ratios(**statistics._asdict(), ratio=ratio, reference=reference, lowest=lowest)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):

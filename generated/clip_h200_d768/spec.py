@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "b137573e6c5123fa69e7913c9e8e11677ca747fea3e8691d590135781385d9b6",
+    "digest": "45ad3565b41287fb005b03d47892992a29c3aba63cb0e1b94ad657ee7a12e05c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d043d6c16073d218608d1b58662b2ccd8c043e9ff805673344d94f0d72870f1d",
+    "digest": "20f72bff062e705e67e6fd1296205868c98766957323f93702c44e7ebc611160",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

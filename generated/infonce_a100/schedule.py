@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 from . import kernels
 from ._runtime.launch import INTERPRETED, launch, library_legal, operands, panel, panel_columns
@@ -35,21 +34,16 @@ GRADIENT_STRIPS = 32  # at most, for each block of keys
 GRADIENT_PROGRAMS = 108  # that run at once
 
 
-class ForwardScratch(NamedTuple):
-    """What a forward panel is computed in."""
-
-    row_parts: tuple[Tensor, ...]  # exponents and sums (key blocks, rows)
-    reference: Tensor  # of each block of keys
-    flags: Tensor  # of each strip, whether its range is wide
-
-
 def forward_scratch(q, most_keys):
     """What forward panels of q and up to so many keys are computed in."""
     rows, keys, device = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS), q.device
     tiles = cdiv(rows, kernels.FORWARD_ROWS.value), cdiv(keys, kernels.FORWARD_KEYS.value)
-    return ForwardScratch(
+    return SimpleNamespace(
+        # exponents and sums (key blocks, rows)
         row_parts=torch.empty(2, tiles[1], rows, dtype=torch.float32, device=device).unbind(),
+        # of each block of keys
         reference=torch.empty(tiles[1], dtype=torch.float32, device=device),
+        # of each strip, whether its range is wide
         flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
     )
 
@@ -141,18 +135,13 @@ def loss_terms(block, weight):
     return loss
 
 
-class BackwardScratch(NamedTuple):
-    """What backward blocks are computed in."""
-
-    g: Tensor  # of a panel, in whole tiles: no store needs a mask
-
-
 def backward_scratch(rows, keys, device):
     """What `backward_block`s of up to so many rows and keys are computed in."""
     panel_rows, panel_keys = min(rows, PANEL_ROWS), min(keys, PANEL_KEYS)
     tiles = cdiv(panel_rows, kernels.GRADIENT_ROWS.value), cdiv(panel_keys, kernels.GRADIENT_KEYS.value)
     shape = tiles[0] * kernels.GRADIENT_ROWS.value, tiles[1] * kernels.GRADIENT_KEYS.value
-    return BackwardScratch(
+    return SimpleNamespace(
+        # of a panel, in whole tiles: no store needs a mask
         g=torch.empty(shape, dtype=OPERAND_DTYPE, device=device),
     )
 

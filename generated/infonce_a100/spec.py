@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "618a757d9f7bfd794dada227af30bbd967fef021d3f9a0d9717cdd1472179b63",
+    "digest": "dadc6ab36bf81e8c3975c11f2d749b46c1998a40b6474c621680942a91498423",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

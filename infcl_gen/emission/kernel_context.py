@@ -44,6 +44,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         }
         for ending, start, width in named_parts(plan.inner_dim)
     ]
+    padded = blocks["fused"].depth if is_fused else 0
     sampled = "a sample (forward) or of the complete statistics (backward)"
     return {
         "name": name,
@@ -67,7 +68,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         # Constants.
         "dim": plan.dim,
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
-        "padded_dim": blocks["fused"].depth if is_fused else 0,
         "split_terms": SPLIT_TERMS,
         "constants": _constants(plan, derivation, profile, unit),
         "part_widths": [part["width"] for part in parts] if is_fused or keeps_keys else [],  # of descriptors
@@ -95,11 +95,17 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         # The parts of the embedding, the sides of fused, and the pieces that are chosen.
         "parts": parts,
         "kept_parts": parts if keeps_keys else [],  # where the forward keeps its keys
+        "whole": [{"name": "", "start": 0, "width": padded, "columns": f"tl.arange(0, {padded})"}],
         "sides": _sides(plan.labels),
         "each_tile": "each_tile_of_kept_keys" if keeps_keys else "each_tile",
         "kept_tile": ("kept_tile_by_descriptor" if plan.descriptors else "kept_tile") if plan.stash else "",
         "stored_tile_of_g": "g_as_halves" if plan.split else "g_as_one",
-        "tile_rows": "GRADIENT_ROWS",  # of a tile of g
+        "each_first_block": "each_block" if plan.labels else "each_first_block",
+        "other_blocks": "" if plan.labels else "other_blocks",
+        # Where a piece is not told otherwise: of a tile of g, of a block that visits, and how features are read.
+        "tile_rows": "GRADIENT_ROWS",
+        "visiting_keys": "FUSED_KEYS",
+        "described": "DESCRIPTORS",
     }
 
 

@@ -142,6 +142,7 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     """The names in torch/schedule.py.jinja; dtypes are torch's names."""
     formulas = derivation.formulas()
+    in_place = "logits_(z[strip], block.scale, block.bias)"
     return {
         "dim": plan.dim,
         "loss_formula": formulas["loss"],
@@ -157,6 +158,11 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if plan.affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
+        "logit_rows": "PANEL_ROWS" if plan.affine else "STRIP_ROWS",
+        "z_after_softmaxes": "becomes x2" if plan.affine else "stays",
+        "x2_of_strip": in_place if plan.affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E",
+        "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * plan.has_keys,
+        "most_terms": "max(len(block.q), len(block.k))" if plan.has_keys else "len(block.q)",
         "forward_rows": plan.forward_rows,
         "forward_keys": plan.forward_keys,
         "panel_rows": plan.panel_rows,

@@ -117,57 +117,56 @@ def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
     return 0, "", False
 
 
-_PAIR = "tuple[Tensor, ...]"
 _WIDE_RANGE = "of each strip, whether its range is wide"
 _RATIOS = "room for what `_with_ratios` gives"
 
 
-def _buffer(name: str, type_: str, note: str, value: str) -> dict[str, str]:
-    """One field of a scratch, and the argument that makes it."""
-    return {"declared": f"{name}: {type_}  # {note}", "made": f"{name}={value},"}
+def _buffer(name: str, note: str, value: str) -> str:
+    """The argument that makes one field of a scratch, below what it is."""
+    return f"# {note}\n        {name}={value},"
 
 
 def _new(shape: str, dtype: str = "torch.float32") -> str:
     return f"torch.empty({shape}, dtype={dtype}, device=device)"
 
 
-_KEPT = _buffer("kept", "tuple[Tensor, Tensor] | None", "tiles and references of this panel, if they are kept", "None")
+_KEPT = _buffer("kept", "tiles and references of this panel, if they are kept", "None")
 
 
-def _forward_buffers(plan: Plan) -> list[dict[str, str]]:
+def _forward_buffers(plan: Plan) -> list[str]:
     strips = "min(tiles[0], FORWARD_STRIPS)"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in ("tiles[1], rows", f"{strips}, keys"))
-    found = [_buffer("row_parts", _PAIR, "exponents and sums (key blocks, rows)", row_parts)]
+    found = [_buffer("row_parts", "exponents and sums (key blocks, rows)", row_parts)]
     if plan.has_keys:
-        found.append(_buffer("key_parts", _PAIR, "the same (strips, keys)", key_parts))
+        found.append(_buffer("key_parts", "the same (strips, keys)", key_parts))
     if not plan.exact:
-        found.append(_buffer("reference", "Tensor", "of each block of keys", _new("tiles[1]")))
-        found.append(_buffer("flags", "Tensor", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32")))
+        found.append(_buffer("reference", "of each block of keys", _new("tiles[1]")))
+        found.append(_buffer("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32")))
     if plan.split:
-        found.append(_buffer("halves", _PAIR, "of the features of queries and keys", "_halves(rows, keys, device)"))
+        found.append(_buffer("halves", "of the features of queries and keys", "_halves(rows, keys, device)"))
     return [*found, _KEPT] if plan.stash else found
 
 
-def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[dict[str, str]]:
+def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[str]:
     strips = "FORWARD_STRIPS" if plan.stash else "GRADIENT_STRIPS"
     shape, what = ("2, *shape", "halves of a panel's") if plan.split else ("shape", "of a panel")
     note = f"{what}, in whole tiles: no store needs a mask"
-    found = [_buffer("g", "Tensor", note, _new(shape, "OPERAND_DTYPE"))]
+    found = [_buffer("g", note, _new(shape, "OPERAND_DTYPE"))]
     if flagged:
         flags = _new(f"min(tiles[0], {strips}) * tiles[1]", "torch.int32")
-        found.append(_buffer("flags", "Tensor", _WIDE_RANGE, flags))
+        found.append(_buffer("flags", _WIDE_RANGE, flags))
     if plan.split:
         made = "_halves(panel_rows, panel_keys, device)"
-        found.append(_buffer("halves", _PAIR, "of the features of queries and keys", made))
+        found.append(_buffer("halves", "of the features of queries and keys", made))
     if plan.stash:
         return [*found, _KEPT]
-    return [*found, _buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(keys, device)")] if ratios else found
+    return [*found, _buffer("ratios", _RATIOS, "_ratios_scratch(keys, device)")] if ratios else found
 
 
-def _fused_buffers(ratios: bool) -> list[dict[str, str]]:
+def _fused_buffers(ratios: bool) -> list[str]:
     flags = _new("cdiv(max(rows, keys), kernels.FUSED_ROWS.value)", "torch.int32")
-    found = [_buffer("positive_g", "Tensor", "of each query", _new("rows"))]
+    found = [_buffer("positive_g", "of each query", _new("rows"))]
     if ratios:
-        found.append(_buffer("flags", "Tensor", "of each block of rows, whether its range is wide", flags))
-        found.append(_buffer("ratios", "Tensor", _RATIOS, "_ratios_scratch(max(rows, keys), device)"))
+        found.append(_buffer("flags", "of each block of rows, whether its range is wide", flags))
+        found.append(_buffer("ratios", _RATIOS, "_ratios_scratch(max(rows, keys), device)"))
     return found
