@@ -1,7 +1,8 @@
 """Processes of `infcl_gen.processes`, forked from one that has imported torch: 2 s less for each.
 
 They are this process's children, and in all else (session, environment, standard streams, exit codes) as if started.
-Their command line is that of the server, and what tests have patched here is not patched there.
+Their command line is that of the server, and what tests have patched here is not patched there. Where Triton
+is to interpret, it is the faster interpreter of tests.kernels.interpreter.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
         sys.path[:0] = [path for path in job["environment"]["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
         sys.argv = ["processes", *job["words"]]
         sys.stdin = os.fdopen(0)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            from tests.kernels.interpreter import accelerate
+
+            accelerate()
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
         processes.main()
         code = 0

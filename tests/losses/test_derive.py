@@ -37,14 +37,8 @@ from infcl_gen.losses.language import (
     z,
 )
 from infcl_gen.losses.printers import c, p, r, x
+from tests.losses.specs import DERIVABLE, INFONCE_OF, X, spec
 from tests.verification.dense import dense_package
-
-X = scale * z + bias
-INFONCE_OF = lambda logit: mean_over_queries(logsumexp_over_keys(logit) - positive(logit))  # noqa: E731
-
-
-def spec(formula: sympy.Expr, positives: str = "label", name: str = "mine") -> LossSpec:
-    return LossSpec(name, formula, positives)
 
 
 def test_clip() -> None:
@@ -69,24 +63,6 @@ def test_formulas_are_for_people() -> None:
     assert formulas["dq"] == "dq_i = sum_j g_ij * scale * k_j"
     assert set(formulas) >= {"logit", "loss", "dL/dx", "dq", "dk", "dscale", "dbias"}
     assert all(text.isascii() and "\n" not in text for text in formulas.values())
-
-
-DERIVABLE = {
-    "clip": CLIP,
-    "infonce": INFONCE,
-    "weighted_sides": spec(
-        mean_over_queries(logsumexp_over_keys(X) - positive(X)) / 3
-        + 2 * mean_over_keys(logsumexp_over_queries(X) - positive(X)) / 3,
-        "diagonal",
-    ),
-    "keys_only": spec(mean_over_keys(logsumexp_over_queries(X) - positive(X)), "diagonal"),
-    "soft_capped": spec(INFONCE_OF(30 * tanh(scale * z / 30) + bias)),
-    "squared": spec(INFONCE_OF(scale * z - (scale * z) ** 2 / 10)),
-    "no_scale": spec(INFONCE_OF(10 * z)),
-    "scaled_bias": spec(INFONCE_OF(scale * (z + bias))),
-    "not_balanced": spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) / 2)),
-    "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
-}
 
 
 @pytest.mark.parametrize("name", sorted(DERIVABLE))

@@ -9,7 +9,8 @@ from infcl_gen.errors import InputError
 from infcl_gen.losses import BUILTIN_LOSSES, derive, load_loss, spec_as_dict, spec_from_dict
 from infcl_gen.losses.language import LossError
 from infcl_gen.losses.load import parse_formula
-from tests.losses.test_derive import DERIVABLE, ROADMAP
+from tests.losses.specs import DERIVABLE
+from tests.losses.test_derive import ROADMAP
 
 GOOD = """
 from dataclasses import dataclass

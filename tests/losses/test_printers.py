@@ -137,7 +137,7 @@ def test_a_hostile_formula_is_refused(text: str) -> None:
 def test_text_does_not_depend_on_hashing() -> None:
     code = (
         "from infcl_gen.losses import *\n"
-        "from tests.losses.test_derive import DERIVABLE\n"
+        "from tests.losses.specs import DERIVABLE\n"
         "for name, spec in DERIVABLE.items(): print(loss_context(derive(spec)), spec_as_dict(spec))"
     )
     texts = set()

@@ -87,7 +87,7 @@ def _wrong(q, k, scale=1.0, bias=None, **_):
 PLANTED: dict[Settings, tuple[str, str]] = {
     (): (SLOW, "timed|slower"),
     OTHER: ("", "timed"),
-    (("panel_rows", "64"),): (AT_SIZE.format(what="while True: pass"), "hung"),
+    (("panel_rows", "64"),): (AT_SIZE.format(what="import time; time.sleep(1e6)"), "hung"),
     (("panel_rows", "128"),): (
         AT_SIZE.format(what="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
         "crashed",
