@@ -74,7 +74,7 @@ def arguments(*given: str | Argument, inputs: str = "") -> tuple[Argument, ...]:
     """The arguments in this order: names with blanks between them, whose types are the same in every kernel, or as they
     are. Those named in `inputs` are in the features' own dtype, which may be split before it is multiplied.
 
-    Raises KeyError for a name without a type.
+    Raises KeyError for a name without a type: it needs one in `_NAMES`, or an Argument of its own.
     """
     own, found = inputs.split(), list[Argument]()
     for each in given:

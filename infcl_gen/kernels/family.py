@@ -56,7 +56,7 @@ class Tile:
     tuned      whether `infcl-gen tune` tries others
     described  whether its kernels read features through tensor descriptors
     walks      whether its programs walk strips of a panel; a small batch is given smaller tiles
-    square     whether rows and keys are one number
+    square     whether rows must equal keys
     switches   keys of `--set` that are its kernels' beside the fields of the block
     """
 
@@ -103,12 +103,9 @@ class Tile:
         return -(-self.accumulators(block, choice) // (block.warps * warp_size))
 
     def resident_programs(self, block: Block, choice: Choice, profile: DeviceProfile) -> int:
-        """Programs that the board runs at once: what shared memory and registers of each multiprocessor hold.
-
-        A thread is taken to need 96 registers beside its accumulators.
-        """
+        """Programs that the board runs at once: what shared memory and registers of each multiprocessor hold."""
         by_memory = profile.shared_bytes_per_block // max(self.shared_bytes(block, choice), 1)
-        registers = self.registers(block, choice, profile.warp_size) + 96
+        registers = self.registers(block, choice, profile.warp_size) + 96  # which a thread is taken to need besides
         by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
         return profile.multiprocessors * max(1, min(by_memory, by_registers))
 
@@ -120,7 +117,11 @@ class Tile:
     def misfits(self, block: Block, choice: Choice) -> list[str]:
         """What these kernels in particular cannot do with a block."""
         deepest = self.deepest(choice)
-        return [f"depth = {block.depth} is more than the padded embedding, {deepest}"] * (block.depth > deepest)
+        found = [f"depth = {block.depth} is more than the padded embedding, {deepest}"] * (block.depth > deepest)
+        if self.square and block.rows != block.keys:
+            sides = f"rows = {block.rows} and keys = {block.keys}"
+            found.append(f"{sides} differ: positives are the diagonal of a square tile")
+        return found
 
     def violations(self, block: Block, choice: Choice, profile: DeviceProfile) -> tuple[str, ...]:
         """Why the block is illegal on this board, naming field and limit; () if it is legal."""

@@ -20,13 +20,6 @@ class PositiveTile(Tile):
             return Block(32, 32, 32, 4, 2)
         return Block(64, 64, 64, 4, 4 if architecture == "hopper" else 2)
 
-    def misfits(self, block: Block, choice: Choice) -> list[str]:
-        found = super().misfits(block, choice)
-        if block.rows != block.keys:
-            sides = f"rows = {block.rows} and keys = {block.keys}"
-            found.append(f"{sides} differ: positives are the diagonal of a square tile")
-        return found
-
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     keys = choice.has_keys
