@@ -56,10 +56,7 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
         headers = group.exchange(header(package, call, gradients, _label_range(package, call, checked)))
         compare(headers)
         rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
-        found, ranges = (
-            Layout(group.rank, rows, keys),
-            [(given["first label"], given["last label"]) for given in headers],
-        )
+        found, ranges = Layout(group.rank, rows, keys), [(h["first label"], h["last label"]) for h in headers]
     _check_sizes(package, found, call.options.labelling)
     _check_labels(ranges, found)
     labels = call.labels

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import replay
 from .agreement import announce_rejection
-from .group import ALONE, resolve
+from .group import resolve
 from .launch import INTERPRETED
 from .ops import differentiable, register, traced
 from .package import Call, Options, Package
@@ -63,15 +63,14 @@ def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks:
 def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
     """`contrastive_loss` of a `Call`'s arguments."""
     call = Call(*arguments)
-    if torch.compiler.is_compiling():
-        try:
-            call = accepted(package, call)
-        except (TypeError, ValueError) as error:  # torch's own error for it names neither argument nor remedy
-            kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
-            refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
-            return refused
-    else:
-        call = _agreed(package, call)
+    if not torch.compiler.is_compiling():
+        return differentiable(package, _agreed(package, call))
+    try:
+        call = accepted(package, call)
+    except (TypeError, ValueError) as error:  # torch's own error for it names neither argument nor remedy
+        kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
+        refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
+        return refused
     return differentiable(package, call)
 
 
@@ -87,12 +86,8 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor, Tensor, T
 
 def selftest(package: Package, device: torch.device | str | None) -> dict[str, Any]:
     """`selftest` of a package."""
-
-    def compute(q: Tensor, k: Tensor, scale: float, bias: float) -> tuple[Tensor, ...]:
-        return loss_and_grads(package, q, k, scale, bias, None, Options(ALONE))
-
     default = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-    return run_selftest(package, torch.device(device or default), compute)
+    return run_selftest(package, torch.device(device or default), loss_and_grads)
 
 
 class ContrastiveLoss(nn.Module):
@@ -185,7 +180,8 @@ def _check_choices(options: Options) -> None:
 
 def _check_features(package: Package, call: Call) -> None:
     for name, value in zip(Call._fields[:5], call, strict=False):
-        _check_whole(name, value)
+        if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # its module takes long to import
+            raise TypeError(f"{name} is a DTensor: pass {_whole(name)}")
     q, k = call.q, call.k
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
@@ -217,14 +213,11 @@ def _check_features(package: Package, call: Call) -> None:
             )
 
 
-def _check_whole(name: str, value: object) -> None:
-    """A DTensor is told by its method: its module takes long to import."""
-    if type(value) is not Tensor and isinstance(value, Tensor) and hasattr(type(value), "full_tensor"):
-        if name in ("scale", "bias"):
-            whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
-        else:
-            whole = f"the rows of this rank, {name}.to_local(), and its mesh as group"
-        raise TypeError(f"{name} is a DTensor: pass {whole}")
+def _whole(name: str) -> str:
+    """What to pass instead of a DTensor."""
+    if name in ("scale", "bias"):
+        return f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
+    return f"the rows of this rank, {name}.to_local(), and its mesh as group"
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

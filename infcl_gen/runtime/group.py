@@ -142,27 +142,20 @@ class Group:
         trips = self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
         said = {**header, "protocol": PROTOCOL, **order}
-        own = _encode(said)
+        own, failed = _encode(said), list[tuple[str, RuntimeError]]()
         messages = [bytearray(own) for _ in range(self.size)]  # the others' are received into
         gathered = [torch.frombuffer(message, dtype=torch.uint8) for message in messages]
-        peers = [(self.rank - distance) % self.size for distance in range(1, self.size)]
-        failed: list[RuntimeError] = []
 
         def attempt(step: str, work: Callable[..., Any], *arguments: Any) -> Any:
             try:
                 return work(*arguments)
             except RuntimeError as error:
-                failed.append(
-                    RuntimeError(
-                        f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
-                        f"(it has died, hangs, or does not call the loss): {error}"
-                    )
-                )
-                failed[-1].__cause__ = error
+                failed.append((step, error))
 
         control = attempt("connecting", self._control_group)
         began, works = time.monotonic(), []
-        for peer in () if failed else peers:  # directly, not by an all-gather: whoever is silent can be named
+        for distance in range(1, 1 if failed else self.size):
+            peer = (self.rank - distance) % self.size  # directly, not by an all-gather: whoever is silent can be named
             step = f"addressing rank {peer}"
             receive = attempt(step, control.recv, [gathered[peer]], peer, _CONTROL_TAG)
             send = receive and attempt(step, control.send, [gathered[self.rank]], peer, _CONTROL_TAG)
@@ -179,7 +172,11 @@ class Group:
             if send:
                 attempt(f"telling rank {peer}", send.wait, *limit)
         if failed:
-            raise failed[0]
+            step, error = failed[0]
+            raise RuntimeError(
+                f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
+                f"(it has died, hangs, or does not call the loss): {error}"
+            ) from error
         received = [bytes(message) for message in messages]
         if received.count(own) == self.size:  # to decode one takes 20 us
             return [said] * self.size
@@ -226,15 +223,11 @@ class Group:
         """
         if "cpu" in self._backends:
             return self.process_group
-        control = _control_groups.get(self.process_group)
-        if control is None:
-            store = dist.PrefixStore(
-                f"infcl/{self.process_group.group_name}", dist.distributed_c10d._get_default_store()
-            )
-            control = _control_groups[self.process_group] = dist.ProcessGroupGloo(
-                store, self.rank, self.size, self._timeout
-            )
-        return control
+        group = self.process_group
+        if group not in _control_groups:
+            store = dist.PrefixStore(f"infcl/{group.group_name}", dist.distributed_c10d._get_default_store())
+            _control_groups[group] = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+        return _control_groups[group]
 
     @property
     def _timeout(self) -> datetime.timedelta:

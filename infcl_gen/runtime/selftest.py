@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .package import Package
+from .group import ALONE
+from .package import Options, Package
 
 # Queries, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference underflows.
 CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
@@ -30,7 +31,7 @@ class Results(NamedTuple):
 
 
 def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..., Any]) -> dict[str, Any]:
-    """The report of `selftest` in api.py. `loss_and_grads(q, k, scale, bias)` runs the package on one device."""
+    """The report of `selftest` in api.py, which gives its `loss_and_grads`."""
     cases: list[dict[str, Any]] = []
     repeatable = True
     for rows, keys, scale in CASES:
@@ -38,7 +39,8 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         if rows > package.batch_size or keys > package.key_count:
             continue
         q, k = _unit_rows(rows, keys, package, device)
-        first, second = (Results(*loss_and_grads(q, k, scale, BIAS)) for _ in range(2))
+        arguments = (package, q, k, scale, BIAS, None, Options(ALONE))
+        first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         errors, allowed = _errors(package, first, q, k, scale)
         ok = all(errors[name] <= allowed[name] for name in errors)

@@ -361,7 +361,7 @@ def many_parts(made: Made, device: str = "cpu") -> None:
     if made.strategy != "torch":
         loss = torch.full((), math.nan, device=device)
         arguments = {"part_sums": parts.double(), "loss": loss, "parts": len(parts)}
-        launch(package._schedule.kernels.total_loss, (1,), *arguments.values(), BLOCK=1024, num_warps=4)
+        launch(package._schedule.kernels.total_loss, (1,), **arguments, BLOCK=1024, num_warps=4, num_stages=1)
         assert float(loss) == wanted, f"loss {loss}, not {wanted}"
 
 
@@ -511,7 +511,6 @@ def found_in_a_recording(made: Made) -> None:
                 recorder.recording = recording
         with contextlib.ExitStack() as on_a_gpu:
             answers = {"_recorder": recorder, "_kind": kind, "capturing": False}
-            answers["_plain_tensors"] = contextlib.nullcontext()
             for name, answer in answers.items():
                 patch = unittest.mock.patch.object(replay, name, lambda *_, answer=answer: answer)
                 on_a_gpu.enter_context(patch)
@@ -687,15 +686,14 @@ def hopper_arguments(made: Made, device: str = "cpu") -> None:
     schedule: Any = package._schedule
     kernels, launch, seen = schedule.kernels, schedule.launch, set()
 
-    def instead(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    def instead(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
         name = kernel.__name__.removesuffix("_hopper")
         if kernel.__name__ == name:
-            launch(kernel, grid, *arguments, **options)
+            launch(kernel, grid, **given)
             return
         seen.add(name)
         ordinary = getattr(kernels, name)
-        blocks = options.pop("maxnreg") and importlib.import_module(f"{package.__name__}.hopper")
-        given = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+        blocks = given.pop("maxnreg") and importlib.import_module(f"{package.__name__}.hopper")
         assert set(kernel.arg_names) <= set(given), f"{kernel.__name__} lacks arguments"
         for side in {"q", "k", "g"} & set(given):
             assert given[side].block_shape == getattr(blocks, f"{side.upper()}_BLOCK")
@@ -703,9 +701,8 @@ def hopper_arguments(made: Made, device: str = "cpu") -> None:
             given[f"{side}_row_stride"], given[f"{side}_depth_stride"] = given[side].stride()
         given |= {"g_stride": given["g"].stride(0)} if "g" in given else {}
         given |= {"DESCRIPTORS": False, "WIDEN": True}
-        ordered = [given[argument] for argument in ordinary.arg_names if argument.islower()]
-        constants = {argument: given[argument] for argument in ordinary.arg_names if argument.isupper()}
-        launch(ordinary, grid, *ordered, **constants, num_warps=4, num_stages=1)
+        taken = {argument: given[argument] for argument in ordinary.arg_names}
+        launch(ordinary, grid, **taken, num_warps=4, num_stages=1)
 
     here = unittest.mock.patch.object(schedule, "runs_variant", return_value=True)
     with here, unittest.mock.patch.object(schedule, "launch", instead):
@@ -719,9 +716,9 @@ def launches_variant(folder: str, name: str) -> None:
     schedule: Any = package._schedule
     launch, seen = schedule.launch, set()
 
-    def instead(kernel: Any, *arguments: Any, **options: Any) -> None:
+    def instead(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
         seen.add(kernel.__name__)
-        launch(kernel, *arguments, **options)
+        launch(kernel, grid, **given)
 
     with unittest.mock.patch.object(schedule, "launch", instead):
         for case, rows in check_package(package, "cpu", examples=3):

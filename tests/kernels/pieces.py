@@ -38,7 +38,9 @@ def sums_of_many_parts(made: Made, device: str = "cpu") -> None:
     exponents = torch.arange(parts, dtype=torch.float32, device=device)[:, None].expand(parts, rows).contiguous()
     sums = torch.full((parts, rows), 1.5, device=device)
     found = Statistics(*(torch.full((rows,), math.nan, device=device) for _ in range(2)))
-    schedule.launch(kernels.merge, (1,), exponents, sums, *found, rows, parts, rows, 0, num_warps=4)
+    names = kernels.merge.arg_names  # partial sums, statistics and sizes of the queries
+    given = (exponents, sums, *found, rows, parts, rows, 0)
+    schedule.launch(kernels.merge, (1,), **dict(zip(names, given, strict=True)), num_warps=4)
     true = (exponents.double() + sums.double().log2()).mul(math.log(2)).logsumexp(0) / math.log(2)
     error = float((found.exponent.double() + found.mantissa.double().log2() - true).abs().max())
     assert error < 1e-6, f"statistics of {parts} parts are off by {error}"
@@ -48,7 +50,8 @@ def sums_of_many_parts(made: Made, device: str = "cpu") -> None:
     numbers[7] = 0.0
     expected = float(numbers.sum())
     loss = torch.full((), math.nan, device=device)
-    schedule.launch(kernels.total_loss, (1,), numbers, loss, len(numbers), BLOCK=1024, num_warps=4)
+    sizes = {"parts": len(numbers), "BLOCK": 1024}
+    schedule.launch(kernels.total_loss, (1,), part_sums=numbers, loss=loss, **sizes, num_warps=4)
     assert float(loss) == expected, f"{len(numbers)} parts of a loss add up to {loss}, not {expected}"
     one, zero = (torch.tensor(number, device=device) for number in (1.0, 0.0))
     dscale, _ = schedule.scalar_gradients(numbers.float(), one, zero, one, 2.0**schedule.GRADIENT_EXPONENT, 1)

@@ -527,7 +527,7 @@ BUGS: dict[str, Bug] = {
         (
             (
                 "_runtime/engine.py",
-                "self.dtype = self._statistics_dtype if call.options.unrounded else package.dtype",
+                "self.dtype = dtype if call.options.unrounded else package.dtype",
                 "self.dtype = package.dtype",
             ),
         ),
@@ -542,7 +542,7 @@ BUGS: dict[str, Bug] = {
     ),
     "features that torch.func has left wrapped are taken as they are": Bug(
         Made("panel", settings=(("replay", "off"),)),
-        (("_runtime/package.py", "_replace(q=q.to(package.dtype), k=k.to(package.dtype)", "_replace(q=q, k=k"),),
+        (("_runtime/package.py", "Call(q.to(dtype), k.to(dtype), scale", "Call(q, k, scale"),),
         checks.left_of_a_transform,
         (),
     ),
@@ -574,7 +574,7 @@ BUGS: dict[str, Bug] = {
     ),
     "tiles that went with a recording are taken for none": Bug(
         STASH,
-        (("_runtime/replay.py", "if package.replay and not saved.stash.numel()", "if False"),),
+        (("_runtime/replay.py", "if _keeps_tiles(package, call):  # they", "if False:  # they"),),
         checks.found_in_a_recording,
         (),
         "differs",
@@ -608,13 +608,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a recorded result is overwritten by the next call": Bug(
         PANEL,
-        (
-            (
-                "_runtime/replay.py",
-                "return loss, self._saved._replace(",
-                "return self._loss.detach(), self._saved._replace(",
-            ),
-        ),
+        (("_runtime/replay.py", "return loss, Saved(", "return self._loss.detach(), Saved("),),
         checks.recorded,
         (),
         "differs",

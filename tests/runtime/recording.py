@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 
@@ -76,16 +74,12 @@ def as_recording(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Recorde
         for x, out in zip(tensors[:4], tensors[4:], strict=True):
             out.copy_(x)
 
-    def plain_tensors(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        return torch.no_grad()
-
     answers = {
         "_record": counting,
         "_recorders": {},
         "_recordable": lambda device: True,
         "capturing": lambda device: False,
         "raw_stream": lambda device: 0,
-        "_plain_tensors": plain_tensors,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(replay, name, answer)

@@ -715,24 +715,24 @@ MORE_BUGS = {
     ),
     "large keys are not waited for": Bug((APART, KEYS_ARE_THERE), rows=(5, 2, 9, 1)),
     "a rank with nothing to send stays out of a gather's first batch": Bug(
-        ((TRANSPORT, "if not self._rooms.padded:",
-          "if not self._rooms.padded and self._layout.rows[self._layout.rank]:"),),
+        ((TRANSPORT, "        self._group.connect",
+          "        if self._layout.rows[self._layout.rank]:\n            self._group.connect"),),
         rows=(5, 0, 9), nodes=0,
     ),
     "nobody connects before a gather": Bug(
         ((TRANSPORT, "self._group.connect(self._device)", "pass"),), rows=(5, 0, 9), nodes=0
     ),
     "sums of statistics are added to what memory held": Bug(
-        ((ENGINE, '"fresh_keys": trip.fresh', '"fresh_keys": False'),), nodes=0
+        ((ENGINE, "fresh_keys=trip.fresh", "fresh_keys=False"),), nodes=0
     ),
     "sums of statistics are replaced at each hop": Bug(
-        ((ENGINE, '"fresh_keys": trip.fresh', '"fresh_keys": True'),)
+        ((ENGINE, "fresh_keys=trip.fresh", "fresh_keys=True"),)
     ),
     "what comes home is added twice": Bug(
         ((TRANSPORT, "            own.add_(part)\n", "            own.add_(part).add_(part)\n"),), nodes=0
     ),
     "sums for one owner are sent to all": Bug(
-        ((TRANSPORT, "return self._own_sums(name)[self._table.rank(sender, sent.of)]",
+        ((TRANSPORT, "return self._own_sums(name)[owner]",
           "return self._own_sums(name)[(sender + 1) % len(self._layout.keys)]"),),
         rows=(5, 2, 9), nodes=0,
     ),

@@ -41,8 +41,8 @@ class Kernel:
         self.given: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def compile_and_start(*arguments: Any, **options: Any) -> Compiled:
-            self.given.append(arguments)
+        def compile_and_start(**given: Any) -> Compiled:
+            self.given.append(tuple(given[name] for name in self.arg_names[:3]))
             self.compiled.append(Compiled())
             return self.compiled[-1]
 
@@ -54,17 +54,21 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7 + device, raising=False)
-    monkeypatch.setattr(launch, "_launchers", {})
+    monkeypatch.setattr(launch, "_kernels", {})
     yield
 
 
 OPTIONS = {"WIDEN": False, "MASKED": True, "num_warps": 4}
 
 
+def begin(kernel: Kernel, x: Any, k: Any, n: Any, grid: tuple[int, ...] = (5,), **options: Any) -> None:
+    launch.launch(kernel, grid, x=x, k=k, n=n, **OPTIONS | options)
+
+
 def test_the_second_launch_takes_addresses_and_calls_nobody() -> None:
     kernel, x, k = Kernel(), torch.zeros(64), torch.zeros(64)
     for _ in range(3):
-        launch.launch(kernel, (5,), x, k, 48, **OPTIONS)
+        begin(kernel, x, k, 48)
     (compiled,) = kernel.compiled
     assert kernel.given == [(x, k, 48)] and not compiled.through_triton
     constants = (True, False)  # in the order of the kernel's arguments
@@ -75,7 +79,7 @@ def test_the_second_launch_takes_addresses_and_calls_nobody() -> None:
 
 def test_arguments_by_name_may_come_in_any_order() -> None:
     kernel, x, k = Kernel(), torch.zeros(64), torch.zeros(64)
-    launch.launch(kernel, (5,), x, k, 48, **OPTIONS)
+    begin(kernel, x, k, 48)
     launch.launch(kernel, (5,), n=48, k=k, **OPTIONS, x=x)
     (compiled,) = kernel.compiled
     assert compiled.runs[0][-5:] == (x.data_ptr(), k.data_ptr(), 48, True, False)
@@ -109,22 +113,22 @@ def test_arguments_by_name_may_come_in_any_order() -> None:
 def test_what_triton_specialises_on_is_compiled_anew(other: tuple[Any, Any, int]) -> None:
     kernel, k = Kernel(), torch.zeros(64)
     x, n, before = other
-    launch.launch(kernel, (5,), torch.zeros(64), k, before, **OPTIONS)
-    launch.launch(kernel, (5,), torch.zeros(32), k, before + 32, **OPTIONS)
+    begin(kernel, torch.zeros(64), k, before)
+    begin(kernel, torch.zeros(32), k, before + 32)
     assert len(kernel.compiled) == 1, "alike"
-    launch.launch(kernel, (5,), x, k, n, **OPTIONS)
+    begin(kernel, x, k, n)
     assert len(kernel.compiled) == 2
 
 
 def test_options_and_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, x = Kernel(), torch.zeros(64)
-    launch.launch(kernel, (5,), x, x, 48, **OPTIONS)
-    launch.launch(kernel, (5,), x, x, 48, **{**OPTIONS, "MASKED": False})
+    begin(kernel, x, x, 48)
+    begin(kernel, x, x, 48, MASKED=False)
     other = Kernel()
-    launch.launch(other, (5,), x, x, 48, **OPTIONS)
+    begin(other, x, x, 48)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     for _ in range(2):
-        launch.launch(kernel, (5,), x, x, 48, **OPTIONS)
+        begin(kernel, x, x, 48)
     assert len(kernel.compiled) == 3 and len(other.compiled) == 1
     assert kernel.compiled[-1].runs[0][3] == 8, "that of the device"
 
@@ -136,13 +140,13 @@ def test_a_profilers_hook_goes_through_triton(name: str, plain: bool, monkeypatc
 
     kernel, x = Kernel(), torch.zeros(64)
     for _ in range(2):
-        launch.launch(kernel, (5, 2), x, x, 48, **OPTIONS)
+        begin(kernel, x, x, 48, grid=(5, 2))
     (compiled,) = kernel.compiled
     if plain:  # as older profilers set it
         monkeypatch.setattr(knobs.runtime, name, print)
     else:
         monkeypatch.setattr(getattr(knobs.runtime, name), "calls", [print])
-    launch.launch(kernel, (5, 2), x, x, 48, **OPTIONS)
+    begin(kernel, x, x, 48, grid=(5, 2))
     assert len(compiled.runs) == 1
     assert compiled.through_triton == [((5, 2, 1), x.data_ptr(), x.data_ptr(), 48, True, False)]
 
@@ -154,7 +158,7 @@ def test_a_descriptor_is_compiled_for_as_tritons_own() -> None:
     q_side, k_side, legal = operands(x, [16, 32], x, [32, 32], True)
     assert legal
     for _ in range(2):
-        launch.launch(kernel, (5,), q_side.source, k_side.source, 48, **OPTIONS)
+        begin(kernel, q_side.source, k_side.source, 48)
     assert kernel.given == [(TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(x, [32, 32]), 48)]
     assert kernel.compiled[0].runs[0][-5:-2] == (q_side.source, k_side.source, 48)
 

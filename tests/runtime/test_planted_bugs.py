@@ -55,7 +55,7 @@ BUGS = {
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(
-        ((ENGINE, "for owner in trip:", "for owner in trip if call.q.shape[0] else ():"),),
+        ((ENGINE, "for owner in trip:", "for owner in trip if self.call.q.shape[0] else ():"),),
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(

@@ -78,8 +78,9 @@ def test_nothing_is_recorded_where_it_is_not_planned_or_not_possible(
     planned, plain, labelled = on_gpu.package, batch(1), batch(1, labelling="given")
     assert labelled.labels is not None
     not_planned = dataclasses.replace(planned, replay=False)
-    assert on_gpu.replay._recorder(planned, plain) is not None
-    assert on_gpu.replay._recorder(not_planned, plain) is None
+    for package, recorders in ((not_planned, 0), (planned, 1)):
+        on_gpu.replay.forward(package, plain, 0b1111)
+        assert len(on_gpu.replay._recorders) == recorders
     assert on_gpu.replay._recorder(planned, labelled) is not None
     # Labels of the host are looked at, and so are others where that was asked for.
     assert on_gpu.replay._recorder(planned, labelled._replace(labels=labelled.labels.to("meta"))) is None
@@ -97,6 +98,7 @@ def test_what_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "capturing", lambda device: True)
     assert not replay._recordable(gpu), "in somebody's own graph"
     monkeypatch.setattr(replay, "capturing", lambda device: False)
+    monkeypatch.setattr(replay, "_uncached_memory", replay._uncached_memory.__wrapped__)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     assert not replay._recordable(gpu), "torch asks the device for memory, which ends a recording"
 
