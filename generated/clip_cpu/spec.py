@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "c501db210d17249acac3797b35a76675dfa035a156eec3109e0d564c5bbde206",
+    "digest": "9f3532326fda4a470cf261847bf4c478ad66ff2ff4087946e883217aaadfddee",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "45ad3565b41287fb005b03d47892992a29c3aba63cb0e1b94ad657ee7a12e05c",
+    "digest": "d71e2d6db64a39ec92852947c4d959259de807736bffac30d5a8498dd7c07476",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

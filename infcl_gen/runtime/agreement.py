@@ -58,8 +58,11 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
         rows, keys = (tuple(given[name] for given in headers) for name in ("rows", "keys"))
         found, ranges = Layout(group.rank, rows, keys), [(h["first label"], h["last label"]) for h in headers]
     _check_sizes(package, found, call.options.labelling)
-    _check_labels(ranges, found)
-    labels = call.labels
+    count, labels = sum(found.keys), call.labels
+    for rank, (first, last) in enumerate(ranges):
+        if last >= count or first < 0:
+            where = f" on rank {rank}" if len(ranges) > 1 else ""
+            raise ValueError(f"labels{where} range from {first} to {last}; there are {count} keys (0..{count - 1})")
     if labels is not None and labels.numel() and labels.device.type != "cpu":
         checked.add(package.digest)  # they have been looked at, and were right
     return found
@@ -72,7 +75,9 @@ def compare(headers: list[dict[str, Any]]) -> None:
     """
     compared = any(given["ranks compared"] for given in headers)
     problem = _difference(headers, _FINGERPRINT if compared else _PACKAGE, _ORDER)
-    problem = problem or _rejection(headers)  # a rank that rejects its arguments asks for no gradients, for one
+    rejecting = ", ".join(str(rank) for rank, given in enumerate(headers) if not given["accepted"])
+    if rejecting and problem is None:  # before what else differs: such a rank asks for no gradients, for one
+        problem = f"the arguments of rank {rejecting} are invalid (see the error there)"
     problem = problem or _difference(headers, _PER_CALL if compared else _DIFFERENTIATED)
     if problem is not None:
         raise RuntimeError(f"ranks disagree: {problem}")
@@ -81,23 +86,13 @@ def compare(headers: list[dict[str, Any]]) -> None:
 def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -> str | None:
     """What the ranks do not have in common, in words, or None: of the first kind in which they differ, since the
     others may follow from it."""
-    distinct = list({id(header): header for header in headers}.values())
-    if len(distinct) == 1:  # ranks that say the same share one: to look at its fields takes 15 us
-        return None
-    for fields in kinds:
+    distinct = {id(header): header for header in headers}.values()
+    for fields in kinds if len(distinct) > 1 else ():  # ranks that say the same share one: its fields take 15 us
         different = [field for field in fields if any(h[field] != headers[0][field] for h in distinct)]
         if different:
-            return "; ".join(
-                f"{field} differs (" + ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) + ")"
-                for field in different
-            )
+            said = {field: ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) for field in different}
+            return "; ".join(f"{field} differs ({each})" for field, each in said.items())
     return None
-
-
-def _rejection(headers: Sequence[Mapping[str, Any]]) -> str | None:
-    """Which ranks do not accept their own arguments, in words, or None."""
-    rejecting = [str(rank) for rank, header in enumerate(headers) if not header["accepted"]]
-    return f"the arguments of rank {', '.join(rejecting)} are invalid (see the error there)" if rejecting else None
 
 
 def header(
@@ -107,11 +102,9 @@ def header(
 
     Where they were not `accepted`, the call's q and k may be anything.
     """
-    options = call.options
     # Of what is no tensor nothing differs: that the arguments were not accepted is what the others are to hear.
-    features, keys = (
-        x if isinstance(x, Tensor) else torch.empty(0, package.dim, dtype=package.dtype) for x in call[:2]
-    )
+    options, nothing = call.options, lambda: torch.empty(0, package.dim, dtype=package.dtype)
+    features, keys = (x if isinstance(x, Tensor) else nothing() for x in call[:2])
     return {
         "accepted": accepted,
         "package digest": package.digest,
@@ -134,7 +127,7 @@ def header(
 
 def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
     """From global figures only, so that every rank comes to the same conclusion."""
-    queries, keys = sum(layout.rows), sum(layout.keys)
+    queries, keys, ranks = sum(layout.rows), sum(layout.keys), len(layout.rows)
     if not queries or not keys:
         raise ValueError(f"the batch needs at least one query and one key; it has {queries} and {keys}")
     if queries > package.batch_size or keys > package.key_count:
@@ -147,7 +140,6 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
         raise ValueError(
             f"{package.loss_name} pairs query i with key i, but there are {queries} queries and {keys} keys"
         )
-    ranks = len(layout.rows)
     if package.labelled and labelling == "none":
         if queries > keys:
             raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
@@ -156,19 +148,18 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
                 f"there are {queries} queries and {keys} keys on {ranks} ranks: labels must name the "
                 'positives; labels="own" takes the first keys of each rank, in the order of its queries'
             )
-    if labelling == "own":
-        for rank, (own_queries, own_keys) in enumerate(zip(layout.rows, layout.keys, strict=True)):
-            if own_queries > own_keys:
-                where = f"rank {rank} has" if ranks > 1 else "there are"
-                raise ValueError(
-                    f'labels="own" takes a key of the same rank for each query, but {where} {own_queries} queries and '
-                    f"{own_keys} keys"
-                )
+    for rank, (rows, own) in enumerate(zip(layout.rows, layout.keys, strict=True)):
+        if labelling == "own" and rows > own:
+            where = f"rank {rank} has" if ranks > 1 else "there are"
+            raise ValueError(
+                f'labels="own" takes a key of the same rank for each query, but {where} {rows} queries and {own} keys'
+            )
     over = max(layout.rows) > package.rows_per_rank or max(layout.keys) > package.keys_per_rank
-    if (over or ranks > package.world_size == 1) and package.digest not in _warned:
+    planned = package.table.world_size
+    if (over or ranks > planned == 1) and package.digest not in _warned:
         _warned.add(package.digest)
         warnings.warn(
-            f"{package.name} was planned for {package.world_size} rank(s) of at most {package.rows_per_rank} queries "
+            f"{package.name} was planned for {planned} rank(s) of at most {package.rows_per_rank} queries "
             f"and {package.keys_per_rank} keys; {ranks} of up to {max(layout.rows)} and {max(layout.keys)} may take "
             "more memory than predicted (--devices plans a ring)",
             stacklevel=2,
@@ -188,11 +179,3 @@ def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, 
         return 0, -1
     first, last = torch.aminmax(labels)
     return int(first), int(last)
-
-
-def _check_labels(ranges: list[tuple[int, int]], layout: Layout) -> None:
-    keys = sum(layout.keys)
-    for rank, (first, last) in enumerate(ranges):
-        if last >= keys or first < 0:
-            where = f" on rank {rank}" if len(ranges) > 1 else ""
-            raise ValueError(f"labels{where} range from {first} to {last}; there are {keys} keys (0..{keys - 1})")

@@ -312,7 +312,7 @@ def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:
     """The global index of each query's positive: an int64 tensor beside the features, contiguous since kernels read one
     after another, or for "diagonal" losses that of local row 0."""
     own = call.options.labelling == "own"
-    offset = layout.key_offset(layout.rank) if own else layout.row_offset()
+    offset = layout.key_offset(layout.rank) if own else sum(layout.rows[: layout.rank])
     if not package.labelled:
         return offset
     if call.labels is None:
@@ -369,14 +369,13 @@ class _Precision:
             if not self._users:
                 self._before = self._switch.fp32_precision
             self._users += 1
-            if self._switch.fp32_precision != precision:
-                self._switch.fp32_precision = precision
+            self._switch.fp32_precision = precision
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if not self._users and self._switch.fp32_precision != self._before:
+                if not self._users:
                     self._switch.fp32_precision = self._before
 
 

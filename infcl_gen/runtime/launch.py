@@ -7,7 +7,6 @@ import functools
 import importlib
 import operator
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,37 +37,17 @@ def descriptor_legal(x: Tensor) -> bool:
     )
 
 
-class Descriptor(NamedTuple):
-    """The fields of Triton's TensorDescriptor, which a launcher reads, without the dozen checks that making one runs.
-
-    Triton 3.6 has no `round_f32_to_tf32`.
-    """
-
-    base: Tensor
-    shape: torch.Size
-    strides: tuple[int, ...]
-    block_shape: list[int]
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
-    layout: Any = None  # of a block in shared memory, which Gluon's kernels are told
-
-
-def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Descriptor:
-    """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns)."""
-    return Descriptor(x, x.shape, x.stride(), block, layout=layout)
-
-
-def _checked(x: Any) -> Any:
-    """A kernel's argument as Triton takes it where it compiles and interprets."""
-    if type(x) is not Descriptor:
-        return x
-    if x.layout is not None:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-        return GluonDescriptor(x.base, list(x.shape), list(x.strides), x.block_shape, x.layout)
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x.base, x.shape, x.strides, x.block_shape)
+def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
+    """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns): Triton's,
+    without the dozen checks that making one runs. `layout`: of a block in shared memory, which Gluon's kernels are
+    told."""
+    if layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+    else:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(base=x, shape=x.shape, strides=x.stride(), block_shape=block, layout=layout)
+    return made
 
 
 @functools.cache
@@ -122,15 +101,14 @@ def library_legal(x: Tensor) -> bool:
 
 
 class _Kernel(NamedTuple):
-    """A kernel that was launched before. `arguments` picks its arguments, in its order, from those given by name;
-    `options` the rest: constants and launch options. `compiled`: by what Triton compiles anew for, the compiled kernel,
-    what runs it, and its constants. `hooks`: Triton's, of a profiler."""
+    """A kernel that was launched before. `compiled`: by what Triton compiles anew for, the compiled kernel, what runs
+    it, and its constants."""
 
     kernel: Any  # held here, or another one could get its id
-    arguments: Callable[[dict[str, Any]], tuple[Any, ...]]
-    options: Callable[[dict[str, Any]], tuple[Any, ...]]
+    arguments: list[str]  # in the kernel's order
+    options: list[str]  # constants and launch options
     compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]]
-    hooks: Any
+    hooks: Any  # Triton's, of a profiler
 
 
 _kernels: dict[int, _Kernel] = {}  # by id: a kernel's hash takes long
@@ -146,13 +124,13 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
     device a launch takes 14 to 40 us; of tensors, and through Triton's hooks, it took 20 to 67.
     """
     if INTERPRETED:
-        kernel[grid](**{name: _checked(x) for name, x in given.items()})
+        kernel[grid](**given)
         return
     known = _kernels.get(id(kernel)) or _first(kernel, given)
     device = torch._C._cuda_getDevice()
-    traits = [device, *known.options(given)]
+    traits = [device, *map(given.__getitem__, known.options)]
     passed = []  # addresses for tensors: a launcher would ask each for it again, and the driver whether it is one
-    for x in known.arguments(given):
+    for x in map(given.__getitem__, known.arguments):
         kind = type(x)
         if kind is int:
             traits.append((x == 1) + 2 * (x & 15 == 0) + 4 * (-0x80000000 <= x < 0x80000000))
@@ -167,7 +145,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
         passed.append(x)
     key = tuple(traits)
     if key not in known.compiled:
-        compiled = kernel[grid](**{name: _checked(x) for name, x in given.items()})
+        compiled = kernel[grid](**given)
         constants = [given[name] for name in kernel.arg_names if name.isupper()]
         known.compiled[key] = compiled, compiled.run, constants
         return
@@ -186,5 +164,4 @@ def _first(kernel: Any, given: dict[str, Any]) -> _Kernel:
 
     arguments = [name for name in kernel.arg_names if not name.isupper()]
     options = [name for name in given if name not in arguments]
-    pick = operator.itemgetter
-    return _kernels.setdefault(id(kernel), _Kernel(kernel, pick(*arguments), pick(*options), {}, knobs.runtime))
+    return _kernels.setdefault(id(kernel), _Kernel(kernel, arguments, options, {}, knobs.runtime))

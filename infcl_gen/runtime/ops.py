@@ -29,8 +29,9 @@ _REFUSE = "(str error, str message, str group_name) -> Tensor"
 _libraries: list[torch.library.Library] = []  # operators live as long as theirs
 
 
-class _OfOneBatch(torch.autograd.Function):
-    """A function that says what to do instead of what it cannot."""
+class _Loss(torch.autograd.Function):
+    """The loss of plain tensors, differentiable in q, k, scale and bias, once. Inputs: a `Call`'s, the package, and
+    bits of the gradients wanted. It says what to do instead of what it cannot."""
 
     @staticmethod
     def vmap(*_: object) -> Any:
@@ -39,11 +40,6 @@ class _OfOneBatch(torch.autograd.Function):
     @staticmethod
     def jvp(*_: object) -> Any:
         raise NotImplementedError("the loss has no forward-mode derivatives: use backward, torch.func.grad or vjp")
-
-
-class _Loss(_OfOneBatch):
-    """The loss of plain tensors, differentiable in q, k, scale and bias, once. Inputs: a `Call`'s, the package, and
-    bits of the gradients wanted."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -89,11 +85,11 @@ class _TransformedLoss(_Loss):
         ctx.options, ctx.package = inputs[5:7]
 
 
-class _Gradients(_OfOneBatch):
+class _Gradients(_TransformedLoss):
     """The gradients of the loss, which have none of their own. Inputs: upstream, a `Call`'s, the package, `Saved`."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         upstream, *call, package, saved = inputs
         return replay.backward(package, Call(*call), saved, upstream)
 

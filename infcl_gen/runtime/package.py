@@ -25,8 +25,7 @@ class Package:
     dim: int
     batch_size: int
     key_count: int
-    world_size: int  # planned
-    table: Table  # of what these ranks send to each other
+    table: Table  # of what as many ranks as planned send to each other
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm

@@ -45,8 +45,12 @@ class Kind(NamedTuple):
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """`engine.forward`, recorded where that is planned and possible."""
-    recorder = _recorder(package, call) if package.replay and _alone(call) else None
-    if recorder is None or (_hooked() and _keeps_tiles(package, call)):
+    alone = package.replay and find_group(call.options.group_name) is None
+    recorder = _recorder(package, call) if alone else None
+    # Somebody takes care of what is saved for backward: `save_on_cpu` wants the stash itself, and `checkpoint` compares
+    # shapes with those of a call that may not have been recorded.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if recorder is None or (hooked and _keeps_tiles(package, call)):
         return unrecorded_forward(package, call, gradients)
     with recorder.lock:
         recording = recorder.next(_kind(call))
@@ -102,7 +106,9 @@ class _Recording:
                 self._call, self._no_stash = Call(*(*tensors, call.options)), call.q.new_empty(0)
             self._load(call)
             if self._forward is None:
-                self._forward, (self._loss, self._saved) = _record(self._compute_forward, pool=None)
+                self._forward, (self._loss, self._saved) = _record(
+                    lambda: engine.forward(self._package, self._call, gradients=0b1111), pool=None
+                )
             self._forward.replay()
             results = [self._loss, *self._saved[:2]]
             loss, queries, keys = copies = [x.new_empty(x.shape) for x in results]
@@ -121,7 +127,9 @@ class _Recording:
                     torch._foreach_copy_(self._saved[:2], saved[:2])
                 self._handed = saved.query_statistics
             if self._backward is None:
-                self._backward, self._sums = _record(self._compute_sums, self._forward.pool())
+                self._backward, self._sums = _record(
+                    lambda: engine.gradient_sums(self._package, self._call, self._saved), self._forward.pool()
+                )
             self._backward.replay()
             return engine.weighted(self._package, call, self._sums, upstream)
 
@@ -129,12 +137,6 @@ class _Recording:
         self._package.schedule.copy_inputs(*call[:4], *self._call[:4])
         if call.labels is not None and self._call.labels is not None:
             self._call.labels.copy_(call.labels)
-
-    def _compute_forward(self) -> tuple[Tensor, Saved]:
-        return engine.forward(self._package, self._call, gradients=0b1111)
-
-    def _compute_sums(self) -> tuple[Tensor, Tensor]:
-        return engine.gradient_sums(self._package, self._call, self._saved)
 
 
 class _Recorder:
@@ -153,8 +155,7 @@ class _Recorder:
         """The recording for the call of this kind, new where it is time for one; None: not recorded."""
         self._equal = self._equal + 1 if kind == self._kind else 0
         self._kind = kind
-        if self.found(kind) is None:
-            self.recording = None
+        self.recording = self.found(kind)
         if self.recording is None and self._equal >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
             self.recording = _Recording(self._package, kind)
@@ -162,7 +163,7 @@ class _Recorder:
 
     def found(self, kind: Kind) -> _Recording | None:
         """The recording, if it is of this kind."""
-        return self.recording if self.recording is not None and self.recording.kind == kind else None
+        return self.recording if self.recording and self.recording.kind == kind else None
 
     def give_up(self) -> None:
         """No recording, and as many calls alike before the next one as after calls of another kind."""
@@ -185,7 +186,7 @@ _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCub
 
 
 def _recorder(package: Package, call: Call) -> _Recorder | None:
-    """Of a group of one. None where a call cannot be recorded: in somebody's own graph, with labels to look at."""
+    """None where a call cannot be recorded: in somebody's own graph, with labels to look at."""
     device, labels = call.q.device, call.labels
     if labels is not None and (labels.device != device or call.options.check_ranks == "always"):
         return None
@@ -207,19 +208,10 @@ def _uncached_memory() -> bool:
     return any(f"PYTORCH_NO_{name}_MEMORY_CACHING" in os.environ for name in ("CUDA", "HIP"))
 
 
-def _hooked() -> bool:
-    """Whether somebody takes care of what is saved for backward: `save_on_cpu` wants the stash itself, and `checkpoint`
-    compares shapes with those of a call that may not have been recorded."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _alone(call: Call) -> bool:
-    return find_group(call.options.group_name) is None
-
-
 def _keeps_tiles(package: Package, call: Call) -> bool:
     """Whether a forward with gradients keeps a stash."""
-    return bool(package.schedule.stash_shape(call.q.shape[0], call.k.shape[0])) and _alone(call)
+    shape = package.schedule.stash_shape(call.q.shape[0], call.k.shape[0])
+    return bool(shape) and find_group(call.options.group_name) is None
 
 
 def capturing(device: torch.device) -> bool:
@@ -242,11 +234,8 @@ def _kind(call: Call) -> Kind:
 def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of `work`, which runs once before (kernels compile, libraries start), and its results."""
     work()
-    device = torch.cuda.current_device()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream()
-    here, stream = torch.cuda.current_stream(), _streams[device]
-    graph = torch.cuda.CUDAGraph()
+    device, here, graph = torch.cuda.current_device(), torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream())
     with _recording:
         # A workspace from outside of the graph's pool might be given back while the graph still uses it.
         assert _clear_workspaces is not None

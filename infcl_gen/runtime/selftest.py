@@ -38,7 +38,9 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         keys = keys if package.labelled else rows
         if rows > package.batch_size or keys > package.key_count:
             continue
-        q, k = _unit_rows(rows, keys, package, device)
+        generator = torch.Generator().manual_seed(rows)
+        random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
+        q, k = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
         arguments = (package, q, k, scale, BIAS, None, Options(ALONE))
         first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -85,13 +87,6 @@ def _errors(
         errors[name] = _distance(getattr(found, name), truth) / size
         allowed[name] = 2.0 * _distance(getattr(plain, name), truth) / size + rounding
     return errors, allowed
-
-
-def _unit_rows(rows: int, keys: int, package: Package, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    q, k = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
-    q, k = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in (q, k))
-    return q, k
 
 
 def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Results:

@@ -63,12 +63,13 @@ class Trip:
         self._rooms = kind(table, phase, layout, tensors)
         self._device = next(iter(tensors.own.values())).device
         self._step, self._hop, self._owner = Step(None), -1, layout.rank
+        self.fresh = True  # whether nothing was added to the visited rank's sums: work may replace what they hold
         self._pending: tuple[int, list[_Ends], Moment] | None = None  # messages of this step that have not started
         self._under_way: dict[tuple[int, str], Batch] = {}  # by the step that has started it, and the role
 
     def __iter__(self) -> Iterator[int]:
         for number, step in enumerate(self._table.steps(self._phase)):
-            self._step = step
+            self._step, self.fresh = step, step.fresh
             for name, source, target in step.copies:
                 given = self._rooms.of(name, source, self._owner)
                 self._rooms.of(name, target, self._owner).copy_(given)
@@ -85,11 +86,6 @@ class Trip:
                 self.arrive()  # where there was no work
         self._rooms.release(self._step.sums)
         self._group.finish_trip()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether nothing was added to the visited rank's sums: work may replace what they hold."""
-        return self._step.fresh
 
     def __getitem__(self, name: str) -> Tensor:
         summed = self._table.role(name, self._phase) == "summed"
@@ -197,8 +193,10 @@ class _Slots(_Rooms):
         """`whole`: as it is sent, in one piece."""
         slot = self._slots.get((name, place))
         if slot is None:
-            given: dict[Place, Mapping[str, Tensor]] = {OWN: self._tensors.own, KEPT: self._tensors.kept}
-            slot = given.get(place, {}).get(name)  # backward does not read all that forward ends with
+            if place == OWN:
+                slot = self._tensors.own[name]
+            elif place == KEPT:
+                slot = self._tensors.kept.get(name)  # backward does not read all that forward ends with
         if slot is None:  # a rank without queries adds nothing to what the first work would replace
             slot = self._new(name, self._largest, zero=not self._layout.rows[self._layout.rank])
         self._slots[name, place] = slot.contiguous() if whole else slot

@@ -567,7 +567,7 @@ BUGS: dict[str, Bug] = {
     ),
     "whoever takes care of saved tensors is given none": Bug(
         STASH,
-        (("_runtime/replay.py", "(_hooked() and", "(False and"),),
+        (("_runtime/replay.py", "(hooked and", "(False and"),),
         checks.found_in_a_recording,
         (),
         "hooks were given",

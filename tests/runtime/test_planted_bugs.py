@@ -51,7 +51,7 @@ BUGS = {
         ((ENGINE, WEIGHT, "return ranks / max(1, len(layout.rows) * layout.rows[layout.rank]) if"),), (0, 1), (3, 8)
     ),
     "the group is hard-wired": Bug(
-        ((API, "    name: str = group.group_name\n    return name", '    return ""'),),
+        ((API, "return Options(group.group_name,", 'return Options("",'),),
         (2, 3, 1, 0), (5, 9, 0, 20), "infonce",
     ),
     "a rank without rows stays out of the ring": Bug(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import replay
 from .agreement import announce_rejection
-from .group import ALONE, resolve
+from .group import resolve
 from .launch import INTERPRETED
 from .ops import differentiable, register, traced
 from .package import Call, Options, Package
@@ -30,16 +30,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Package:
     """The package of this SPEC, loss.py and schedule.py (the device sweep), as the runtime sees it."""
     problem, plan = spec["problem"], spec["plan"]
-    batch_size = problem["batch_size"]
     package = Package(
         name=spec["name"],
         digest=spec["digest"],
         loss_name=problem["loss"],
         dtype=_DTYPES[problem["dtype"]],
         dim=problem["dim"],
-        batch_size=batch_size,
-        key_count=batch_size if problem["keys"] is None else problem["keys"],
-        world_size=plan["world_size"],
+        batch_size=problem["batch_size"],
+        key_count=problem["batch_size"] if problem["keys"] is None else problem["keys"],
         table=planned_table(plan["schedule"]),
         rows_per_rank=plan["rows_per_rank"],
         keys_per_rank=plan["keys_per_rank"],
@@ -55,23 +53,17 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
     return dataclasses.replace(package, operators=register(package))
 
 
-def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks: str = "first") -> Options:
-    """How a call wants its result. Raises TypeError or ValueError for what is no group of this process."""
-    return Options(_group_name(group), grad_sync, reduction, check_ranks)
-
-
 def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
     """`contrastive_loss` of a `Call`'s arguments."""
     call = Call(*arguments)
-    if torch.compiler.is_compiling():
-        try:
-            call = accepted(package, call)
-        except (TypeError, ValueError) as error:  # torch's own error for it names neither argument nor remedy
-            kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
-            refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
-            return refused
-    else:
-        call = _agreed(package, call)
+    if not torch.compiler.is_compiling():
+        return differentiable(package, _agreed(package, call))
+    try:
+        call = accepted(package, call)
+    except (TypeError, ValueError) as error:  # torch's own error for it names neither argument nor remedy
+        kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
+        refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
+        return refused
     return differentiable(package, call)
 
 
@@ -87,12 +79,8 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor, Tensor, T
 
 def selftest(package: Package, device: torch.device | str | None) -> dict[str, Any]:
     """`selftest` of a package."""
-
-    def compute(q: Tensor, k: Tensor, scale: float, bias: float) -> tuple[Tensor, ...]:
-        return loss_and_grads(package, q, k, scale, bias, None, Options(ALONE))
-
     default = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-    return run_selftest(package, torch.device(device or default), compute)
+    return run_selftest(package, torch.device(device or default), loss_and_grads)
 
 
 class ContrastiveLoss(nn.Module):
@@ -168,8 +156,8 @@ def accepted(package: Package, call: Call) -> Call:
     _check_choices(options)
     _check_features(package, call)
     if labels is not None:
-        own = isinstance(labels, str) and labels == "own"
         _check_labels(package, q, labels)
+        own = isinstance(labels, str)
         labels, options = None if own else labels, options._replace(labelling="own" if own else "given")
     scale = _scalar("scale", scale, package, q)
     bias = _scalar("bias", 0.0 if bias is None else bias, package, q)
@@ -185,7 +173,10 @@ def _check_choices(options: Options) -> None:
 
 def _check_features(package: Package, call: Call) -> None:
     for name, value in zip(Call._fields[:5], call, strict=False):
-        _check_whole(name, value)
+        if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # its module takes long to import
+            whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
+            rows = f"the rows of this rank, {name}.to_local(), and its mesh as group"
+            raise TypeError(f"{name} is a DTensor: pass {whole if name in ('scale', 'bias') else rows}")
     q, k = call.q, call.k
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
@@ -210,21 +201,14 @@ def _check_features(package: Package, call: Call) -> None:
     if device != "cuda" and not package.any_device:
         raise ValueError(f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu")
     for name, x in (("q", q), ("k", k)):
-        if x.dtype != package.dtype and not (x.is_floating_point() and _autocast_to(package, device)):
+        if x.dtype == package.dtype:
+            continue
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == package.dtype
+        if not (autocast and x.is_floating_point()):
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "regenerate the package with another --dtype"
             )
-
-
-def _check_whole(name: str, value: object) -> None:
-    """A DTensor is told by its method: its module takes long to import."""
-    if type(value) is not Tensor and isinstance(value, Tensor) and hasattr(type(value), "full_tensor"):
-        if name in ("scale", "bias"):
-            whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
-        else:
-            whole = f"the rows of this rank, {name}.to_local(), and its mesh as group"
-        raise TypeError(f"{name} is a DTensor: pass {whole}")
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
@@ -232,20 +216,16 @@ def _shape(x: Tensor) -> tuple[int, ...]:
     return tuple(map(operator.index, x.shape))
 
 
-def _autocast_to(package: Package, device: str) -> bool:
-    """Whether features of other dtypes are cast to the package's."""
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == package.dtype
-
-
 def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
     if not package.labelled:
         raise ValueError(f"{package.loss_name} pairs query i with key i: labels are not supported (infonce takes them)")
+    expected = 'labels must be an int64 tensor, "own" or None'
     if isinstance(labels, str):
-        if labels == "own":
-            return
-        raise ValueError(f'labels must be an int64 tensor, "own" or None, not {labels!r}')
+        if labels != "own":
+            raise ValueError(f"{expected}, not {labels!r}")
+        return
     if not isinstance(labels, Tensor):
-        raise TypeError(f'labels must be an int64 tensor, "own" or None, not {type(labels).__name__}')
+        raise TypeError(f"{expected}, not {type(labels).__name__}")
     if labels.dtype != torch.int64 or labels.shape != q.shape[:1]:
         rows = _shape(q)[0]
         raise ValueError(f"labels must be int64 of shape ({rows},), not {labels.dtype} of shape {_shape(labels)}")
@@ -258,10 +238,8 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
     dtype = package.schedule.STATISTICS_DTYPE
     if isinstance(value, Tensor):
         if value.shape not in ((), (1,)) or value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(
-                f"{name} must be a tensor of one real number, 0-dim or of shape (1,), not {value.dtype} of shape "
-                f"{_shape(value)}"
-            )
+            real = f"{name} must be a tensor of one real number, 0-dim or of shape (1,)"
+            raise ValueError(f"{real}, not {value.dtype} of shape {_shape(value)}")
         value = value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
         return value.reshape(()) if value.dim() else value
     if type(value) is not float and (  # asking for a real number in general takes 5 us
@@ -288,10 +266,10 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device, stream: in
         return torch.full((), value, dtype=dtype, device=device)
 
 
-def _group_name(group: Any) -> str:
-    """The name by which the operators find the group; "" for the default one."""
+def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks: str = "first") -> Options:
+    """How a call wants its result. Raises TypeError or ValueError for what is no group of this process."""
     if group is None:
-        return ""
+        return Options("", grad_sync, reduction, check_ranks)
     if not dist.is_available():
         raise ValueError("group was given, but this torch has no torch.distributed")
     if isinstance(group, dist.DeviceMesh):
@@ -306,8 +284,7 @@ def _group_name(group: Any) -> str:
         raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}")
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the process group that was passed as group")
-    name: str = group.group_name
-    return name
+    return Options(group.group_name, grad_sync, reduction, check_ranks)
 
 
 def _place(group_name: str) -> tuple[int, int]:

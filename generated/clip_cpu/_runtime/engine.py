@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +32,8 @@ from .statistics import Statistics, view
 from .table import Table
 from .transport import Tensors, Trip
 
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dscale, dbias
+
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """This rank's loss (0-dim, statistics dtype) and what backward needs.
@@ -42,17 +43,17 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     """
     group = find_group(call.options.group_name)
     layout = agreement.layout(package, group, call, gradients)
-    with _device_state(package, call.q.device):
+    with device_state(package, call.q.device):
         if group is None:
             sizes = call.q.new_empty((0, 3), dtype=torch.int64)
         else:
             each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
             sizes = torch.tensor(list(each), dtype=torch.int64)
         saved = new_saved(package, call.q, call.k, sizes, bool(gradients))
-        sweep = _Sweep.of(package, call, layout, saved)
+        sweep = _Sweep(package, call, layout, saved)
         if package.labelled:
             sweep.positive.fill_(math.nan)
-        keys = _forward_alone(sweep) if group is None else _forward_over(sweep, group, bool(gradients))
+        keys = _forward(sweep, group, bool(gradients))
         if package.labelled:
             # A label that names no key leaves the NaN in `positive`: let it reach the gradients too.
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
@@ -60,45 +61,43 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
         return package.schedule.loss_terms(ours, _weight(layout, call.options)), saved
 
 
-def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
     """(dq (m, D), dk (n, D) in the features' dtype or `unrounded`, dscale, dbias 0-dim in the statistics dtype), times
     `upstream`, the gradient of this rank's loss (0-dim, any strides and dtype). In a ring every rank must call it, in
     one order where there are several; else all raise RuntimeError."""
-    group, layout = find_group(call.options.group_name), Layout.alone(call.q, call.k)
-    if group is not None:
+    group, layout = None, Layout.alone(call.q, call.k)
+    if saved.layout.shape[0]:
+        group = find_group(call.options.group_name)
+        assert group is not None
         rows, keys, _ = zip(*saved.layout.tolist(), strict=True)
         layout = Layout(group.rank, rows, keys)
-    with _device_state(package, call.q.device):
+    with device_state(package, call.q.device):
         weighting = _Weighting(package, call, layout, upstream)
-        sweep = _Sweep.of(package, call, layout, saved)
+        sweep = _Sweep(package, call, layout, saved)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars()
 
 
 def gradient_sums(package: Package, call: Call, saved: Saved) -> tuple[Tensor, Tensor]:
     """The part of `backward` before `weighted`, of a group of one and for all rows at once: the sums for dq (m, D) and
-    dk (n, D), in the statistics dtype."""
+    dk (n, D), in the statistics dtype. Both parts are called in a `device_state`."""
     (rows, dim), keys, schedule = call.q.shape, call.k.shape[0], package.schedule
-    with _device_state(package, call.q.device):
-        sweep, room = _Sweep.of(package, call, Layout.alone(call.q, call.k), saved), _key_room(package, keys)
-        sums = call.q.new_empty((room + rows, dim), dtype=schedule.STATISTICS_DTYPE)
-        dk_sum, dq_sum = sums[:room], sums[room:]
-        block, stash = sweep.block(0, call.k, saved.key_statistics), _kept(saved.stash)
-        scratch = schedule.backward_scratch(rows, keys, call.q.device)
-        schedule.backward_block(block, dq_sum, dk_sum, scratch, fresh_dq=True, fresh_dk=True, stash=stash)
-        return dq_sum, panel(dk_sum, 0, keys)
+    sweep, room = _Sweep(package, call, Layout.alone(call.q, call.k), saved), _key_room(package, keys)
+    sums = call.q.new_empty((room + rows, dim), dtype=schedule.STATISTICS_DTYPE)
+    dk_sum, dq_sum = sums[:room], sums[room:]
+    scratch = schedule.backward_scratch(rows, keys, call.q.device)
+    how = {"fresh_dq": True, "fresh_dk": True, "stash": _kept(saved.stash)}
+    schedule.backward_block(sweep.own_block(), dq_sum, dk_sum, scratch, **how)
+    return dq_sum, panel(dk_sum, 0, keys)
 
 
-def weighted(
-    package: Package, call: Call, sums: tuple[Tensor, Tensor], upstream: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def weighted(package: Package, call: Call, sums: tuple[Tensor, Tensor], upstream: Tensor) -> Gradients:
     """The rest of `backward`: its results, in fresh tensors, from what `gradient_sums` gave for the same inputs."""
-    with _device_state(package, call.q.device):
-        weighting = _Weighting(package, call, Layout.alone(call.q, call.k), upstream)
-        dq, dk = (x.new_empty(x.shape, dtype=weighting.dtype) for x in call[:2])
-        weighting.queries(sums[0], dq)
-        weighting.keys(sums[1], dk)
-        return dq, dk, *weighting.scalars()
+    weighting = _Weighting(package, call, Layout.alone(call.q, call.k), upstream)
+    dq, dk = [x.new_empty(x.shape, dtype=weighting.dtype) for x in call[:2]]
+    weighting.queries(sums[0], dq)
+    weighting.keys(sums[1], dk)
+    return dq, dk, *weighting.scalars()
 
 
 def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: bool) -> Saved:
@@ -124,64 +123,49 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     )
 
 
-class _Sweep(NamedTuple):
-    """One phase of a call, from which its blocks are cut.
+class _Sweep:
+    """One phase of a call, from which its blocks are cut. `positives`: those of `_positives`. `queries` and `positive`:
+    views of `Saved.query_statistics`, the sums, and what is kept of the positives."""
 
-    positives          `_positives`
-    queries, positive  views of `Saved.query_statistics`: the sums, and what is kept of the positives
-    """
-
-    package: Package
-    call: Call
-    layout: Layout
-    saved: Saved
-    positives: Tensor | int
-    queries: Statistics
-    positive: Tensor
-
-    @classmethod
-    def of(cls, package: Package, call: Call, layout: Layout, saved: Saved) -> _Sweep:
+    def __init__(self, package: Package, call: Call, layout: Layout, saved: Saved) -> None:
+        self.package, self.call, self.layout, self.saved = package, call, layout, saved
         # Labels before any kernel: their copy from the host would wait for it.
-        positives, statistics = _positives(package, call, layout), saved.query_statistics
-        return cls(package, call, layout, saved, positives, view(statistics), statistics[2:])
+        self.positives, statistics = _positives(package, call, layout), saved.query_statistics
+        self.queries, self.positive = view(statistics), statistics[2:]
 
     def block(self, owner: int, k: Tensor, statistics: Tensor) -> Block:
         """All queries, and the owner's keys with their statistics."""
         keys, first = view(statistics) if self.package.loss.HAS_KEYS else None, self.layout.key_offset(owner)
-        scale, bias = self.call.scale, self.call.bias
-        return Block(self.call.q, k, scale, bias, self.positives, first, self.queries, keys, self.positive)
+        q, _, scale, bias, *_ = self.call
+        return Block(q, k, scale, bias, self.positives, first, self.queries, keys, self.positive)
 
-    def visit(self, trip: Trip, owner: int) -> Block | None:
-        """The block of all queries and the keys that a trip has brought; None: one of them is empty."""
-        if not (self.call.q.shape[0] and self.layout.keys[owner]):
-            return None
+    def own_block(self) -> Block:
+        """All queries and keys of a group of one."""
+        return self.block(0, self.call.k, self.saved.key_statistics)
+
+    def visits(self, trip: Trip) -> Iterator[Block]:
+        """The blocks of all queries and the keys that a trip brings, of those where neither is empty."""
         has_keys = self.package.loss.HAS_KEYS
-        return self.block(owner, trip["keys"], trip["key statistics"] if has_keys else self.saved.key_statistics)
+        for owner in trip:
+            if self.call.q.shape[0] and self.layout.keys[owner]:
+                statistics = trip["key statistics"] if has_keys else self.saved.key_statistics
+                yield self.block(owner, trip["keys"], statistics)
 
 
-def _forward_alone(sweep: _Sweep) -> Statistics | None:
-    """The whole batch as one block. Returns the statistics of its keys."""
-    schedule, call, saved = sweep.package.schedule, sweep.call, sweep.saved
-    block = sweep.block(0, call.k, saved.key_statistics)
-    scratch = schedule.forward_scratch(call.q, call.k.shape[0])
-    how = {"fresh_queries": True, "fresh_keys": True, "stash": _kept(saved.stash)}
-    schedule.forward_block(block, scratch, **how)
-    return block.keys
-
-
-def _forward_over(sweep: _Sweep, group: Group, gradients: bool) -> Statistics | None:
-    """A block for each owner's keys as they visit. Returns the statistics of this rank's keys."""
-    package, call, layout, saved, *_ = sweep
-    table = _table(package, layout, gradients)
+def _forward(sweep: _Sweep, group: Group | None, gradients: bool) -> Statistics | None:
+    """The sweep over all keys: as one block, or of each owner as they visit. Returns the statistics of the own keys."""
+    schedule, call, layout, saved = sweep.package.schedule, sweep.call, sweep.layout, sweep.saved
+    scratch, fresh = schedule.forward_scratch(call.q, max(layout.keys)), True
+    if group is None:
+        block = sweep.own_block()
+        schedule.forward_block(block, scratch, fresh_queries=True, fresh_keys=True, stash=_kept(saved.stash))
+        return block.keys
+    table = _table(sweep.package, layout, gradients)
     trip = Trip(group, table, "forward", layout, _tensors(sweep, table))
-    scratch, fresh = package.schedule.forward_scratch(call.q, max(layout.keys)), True
-    for owner in trip:
-        block = sweep.visit(trip, owner)
-        if block is not None:
-            how = {"fresh_queries": fresh, "fresh_keys": trip.fresh, "arrive": trip.arrive}
-            package.schedule.forward_block(block, scratch, **how)
-            fresh = False
-    if not package.loss.HAS_KEYS:
+    for block in sweep.visits(trip):
+        schedule.forward_block(block, scratch, fresh_queries=fresh, fresh_keys=trip.fresh, arrive=trip.arrive)
+        fresh = False
+    if not sweep.package.loss.HAS_KEYS:
         return None
     finished = trip.home("key statistics")
     if table.transport == "ring":
@@ -201,13 +185,12 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting) -> tuple[Tensor, Tenso
     if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
         both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
         sums, total = both[:room], both[room:]
-    block, scratch = sweep.block(0, k, saved.key_statistics), schedule.backward_scratch(step, keys, q.device)
+    block, scratch = sweep.own_block(), schedule.backward_scratch(step, keys, q.device)
     for start in range(0, rows, step):
         count = min(step, rows - start)
         own = panel(total, start if in_place else 0, count)
-        part = block.panel(start, count, 0, keys)
         how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": _kept(saved.stash, start, count)}
-        schedule.backward_block(part, own, sums, scratch, **how)
+        schedule.backward_block(block.panel(start, count, 0, keys), own, sums, scratch, **how)
         weighting.queries(own, panel(dq, start, count), start)
     del scratch  # its memory is for the results
     weighting.keys(panel(sums, 0, keys), dk)
@@ -217,7 +200,7 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting) -> tuple[Tensor, Tenso
 def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[Tensor, Tensor]:
     """dq and dk. The sums for dq are of all rows; the queries' results are written while a gather's sums for dk come
     home."""
-    package, call, layout, saved, *_ = sweep
+    package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     schedule, q, k, gradients = package.schedule, call.q, call.k, bool(saved.stash.numel())
     table = _table(package, layout, gradients)
     if table.transport == "gather" and not gradients:  # traced without
@@ -230,14 +213,12 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[
     trip = Trip(group, table, "backward", layout, _tensors(sweep, table), agree)
     dq_sum = q.new_empty(q.shape, dtype=schedule.STATISTICS_DTYPE)
     scratch, fresh = None, True
-    for owner in trip:
-        block = sweep.visit(trip, owner)
-        if block is not None:
-            if scratch is None:
-                scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
-            how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
-            schedule.backward_block(block, dq_sum, trip["key gradients"], scratch, **how)
-            fresh = False
+    for block in sweep.visits(trip):
+        if scratch is None:
+            scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
+        how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
+        schedule.backward_block(block, dq_sum, trip["key gradients"], scratch, **how)
+        fresh = False
     del scratch  # its memory is for the results
     in_place = weighting.dtype == schedule.STATISTICS_DTYPE
     dq = dq_sum if in_place else q.new_empty(q.shape)
@@ -268,37 +249,27 @@ class _Weighting:
     """
 
     def __init__(self, package: Package, call: Call, layout: Layout, upstream: Tensor) -> None:
-        self._schedule, self._statistics_dtype = package.schedule, package.schedule.STATISTICS_DTYPE
-        self._call, self._upstream, self._weight = call, upstream, _weight(layout, call.options)
-        self.dtype = self._statistics_dtype if call.options.unrounded else package.dtype
-
-    # Made at first use, behind the sweep's launches: before them they take the host 30 us.
-    @functools.cached_property
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor, float]:
-        upstream = self._upstream.to(self._statistics_dtype).contiguous()
-        return self._call.scale, self._call.bias, upstream, self._weight
-
-    @functools.cached_property
-    def _dots(self) -> Tensor:
-        q = self._call.q
-        return q.new_empty(-(-q.shape[0] // self._schedule.FINISH_ROWS), dtype=self._statistics_dtype)
+        schedule, rows = package.schedule, call.q.shape[0]
+        self._schedule, self._q, self._k, dtype = schedule, call.q, call.k, schedule.STATISTICS_DTYPE
+        self._factors = call.scale, call.bias, upstream.to(dtype).contiguous(), _weight(layout, call.options)
+        self._dots = call.q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=dtype)
+        self.dtype = dtype if call.options.unrounded else package.dtype
 
     def queries(self, total: Tensor, out: Tensor, start: int = 0) -> None:
         """Rows of the query gradient from `start` on, a multiple of FINISH_ROWS."""
         rows, each = total.shape[0], self._schedule.FINISH_ROWS
         if rows:
             dots = panel(self._dots, start // each, -(-rows // each))
-            self._schedule.finish(total, panel(self._call.q, start, rows), *self._factors, out, dots=dots)
+            self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots)
 
     def keys(self, total: Tensor, out: Tensor) -> None:
         """The key gradient."""
         if total.shape[0]:
-            self._schedule.finish(total, self._call.k, *self._factors, out)
+            self._schedule.finish(total, self._k, *self._factors, out)
 
     def scalars(self) -> tuple[Tensor, Tensor]:
         """(dscale, dbias), when all rows of the query gradient are done."""
-        rows = self._call.q.shape[0]
-        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, rows)
+        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, self._q.shape[0])
         return found
 
 
@@ -313,7 +284,7 @@ def _table(package: Package, layout: Layout, gradients: bool) -> Table:
 
 def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     """What travels, and where it stays for backward: in `Saved.key_statistics` and `Saved.stash`."""
-    package, (_, k, *_), layout, (_, statistics, stash, _), *_ = sweep
+    package, layout, k, (_, statistics, stash, _) = sweep.package, sweep.layout, sweep.call.k, sweep.saved
     schedule, keys = package.schedule, k.shape[0]
     dtypes = {"features": k.dtype, "statistics": schedule.STATISTICS_DTYPE}
     own = {"keys": k}
@@ -341,7 +312,7 @@ def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:
     """The global index of each query's positive: an int64 tensor beside the features, contiguous since kernels read one
     after another, or for "diagonal" losses that of local row 0."""
     own = call.options.labelling == "own"
-    offset = layout.key_offset(layout.rank) if own else layout.row_offset()
+    offset = layout.key_offset(layout.rank) if own else sum(layout.rows[: layout.rank])
     if not package.labelled:
         return offset
     if call.labels is None:
@@ -355,13 +326,19 @@ def _weight(layout: Layout, options: Options) -> float:
     return ranks / sum(layout.rows) if options.reduction == "mean" else float(ranks)
 
 
-def _device_state(package: Package, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """No graph, no autocast (it would round inside the sweep), and the tensors' device current.
+def device_state(
+    package: Package, device: torch.device, plain_tensors: bool = False
+) -> contextlib.AbstractContextManager[Any]:
+    """No graph, no autocast (it would round inside the sweep), and the tensors' device current. `plain_tensors`: not in
+    inference mode either.
 
     Each costs microseconds on the host, which the device waits for: only what is not so already is changed.
     """
     changes: list[contextlib.AbstractContextManager[Any]] = []
-    if torch.is_grad_enabled():
+    inference = plain_tensors and torch.is_inference_mode_enabled()
+    if inference:
+        changes.append(torch.inference_mode(False))  # which turns gradients on
+    if inference or torch.is_grad_enabled():
         changes.append(torch.no_grad())
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         changes.append(torch.cuda.device(device))
@@ -369,8 +346,8 @@ def _device_state(package: Package, device: torch.device) -> contextlib.Abstract
         changes.append(torch.autocast(device.type, enabled=False))
     if package.dtype == torch.float32 or device.type == "cpu":  # where the switch has a say
         changes.append(_precisions[device.type == "cuda"].of_products(package.product_precision))
-    if len(changes) < 2:
-        return changes[0] if changes else contextlib.nullcontext()
+    if not changes:
+        return _UNCHANGED
     with contextlib.ExitStack() as state:  # which leaves again what it has entered, if the next cannot be
         for change in changes:
             state.enter_context(change)
@@ -392,15 +369,15 @@ class _Precision:
             if not self._users:
                 self._before = self._switch.fp32_precision
             self._users += 1
-            if self._switch.fp32_precision != precision:
-                self._switch.fp32_precision = precision
+            self._switch.fp32_precision = precision
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if not self._users and self._switch.fp32_precision != self._before:
+                if not self._users:
                     self._switch.fp32_precision = self._before
 
 
+_UNCHANGED = contextlib.nullcontext()
 _precisions = (_Precision(torch.backends.mkldnn), _Precision(torch.backends.cuda))

@@ -7,7 +7,6 @@ import functools
 import importlib
 import operator
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as triton reads it
 """Kernels run as numpy on the CPU, where bf16 arithmetic is wrong: tiles are widened to fp32 after they are loaded."""
+
+_HIP = bool(torch.version.hip)
 
 
 class Operand(NamedTuple):
@@ -36,37 +37,17 @@ def descriptor_legal(x: Tensor) -> bool:
     )
 
 
-class Descriptor(NamedTuple):
-    """The fields of Triton's TensorDescriptor, which a launcher reads, without the dozen checks that making one runs.
-
-    Triton 3.6 has no `round_f32_to_tf32`.
-    """
-
-    base: Tensor
-    shape: torch.Size
-    strides: tuple[int, ...]
-    block_shape: list[int]
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
-    layout: Any = None  # of a block in shared memory, which Gluon's kernels are told
-
-
-def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Descriptor:
-    """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns)."""
-    return Descriptor(x, x.shape, x.stride(), block, layout=layout)
-
-
-def _checked(x: Any) -> Any:
-    """A kernel's argument as Triton takes it where it compiles and interprets."""
-    if type(x) is not Descriptor:
-        return x
-    if x.layout is not None:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-        return GluonDescriptor(x.base, list(x.shape), list(x.strides), x.block_shape, x.layout)
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x.base, x.shape, x.strides, x.block_shape)
+def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
+    """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns): Triton's,
+    without the dozen checks that making one runs. `layout`: of a block in shared memory, which Gluon's kernels are
+    told."""
+    if layout is None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+    else:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(base=x, shape=x.shape, strides=x.stride(), block_shape=block, layout=layout)
+    return made
 
 
 @functools.cache
@@ -77,7 +58,7 @@ def runs_variant(device: torch.device, arch: str, gluon: str) -> bool:
     module, _, path = gluon.partition(":")
     if INTERPRETED or device.type != "cuda":
         return INTERPRETED and not gluon
-    if torch.version.hip:
+    if _HIP:
         here = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     else:
         here = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
@@ -104,7 +85,7 @@ def operands(
 ) -> tuple[Operand, Operand, bool]:
     """`q` and `k` as kernel operands read in blocks (rows, depth), and whether both go as descriptors."""
     if descriptors and descriptor_legal(q) and descriptor_legal(k):
-        return (Operand(descriptor(q, q_block), q.stride(0), 1), Operand(descriptor(k, k_block), k.stride(0), 1), True)
+        return Operand(descriptor(q, q_block), q.stride(0), 1), Operand(descriptor(k, k_block), k.stride(0), 1), True
     return Operand(q, q.stride(0), q.stride(1)), Operand(k, k.stride(0), k.stride(1)), False
 
 
@@ -119,64 +100,68 @@ def library_legal(x: Tensor) -> bool:
     return x.is_cuda and read_in_place(x)
 
 
-Launcher = Callable[[tuple[int, int, int], int, list[Any]], None]  # of a grid, a stream and arguments
+class _Kernel(NamedTuple):
+    """A kernel that was launched before. `compiled`: by what Triton compiles anew for, the compiled kernel, what runs
+    it, and its constants."""
 
-_launchers: dict[tuple[Any, ...], tuple[Launcher, Any]] = {}  # with the kernel, or another could get its id
+    kernel: Any  # held here, or another one could get its id
+    arguments: list[str]  # in the kernel's order
+    options: list[str]  # constants and launch options
+    compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]]
+    hooks: Any  # Triton's, of a profiler
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """`kernel[grid](*arguments, **options)` of tensors on the current device, faster from the second time on: small
-    batches wait for the host. Arguments may all be given by name, in any order.
+_kernels: dict[int, _Kernel] = {}  # by id: a kernel's hash takes long
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
+    """`kernel[grid](**given)` of tensors on the current device, faster from the second time on: small batches wait for
+    the host. Constants have names in capitals; a kernel is launched with the same names each time.
 
     Triton binds, specialises and looks up anew at every launch; here the compiled kernel is kept for all arguments that
     it would specialise alike: integers that are 1, divisible by 16 or wider than 32 bits, and type and alignment of
     pointers (on ROCm also whether 32-bit offsets reach all of it). On the host of an H200 that has waited for its
     device a launch takes 14 to 40 us; of tensors, and through Triton's hooks, it took 20 to 67.
     """
-    if not arguments:
-        arguments = tuple([options.pop(name) for name in kernel.arg_names if not name.isupper()])
     if INTERPRETED:
-        kernel[grid](*map(_checked, arguments), **options)
+        kernel[grid](**given)
         return
+    known = _kernels.get(id(kernel)) or _first(kernel, given)
     device = torch._C._cuda_getDevice()
-    traits = [id(kernel), device, *options.values()]
+    traits = [device, *map(given.__getitem__, known.options)]
     passed = []  # addresses for tensors: a launcher would ask each for it again, and the driver whether it is one
-    for x in arguments:
+    for x in map(given.__getitem__, known.arguments):
         kind = type(x)
         if kind is int:
             traits.append((x == 1) + 2 * (x & 15 == 0) + 4 * (-0x80000000 <= x < 0x80000000))
         elif kind is Tensor or isinstance(x, Tensor):
             address = x.data_ptr()
             traits += x.dtype, address & 15 == 0
-            if torch.version.hip:
+            if _HIP:
                 traits.append(x.untyped_storage().size() < 0x80000000)
             x = address
         else:
             traits.append(kind)
         passed.append(x)
     key = tuple(traits)
-    known = _launchers.get(key)
-    if known is None:
-        compiled = kernel[grid](*map(_checked, arguments), **options)
-        constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
-        _launchers[key] = _launcher(compiled, constants), kernel
+    if key not in known.compiled:
+        compiled = kernel[grid](**given)
+        constants = [given[name] for name in kernel.arg_names if name.isupper()]
+        known.compiled[key] = compiled, compiled.run, constants
         return
+    compiled, run, constants = known.compiled[key]
     size = grid[0], grid[1] if len(grid) > 1 else 1, 1
-    known[0](size, torch._C._cuda_getCurrentRawStream(device), passed)
+    enter, leave = known.hooks.launch_enter_hook, known.hooks.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # Triton tells a profiler of the launch
+        compiled[size](*passed, *constants)
+        return
+    stream, metadata = torch._C._cuda_getCurrentRawStream(device), compiled.packed_metadata
+    run(*size, stream, compiled.function, metadata, None, None, None, *passed, *constants)
 
 
-def _launcher(compiled: Any, constants: list[Any]) -> Launcher:
-    """What launches a compiled kernel, past Triton's hooks while nobody has any."""
+def _first(kernel: Any, given: dict[str, Any]) -> _Kernel:
     from triton import knobs
 
-    hooks, run, function, metadata = knobs.runtime, compiled.run, compiled.function, compiled.packed_metadata
-
-    def launcher(grid: tuple[int, int, int], stream: int, arguments: list[Any]) -> None:
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        if watched:  # by a profiler: Triton tells it of the launch
-            compiled[grid](*arguments, *constants)
-        else:
-            run(*grid, stream, function, metadata, None, None, None, *arguments, *constants)
-
-    return launcher
+    arguments = [name for name in kernel.arg_names if not name.isupper()]
+    options = [name for name in given if name not in arguments]
+    return _kernels.setdefault(id(kernel), _Kernel(kernel, arguments, options, {}, knobs.runtime))

@@ -7,8 +7,7 @@ Outside of tracing `differentiable` does the same by an autograd function, witho
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +29,9 @@ _REFUSE = "(str error, str message, str group_name) -> Tensor"
 _libraries: list[torch.library.Library] = []  # operators live as long as theirs
 
 
-class Operators(NamedTuple):
-    """`forward` is differentiable in q, k, scale and bias, once. `refuse` raises, when a graph runs, what was wrong
-    with the arguments at its tracing. Arguments as in the schemas above."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    refuse: Callable[..., Any]
-
-
-class _OfOneBatch(torch.autograd.Function):
-    """A function that says what to do instead of what it cannot."""
+class _Loss(torch.autograd.Function):
+    """The loss of plain tensors, differentiable in q, k, scale and bias, once. Inputs: a `Call`'s, the package, and
+    bits of the gradients wanted. It says what to do instead of what it cannot."""
 
     @staticmethod
     def vmap(*_: object) -> Any:
@@ -50,33 +41,31 @@ class _OfOneBatch(torch.autograd.Function):
     def jvp(*_: object) -> Any:
         raise NotImplementedError("the loss has no forward-mode derivatives: use backward, torch.func.grad or vjp")
 
-
-class _Loss(_OfOneBatch):
-    """The loss of plain tensors, differentiable in q, k, scale and bias, once. Inputs: a `Call`'s, the package, and
-    bits of the gradients wanted."""
-
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         # With `ctx` here, and no setup_context, torch does not look up this signature at each call: 65 us of the host.
-        *call, package, gradients = inputs
-        loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
+        package, gradients = inputs[6:]
+        loss, saved = replay.forward(package, Call(*inputs[:6]).cast(package), gradients)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call[:5], *saved)
-        ctx.options, ctx.package = call[5], package
+        ctx.save_for_backward(*inputs[:5], *saved)
+        ctx.options, ctx.package = inputs[5:7]
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *unused: object) -> Any:
-        tensors = ctx.saved_tensors
+        tensors, package = ctx.saved_tensors, ctx.package
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        call = Call(*(*tensors[:5], ctx.options)).cast(ctx.package)
+        call, saved = Call(*(*tensors[:5], ctx.options)).cast(package), Saved(*tensors[5:])
         if torch.is_grad_enabled():  # create_graph
-            gradients: Any = _Gradients.apply(upstream, *call, ctx.package, Saved(*tensors[5:]))
-        else:
-            gradients = replay.backward(ctx.package, call, Saved(*tensors[5:]), upstream)
-        wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*wanted, *(None,) * (len(ctx.needs_input_grad) - 4))
+            return _wanted(ctx, _Gradients.apply(upstream, *call, package, saved))
+        return _wanted(ctx, replay.backward(package, call, saved, upstream))
+
+
+def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """A gradient for each input that needs one."""
+    needed = ctx.needs_input_grad
+    return (*[g if need else None for g, need in zip(gradients, needed, strict=False)], *[None] * (len(needed) - 4))
 
 
 class _TransformedLoss(_Loss):
@@ -96,11 +85,11 @@ class _TransformedLoss(_Loss):
         ctx.options, ctx.package = inputs[5:7]
 
 
-class _Gradients(_OfOneBatch):
+class _Gradients(_TransformedLoss):
     """The gradients of the loss, which have none of their own. Inputs: upstream, a `Call`'s, the package, `Saved`."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         upstream, *call, package, saved = inputs
         return replay.backward(package, Call(*call), saved, upstream)
 
@@ -138,21 +127,20 @@ def differentiable(package: Package, call: Call) -> Tensor:
 
 def traced(*tensors: Tensor) -> bool:
     """Whether somebody records operators, or the tensors stand for others: then only an operator is right."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or is_in_torch_dispatch_mode()
-        or not all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-    )
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode():
+        return True
+    return not all([type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors])
 
 
-def register(package: Package) -> Operators:
-    """The operators of a package, registered at its first import."""
+def register(package: Package) -> Any:
+    """The operators of a package, with arguments as in the schemas above, registered at its first import. `forward` is
+    differentiable in q, k, scale and bias, once. `refuse` raises, when a graph runs, what was wrong with the arguments
+    at its tracing."""
     namespace = f"infcl_{package.digest[:16]}"
-    registered = getattr(torch.ops, namespace)
-    if not all(hasattr(registered, name) for name in Operators._fields):
+    operators = getattr(torch.ops, namespace)
+    if not hasattr(operators, "forward"):
         _define(package, namespace)
-    return Operators(*(getattr(registered, name).default for name in Operators._fields))
+    return operators
 
 
 def _define(package: Package, namespace: str) -> None:
@@ -199,20 +187,13 @@ def _define(package: Package, namespace: str) -> None:
     operators = getattr(torch.ops, namespace)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, scale, bias, labels, *options, _ = inputs
-        _, *saved = output
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*saved)
-        ctx.save_for_backward(q, k, scale, bias, labels, *saved)
-        ctx.options = tuple(options)
+        _TransformedLoss.setup_context(ctx, (*inputs[:5], inputs[5:10], package), output)
 
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # torch's own error for a second backward without retain_graph
         if upstream is None:
-            return (None,) * 11
-        gradients = operators.backward.default(upstream, *tensors, *ctx.options)
-        wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return (*wanted, *(None,) * 7)
+            return (None,) * len(ctx.needs_input_grad)
+        return _wanted(ctx, operators.backward(upstream, *tensors, *ctx.options))
 
     def refuse(ctx: Any, *unused: object) -> None:
         raise _twice(package.name)

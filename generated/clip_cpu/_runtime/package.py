@@ -25,8 +25,7 @@ class Package:
     dim: int
     batch_size: int
     key_count: int
-    world_size: int  # planned
-    table: Table  # of what these ranks send to each other
+    table: Table  # of what as many ranks as planned send to each other
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
@@ -37,7 +36,7 @@ class Package:
     regenerate: str  # the command for another problem
     loss: Any
     schedule: Any
-    operators: Any = None  # `ops.Operators`, which are made of the rest
+    operators: Any = None  # of `ops.register`, which are made of the rest
 
 
 class Options(NamedTuple):
@@ -73,9 +72,11 @@ class Call(NamedTuple):
     def cast(self, package: Package) -> Call:
         """The call with features in the package's dtype. Gradients of features that were wider are not rounded to it.
         By `to` also where they have that dtype: it undoes what torch.func may have left wrapped."""
-        q, k, unrounded = self.q, self.k, not self.q.dtype == self.k.dtype == package.dtype
-        options = self.options._replace(unrounded=unrounded)
-        return self._replace(q=q.to(package.dtype), k=k.to(package.dtype), options=options)
+        q, k, scale, bias, labels, options = self
+        dtype = package.dtype
+        if not q.dtype == k.dtype == dtype:
+            options = options._replace(unrounded=True)
+        return Call(q.to(dtype), k.to(dtype), scale, bias, labels, options)
 
 
 class Saved(NamedTuple):

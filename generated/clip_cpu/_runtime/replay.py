@@ -13,22 +13,23 @@ would be lost.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import engine
+from .engine import Gradients
 from .group import find_group
 from .package import Call, Options, Package, Saved
 
 # Equal calls before another recording; it doubles with each, from 1, so that alternating sizes record rarely.
 LONGEST_WAIT = 64
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 T = TypeVar("T")
 
 
@@ -44,15 +45,18 @@ class Kind(NamedTuple):
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """`engine.forward`, recorded where that is planned and possible."""
-    recorder = _recorder(package, call)
-    if recorder is None or (_hooked() and _keeps_tiles(package, call)):
+    alone = package.replay and find_group(call.options.group_name) is None
+    recorder = _recorder(package, call) if alone else None
+    # Somebody takes care of what is saved for backward: `save_on_cpu` wants the stash itself, and `checkpoint` compares
+    # shapes with those of a call that may not have been recorded.
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if recorder is None or (hooked and _keeps_tiles(package, call)):
         return unrecorded_forward(package, call, gradients)
     with recorder.lock:
         recording = recorder.next(_kind(call))
         if recording is None:
             return engine.forward(package, call, gradients)
-        with _plain_tensors(call.q.device):
-            return recorder.attempt(lambda: recording.forward(call))
+        return recorder.attempt(lambda: recording.forward(call))
 
 
 def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
@@ -67,16 +71,15 @@ def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Te
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
     """`engine.backward`, recorded if the last forward was recorded for such a batch; that may have been another one."""
-    recorder = _recorder(package, call)
-    if recorder is not None and not saved.stash.numel():
-        with recorder.lock:
-            recording = recorder.found(_kind(call))
-            if recording is not None:
-                with _plain_tensors(call.q.device):
+    if package.replay and not saved.layout.shape[0] and not saved.stash.numel():
+        recorder = _recorder(package, call)
+        if recorder is not None:
+            with recorder.lock:
+                recording = recorder.found(_kind(call))
+                if recording is not None:
                     return recorder.attempt(lambda: recording.backward(call, saved, upstream))
-    if package.replay and not saved.stash.numel() and _keeps_tiles(package, call):
-        # They went with a recording that was given up.
-        saved = unrecorded_forward(package, call, 0b1111)[1]
+        if _keeps_tiles(package, call):  # they went with a recording that was given up
+            saved = unrecorded_forward(package, call, 0b1111)[1]
     return engine.backward(package, call, saved, upstream)
 
 
@@ -91,50 +94,49 @@ class _Recording:
         self._forward: torch.cuda.CUDAGraph | None = None
         self._loss: Tensor
         self._saved: Saved
+        self._no_stash: Tensor
         self._backward: torch.cuda.CUDAGraph | None = None
         self._sums: tuple[Tensor, Tensor]
         self._handed: Tensor | None = None  # statistics that came of what the graph's tensors hold now
 
     def forward(self, call: Call) -> tuple[Tensor, Saved]:
-        if self._forward is None:
-            tensors: list[Any] = [None if x is None else x.new_empty(x.shape) for x in call[:5]]
-            self._call = Call(*(*tensors, call.options))
-        self._load(call)
-        if self._forward is None:
-            self._forward, (self._loss, self._saved) = _record(self._compute_forward, pool=None)
-        self._forward.replay()
-        results = (self._loss, self._saved.query_statistics, self._saved.key_statistics)
-        loss, query_statistics, key_statistics = (x.new_empty(x.shape) for x in results)
-        torch._foreach_copy_([loss, query_statistics, key_statistics], results)
-        self._handed = query_statistics.detach()
-        stash = call.q.new_empty(0)
-        return loss, self._saved._replace(query_statistics=query_statistics, key_statistics=key_statistics, stash=stash)
+        with engine.device_state(self._package, call.q.device, plain_tensors=True):
+            if self._forward is None:
+                tensors: list[Any] = [None if x is None else x.new_empty(x.shape) for x in call[:5]]
+                self._call, self._no_stash = Call(*(*tensors, call.options)), call.q.new_empty(0)
+            self._load(call)
+            if self._forward is None:
+                self._forward, (self._loss, self._saved) = _record(
+                    lambda: engine.forward(self._package, self._call, gradients=0b1111), pool=None
+                )
+            self._forward.replay()
+            results = [self._loss, *self._saved[:2]]
+            loss, queries, keys = copies = [x.new_empty(x.shape) for x in results]
+            torch._foreach_copy_(copies, results)
+            self._handed = queries
+            return loss, Saved(queries, keys, self._no_stash, self._saved.layout)
 
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
-        if self._handed is None or saved.query_statistics.data_ptr() != self._handed.data_ptr():
-            self._load(call)
-            if self._saved.stash.numel():
-                self._forward.replay()
-            else:
-                own = (self._saved.query_statistics, self._saved.key_statistics)
-                torch._foreach_copy_(own, [saved.query_statistics, saved.key_statistics])
-            self._handed = saved.query_statistics.detach()
-        if self._backward is None:
-            self._backward, self._sums = _record(self._compute_sums, self._forward.pool())
-        self._backward.replay()
-        return engine.weighted(self._package, call, self._sums, upstream)
+        with engine.device_state(self._package, call.q.device, plain_tensors=True):
+            if self._handed is None or saved.query_statistics.data_ptr() != self._handed.data_ptr():
+                self._load(call)
+                if self._saved.stash.numel():
+                    self._forward.replay()
+                else:
+                    torch._foreach_copy_(self._saved[:2], saved[:2])
+                self._handed = saved.query_statistics
+            if self._backward is None:
+                self._backward, self._sums = _record(
+                    lambda: engine.gradient_sums(self._package, self._call, self._saved), self._forward.pool()
+                )
+            self._backward.replay()
+            return engine.weighted(self._package, call, self._sums, upstream)
 
     def _load(self, call: Call) -> None:
         self._package.schedule.copy_inputs(*call[:4], *self._call[:4])
         if call.labels is not None and self._call.labels is not None:
             self._call.labels.copy_(call.labels)
-
-    def _compute_forward(self) -> tuple[Tensor, Saved]:
-        return engine.forward(self._package, self._call, gradients=0b1111)
-
-    def _compute_sums(self) -> tuple[Tensor, Tensor]:
-        return engine.gradient_sums(self._package, self._call, self._saved)
 
 
 class _Recorder:
@@ -153,8 +155,7 @@ class _Recorder:
         """The recording for the call of this kind, new where it is time for one; None: not recorded."""
         self._equal = self._equal + 1 if kind == self._kind else 0
         self._kind = kind
-        if self.found(kind) is None:
-            self.recording = None
+        self.recording = self.found(kind)
         if self.recording is None and self._equal >= self._wait:
             self._wait = min(2 * self._wait, LONGEST_WAIT)
             self.recording = _Recording(self._package, kind)
@@ -162,7 +163,7 @@ class _Recorder:
 
     def found(self, kind: Kind) -> _Recording | None:
         """The recording, if it is of this kind."""
-        return self.recording if self.recording is not None and self.recording.kind == kind else None
+        return self.recording if self.recording and self.recording.kind == kind else None
 
     def give_up(self) -> None:
         """No recording, and as many calls alike before the next one as after calls of another kind."""
@@ -185,38 +186,26 @@ _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCub
 
 
 def _recorder(package: Package, call: Call) -> _Recorder | None:
-    """None where a call cannot be recorded: in a ring, in somebody's own graph, with labels to look at."""
-    device, labels, options = call.q.device, call.labels, call.options
-    if not package.replay or not _recordable(device):
+    """None where a call cannot be recorded: in somebody's own graph, with labels to look at."""
+    device, labels = call.q.device, call.labels
+    if labels is not None and (labels.device != device or call.options.check_ranks == "always"):
         return None
-    if labels is not None and (labels.device != device or options.check_ranks == "always"):
+    if not _recordable(device):
         return None
-    if find_group(options.group_name) is not None:
-        return None
-    return _recorders.setdefault((package.digest, device.index), _Recorder(package))
+    key = package.digest, device.index
+    return _recorders.get(key) or _recorders.setdefault(key, _Recorder(package))
 
 
 def _recordable(device: torch.device) -> bool:
     """Whether what the device is given can be recorded: its memory must come from torch's cache."""
-    return (
-        device.type == "cuda"
-        and _clear_workspaces is not None
-        and not any(f"PYTORCH_NO_{name}_MEMORY_CACHING" in os.environ for name in ("CUDA", "HIP"))
-        and not capturing(device)
-    )
+    cached = _clear_workspaces is not None and not _uncached_memory()
+    return cached and device.type == "cuda" and not capturing(device)
 
 
-@contextlib.contextmanager
-def _plain_tensors(device: torch.device) -> Iterator[None]:
-    """No graph, and no inference tensors: what a call in inference mode records, a training step writes to."""
-    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-        yield
-
-
-def _hooked() -> bool:
-    """Whether somebody takes care of what is saved for backward: `save_on_cpu` wants the stash itself, and `checkpoint`
-    compares shapes with those of a call that may not have been recorded."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+@functools.cache
+def _uncached_memory() -> bool:
+    """As torch looks: once."""
+    return any(f"PYTORCH_NO_{name}_MEMORY_CACHING" in os.environ for name in ("CUDA", "HIP"))
 
 
 def _keeps_tiles(package: Package, call: Call) -> bool:
@@ -228,9 +217,9 @@ def _keeps_tiles(package: Package, call: Call) -> bool:
 def capturing(device: torch.device) -> bool:
     """Whether the current stream of a CUDA device is in somebody's graph."""
     if device.index == torch.cuda.current_device():
-        return bool(torch.cuda.is_current_stream_capturing())
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
-        return bool(torch.cuda.is_current_stream_capturing())
+        return torch.cuda.is_current_stream_capturing()
 
 
 def raw_stream(device: torch.device) -> int:
@@ -245,11 +234,8 @@ def _kind(call: Call) -> Kind:
 def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of `work`, which runs once before (kernels compile, libraries start), and its results."""
     work()
-    device = torch.cuda.current_device()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream()
-    here, stream = torch.cuda.current_stream(), _streams[device]
-    graph = torch.cuda.CUDAGraph()
+    device, here, graph = torch.cuda.current_device(), torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream())
     with _recording:
         # A workspace from outside of the graph's pool might be given back while the graph still uses it.
         assert _clear_workspaces is not None

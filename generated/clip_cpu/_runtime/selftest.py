@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .package import Package
+from .group import ALONE
+from .package import Options, Package
 
 # Queries, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference underflows.
 CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
@@ -30,15 +31,18 @@ class Results(NamedTuple):
 
 
 def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..., Any]) -> dict[str, Any]:
-    """The report of `selftest` in api.py. `loss_and_grads(q, k, scale, bias)` runs the package on one device."""
+    """The report of `selftest` in api.py, which gives its `loss_and_grads`."""
     cases: list[dict[str, Any]] = []
     repeatable = True
     for rows, keys, scale in CASES:
         keys = keys if package.labelled else rows
         if rows > package.batch_size or keys > package.key_count:
             continue
-        q, k = _unit_rows(rows, keys, package, device)
-        first, second = (Results(*loss_and_grads(q, k, scale, BIAS)) for _ in range(2))
+        generator = torch.Generator().manual_seed(rows)
+        random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
+        q, k = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
+        arguments = (package, q, k, scale, BIAS, None, Options(ALONE))
+        first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         errors, allowed = _errors(package, first, q, k, scale)
         ok = all(errors[name] <= allowed[name] for name in errors)
@@ -83,13 +87,6 @@ def _errors(
         errors[name] = _distance(getattr(found, name), truth) / size
         allowed[name] = 2.0 * _distance(getattr(plain, name), truth) / size + rounding
     return errors, allowed
-
-
-def _unit_rows(rows: int, keys: int, package: Package, device: torch.device) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    q, k = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
-    q, k = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in (q, k))
-    return q, k
 
 
 def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Results:

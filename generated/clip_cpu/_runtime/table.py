@@ -128,16 +128,11 @@ class Table:
         return tuple(item for item in self.travelling if item.role(phase) == role)
 
     def role(self, name: str, phase: str) -> str:
-        return self._roles[name, phase]
-
-    @functools.cached_property
-    def _roles(self) -> dict[tuple[str, str], str]:
-        return {(item.name, phase): item.role(phase) for item in self.travelling for phase in ("forward", "backward")}
+        return next(item.role(phase) for item in self.travelling if item.name == name)
 
     def rank(self, start: int, move: Move, back: bool = False) -> int:
         """The rank that is `move` on from `start`, or as far `back`."""
-        node, device = divmod(start, self.devices_per_node)
-        sign = -1 if back else 1
+        (node, device), sign = divmod(start, self.devices_per_node), -1 if back else 1
         node, device = (node + sign * move[0]) % self.nodes, (device + sign * move[1]) % self.devices_per_node
         return node * self.devices_per_node + device
 

@@ -16,35 +16,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 9  # raise it with every change of what ranks send to each other
+PROTOCOL = 10  # raise it with every change of what ranks send to each other
 
 # What each rank tells all others before the first hop. Text travels as its first 14 characters, in ASCII. The protocol
 # comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
 _TEXT_BYTES, _HEADER_BYTES = 14, 256
 _SHORTEST_WAIT_S = 0.1  # for others to take a header, where the timeout has passed
 _CONTROL_TAG = 64  # travelling tensors count from 0
-_HEADER: dict[str, type] = {
-    "protocol": int,
-    "accepted": bool,  # False: this rank's own arguments were wrong, and it raises
-    "package digest": str,
-    "torch version": str,
-    "loss": str,
-    "dtype": str,
-    "embedding dimension": int,
-    "phase": str,
-    "trips finished": int,  # of this process in this group
-    "call number": int,  # trips finished before the forward
-    "ranks compared": bool,
-    "labels": str,  # Options.labelling
-    "gradients wanted": int,  # bits: q, k, scale, bias
-    "differentiated": bool,  # whether any is
-    "grad_sync": str,
-    "reduction": str,
-    "rows": int,
-    "keys": int,
-    "first label": int,  # smallest and largest label; (0, -1) where they were not looked at
-    "last label": int,
-}
+_TEXTS = ("package digest", "torch version", "loss", "dtype", "phase", "labels", "grad_sync", "reduction")
+_NUMBERS = (
+    "embedding dimension", "rows", "keys",
+    "trips finished",  # of this process in this group
+    "call number",  # trips finished before the forward
+    "gradients wanted",  # bits: q, k, scale, bias
+    "first label", "last label",  # smallest and largest; (0, -1) where they were not looked at
+)  # fmt: skip
+_ANSWERS = (
+    "accepted",  # False: this rank's own arguments were wrong, and it raises
+    "ranks compared", "differentiated",  # whether any gradient is wanted
+)  # fmt: skip
+_HEADER = {"protocol": int} | dict.fromkeys(_NUMBERS, int) | dict.fromkeys(_ANSWERS, bool) | dict.fromkeys(_TEXTS, str)
 _FORMAT = struct.Struct("<" + "".join(f"{_TEXT_BYTES}s" if kind is str else "q" for kind in _HEADER.values()))
 
 # A group that is destroyed takes its Group, its threads and its sockets with it: nothing here holds on to it.
@@ -142,27 +133,20 @@ class Group:
         trips = self.trips
         order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
         said = {**header, "protocol": PROTOCOL, **order}
-        own = _encode(said)
+        own, failed = _encode(said), list[tuple[str, RuntimeError]]()
         messages = [bytearray(own) for _ in range(self.size)]  # the others' are received into
         gathered = [torch.frombuffer(message, dtype=torch.uint8) for message in messages]
-        peers = [(self.rank - distance) % self.size for distance in range(1, self.size)]
-        failed: list[RuntimeError] = []
 
         def attempt(step: str, work: Callable[..., Any], *arguments: Any) -> Any:
             try:
                 return work(*arguments)
             except RuntimeError as error:
-                failed.append(
-                    RuntimeError(
-                        f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
-                        f"(it has died, hangs, or does not call the loss): {error}"
-                    )
-                )
-                failed[-1].__cause__ = error
+                failed.append((step, error))
 
         control = attempt("connecting", self._control_group)
         began, works = time.monotonic(), []
-        for peer in () if failed else peers:  # directly, not by an all-gather: whoever is silent can be named
+        for distance in range(1, 1 if failed else self.size):
+            peer = (self.rank - distance) % self.size  # directly, not by an all-gather: whoever is silent can be named
             step = f"addressing rank {peer}"
             receive = attempt(step, control.recv, [gathered[peer]], peer, _CONTROL_TAG)
             send = receive and attempt(step, control.send, [gathered[self.rank]], peer, _CONTROL_TAG)
@@ -179,7 +163,11 @@ class Group:
             if send:
                 attempt(f"telling rank {peer}", send.wait, *limit)
         if failed:
-            raise failed[0]
+            step, error = failed[0]
+            raise RuntimeError(
+                f"control exchange before {phase}: rank {self.rank} of {self.size} failed {step} "
+                f"(it has died, hangs, or does not call the loss): {error}"
+            ) from error
         received = [bytes(message) for message in messages]
         if received.count(own) == self.size:  # to decode one takes 20 us
             return [said] * self.size
@@ -208,10 +196,10 @@ class Group:
         As `batch_isend_irecv` does, which takes 0.05 to 0.1 ms more of the host to look at them.
         """
         group, device = self.process_group, (*sends, *receives)[0].buffer.device
-        together = self._coalesces.get(device.type)
-        if together is None:  # to look takes 13 us
-            together = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
-            self._coalesces[device.type] = together
+        if device.type not in self._coalesces:  # to look takes 13 us
+            able = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
+            self._coalesces[device.type] = able
+        together = self._coalesces[device.type]
         if together:
             group._start_coalescing(device)
         works = [group.send([message.buffer], message.peer, message.tag) for message in sends]
@@ -224,25 +212,20 @@ class Group:
         Not `new_group`: all processes of the job would have to call it, or (with local synchronisation) all ranks would
         have to have made equally many groups before; otherwise it hangs.
         """
+        group = self.process_group
         if "cpu" in self._backends:
-            return self.process_group
-        control = _control_groups.get(self.process_group)
-        if control is None:
-            store = dist.PrefixStore(
-                f"infcl/{self.process_group.group_name}", dist.distributed_c10d._get_default_store()
-            )
-            control = _control_groups[self.process_group] = dist.ProcessGroupGloo(
-                store, self.rank, self.size, self._timeout
-            )
-        return control
+            return group
+        if group not in _control_groups:
+            store = dist.PrefixStore(f"infcl/{group.group_name}", dist.distributed_c10d._get_default_store())
+            _control_groups[group] = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+        return _control_groups[group]
 
     @property
     def _timeout(self) -> datetime.timedelta:
         """The group's own, which a group made beside it would not have."""
         backend = self.process_group._get_backend(torch.device(next(iter(self._backends))))
         options = getattr(backend, "options", None)  # some backends have none
-        found: datetime.timedelta | None = getattr(options, "_timeout", None)
-        return found or dist.distributed_c10d.default_pg_timeout
+        return getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
 
 
 class Layout(NamedTuple):
@@ -256,9 +239,6 @@ class Layout(NamedTuple):
     def alone(cls, q: Tensor, k: Tensor) -> Layout:
         """That of a group of one."""
         return cls(0, (q.shape[0],), (k.shape[0],))
-
-    def row_offset(self) -> int:
-        return sum(self.rows[: self.rank])
 
     def key_offset(self, owner: int) -> int:
         return sum(self.keys[:owner])

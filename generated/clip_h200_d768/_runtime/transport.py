@@ -6,7 +6,6 @@ behind what they depend on, and the current stream waits for them where the tabl
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .group import Group, Layout, Message
 from .launch import panel, panel_columns
-from .table import KEPT, OWN, RECEIVED, Place, Step, Table, Transfer
+from .table import HERE, KEPT, OWN, RECEIVED, Place, Step, Table, Transfer
 
 T = TypeVar("T")
 _Ends = tuple[set[str], list[Message], list[Message]]  # a batch on this rank: roles, what it sends and receives
@@ -60,17 +59,20 @@ class Trip:
         agree: Callable[[], None] | None = None,
     ) -> None:
         self._group, self._table, self._phase, self._layout, self._agree = group, table, phase, layout, agree
-        self._rooms = (_Shards if table.transport == "gather" else _Slots)(table, phase, layout, tensors)
+        kind: type[_Shards | _Slots] = _Shards if table.transport == "gather" else _Slots
+        self._rooms = kind(table, phase, layout, tensors)
         self._device = next(iter(tensors.own.values())).device
         self._step, self._hop, self._owner = Step(None), -1, layout.rank
+        self.fresh = True  # whether nothing was added to the visited rank's sums: work may replace what they hold
         self._pending: tuple[int, list[_Ends], Moment] | None = None  # messages of this step that have not started
         self._under_way: dict[tuple[int, str], Batch] = {}  # by the step that has started it, and the role
 
     def __iter__(self) -> Iterator[int]:
         for number, step in enumerate(self._table.steps(self._phase)):
-            self._step = step
+            self._step, self.fresh = step, step.fresh
             for name, source, target in step.copies:
-                self._rooms.copy(name, source, target)
+                given = self._rooms.of(name, source, self._owner)
+                self._rooms.of(name, target, self._owner).copy_(given)
             self._wait(step.unchanged_from, "unchanged")
             if step.owner is not None:
                 self._hop, self._owner = self._hop + 1, self._table.rank(self._layout.rank, step.owner)
@@ -84,11 +86,6 @@ class Trip:
                 self.arrive()  # where there was no work
         self._rooms.release(self._step.sums)
         self._group.finish_trip()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether nothing was added to the visited rank's sums: work may replace what they hold."""
-        return self._step.fresh
 
     def __getitem__(self, name: str) -> Tensor:
         summed = self._table.role(name, self._phase) == "summed"
@@ -106,17 +103,14 @@ class Trip:
 
     def _start(self) -> None:
         """Starts this step's messages if they have not started: behind `_pending`, and not behind the work since."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        agree, self._agree = self._agree, None
-        if agree is not None:
-            agree()
-        if not self._rooms.padded:
-            self._group.connect(self._device)
-        number, batches, moment = pending
-        table = self._table
-        what = f"{self._phase} {table.transport}, hop {max(self._hop, 0)} of {table.world_size}"
+        (number, batches, moment), self._pending = self._pending, None
+        if self._agree is not None:
+            self._agree()
+            self._agree = None
+        self._group.connect(self._device)
+        what = f"{self._phase} {self._table.transport}, hop {max(self._hop, 0)} of {self._table.world_size}"
         with moment:
             for roles, sends, receives in batches:
                 batch = Batch(self._group, what, sends, receives)
@@ -136,39 +130,20 @@ class Trip:
             batch.wait()
 
 
-class _Rooms(abc.ABC):
-    """Where the tensors of a trip are."""
+class _Rooms:
+    """Where the tensors of a trip are. Of each kind:
 
-    padded: bool  # whether a message is as long as for the largest shard, and sent even if nothing is in it
+    of       what is in a place of the owner's keys, as many as it has
+    size     bytes of a transfer
+    ends     what is sent, and received; None: nothing
+    home     the finished sums of the own keys, at the end in this place
+    release  gives up everything but the finished sums, which are, or will be, in this place: memory for the results
+    """
 
     def __init__(self, table: Table, phase: str, layout: Layout, tensors: Tensors) -> None:
         self._table, self._phase, self._layout, self._tensors = table, phase, layout, tensors
         self._items = {item.name: item for item in table.travelling}
         self._tags = {name: tag for tag, name in enumerate(self._items)}
-
-    @abc.abstractmethod
-    def of(self, name: str, place: Place, owner: int) -> Tensor:
-        """What is there of the owner's keys, as many as it has."""
-
-    @abc.abstractmethod
-    def copy(self, name: str, source: Place, target: Place) -> None:
-        """A step's copy."""
-
-    @abc.abstractmethod
-    def size(self, name: str) -> int:
-        """Bytes of a transfer."""
-
-    @abc.abstractmethod
-    def ends(self, sent: Transfer) -> tuple[Message | None, Message | None]:
-        """What is sent, and received; None: nothing."""
-
-    @abc.abstractmethod
-    def home(self, name: str, place: Place) -> Tensor:
-        """The finished sums of the own keys."""
-
-    @abc.abstractmethod
-    def release(self, place: Place) -> None:
-        """Gives up everything but the finished sums, which are, or will be, in this place: memory for the results."""
 
     def _new(self, name: str, keys: int, ranks: int | None = None, zero: bool = False) -> Tensor:
         """Room for so many keys, from each of so many ranks."""
@@ -190,8 +165,6 @@ class _Rooms(abc.ABC):
 class _Slots(_Rooms):
     """Of a ring: buffers for the largest shard, used by turns."""
 
-    padded = True
-
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._largest = max(self._layout.keys)
@@ -200,19 +173,14 @@ class _Slots(_Rooms):
     def of(self, name: str, place: Place, owner: int) -> Tensor:
         return self._first(name, self._slot(name, place), self._layout.keys[owner])
 
-    def copy(self, name: str, source: Place, target: Place) -> None:
-        given = self._slot(name, source)
-        keys = given.shape[1 if self._items[name].across else 0]
-        self._first(name, self._slot(name, target), keys).copy_(given)
-
     def size(self, name: str) -> int:
         return self._largest * self._items[name].columns * self._dtype(name).itemsize
 
     def ends(self, sent: Transfer) -> tuple[Message, Message]:
         here, tag = self._layout.rank, self._tags[sent.name]
-        buffers = (self._slot(sent.name, place, whole=True) for place in (sent.source, sent.target))
+        source, target = (self._slot(sent.name, place, whole=True) for place in (sent.source, sent.target))
         to, origin = self._table.rank(here, sent.to), self._table.rank(here, sent.to, back=True)
-        return Message(next(buffers), to, tag), Message(next(buffers), origin, tag)
+        return Message(source, to, tag), Message(target, origin, tag)
 
     def home(self, name: str, place: Place) -> Tensor:
         return self.of(name, place, self._layout.rank)
@@ -227,39 +195,33 @@ class _Slots(_Rooms):
         if slot is None:
             if place == OWN:
                 slot = self._tensors.own[name]
-            elif place == KEPT and name in self._tensors.kept:  # else backward does not read it
-                slot = self._tensors.kept[name]
-            else:  # a rank without queries adds nothing to what the first work would replace
-                slot = self._new(name, self._largest, zero=not self._layout.rows[self._layout.rank])
-            self._slots[name, place] = slot
-        if whole and not slot.is_contiguous():
-            slot = self._slots[name, place] = slot.contiguous()
-        return slot
+            elif place == KEPT:
+                slot = self._tensors.kept.get(name)  # backward does not read all that forward ends with
+        if slot is None:  # a rank without queries adds nothing to what the first work would replace
+            slot = self._new(name, self._largest, zero=not self._layout.rows[self._layout.rank])
+        self._slots[name, place] = slot.contiguous() if whole else slot
+        return self._slots[name, place]
 
 
 class _Shards(_Rooms):
     """Of a gather: the tensors of all ranks' keys, of which each has as many as its owner has keys. A message goes only
     where one end has queries and the other keys; sums of all keys, to whom has queries or keys."""
 
-    padded = False
-
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         rows, keys, here = self._layout.rows, self._layout.keys, self._layout.rank
         self._workers = [rank for rank, count in enumerate(rows) if count]
         self._guests = [rank for rank in self._workers if keys[here] and rank != here]  # add to the own sums
-        self._read: dict[str, Sequence[Tensor]] = {}
-        self._sums: dict[str, Sequence[Tensor]] = {}
+        # Whose sums of all keys everybody gets.
+        self._shared = {sent.name for sent in self._table.steps(self._phase)[-1].sends if sent.of is None}
+        self._read, self._sums = dict[str, Sequence[Tensor]](), dict[str, Sequence[Tensor]]()
         self._received: dict[str, Tensor] = {}
 
     def of(self, name: str, place: Place, owner: int) -> Tensor:
         if place == OWN:
             return self._tensors.own[name]
-        summed = self._table.role(name, self._phase) == "summed"
-        return (self._own_sums(name) if summed else self._all(name))[owner]
-
-    def copy(self, name: str, source: Place, target: Place) -> None:
-        self.of(name, target, self._layout.rank).copy_(self.of(name, source, self._layout.rank))
+        role = self._table.role(name, self._phase)
+        return (self._own_sums(name) if role == "summed" else self._all(name))[owner]
 
     def size(self, name: str) -> int:
         return 0  # of one kind in each batch
@@ -276,7 +238,7 @@ class _Shards(_Rooms):
 
     def home(self, name: str, place: Place) -> Tensor:
         here, received = self._layout.rank, self._received.pop(name, None)
-        if self._is_shared(name):
+        if name in self._shared:
             if received is not None and self._is_concerned(here) and self._tensors.add_up is not None:
                 keys = sum(self._layout.keys)
                 self._tensors.add_up(received, self._first(name, self._tensors.kept[name], keys))
@@ -291,11 +253,6 @@ class _Shards(_Rooms):
     def release(self, place: Place) -> None:
         self._read = {}
 
-    def _is_shared(self, name: str) -> bool:
-        """Whether everybody gets the sums of all keys."""
-        sends = self._table.steps(self._phase)[-1].sends
-        return any(sent.name == name and sent.of is None for sent in sends)
-
     def _is_concerned(self, rank: int) -> bool:
         return bool(self._layout.rows[rank] or self._layout.keys[rank])
 
@@ -304,22 +261,17 @@ class _Shards(_Rooms):
         rows, receiver = self._layout.rows, self._table.rank(sender, sent.to)
         if sent.of is None:
             return bool(rows[sender]) and self._is_concerned(receiver)
-        worker = sender if sent.target == RECEIVED else receiver
-        return bool(rows[worker] and self._layout.keys[self._table.rank(sender, sent.of)])
+        worker, owner = sender if sent.target == RECEIVED else receiver, self._table.rank(sender, sent.of)
+        return bool(rows[worker] and self._layout.keys[owner])
 
     def _buffer(self, sent: Transfer, sender: int, receives: bool) -> Tensor:
         """What a rank has sent, or where it is received."""
-        name = sent.name
+        name, owner = sent.name, self._table.rank(sender, sent.of or HERE)
         if sent.target != RECEIVED:
-            assert sent.of is not None
-            return self._all(name)[self._table.rank(sender, sent.of)]
-        if sent.of is None:
-            return self._of_all(name)[self._workers.index(sender)]
-        if not receives:
-            return self._own_sums(name)[self._table.rank(sender, sent.of)]
-        if name not in self._received:
-            self._received[name] = self._new(name, self._layout.keys[self._layout.rank], len(self._guests))
-        return self._received[name][self._guests.index(sender)]
+            return self._all(name)[owner]
+        if name not in self._shared and not receives:
+            return self._own_sums(name)[owner]
+        return self._parts(name)[(self._workers if name in self._shared else self._guests).index(sender)]
 
     def _all(self, name: str) -> Sequence[Tensor]:
         """What is read of each owner."""
@@ -331,23 +283,24 @@ class _Shards(_Rooms):
         """What this rank has added for each owner."""
         if name not in self._sums:
             layout, here = self._layout, self._layout.rank
-            if self._is_shared(name):
-                parts = self._of_all(name)
-                added = parts[self._workers.index(here)] if layout.rows[here] else self._new(name, 0)
+            if name in self._shared:
+                added = self._parts(name)[self._workers.index(here)] if layout.rows[here] else self._new(name, 0)
                 self._sums[name] = self._split(name, added)
             else:  # apart: the own ones stay when those of others have been sent
                 own = self._new(name, layout.keys[here], zero=not layout.rows[here])
-                counts = [0 if rank == here else count for rank, count in enumerate(layout.keys)]
-                counts = counts if layout.rows[here] else [0] * len(counts)
+                counts = [count if layout.rows[here] and rank != here else 0 for rank, count in enumerate(layout.keys)]
                 shards = list(self._new(name, sum(counts)).split(counts))
                 shards[here] = own
                 self._sums[name] = shards
         return self._sums[name]
 
-    def _of_all(self, name: str) -> Tensor:
-        """The sums of all keys of each rank with queries."""
+    def _parts(self, name: str) -> Tensor:
+        """Room for the sums of each rank that has added: where they are shared of all keys, else of the own ones."""
         if name not in self._received:
-            self._received[name] = self._new(name, sum(self._layout.keys), len(self._workers))
+            keys, ranks = self._layout.keys[self._layout.rank], self._guests
+            if name in self._shared:
+                keys, ranks = sum(self._layout.keys), self._workers
+            self._received[name] = self._new(name, keys, len(ranks))
         return self._received[name]
 
     def _split(self, name: str, x: Tensor) -> Sequence[Tensor]:
@@ -389,20 +342,18 @@ class Moment:
     unless `beside` the work, for both."""
 
     def __init__(self, device: torch.device, beside: bool = True) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and beside:
+        self._device = device if device.type == "cuda" and beside else None
+        if self._device is not None:
             self._stream = torch.cuda.current_stream(device)
             self._event = self._stream.record_event()
 
     def __enter__(self) -> None:
-        if self._stream is not None:
-            device = self._stream.device
-            if device.index not in _streams:
-                _streams[device.index] = torch.cuda.Stream(device)
-            stream = _streams[device.index]
+        if self._device is not None:
+            index = self._stream.device.index
+            stream = _streams.get(index) or _streams.setdefault(index, torch.cuda.Stream(self._device))
             stream.wait_event(self._event)
             torch.cuda.set_stream(stream)  # torch.cuda.stream takes the host 40 us to look at devices first
 
     def __exit__(self, *_: object) -> None:
-        if self._stream is not None:
+        if self._device is not None:
             torch.cuda.set_stream(self._stream)
