@@ -31,20 +31,9 @@ if TYPE_CHECKING:
     from infcl_gen.planning.timeline import Timeline
 
 __all__ = [
-    "InfclError",
-    "InfeasibleError",
-    "InputError",
-    "LockTimeoutError",
-    "LossSpec",
-    "Problem",
-    "ToolchainError",
-    "VerificationError",
-    "__version__",
-    "generate",
-    "load",
-    "plan",
-    "simulate",
-]
+    "InfclError", "InfeasibleError", "InputError", "LockTimeoutError", "LossSpec", "Problem", "ToolchainError",
+    "VerificationError", "__version__", "generate", "load", "plan", "simulate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -31,18 +31,11 @@ _OPTIONAL = ("torch", "triton")
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout, say
 
 
-class Reported(Exception):
-    """An error whose result (with `--json`, the one object) is on stdout already."""
-
-    def __init__(self, error: InfclError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 def show(flags: Mapping[str, Any], result: Mapping[str, Any], text: Callable[[], str]) -> None:
     """Print a command's result: as one object with --json, as text, or not at all with --quiet."""
     if flags["json"]:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2, default=str))
+        click.get_current_context().obj["json"] = False  # an error after it is no second object
     elif not flags["quiet"]:
         click.echo(text())
 
@@ -108,9 +101,7 @@ def main() -> None:
 
 
 def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
-    """Print one line for `error` (with `--json` also an object on stdout) and return its exit code."""
-    reported = isinstance(error, Reported)
-    error = error.error if isinstance(error, Reported) else error
+    """Print one line for `error` (`as_json`: also an object on stdout) and return its exit code."""
     details: dict[str, Any] = {}
     if isinstance(error, BrokenPipeError):
         raise error
@@ -136,7 +127,7 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
     else:
         raise error  # SystemExit
     message = clean(" ".join(message.split()))
-    if as_json and not reported:
+    if as_json:
         payload = {"error": {"kind": type(error).__name__, "exit_code": code, "message": message, **details}}
         with contextlib.suppress(OSError):  # a full disk behind stdout may be what is reported
             click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.cli import options, text
-from infcl_gen.cli.group import Reported, show
+from infcl_gen.cli.group import show
 from infcl_gen.cli.options import COUNT, COUNTS, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
 from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
@@ -92,7 +92,7 @@ def _campaign(flags: dict[str, Any]) -> None:
     _draw(picture, result["rows"], command)
     show(flags, result, lambda: text.campaign_text(result, output, picture))
     if broken := result["broken"]:
-        raise Reported(VerificationError(f"{len(broken)} guarantees are broken: {broken[0]}"))
+        raise VerificationError(f"{len(broken)} guarantees are broken: {broken[0]}")
 
 
 def _draw(picture: Path | None, rows: Sequence[dict[str, Any]], command: str) -> None:
@@ -160,4 +160,4 @@ def doctor(flags: dict[str, Any]) -> None:
         shown += "\n".join("  " + line for line in lines)
     show(flags, result, lambda: shown)
     if any(row["state"] == "missing" and row["subject"] == "torch" for row in rows):
-        raise Reported(ToolchainError("torch is missing: packages can be generated here, not run or verified"))
+        raise ToolchainError("torch is missing: packages can be generated here, not run or verified")

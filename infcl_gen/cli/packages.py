@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.cli import options, text
-from infcl_gen.cli.group import Reported, show
+from infcl_gen.cli.group import show
 from infcl_gen.cli.options import COUNT, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, VerificationError
 from infcl_gen.hardware import load_profile, profile_names
@@ -72,7 +72,7 @@ def verify(flags: dict[str, Any]) -> None:
     result = {"package": str(Path(folder)), "passed": not failed, "rows": rows}
     show(flags, result, lambda: text.table_text(("", "check", "detail"), lines))
     if failed:
-        raise Reported(VerificationError(f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)}"))
+        raise VerificationError(f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)}")
 
 
 @command(

@@ -86,21 +86,18 @@ def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: S
         devices = [count for power in range(17) if (count := each << power) <= last]
         if file.nodes and devices[-1] < last - last % each:
             devices.append(last - last % each)
+    places = []
     for count in devices:
-        if count > each and count % each:
+        size = min(count, each)
+        if count % size:
             raise InputError(
                 f"--devices: {count} devices do not fill nodes of {each}; give multiples of {each}, or fewer"
             )
-    found = []
-    for batch in batches:
-        for count in devices:
-            size = min(count, each)
-            links = file.links
-            if links is not None and links.links_per_node is not None:  # of a whole node
-                links = dataclasses.replace(links, links_per_node=min(links.links_per_node, size))
-            here = dataclasses.replace(file, nodes=count // size, devices_per_node=size, links=links)
-            found.append(make_problem(**{**flags, "batch_size": batch, "cluster": here}))
-    return found
+        links = file.links
+        if links is not None and links.links_per_node is not None:  # of a whole node
+            links = dataclasses.replace(links, links_per_node=min(links.links_per_node, size))
+        places.append(dataclasses.replace(file, nodes=count // size, devices_per_node=size, links=links))
+    return [make_problem(**{**flags, "batch_size": batch, "cluster": place}) for batch in batches for place in places]
 
 
 def simulated(problem: Problem) -> dict[str, Any]:

@@ -111,7 +111,18 @@ def load_profile(name_or_path: str) -> DeviceProfile:
         near = suggestion(name, profile_names())
         raise InputError(f"--device-profile: {show(text)} is neither a profile nor a FILE.toml{near}")
     profile = _shipped(name)
-    return _resized(profile, text, int(size[2]), int(size[3]) * 2**30) if size else profile
+    if size is None:
+        return profile
+    ratio = int(size[2]) / profile.multiprocessors
+    source = f"derived: {name}, {size[2]} of {profile.multiprocessors} multiprocessors"
+    return dataclasses.replace(
+        profile,
+        name=text,
+        multiprocessors=int(size[2]),
+        memory_bytes=int(size[3]) * 2**30,
+        matmul_tflops={kind: Peak(peak.value * ratio, source) for kind, peak in profile.matmul_tflops.items()},
+        exp_gops=Peak(profile.exp_gops.value * ratio, source),
+    )
 
 
 @functools.cache
@@ -131,19 +142,6 @@ def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") 
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         raise InputError(f"--device-profile: {show(where)}: {error}") from None
-
-
-def _resized(profile: DeviceProfile, name: str, multiprocessors: int, memory_bytes: int) -> DeviceProfile:
-    ratio = multiprocessors / profile.multiprocessors
-    source = f"derived: {profile.name}, {multiprocessors} of {profile.multiprocessors} multiprocessors"
-    return dataclasses.replace(
-        profile,
-        name=name,
-        multiprocessors=multiprocessors,
-        memory_bytes=memory_bytes,
-        matmul_tflops={kind: Peak(peak.value * ratio, source) for kind, peak in profile.matmul_tflops.items()},
-        exp_gops=Peak(profile.exp_gops.value * ratio, source),
-    )
 
 
 def _defect(profile: DeviceProfile) -> str | None:

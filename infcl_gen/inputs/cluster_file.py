@@ -48,12 +48,11 @@ class Links:
     def __post_init__(self) -> None:
         if self.links_per_node is not None:
             check_integer("--cluster: links_per_node", self.links_per_node, 1, MAX_DEVICES)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "links_per_node" and value is not None:
+        for name, value in vars(self).items():
+            if name != "links_per_node" and value is not None:
                 defect = value.defect() if isinstance(value, Peak) else "is not a value with its source"
                 if defect:
-                    raise InputError(f"--cluster: {field.name}: {defect}")
+                    raise InputError(f"--cluster: {name}: {defect}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +83,8 @@ def read_cluster(cluster: object) -> ClusterFile:
     else:
         raise InputError(f"--cluster: expected the path of a TOML file, got {show(cluster)}")
     check_keys("--cluster", table, (*_SIZES, "device_profile", *_LINKS), where)
-    sizes = {
-        name: check_integer(f"--cluster: {name} in {where}", table[name], 1, MAX_DEVICES)
-        for name in _SIZES
-        if name in table
-    }
+    given = [name for name in _SIZES if name in table]
+    sizes = {name: check_integer(f"--cluster: {name} in {where}", table[name], 1, MAX_DEVICES) for name in given}
     profile = table.get("device_profile")
     if profile is not None:
         profile = check_text(f"--cluster: device_profile in {where}", profile)

@@ -73,8 +73,7 @@ def parse_formula(text: str) -> Expr:
     if not isinstance(text, str) or len(text) > LONGEST_TEXT:
         raise LossError(f"a formula must be a string of at most {LONGEST_TEXT} characters")
     try:
-        expression = _build(ast.parse(text, mode="eval").body)
-        return sympify(expression)
+        return sympify(_build(ast.parse(text, mode="eval").body))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, ZeroDivisionError) as error:
         raise LossError(f"cannot read the formula {text[:80]!r}: {_one_line(error)}") from error
 
