@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infcl_gen.errors import InfclError, InputError
 from infcl_gen.files import checksum, lock, lock_file_of, write_file
@@ -113,21 +113,10 @@ class Missing:
 
 def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
     """The key of a problem; settings that the tuner chose (`records=measured`) are not part of it."""
-    return Key(
-        board=cluster.profile.name,
-        loss=loss.name,
-        loss_digest=_loss_digest(loss),
-        batch_size=problem.batch_size,
-        keys=problem.keys,
-        dim=problem.dim,
-        dtype=problem.dtype,
-        precision=problem.precision,
-        devices=problem.devices,
-        nodes=problem.nodes,
-        memory_budget_bytes=problem.memory_budget_bytes,
-        target=cluster.profile.target,
-        settings=own_settings(problem.settings).pairs,
-    )
+    names = ("batch_size", "keys", "dim", "dtype", "precision", "devices", "nodes", "memory_budget_bytes")
+    same: dict[str, Any] = {name: getattr(problem, name) for name in names}
+    profile, own = cluster.profile, own_settings(problem.settings).pairs
+    return Key(profile.name, loss.name, _loss_digest(loss), target=profile.target, settings=own, **same)
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,9 +126,9 @@ def _loss_digest(loss: LossSpec) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def is_tuned(key: str) -> bool:
-    """Whether a key of `--set` is one that the tuner chooses."""
-    return "." in key or key in ("panel_rows", "panel_keys", "products")
+def fixed_by_user(settings: Overrides) -> list[str]:
+    """The keys of `--set` among these that the tuner chooses, but for `products`: it takes a user's as given."""
+    return [key for key in sorted(settings.keys) if "." in key or key in ("panel_rows", "panel_keys")]
 
 
 def own_settings(settings: Overrides) -> Overrides:
@@ -186,9 +175,7 @@ def user_folder() -> Path:
     return Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"
 
 
-def lookup(
-    problem: Problem, key: Key, plan_of: Callable[[Problem], Plan], folders: Sequence[Path] | None = None
-) -> Found | Missing:
+def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Found | Missing:
     """The first record for `key`, in the order of the folders, of the kernels and settings that a plan has today.
 
     plan_of: the plan for a problem with a record's settings. Never raises for what a file holds: a damaged one, or one
@@ -196,22 +183,18 @@ def lookup(
     """
     if problem.settings.records:
         return Missing(f"records are not looked up with --set records={problem.settings.records}")
-    blocks = [name for name in sorted(problem.settings.keys) if is_tuned(name) and name != "products"]
-    if blocks:
+    if blocks := fixed_by_user(problem.settings):
         return Missing(f"the problem sets {', '.join(blocks)} itself")
     others: list[Key] = []
     reasons: list[str] = []
-    for folder in record_folders() if folders is None else folders:
-        file = folder / f"{key.board}.json"
+    for file in (folder / f"{key.board}.json" for folder in record_folders()):
         try:
             records = read_records(file)
         except InputError as error:
             reasons.append(str(error))
             continue
-        for record in records:
-            others.append(record.key)
-            if record.key != key:
-                continue
+        others += (record.key for record in records)
+        for record in (each for each in records if each.key == key):
             settings = measured_settings(problem.settings, record.settings)
             try:
                 plan = plan_of(dataclasses.replace(problem, settings=settings))
@@ -222,9 +205,7 @@ def lookup(
             if not changed:
                 return Found(record, file, plan)
             reasons.append(f"the record in {file.name} is stale: {changed}; infcl-gen tune measures again")
-    if not reasons:
-        reasons.append(_difference(key, others))
-    return Missing("; ".join(reasons))
+    return Missing("; ".join(reasons) or _difference(key, others))
 
 
 def staleness(record: Record, plan: Plan) -> str:
@@ -289,11 +270,11 @@ def write_records(file: Path, records: Sequence[Record]) -> None:
     literals = [dataclasses.asdict(record) for record in records]
     texts = []
     for record in literals:  # a candidate a line, as in a table
-        lines = ",\n  ".join(json.dumps(candidate) for candidate in record["candidates"])
+        lines = ",\n  ".join(map(json.dumps, record["candidates"]))
         head = json.dumps({name: value for name, value in record.items() if name != "candidates"})
         texts.append(f'{head[:-1]}, "candidates": [\n  {lines}\n]}}')
-    text = ",\n".join(texts)
     head = f'"schema_version": {SCHEMA_VERSION}, "checksum": "{checksum(literals)}"'
+    text = ",\n".join(texts)
     try:
         write_file(file, f'{{{head}, "records": [\n{text}\n]}}\n'.encode())
     except OSError as error:
@@ -304,13 +285,8 @@ def _difference(key: Key, others: Sequence[Key]) -> str:
     """What distinguishes the nearest of the other records."""
     if not others:
         return f"no problem has been tuned on {key.board}"
-
-    def differing(other: Key) -> list[str]:
-        names = (field.name for field in dataclasses.fields(Key))
-        return [name for name in names if getattr(key, name) != getattr(other, name)]
-
-    nearest = min(others, key=lambda other: len(differing(other)))
-    fields = ", ".join(
-        f"{name} is {getattr(key, name)!r}, there {getattr(nearest, name)!r}" for name in differing(nearest)
-    )
+    names = [field.name for field in dataclasses.fields(Key)]
+    pairs = [[(name, getattr(key, name), getattr(other, name)) for name in names] for other in others]
+    nearest = min(([pair for pair in each if pair[1] != pair[2]] for each in pairs), key=len)
+    fields = ", ".join(f"{name} is {here!r}, there {there!r}" for name, here, there in nearest)
     return f"no record on {key.board} fits; in the nearest: {fields}"

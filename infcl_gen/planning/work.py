@@ -63,57 +63,46 @@ PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     """One forward and one backward sweep, without communication."""
     v = choice
-    pairs = m * n * W
-    terms: list[Any] = []
+    pairs, sides = m * n * W, 2 if v.has_keys else 1
+    panels, forward_panels = ceil_div(m, R) * ceil_div(n, C) * W, ceil_div(m, F) * ceil_div(n, G) * W
     additions = [TimeTerm("additions", part="end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * v.gather
     if v.strategy == "torch":
-        product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"]}
-        panels = ceil_div(m, R) * ceil_div(n, C) * W
-        sides = 2 if v.has_keys else 1
+        product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # Passes over a panel of z: maximum, difference and exponential, and sum per side; backward one exponential per
         # side, their weighted sum, and the positives.
+        each = {"exponentials": sides * pairs}
         return (
-            TimeTerm("forward product", "forward", "first", **product, launches=panels),
-            TimeTerm(
-                "statistics",
-                "forward",
-                bytes=(2 + 4 * sides) * s * pairs,
-                exponentials=sides * pairs,
-                launches=12 * panels,
-            ),
-            TimeTerm("gradient product", part="first", **product, launches=panels),
-            TimeTerm(
-                "gradient", part="first", bytes=6 * sides * s * pairs, exponentials=sides * pairs, launches=8 * panels
-            ),
-            TimeTerm("dq product", part="first", **product, rate="product", launches=panels),
-            TimeTerm("dk product", **product, rate="product", launches=panels),
+            TimeTerm("forward product", "forward", "first", **product),
+            TimeTerm("statistics", "forward", bytes=(2 + 4 * sides) * s * pairs, launches=12 * panels, **each),
+            TimeTerm("gradient product", part="first", **product),
+            TimeTerm("gradient", part="first", bytes=6 * sides * s * pairs, launches=8 * panels, **each),
+            TimeTerm("dq product", part="first", rate="product", **product),
+            TimeTerm("dk product", rate="product", **product),
             TimeTerm("finish", part="end", bytes=(m + n) * D * (2 * s + e), launches=4),
             *additions,
         )
-    sides = 2 if v.has_keys else 1
-    forward_panels = ceil_div(m, F) * ceil_div(n, G) * W
-    rows, keys = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf
-    kept = Min(S, m) if v.strategy == "stash" else Integer(0)
+    rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
     partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.has_keys else 0))
-    features = W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F))
-    terms.append(
+    terms: list[Any] = [
         TimeTerm(
             "forward product",
             "forward",
             "first",
             flops=2 * rows * keys * W * P,
-            bytes=features + partials,
+            bytes=W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F)) + partials,
             exponentials=pairs,
-            efficiency=EFFICIENCY["hopper forward" if v.hopper_stages else "forward"]
-            * _filled(Min(F, m), Bf, Min(G, n), Kf),
+            efficiency=EFFICIENCY[f"{hopper}forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
-        )
-    )
-    launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
-    terms.append(TimeTerm("statistics", "forward", bytes=partials + 2 * W * m * D * e, launches=launches))
+        ),
+        TimeTerm(
+            "statistics",
+            "forward",
+            bytes=partials + 2 * W * m * D * e,
+            launches=sides * forward_panels + W + 1 + forward_panels * D / WALK,
+        ),
+    ]
     if v.strategy == "fused":
-        rows = m if v.ring else Min(R, m)
-        slices = W if v.ring else ceil_div(m, R)
+        rows, slices = (m, W) if v.ring else (Min(R, m), ceil_div(m, R))
         for name, part, owned, other in (("fused dq", "first", rows, n), ("fused dk", "rest", n, rows)):
             programs = ceil_div(owned, Bu)
             terms.append(
@@ -128,50 +117,40 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 )
             )
     else:
-        panels = ceil_div(m, R) * ceil_div(n, C) * W
         rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
+        kept = Min(S, m) if v.stash else Integer(0)
         fraction = (m - kept) / m
-        products = SPLIT_TERMS if v.split else 1
+        reached = EFFICIENCY[f"{hopper}gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg)
         # g of each panel, and its positives; where keys have statistics a second look at each, and besides their ratios
         # at each hop (alone: for each row of panels), and the positives of the panels along the diagonal.
         once = (W if v.ring else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
-        terms += [
+        terms.append(
             TimeTerm(
                 "gradient",
                 part="first",
                 flops=2 * rows * keys * W * P * fraction,
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs * fraction,
-                efficiency=EFFICIENCY["hopper gradient" if v.hopper_stages else "gradient"]
-                * PANEL_EFFICIENCY
-                * _filled(Min(R, m), Bg, Min(C, n), Kg),
+                efficiency=reached,
                 launches=2 * panels + (once if v.has_keys else 0),
-            ),
-            # Written by the forward, which hides little of it; read and overwritten by g in the backward.
-            v.strategy == "stash" and TimeTerm("stash", bytes=3 * e * kept * n),
-            *(
-                TimeTerm(
-                    f"{name} product",
-                    part=part,
-                    flops=2 * products * pairs * D,
-                    bytes=e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride)),
-                    efficiency=EFFICIENCY[name] * PANEL_EFFICIENCY,
-                    rate="product",
-                    launches=panels,
-                )
-                for name, part, own, stride, other, step in (("dq", "first", m, R, n, C), ("dk", "rest", n, C, m, R))
-            ),
-        ]
+            )
+        )
+        if v.stash:  # written by the forward, which hides little of it; read and overwritten by g in the backward
+            terms.append(TimeTerm("stash", bytes=3 * e * kept * n))
+        product = {"flops": 2 * (SPLIT_TERMS if v.split else 1) * pairs * D, "rate": "product", "launches": panels}
+        for name, part, own, stride, other, step in (("dq", "first", m, R, n, C), ("dk", "rest", n, C, m, R)):
+            moved = e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
+            efficiency = EFFICIENCY[name] * PANEL_EFFICIENCY
+            terms.append(TimeTerm(f"{name} product", part=part, bytes=moved, efficiency=efficiency, **product))
     finish = (m + n) * D * (2 * s + e) + m * D * e
     terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions]
     if v.split:  # the rows of a panel once, its keys once for each panel of rows
         sweeps = ceil_div(m, F) + ceil_div(m, R)
-        read_written = e + 2 * SPLIT_TERMS
-        launches = W * (sweeps + ceil_div(m, F) * ceil_div(n, G) + ceil_div(m, R) * ceil_div(n, C))
-        terms.append(TimeTerm("split", bytes=W * D * read_written * (2 * m + n * sweeps), launches=launches))
+        launches = W * sweeps + forward_panels + panels
+        terms.append(TimeTerm("split", bytes=W * D * (e + 2 * SPLIT_TERMS) * (2 * m + n * sweeps), launches=launches))
     if v.replay:
         terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))
-    return tuple(term for term in terms if term)
+    return tuple(terms)
 
 
 def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:

@@ -37,7 +37,7 @@ from infcl_gen.planning.records import (
     Key,
     Record,
     Settings,
-    is_tuned,
+    fixed_by_user,
     own_settings,
     read_records,
     record_folders,
@@ -165,9 +165,7 @@ def check_device(cluster: Cluster) -> None:
 def _case(spec: dict[str, Any]) -> Case:
     problem, loss, cluster = spec_inputs(spec)
     problem = dataclasses.replace(problem, settings=own_settings(problem.settings))
-    names = [name for name in sorted(problem.settings.keys) if is_tuned(name) and name != "products"]
-    if names:
-        fixed = ", ".join(names)
+    if fixed := ", ".join(fixed_by_user(problem.settings)):
         raise InputError(
             f"DIR: the package was generated with --set {fixed}, which tuning chooses; generate it without"
         )
