@@ -23,7 +23,7 @@ def record_text(problem: Problem) -> str:
     if isinstance(found, Found):
         chosen = ", ".join(f"{key}={value}" for key, value in found.record.settings)
         return f"measured settings of {found.file}: {chosen or 'the defaults'}"
-    return f"no measured settings: {found.reason}"
+    return f"no measured settings: {found}"
 
 
 def bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files: Path | None) -> str:

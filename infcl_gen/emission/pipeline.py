@@ -16,7 +16,7 @@ from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.planner import cost_model
-from infcl_gen.planning.records import Found, Missing, lookup, record_key
+from infcl_gen.planning.records import Found, lookup, record_key
 from infcl_gen.planning.timeline import LEAD_S, Timeline, execute
 
 _LOG = logging.getLogger("infcl_gen")
@@ -61,7 +61,7 @@ def simulate_problem(problem: Problem, lead_s: float = LEAD_S, **how: bool) -> t
     return planned, execute(planned, cost_model(planned, case.cluster), lead_s=lead_s, **how)
 
 
-def find_record(case: Case) -> Found | Missing:
+def find_record(case: Case) -> Found | str:
     """The tuning record that `build` uses for the problem, or why there is none."""
     return lookup(case.problem, record_key(*case), lambda applied: _plan(case._replace(problem=applied))[0])
 
@@ -106,5 +106,5 @@ def _measured_plan(case: Case) -> tuple[Plan, Derivation]:
     found = find_record(case)
     if isinstance(found, Found):
         return found.plan, derive(case.loss)
-    _LOG.info("no measured settings: %s", found.reason)
+    _LOG.info("no measured settings: %s", found)
     return _plan(case)

@@ -102,16 +102,13 @@ class Choices:
     def _usable(self, keys: int) -> list[str]:
         """The strategies that are possible here and to which all settings apply."""
         wanted, given = self._settings.strategy, self._given
-        if wanted is None:
-            names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash")
-        else:
-            names = (wanted,)
-            reason = self._impossible(wanted, keys)
-            if reason:
-                raise InputError(f"--set strategy: {wanted} {reason}")
-        possible = [name for name in names if not self._impossible(name, keys)]
+        names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash")
+        reasons = {name: self._impossible(name, keys) for name in ((wanted,) if wanted else names)}
+        possible = [name for name, reason in reasons.items() if not reason]
+        if wanted and not possible:
+            raise InputError(f"--set strategy: {wanted} {reasons[wanted]}")
         if not possible:
-            raise InputError(f"--loss: {self._profile.name} {self._impossible('panel', keys)}")
+            raise InputError(f"--loss: {self._profile.name} {reasons['panel']}")
         usable = [name for name in possible if given <= _settings_of(name)]
         if not usable:
             name = possible[-1] if wanted is None and len(possible) == 1 else wanted or "panel"

@@ -6,20 +6,23 @@ One source: `model` computes with them, plans are explained by them, and `make g
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import sympy
 from sympy import Expr
 
+from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
 from infcl_gen.kernels.elementwise import LIBRARY_MULTIPLE
 from infcl_gen.kernels.statistics import LOSS_ROWS
-from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Place, Table, Travelling
+from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Place, Table
 
 MIB = 2**20
+ELEMENT_BYTES: dict[str, Any] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
 STRIP_ROWS = 64  # of a panel, or of features, that the torch strategy works on where it needs temporaries
 # In the order of `CostModel`'s values: those that differ between sizes of one choice come last.
 LEGEND = {
@@ -76,8 +79,7 @@ class Buffer(NamedTuple):
     why: str
 
 
-@dataclasses.dataclass(frozen=True)
-class BufferTerm:
+class BufferTerm(NamedTuple):
     """`pieces` tensors of one shape. `phase`: "both" (lives from forward to the end of backward), "forward",
     "backward", or "finish" (after a ring's last hop, when what travelled is gone and the gradients are written)."""
 
@@ -90,7 +92,7 @@ class BufferTerm:
 
     @property
     def bytes(self) -> Expr:
-        sizes = {"features": e, "statistics": s, "bf16": 2, "int32": 4, "fp64": 8, "int64": 8, "uint8": 1}
+        sizes = ELEMENT_BYTES | {"features": e, "statistics": s}
         return sympy.prod(self.shape) * sizes[self.dtype] * self.pieces
 
 
@@ -170,7 +172,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     if ring:  # the results are written when what has travelled is gone; dk, if it can be, where others' sums were
         results = (dq,) if v.gather else (dq, dk)
         finished = [total_dq, *results] if v.separate else [total_dq]
-        terms += [total_dq, *(dataclasses.replace(term, phase=finish) for term in finished)]
+        terms += [total_dq, *(term._replace(phase=finish) for term in finished)]
     else:
         why = "dk over all query panels, and dq of the panel in work"
         # Under autocast dq and dk of wider features are not rounded: no sums beside them, but in the sums' dtype.
@@ -179,7 +181,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         held = [sums, dq, dk] if v.separate else [dq, dk]
         terms += held
         if v.strategy == "torch":  # a panel's scratch is gone when its rows are finished
-            terms += [dataclasses.replace(term, phase=finish) for term in held]
+            terms += [term._replace(phase=finish) for term in held]
     if v.strategy == "torch":
         strip = (1 + v.separate, Min(STRIP_ROWS, R, m), D)
         terms.append(BufferTerm("finish_rows", finish, strip, "products for dscale"))
@@ -197,59 +199,59 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     return tuple(term for term in terms if term)
 
 
-class TravellingTerm(NamedTuple):
-    """`pieces` tensors for `counts` shards in all of something that travels."""
-
-    item: Travelling
-    name: str
-    phase: str
-    why: str
-    counts: tuple[int, ...]
-    pieces: int = 1
-
-
 @functools.lru_cache(maxsize=64)
-def places_of(table: Table, phase: str) -> Mapping[str, tuple[Place, ...]]:
+def places_of(table: Table, phase: str) -> Mapping[str, set[Place]]:
     """By tensor, the places other than its own that it needs in a phase."""
     found: dict[str, set[Place]] = {item.name: set() for item in table.travelling}
+    unchanged, summed = table.named("unchanged", phase), table.named("summed", phase)
     for step in table.steps(phase):
-        for name, source, target, *_ in [*step.copies, *((sent.name, sent.source, sent.target) for sent in step.sends)]:
-            found[name] |= {source, target} - {OWN}
-        for item in table.travelling if step.owner is not None else ():
-            role = item.role(phase)
-            if role != "absent":
-                found[item.name] |= {step.sums if role == "summed" else step.unchanged} - {OWN}
-    return {name: tuple(sorted(places, key=str)) for name, places in found.items()}
+        for copy in step.copies:
+            found[copy.name] |= {copy.source, copy.target}
+        for sent in step.sends:
+            found[sent.name] |= {sent.source, sent.target}
+        if step.owner is not None:
+            for items, place in ((unchanged, step.unchanged), (summed, step.sums)):
+                for item in items:
+                    found[item.name].add(place)
+    return {name: places - {OWN} for name, places in found.items()}
 
 
-@functools.lru_cache(maxsize=64)
-def travelling_terms(table: Table) -> tuple[TravellingTerm, ...]:
-    """What the table needs of memory. Statistics that stay for backward are part of `key_statistics`."""
-    found: list[TravellingTerm] = []
+def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Buffer, int]]:
+    """What the table needs of memory, and in how many tensors each. Statistics that stay for backward are part of
+    `key_statistics`."""
+    found: list[tuple[Buffer, int]] = []
     ranks = table.world_size
-    for phase in ("forward", "backward"):
-        for item in table.travelling:
-            add = functools.partial(TravellingTerm, item)
-            places, stays = places_of(table, phase)[item.name], item.forward == "summed"
-            slots = sum(isinstance(place, int) for place in places)
-            if slots:
-                found.append(add("visiting", phase, "in use or in flight, in turns", (slots,), slots))
-            if slots and phase == "backward" and item.role(phase) == "summed":
-                found.append(add("own", "finish", "home again", (1,)))
-            if KEPT in places and (phase == "backward" if stays else phase == "forward"):
-                found.append(add("last", phase if stays else "both", "visits last in forward, first in backward", (1,)))
-            if ALL in places and phase == "forward" and not stays:
-                found.append(add("all", "both", "of all ranks, from forward to backward", (ranks,)))
-            if RECEIVED in places and item.backward == "unchanged":
-                found.append(add("shared", phase, "of the keys of all ranks, from each", (ranks, ranks)))
-            elif RECEIVED in places:
-                for when in ("backward", "finish") if phase == "backward" else ("forward",):
-                    found += [
-                        add("own", when, "of this rank", (1,)),
-                        add("others'", when, "sums that go home", (ranks - 1,)),
-                        add("received", when, "sums of all others that come home", (ranks - 1,)),
-                    ]
-    return tuple(found)
+
+    def add(name: str, phase: str, why: str, *counts: int, pieces: int = 1) -> None:
+        shape = (*counts, item.columns, keys) if item.across else (*counts, keys, item.columns)
+        dtype = dtype_of(choice, item.dtype)
+        size = math.prod(shape) * ELEMENT_BYTES[dtype]
+        found.append((Buffer(f"{name} {item.name}", phase, size, shape, dtype, why), pieces))
+
+    for phase, item in itertools.product(("forward", "backward"), table.travelling):
+        places, stays = places_of(table, phase)[item.name], item.forward == "summed"
+        slots = sum(isinstance(place, int) for place in places)
+        if slots:
+            add("visiting", phase, "in use or in flight, in turns", slots, pieces=slots)
+        if slots and phase == "backward" and item.role(phase) == "summed":
+            add("own", "finish", "home again", 1)
+        if KEPT in places and (phase == "backward" if stays else phase == "forward"):
+            add("last", phase if stays else "both", "visits last in forward, first in backward", 1)
+        if ALL in places and phase == "forward" and not stays:
+            add("all", "both", "of all ranks, from forward to backward", ranks)
+        if RECEIVED in places and item.backward == "unchanged":
+            add("shared", phase, "of the keys of all ranks, from each", ranks, ranks)
+        elif RECEIVED in places:
+            for when in ("backward", "finish") if phase == "backward" else ("forward",):
+                add("own", when, "of this rank", 1)
+                add("others'", when, "sums that go home", ranks - 1)
+                add("received", when, "sums of all others that come home", ranks - 1)
+    return found
+
+
+def dtype_of(choice: Choice, name: str) -> str:
+    """Of "features", of "statistics", or as it is named."""
+    return {"features": choice.dtype, "statistics": choice.statistics_dtype}.get(name, name)
 
 
 def allocated_bytes(size: int, pieces: int, gpu: bool) -> int:

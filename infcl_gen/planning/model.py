@@ -23,7 +23,16 @@ import sympy
 
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts
 from infcl_gen.kernels.family import most_strips
-from infcl_gen.planning.memory import SYMBOLS, Buffer, BufferTerm, allocated_bytes, buffer_terms, travelling_terms
+from infcl_gen.planning.memory import (
+    ELEMENT_BYTES,
+    SYMBOLS,
+    Buffer,
+    BufferTerm,
+    allocated_bytes,
+    buffer_terms,
+    dtype_of,
+    travelling_buffers,
+)
 from infcl_gen.planning.work import TimeTerm, time_terms
 from infcl_gen.runtime.table import HERE, Step, Table, Transfer
 
@@ -146,7 +155,7 @@ class CostModel:
         for term, (size, shape) in self._own(sizes):
             whole = (term.pieces, *shape) if term.pieces > 1 else tuple(shape)
             if all(shape):
-                found.append(Buffer(term.name, term.phase, size, whole, self._dtype(term.dtype), term.why))
+                found.append(Buffer(term.name, term.phase, size, whole, dtype_of(self.choice, term.dtype), term.why))
         return (*found, *(buffer for buffer, _ in self._travelling))
 
     def time_s(self, sizes: Sizes) -> float:
@@ -190,8 +199,8 @@ class CostModel:
     def sent_bytes(self, name: str) -> int:
         """Bytes of a tensor of a rank's keys that travels."""
         item = next(item for item in self.table.travelling if item.name == name)
-        sizes = {"features": self.choice.feature_bytes, "statistics": self.choice.statistics_bytes, "int64": 8}
-        return self.keys * item.columns * sizes[item.dtype]
+        size: int = ELEMENT_BYTES[dtype_of(self.choice, item.dtype)]
+        return self.keys * item.columns * size
 
     def transfer_bytes(self, sent: Transfer) -> int:
         """Bytes of one message."""
@@ -208,18 +217,9 @@ class CostModel:
     def _terms(self) -> tuple[TimeTerm, ...]:
         return time_terms(self._kind)
 
-    def _dtype(self, name: str) -> str:
-        return {"features": self.choice.dtype, "statistics": self.choice.statistics_dtype}.get(name, name)
-
     @functools.cached_property
     def _travelling(self) -> list[tuple[Buffer, int]]:
-        """Buffers of what is in flight, or has arrived, and of how many tensors."""
-        found = []
-        for item, name, phase, why, counts, pieces in travelling_terms(self.table):
-            shape = (*counts, item.columns, self.keys) if item.across else (*counts, self.keys, item.columns)
-            size = math.prod(counts) * self.sent_bytes(item.name)
-            found.append((Buffer(f"{name} {item.name}", phase, size, shape, self._dtype(item.dtype), why), pieces))
-        return found
+        return travelling_buffers(self.table, self.choice, self.keys)
 
     @functools.cached_property
     def _given(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """What was measured: for each board a file of tuning records, each with its key in clear.
 
     store     Record -> <folder>/<board>.json, under a lock, complete or unchanged at every moment
-    lookup    Key -> Found, or Missing, which says what differs
+    lookup    Key -> Found, or what differs, as text
 
 A candidate is a set of `--set` pairs and nothing else, so a record is applied by adding its settings to the problem's
 own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when
@@ -104,13 +104,6 @@ class Found:
     plan: Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Missing:
-    """No record fits; `reason` says what differs, on one line."""
-
-    reason: str
-
-
 def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
     """The key of a problem; settings that the tuner chose (`records=measured`) are not part of it."""
     names = ("batch_size", "keys", "dim", "dtype", "precision", "devices", "nodes", "memory_budget_bytes")
@@ -175,16 +168,17 @@ def user_folder() -> Path:
     return Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"
 
 
-def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Found | Missing:
-    """The first record for `key`, in the order of the folders, of the kernels and settings that a plan has today.
+def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Found | str:
+    """The first record for `key`, in the order of the folders, of the kernels and settings that a plan has today; or
+    why there is none, on one line.
 
     plan_of: the plan for a problem with a record's settings. Never raises for what a file holds: a damaged one, or one
     whose settings have no plan, is a reason.
     """
     if problem.settings.records:
-        return Missing(f"records are not looked up with --set records={problem.settings.records}")
+        return f"records are not looked up with --set records={problem.settings.records}"
     if blocks := fixed_by_user(problem.settings):
-        return Missing(f"the problem sets {', '.join(blocks)} itself")
+        return f"the problem sets {', '.join(blocks)} itself"
     others: list[Key] = []
     reasons: list[str] = []
     for file in (folder / f"{key.board}.json" for folder in record_folders()):
@@ -205,7 +199,7 @@ def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Fo
             if not changed:
                 return Found(record, file, plan)
             reasons.append(f"the record in {file.name} is stale: {changed}; infcl-gen tune measures again")
-    return Missing("; ".join(reasons) or _difference(key, others))
+    return "; ".join(reasons) or _difference(key, others)
 
 
 def staleness(record: Record, plan: Plan) -> str:

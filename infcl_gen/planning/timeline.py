@@ -208,22 +208,20 @@ class _Step:
             if step.owner is None:
                 home = sums
             else:
-                launched = self._part(phase, hop, 1 - FIRST_LAUNCHES, work.rest_s, sums)
-                for rank in self._ranks:
-                    self._kernels[rank].append(launched[rank])  # the last kernel is not over before its launch
+                self._part(phase, hop, 1 - FIRST_LAUNCHES, work.rest_s, sums)
                 hop += 1
         for rank in self._ranks:
             self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
             self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, home[rank])
 
-    def _part(self, phase: str, hop: int, share: float, work_s: float, arrived: list[list[Task]]) -> list[Task]:
-        """Kernels of a hop that wait for what has arrived, and their share of its launches, which is returned."""
-        seconds, name, launched = self._launch_s * self._works[phase].launches * share, f"{phase}, hop {hop}", []
+    def _part(self, phase: str, hop: int, share: float, work_s: float, arrived: list[list[Task]]) -> None:
+        """Kernels of a hop that wait for what has arrived, and their share of its launches."""
+        seconds, name = self._launch_s * self._works[phase].launches * share, f"{phase}, hop {hop}"
         for rank in self._ranks:
             waits = self._host[rank] + arrived[rank]
-            launched.append(self._enqueue(self._host, rank, "host", name, seconds))
+            launched = self._enqueue(self._host, rank, "host", name, seconds)
             self._enqueue(self._kernels, rank, "compute", name, work_s, waits)
-        return launched
+            self._kernels[rank].append(launched)  # the last kernel is not over before its launch
 
     def _agree(self, phase: str) -> None:
         """The control exchange: every rank's host tells all others, and reads what each has said."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from sympy import Expr, Integer, Rational
 
@@ -15,8 +14,7 @@ from infcl_gen.planning.memory import (  # isort: skip
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class TimeTerm:
+class TimeTerm(NamedTuple):
     """Work of one rank over all hops.
 
     phase  of a step, "forward" or "backward".
