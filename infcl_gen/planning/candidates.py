@@ -67,7 +67,7 @@ class Choices:
 
     def __init__(self, problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
         self._problem, self._derivation, self._cluster = problem, derivation, cluster
-        self._settings, self._given, self._profile = problem.settings, problem.settings.keys, cluster.profile
+        self._settings, self._profile = problem.settings, cluster.profile
         self._travelling = derivation.travelling(problem.dim)
         self._variants = functools.cache(self._make_variants)
 
@@ -101,7 +101,7 @@ class Choices:
 
     def _usable(self, keys: int) -> list[str]:
         """The strategies that are possible here and to which all settings apply."""
-        wanted, given = self._settings.strategy, self._given
+        wanted, given = self._settings.strategy, self._settings.keys
         names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash")
         reasons = {name: self._impossible(name, keys) for name in ((wanted,) if wanted else names)}
         possible = [name for name, reason in reasons.items() if not reason]
@@ -111,7 +111,7 @@ class Choices:
             raise InputError(f"--loss: {self._profile.name} {reasons['panel']}")
         usable = [name for name in possible if given <= _settings_of(name)]
         if not usable:
-            name = possible[-1] if wanted is None and len(possible) == 1 else wanted or "panel"
+            name = possible[0] if len(possible) == 1 else "panel"
             extra = sorted(given - _settings_of(name)) or sorted(given)
             raise InputError(
                 f"--set {extra[0]}: does not apply to the strategies possible here"
@@ -169,11 +169,8 @@ class Choices:
             raise InputError("--set keeps: is for a ring of several devices; give --devices, and no other transport")
         if wanted is not None and devices == 1:
             raise InputError("--set transport: keys travel between devices, and there is one; give --devices")
-        impossible = None
-        if self._cluster.nodes > 1:
-            impossible = f"not between {self._cluster.nodes} nodes"
-        elif devices > GATHER_LIMIT:
-            impossible = f"at most {GATHER_LIMIT} devices, not {devices}"
+        impossible = f"at most {GATHER_LIMIT} devices, not {devices}" if devices > GATHER_LIMIT else ""
+        impossible = f"not between {self._cluster.nodes} nodes" if self._cluster.nodes > 1 else impossible
         if wanted == "gather" and impossible:
             raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
         if devices == 1:
@@ -197,8 +194,7 @@ class Choices:
             products=self._products(name),
             world_size=self._cluster.devices,
         )
-        if name != "torch":
-            choice = dataclasses.replace(choice, descriptors=self._descriptors(choice.aligned))
+        choice = dataclasses.replace(choice, descriptors=self._descriptors(choice))
         chosen = {kernel for kernel, _, _ in problem.settings.blocks}
         blocks = default_blocks(profile, choice, rows, keys, chosen)
         for kernel, field, count in problem.settings.blocks:
@@ -219,23 +215,21 @@ class Choices:
         return dataclasses.replace(choice, hopper_stages=hopper.stages(choice))
 
     def _products(self, name: str) -> str:
+        wanted, target = self._settings.products, self._profile.target
         if name in ("torch", "fused"):
             return {"torch": "torch", "fused": "triton"}[name]
-        wanted = self._settings.products
-        if wanted == "library" and self._profile.target != "cuda":
-            raise InputError(
-                f"--set products: {self._profile.target} has no library product with fp32 output; valid: triton"
-            )
-        return wanted or ("library" if self._profile.target == "cuda" else "triton")
+        if wanted == "library" and target != "cuda":
+            raise InputError(f"--set products: {target} has no library product with fp32 output; valid: triton")
+        return wanted or ("library" if target == "cuda" else "triton")
 
-    def _descriptors(self, aligned: bool) -> bool:
-        dim, dtype, wanted = self._problem.dim, self._problem.dtype, self._settings.descriptors
-        if wanted and not self._profile.tensor_descriptors:
-            raise InputError(f"--set descriptors: {self._profile.name} has no tensor descriptors; valid: off")
-        if wanted and not aligned:
-            raise InputError(f"--set descriptors: a row of {dim} {dtype} is not a multiple of 16 bytes; valid: off")
-        by_default = self._profile.architecture.products_read_shared
-        return (by_default if wanted is None else wanted) and self._profile.tensor_descriptors and aligned
+    def _descriptors(self, choice: Choice) -> bool:
+        wanted, profile, row = self._settings.descriptors, self._profile, f"a row of {choice.dim} {choice.dtype}"
+        if wanted and not profile.tensor_descriptors:
+            raise InputError(f"--set descriptors: {profile.name} has no tensor descriptors; valid: off")
+        if wanted and not choice.aligned:
+            raise InputError(f"--set descriptors: {row} is not a multiple of 16 bytes; valid: off")
+        by_default = profile.architecture.products_read_shared and choice.strategy != "torch"
+        return (by_default if wanted is None else wanted) and profile.tensor_descriptors and choice.aligned
 
 
 @functools.cache
@@ -318,18 +312,17 @@ def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tu
         sizes = Sizes(rows, keys, rows, keys, stash_rows)
         return sizes, model.memory(sizes).peak_bytes
     block = model.choice.blocks["forward"]
-    row_unit, key_unit = block.rows, block.keys
     row_cap = key_cap = FORWARD_CAP
     while True:
-        forward = (_split(model.rows, row_unit, row_cap), _split(model.keys, key_unit, key_cap))
-        sizes = Sizes(*forward, rows, keys, 0)
+        forward = _split(model.rows, block.rows, row_cap), _split(model.keys, block.keys, key_cap)
+        sizes = Sizes(*forward, rows, keys)
         memory = model.memory(sizes)
-        if memory.forward_fits or (row_cap, key_cap) == (row_unit, key_unit):
+        if memory.forward_fits or (row_cap, key_cap) == (block.rows, block.keys):
             return sizes, memory.peak_bytes
-        row_cap, key_cap = (
-            (row_cap, max(key_unit, key_cap // 2)) if key_cap >= row_cap and key_cap > key_unit
-            else (max(row_unit, row_cap // 2), key_cap)
-        )  # fmt: skip
+        if key_cap >= row_cap and key_cap > block.keys:
+            key_cap = max(block.keys, key_cap // 2)
+        else:
+            row_cap = max(block.rows, row_cap // 2)
 
 
 def _padded(count: int, unit: int) -> int:

@@ -44,10 +44,9 @@ if TYPE_CHECKING:
 COOL, COOL_S = 0.1, 6e-3
 # A vendor's figure is not reached by any product: 765 of 989 on the H200.
 VENDOR_FRACTION = 0.77
-# Rate of a product of fp32 operands on NVIDIA that are not split, of the peak named: ieee has no tensor cores (1
-# TFLOP/s measured in a kernel of Triton).
-FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.02)}
-LIBRARY_FP32_MODES = {"tf32": ("tf32", 1.0), "exact": ("fp32", 0.8)}
+# A product of fp32 operands on NVIDIA that are not split: its unit, and of that peak the rate of Triton and of the
+# library. ieee has no tensor cores (1 TFLOP/s measured in a kernel of Triton).
+FP32_MODES: dict[str, tuple[str, float, float]] = {"tf32": ("tf32", 1.0, 1.0), "exact": ("fp32", 0.02, 0.8)}
 # On the host of an H200: before the first kernel runs, where nothing hides the host; and a whole step that the device
 # waits for all the time. Launches as they are, or two recorded graphs. Fitted to h200-grid.json: all but one of its
 # rows are then within 14 %, of hosts that take 0.7 to 1.2 ms for about the same work.
@@ -241,20 +240,18 @@ class CostModel:
     @functools.cached_property
     def _rates(self) -> list[float]:
         """The peak of each term's product in FLOP/s: the kind of unit that the dtype and the precision allow."""
-        choice, found = self.choice, {}
-        for rate in ("triton", "product"):
-            kind, fraction = choice.dtype, 1.0
-            library = rate == "product" and choice.library
-            if choice.split:
-                kind = "bf16"
-            elif choice.dtype == "fp32" and self.profile.vendor == "nvidia" and choice.strategy != "torch":
-                kind, fraction = (LIBRARY_FP32_MODES if library else FP32_MODES)[choice.precision]
-            if rate == "product" and choice.strategy != "torch" and not library:
+        return [self._rate(term.rate == "product") for term in self._terms]
+
+    def _rate(self, product: bool) -> float:
+        choice, kind, fraction = self.choice, self.choice.operand_dtype, 1.0
+        if choice.strategy != "torch":
+            if kind == "fp32" and self.profile.vendor == "nvidia":
+                kind, *fractions = FP32_MODES[choice.precision]
+                fraction = fractions[product and choice.library]
+            if product and not choice.library:
                 fraction *= TRITON_PRODUCT_FRACTION
-            peak = self.profile.matmul_tflops[kind]
-            reached = VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0
-            found[rate] = peak.value * 1e12 * fraction * reached
-        return [found[term.rate] for term in self._terms]
+        peak = self.profile.matmul_tflops[kind]
+        return peak.value * 1e12 * fraction * (VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0)
 
     @functools.cached_property
     def _sent(self) -> dict[str, list[_Sent]]:

@@ -137,6 +137,13 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     return found
 
 
+Streams = list[list[Task]]  # by rank, the tasks that the next of a stream waits for; none of these lists is changed
+
+
+def _joined(some: Streams, more: Streams) -> Streams:
+    return [[*these, *those] for these, those in zip(some, more, strict=True)]
+
+
 class _Step:
     """The events of one step: built in the order in which hosts enqueue, then run."""
 
@@ -162,41 +169,35 @@ class _Step:
         between_s = (step_s - start_s) * BEFORE_BACKWARD
         self._host_s = {"forward": start_s, "backward": between_s, "end": step_s - start_s - between_s}
         self._events = Events(len(self._ranks), SLOWDOWN)
-        # Of each rank, what the next of each stream waits for.
-        self._host, self._kernels, self._messages = ([list[Task]() for _ in self._ranks] for _ in range(3))
+        self._nothing: Streams = [[] for _ in self._ranks]
+        self._host, self._kernels, self._messages = (list(self._nothing) for _ in range(3))
         self._lead_s = lead_s
-        for rank in self._ranks if lead_s else ():
-            for stream in (self._kernels, self._messages):
-                self._enqueue(stream, rank, "lead", "other work", lead_s)
+        for stream in (self._kernels, self._messages) if lead_s else ():
+            self._enqueue(stream, "lead", "other work", lead_s)
 
     def run(self) -> Timeline:
         self._phase("forward")
         forward = [self._kernels[rank][-1] for rank in self._ranks]
         self._phase("backward")
-        for rank in self._ranks:
-            self._enqueue(self._host, rank, "host", "end", self._host_s["end"])
-        ends = [
-            self._events.task(rank, "end", "", "end", 0.0, self._host[rank] + self._kernels[rank])
-            for rank in self._ranks
-        ]
+        self._enqueue(self._host, "host", "end", self._host_s["end"])
+        ends = self._enqueue(self._kernels, "end", "end", 0.0, self._host)
         self._events.run()
-        last = max(ends, key=lambda task: task.end)
+        last = max((task for (task,) in ends), key=lambda task: task.end)
         return self._timeline(last, max(task.end for task in forward))
 
     def _phase(self, phase: str) -> None:
         """The steps of the table, as the runtime's `Trip` takes them."""
-        work, nothing = self._works[phase], [list[Task]() for _ in self._ranks]
-        for rank in self._ranks:
-            self._enqueue(self._host, rank, "host", f"{phase}, start", self._host_s[phase])
-        hop, home = 0, nothing
+        work = self._works[phase]
+        self._enqueue(self._host, "host", f"{phase}, start", self._host_s[phase])
+        hop, home = 0, self._nothing
         if phase == "forward":
             self._agree(phase)
         # By step and role: what tells each rank that the messages are there.
-        arrived: dict[tuple[int, str], list[list[Task]]] = {}
+        arrived: dict[tuple[int, str], Streams] = {}
         for number, step in enumerate(self._table.steps(phase)):
-            before = [list(tasks) for tasks in self._kernels]
+            before = list(self._kernels)
             if step.owner is not None:
-                keys = arrived.get((step.unchanged_from, "unchanged"), nothing)
+                keys = arrived.get((step.unchanged_from, "unchanged"), self._nothing)
                 self._part(phase, hop, FIRST_LAUNCHES, work.first_s, keys)
             for batch in self._table.batches(phase, step, self._model.sent_bytes):
                 if phase == "backward" and not arrived:
@@ -204,35 +205,31 @@ class _Step:
                 name = f"{phase}, message {hop if number or step.owner else 'before'}"
                 done = self._message(name, batch, before)
                 arrived |= {(number, self._table.role(sent.name, phase)): done for sent in batch}
-            sums = arrived.get((step.sums_from, "summed"), nothing)
+            sums = arrived.get((step.sums_from, "summed"), self._nothing)
             if step.owner is None:
                 home = sums
             else:
                 self._part(phase, hop, 1 - FIRST_LAUNCHES, work.rest_s, sums)
                 hop += 1
-        for rank in self._ranks:
-            self._enqueue(self._kernels, rank, "compute", f"{phase}, end", work.last_s)
-            self._enqueue(self._kernels, rank, "compute", f"{phase}, home", work.home_s, home[rank])
+        self._enqueue(self._kernels, "compute", f"{phase}, end", work.last_s)
+        self._enqueue(self._kernels, "compute", f"{phase}, home", work.home_s, home)
 
-    def _part(self, phase: str, hop: int, share: float, work_s: float, arrived: list[list[Task]]) -> None:
+    def _part(self, phase: str, hop: int, share: float, work_s: float, arrived: Streams) -> None:
         """Kernels of a hop that wait for what has arrived, and their share of its launches."""
         seconds, name = self._launch_s * self._works[phase].launches * share, f"{phase}, hop {hop}"
-        for rank in self._ranks:
-            waits = self._host[rank] + arrived[rank]
-            launched = self._enqueue(self._host, rank, "host", name, seconds)
-            self._enqueue(self._kernels, rank, "compute", name, work_s, waits)
-            self._kernels[rank].append(launched)  # the last kernel is not over before its launch
+        waits = _joined(self._host, arrived)
+        launched = self._enqueue(self._host, "host", name, seconds)
+        self._enqueue(self._kernels, "compute", name, work_s, waits)
+        self._kernels = _joined(self._kernels, launched)  # the last kernel is not over before its launch
 
     def _agree(self, phase: str) -> None:
         """The control exchange: every rank's host tells all others, and reads what each has said."""
         others = (self._table.world_size - 1) * self._communicate
         if others:
-            tell, told = f"{phase}, tell", []
-            for rank in self._ranks:
-                told.append(self._enqueue(self._host, rank, "host", tell, TELL_PEER_S * others))
-            heard = [self._events.task(task.rank, "heard", "host", tell, HEARD_S, [task]) for task in told]
-            for rank in self._ranks:
-                self._enqueue(self._host, rank, "host", f"{phase}, agree", READ_PEER_S * others, heard)
+            tell = f"{phase}, tell"
+            told = self._enqueue(self._host, "host", tell, TELL_PEER_S * others)
+            heard = [self._events.task(task.rank, "heard", "host", tell, HEARD_S, [task]) for (task,) in told]
+            self._enqueue(self._host, "host", f"{phase}, agree", READ_PEER_S * others, [heard for _ in self._ranks])
 
     def _legs(self, batch: Sequence[Transfer]) -> dict[tuple[int, str], list[Move]]:
         """A batch as one transfer to each rank: by its bytes and the level that it crosses, where it leads."""
@@ -244,48 +241,43 @@ class _Step:
             alike.setdefault((size, self._table.level(move)), []).append(move)
         return alike
 
-    def _message(self, name: str, batch: Sequence[Transfer], kernels: list[list[Task]]) -> list[list[Task]]:
+    def _message(self, name: str, batch: Sequence[Transfer], kernels: Streams) -> Streams:
         """One batch of transfers on every rank, when `kernels` are done; what tells that it is there."""
         if not self._communicate:
             seconds = self._copy * sum(map(self._model.transfer_bytes, batch))
-            for rank in self._ranks:
-                self._enqueue(self._kernels, rank, "compute", name, seconds, self._host[rank])
-            return [[] for _ in self._ranks]
+            self._enqueue(self._kernels, "compute", name, seconds, self._host)
+            return self._nothing
         legs = self._legs(batch)
         start_s = BATCH_S + max(self._latency[level] for _, level in legs)
         resource = LEVELS["node" if any(level == "node" for _, level in legs) else "device"]
         host_s = HOST_MESSAGE_S + HOST_PEER_S * (sum(map(len, legs.values())) - 1)
-        begins = []
-        for rank in self._ranks:
-            waits = [self._enqueue(self._host, rank, "host", name, host_s), *kernels[rank]]
-            begins.append(self._enqueue(self._messages, rank, "message", name, start_s, waits, resource))
-        arriving: list[list[Task]] = [[] for _ in self._ranks]
+        posted = self._enqueue(self._host, "host", name, host_s)
+        begins = self._enqueue(self._messages, "message", name, start_s, _joined(posted, kernels), resource)
+        arriving = [list[Task]() for _ in self._ranks]
         for (size, level), moves in legs.items():
             for rank in self._ranks:
                 # One rank that stands for all sends everything to itself.
                 others = [self._table.rank(rank, move) for move in moves] if self._everybody else [rank]
                 work = float(size if self._everybody else size * len(moves))
                 for other in others:
-                    both, pipe = [begins[rank], begins[other]], self._pipes[rank][level]
+                    both, pipe = begins[rank] + begins[other], self._pipes[rank][level]
                     flow = self._events.task(rank, "transfer", LEVELS[level], name, work, both, pipe)
                     for end in {rank, other}:
                         arriving[end].append(flow)
-        found = []
-        for rank in self._ranks:
-            found.append([self._enqueue(self._messages, rank, "done", name, 0.0, arriving[rank], resource)])
-            if not self._overlap:
-                self._kernels[rank] = self._kernels[rank] + found[rank]
+        found = self._enqueue(self._messages, "done", name, 0.0, arriving, resource)
+        if not self._overlap:
+            self._kernels = _joined(self._kernels, found)
         return found
 
     def _enqueue(
-        self, stream: list[list[Task]], rank: int, kind: str, name: str, seconds: float, waits: Sequence[Task] = (),
-        resource: str | None = None,
-    ) -> Task:  # fmt: skip
-        """A task behind what a stream of a rank holds."""
-        before = [*stream[rank], *waits]
-        task = self._events.task(rank, kind, kind if resource is None else resource, name, seconds, before)
-        stream[rank] = [task]
-        return task
+        self, stream: Streams, kind: str, name: str, seconds: float, waits: Streams | None = None, resource: str = ""
+    ) -> Streams:
+        """A task on every rank, behind what its stream holds and what it waits for; the stream then holds this."""
+        stream[:] = [
+            [self._events.task(rank, kind, resource or kind, name, seconds, before)]
+            for rank, before in enumerate(_joined(stream, waits or self._nothing))
+        ]
+        return list(stream)
 
     def _timeline(self, last: Task, forward_s: float) -> Timeline:
         critical = dict.fromkeys(RESOURCES, 0.0)
