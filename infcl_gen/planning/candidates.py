@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,7 @@ PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 
 # Of the forward, which keeps no panel: a quarter of its launches. At B = 65 536, D = 128 on an H200 from an idle device
 # 10.5 ms for 11.9 of panels of 16 384, behind other work 10.0 for 10.1.
 FORWARD_CAP = 32768
-# Kernels address a tile of a panel with 32 bits: 256 rows of this many elements stay below 2^31.
-PANEL_LIMIT = 1 << 22
+PANEL_LIMIT = 1 << 22  # kernels address a tile of a panel with 32 bits: 256 rows of this length stay below 2^31
 SPLIT_CAP = 4096  # tensor cores cut sums: gradients good to 6e-6, in 145 ms at B = 65 536, D = 768; 2e-5, 129 at 16 384
 FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
 # Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one; of 7.7 to 16 ms (B = 32 768,
@@ -40,7 +40,7 @@ TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
 # What a gather must be predicted to save, since its memory grows with the number of ranks. On 2 H200s with 64k rows
 # each it took 0.9 % less than a ring from an idle device, and as much behind other work; with 16k rows 5 to 6 % more.
 GATHER_GAIN = 0.01
-SATURATED = 512  # rows of a rank, or keys, for each multiprocessor: from here on more do not change a block
+SATURATED = 512  # rows of a rank, or keys, for each multiprocessor: more do not change a block (a test proves it)
 GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
 
 
@@ -56,7 +56,7 @@ class Candidate:
     @functools.cached_property
     def time_s(self) -> float:
         """Predicted, from an idle device; computed where it is asked for, as memory excludes most candidates."""
-        return self.model.time_s(self.sizes)
+        return math.fsum(phase.time_s for phase in self.model.phases(self.sizes))
 
 
 class Choices:
@@ -317,7 +317,8 @@ def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tu
         forward = _split(model.rows, block.rows, row_cap), _split(model.keys, block.keys, key_cap)
         sizes = Sizes(*forward, rows, keys)
         memory = model.memory(sizes)
-        if memory.forward_fits or (row_cap, key_cap) == (block.rows, block.keys):
+        fits = memory.forward <= max(memory.backward, memory.finish)
+        if fits or (row_cap, key_cap) == (block.rows, block.keys):
             return sizes, memory.peak_bytes
         if key_cap >= row_cap and key_cap > block.keys:
             key_cap = max(block.keys, key_cap // 2)

@@ -96,7 +96,6 @@ class BufferTerm(NamedTuple):
         return sympy.prod(self.shape) * sizes[self.dtype] * self.pieces
 
 
-@functools.cache
 def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     """What one rank computes with, in the order of its life."""
     v = choice
@@ -148,12 +147,13 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
         tiles = (ceil_div(rows, Bg), ceil_div(keys, Kg))
-        shape = (tiles[0] * Bg, tiles[1] * Kg)
+        tiled: tuple[Any, ...] = (tiles[0] * Bg, tiles[1] * Kg)
         strips = (Min(tiles[0], V), tiles[1])
-        why = "gradients of one panel's logits"
-        halves = BufferTerm("gradient_panel", backward, (2, *shape), f"{why}, high and low half", "bf16")
+        why, dtype = "gradients of one panel's logits", "features"
+        if v.split:
+            tiled, why, dtype = (2, *tiled), f"{why}, high and low half", "bf16"
         terms += [
-            halves if v.split else BufferTerm("gradient_panel", backward, shape, why, "features"),
+            BufferTerm("gradient_panel", backward, tiled, why, dtype),
             BufferTerm("gradient_flags", backward, strips, "strips of wide range", "int32"),
             v.has_keys and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
         ]

@@ -17,7 +17,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import sympy
 
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 # A step is (1 + COOL) times as fast at first, before its power has lowered the clock, which fades over COOL_S: fitted
 # with the efficiencies of `work`.
 COOL, COOL_S = 0.1, 6e-3
-# A vendor's figure is not reached by any product: 765 of 989 on the H200.
-VENDOR_FRACTION = 0.77
+VENDOR_FRACTION = 0.77  # of a vendor's figure, which no product reaches: 765 of 989 on the H200
 # A product of fp32 operands on NVIDIA that are not split: its unit, and of that peak the rate of Triton and of the
 # library. ieee has no tensor cores (1 TFLOP/s measured in a kernel of Triton).
 FP32_MODES: dict[str, tuple[str, float, float]] = {"tf32": ("tf32", 1.0, 1.0), "exact": ("fp32", 0.02, 0.8)}
@@ -95,11 +94,6 @@ class Memory(NamedTuple):
         """Upper bound on what one rank allocates beyond its inputs, from forward to the end of backward."""
         return self.both + max(self.forward, self.backward, self.finish)
 
-    @property
-    def forward_fits(self) -> bool:
-        """Whether the forward phase takes no more than the backward phase, which is there anyway."""
-        return self.forward <= max(self.backward, self.finish)
-
 
 class PhaseTime(NamedTuple):
     """Predicted time of one phase and what bounds it: "product", "memory", "exponentials", "launches" or "link"."""
@@ -123,6 +117,15 @@ class _Sent(NamedTuple):
     transfer_s: float
     sums_s: float
     bytes: int
+
+
+class _Expressions(NamedTuple):
+    """Expressions; and functions of the values of SYMBOLS: bytes and shape of each buffer, quantities of each term."""
+
+    buffers: tuple[BufferTerm, ...]
+    terms: tuple[TimeTerm, ...]
+    shapes: Callable[..., list[tuple[int, list[int]]]]
+    work: Callable[..., list[list[float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +160,10 @@ class CostModel:
                 found.append(Buffer(term.name, term.phase, size, whole, dtype_of(self.choice, term.dtype), term.why))
         return (*found, *(buffer for buffer, _ in self._travelling))
 
-    def time_s(self, sizes: Sizes) -> float:
-        """Predicted time of one forward and backward that begin on an idle device."""
-        return math.fsum(phase.time_s for phase in self.phases(sizes))
-
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
         """Time by phase: of kernels, of the host where they wait for it, and what of communication is not hidden."""
         work = self._work(sizes)
-        found = [self._phase(*each) for each in zip(self._terms, self._rates, work, strict=True)]
+        found = [self._phase(*each) for each in zip(self._kind.terms, self._rates, work, strict=True)]
         if self.choice.strategy != "torch":
             faster = 1 + COOL * math.exp(-math.fsum(phase.time_s for phase in found) / COOL_S)
             found = [phase._replace(time_s=_rounded(phase.time_s / faster)) for phase in found]
@@ -178,11 +177,15 @@ class CostModel:
     def launches(self, phase: str, sizes: Sizes) -> float:
         """How many kernels the host launches in "forward" or "backward", over all hops."""
         work = self._work(sizes)
-        return math.fsum(of_term[-1] for term, of_term in zip(self._terms, work, strict=True) if term.phase == phase)
+        return math.fsum(
+            of_term[-1] for term, of_term in zip(self._kind.terms, work, strict=True) if term.phase == phase
+        )
 
     def hop_s(self, phase: str, times: Sequence[PhaseTime], sizes: Sizes) -> tuple[float, float]:
         """Time of one hop, and of what its first panel does before it adds to sums that travel, of predicted times."""
-        parts = [(term.part, at.time_s) for term, at in zip(self._terms, times, strict=False) if term.phase == phase]
+        parts = [
+            (term.part, at.time_s) for term, at in zip(self._kind.terms, times, strict=False) if term.phase == phase
+        ]
         hop_s = math.fsum(time_s for part, time_s in parts if part != "end") / self.table.world_size
         first_s = math.fsum(time_s for part, time_s in parts if part == "first") / self.table.world_size
         return hop_s, first_s / self.panels(phase, sizes)
@@ -208,13 +211,8 @@ class CostModel:
     # What is the same for all sizes.
 
     @functools.cached_property
-    def _kind(self) -> Choice:
-        """What expressions depend on."""
-        return self.choice.kind
-
-    @functools.cached_property
-    def _terms(self) -> tuple[TimeTerm, ...]:
-        return time_terms(self._kind)
+    def _kind(self) -> _Expressions:
+        return _expressions(self.choice.kind)
 
     @functools.cached_property
     def _travelling(self) -> list[tuple[Buffer, int]]:
@@ -240,7 +238,7 @@ class CostModel:
     @functools.cached_property
     def _rates(self) -> list[float]:
         """The peak of each term's product in FLOP/s: the kind of unit that the dtype and the precision allow."""
-        return [self._rate(term.rate == "product") for term in self._terms]
+        return [self._rate(term.rate == "product") for term in self._kind.terms]
 
     def _rate(self, product: bool) -> float:
         choice, kind, fraction = self.choice, self.choice.operand_dtype, 1.0
@@ -296,11 +294,11 @@ class CostModel:
 
     def _own(self, sizes: Sizes) -> Iterator[tuple[BufferTerm, tuple[int, list[int]]]]:
         """What does not travel: each with its bytes and its shape."""
-        return zip(buffer_terms(self._kind), _shapes(self._kind)(*self._values(sizes)), strict=True)
+        return zip(self._kind.buffers, self._kind.shapes(*self._values(sizes)), strict=True)
 
     def _work(self, sizes: Sizes) -> list[list[float]]:
         """The quantities of each term."""
-        return _time(self._kind)(*self._values(sizes))
+        return self._kind.work(*self._values(sizes))
 
     def _phase(self, term: TimeTerm, rate: float, quantities: Sequence[float]) -> PhaseTime:
         """The time of a term alone."""
@@ -343,13 +341,6 @@ def host_times(choice: Choice) -> tuple[float, float, float]:
     return HOST_START_S + STASH_START_S * choice.stash, HOST_STEP_S, HOST_LAUNCH_S
 
 
-def _compile(expressions: Sequence[Any]) -> Callable[..., Any]:
-    """A function of the values of SYMBOLS that returns those of the expressions, nested as they are."""
-    modules = [{"Min": min, "Max": max}, "math"]
-    function = sympy.lambdify(tuple(SYMBOLS.values()), expressions, modules=modules, docstring_limit=0)
-    return function  # type: ignore[no-any-return]
-
-
 @functools.lru_cache(maxsize=64)
 def kinds(table: Table, phase: str) -> Mapping[Step, int]:
     """How many steps there are of each kind, as far as their cost goes: with equal transfers over equal levels.
@@ -368,15 +359,15 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
 
 
 @functools.cache
-def _shapes(kind: Choice) -> Callable[..., list[tuple[int, list[int]]]]:
-    """Bytes and shape of each buffer."""
-    return _compile([(term.bytes, list(term.shape)) for term in buffer_terms(kind)])
-
-
-@functools.cache
-def _time(kind: Choice) -> Callable[..., list[list[float]]]:
-    """The quantities of each term."""
-    return _compile([list(term.quantities) for term in time_terms(kind)])
+def _expressions(choice: Choice) -> _Expressions:
+    """What depends on `Choice.kind` alone."""
+    buffers, terms = buffer_terms(choice), time_terms(choice)
+    shapes = [(term.bytes, list(term.shape)) for term in buffers]
+    functions = (
+        sympy.lambdify(tuple(SYMBOLS.values()), each, modules=[{"Min": min, "Max": max}, "math"], docstring_limit=0)
+        for each in (shapes, [list(term.quantities) for term in terms])
+    )
+    return _Expressions(buffers, terms, *functions)
 
 
 def _rounded(time_s: float) -> float:

@@ -23,13 +23,13 @@ class Reason(NamedTuple):
 
 def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], ceiling: int) -> tuple[Reason, ...]:
     """Why `best` was taken among the candidates within `ceiling` bytes, from the cluster down to warps."""
-    model, choice, sizes, cluster = best.model, best.model.choice, best.sizes, best.model.cluster
+    model, choice, sizes, profile = best.model, best.model.choice, best.sizes, best.model.profile
     measured = problem.settings.records == "measured"
-    by_setting = f"measured on {cluster.profile.name}" if measured else "set by --set"
+    by_setting = f"measured on {profile.name}" if measured else "set by --set"
     strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, candidates))
     found = [*_transport_reasons(problem, best, candidates), strategy]
     if choice.strategy == "fused":
-        alone = cluster.devices == 1
+        alone = not choice.ring
         rows = sizes.panel_rows if alone else model.rows
         why = "gradients of logits never leave the multiprocessor" + "; these rows of dq accumulate at once" * alone
         found.append(Reason(2, f"{rows} query rows x all keys", why))
@@ -58,20 +58,19 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
     if choice.split:
         why = "three bf16 products each: 16 bits, faster than tf32 and 64 times as accurate"
         found.append(Reason(3, "fp32 features as bf16 halves", why))
-    for_many = default_blocks(cluster.profile, choice)
+    for_many = default_blocks(profile, choice)
     for kernel, block in choice.blocks.items():
         changed = sorted(f"{kernel}.{field}" for field in problem.settings.block(kernel))
-        size = TILES[kernel].shared_bytes(block, choice)
-        why = f"{size} of {cluster.profile.shared_bytes_per_block} bytes of shared memory"
+        why = f"{TILES[kernel].shared_bytes(block, choice)} of {profile.shared_bytes_per_block} bytes of shared memory"
         if measured:
             why = f"{by_setting}; {why}"
         elif changed:
             why = f"set by {', '.join(changed)}; {why}"
         elif block.rows * block.keys < for_many[kernel].rows * for_many[kernel].keys:
-            why = f"small: the batch has few tiles for {cluster.profile.multiprocessors} multiprocessors; {why}"
+            why = f"small: the batch has few tiles for {profile.multiprocessors} multiprocessors; {why}"
         found.append(Reason(3, f"{kernel} block {block.rows} x {block.keys} x {block.depth}", why))
-        registers = f"a register budget of {cluster.profile.registers_per_thread} per thread"
-        found.append(Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", f"keeps to {registers}"))
+        why = f"keeps to a register budget of {profile.registers_per_thread} per thread"
+        found.append(Reason(4, f"{kernel}: {block.warps} warps, {block.stages} stages", why))
     if choice.blocks:
         on = choice.descriptors
         why = "rows are multiples of 16 bytes" if on else "not on this board, for this row size, or by --set"
@@ -103,12 +102,10 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
     elif not others and nodes == 1 and world <= GATHER_LIMIT:
         choice = "a gather exceeds the budget; "
     if way == "gather":
-        text = f"gather among {world} devices: all keys at once"
         why = f"{choice}3 batches of messages a step at most, {hidden}"
-    else:
-        text = f"ring of {cluster.devices_per_node} devices, {world} hops in all"
-        why = f"{choice}keys travel beside the work, {model.keys} at a time, and sums after it: {hidden}"
-    return outer, Reason(1, text, why)
+        return outer, Reason(1, f"gather among {world} devices: all keys at once", why)
+    why = f"{choice}keys travel beside the work, {model.keys} at a time, and sums after it: {hidden}"
+    return outer, Reason(1, f"ring of {cluster.devices_per_node} devices, {world} hops in all", why)
 
 
 def _strategy_why(problem: Problem, best: Candidate, candidates: list[Candidate]) -> str:

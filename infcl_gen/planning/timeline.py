@@ -16,8 +16,6 @@ transfer starts when both of its ends have; a message is done when what it sends
 a rank's message is on its way the rank's kernels are slower: it takes multiprocessors. Every rank does the same at each
 step (the table is symbolic in the rank), so that one of them, whose neighbour is itself and which counts as often as a
 node has devices, has the times of all.
-
-Work is the cost model's, launches too; what messages cost is below.
 """
 
 from __future__ import annotations
@@ -103,14 +101,9 @@ class Work:
 
 
 def execute(
-    plan: Plan,
-    model: CostModel,
-    *,
-    communicate: bool = True,
-    overlap: bool = True,
-    everybody: bool = False,
+    plan: Plan, model: CostModel, *, communicate: bool = True, overlap: bool = True, everybody: bool = False,
     lead_s: float = 0.0,
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """Simulate one forward and backward of `plan`, which was chosen by `model`.
 
     communicate  False: nothing is sent; it is copied to where it would arrive
@@ -160,10 +153,8 @@ class _Step:
         self._latency = {"device": cluster.latency_us.value * 1e-6, "node": cluster.node_latency_us.value * 1e-6}
         device, node = cluster.link_gbs.value * 1e9, cluster.node_link_gbs.value * 1e9
         ports = [Pipe(device, device, 1) for _ in self._ranks]
-        uplinks = [
-            Pipe(node, node * cluster.links_per_node, 1 if everybody else each)
-            for _ in range(table.nodes if everybody else 1)
-        ]
+        nodes, weight = (table.nodes, 1) if everybody else (1, each)
+        uplinks = [Pipe(node, node * cluster.links_per_node, weight) for _ in range(nodes)]
         self._pipes = [{"device": ports[rank], "node": uplinks[rank // each]} for rank in self._ranks]
         start_s, step_s, self._launch_s = host_times(plan)
         between_s = (step_s - start_s) * BEFORE_BACKWARD
@@ -286,8 +277,7 @@ class _Step:
             spent = task.end - max(task.start, self._lead_s)
             slowed = max(0.0, spent - task.work) if task.kind == "compute" and task.slowed_by else 0.0
             critical[task.resource] += spent - slowed
-            if slowed:
-                critical[task.slowed_by] += slowed
+            critical[task.slowed_by or task.resource] += slowed
             task = task.cause
         intervals = [
             Interval(task.rank, task.resource, task.name, max(0.0, task.start - self._lead_s), task.end - self._lead_s)
@@ -297,12 +287,6 @@ class _Step:
         busy = [dict.fromkeys(RESOURCES, 0.0) for _ in self._ranks]
         for interval in intervals:
             busy[interval.rank][interval.resource] += interval.end_s - interval.start_s
-        return Timeline(
-            step_s=last.end - self._lead_s,
-            forward_s=forward_s - self._lead_s,
-            alone_s=last.end - self._lead_s,
-            busy_s=busy[last.rank],
-            critical_s=critical,
-            bound=max(RESOURCES, key=lambda name: critical[name]),
-            intervals=tuple(intervals),
-        )
+        step_s, bound = last.end - self._lead_s, max(RESOURCES, key=lambda name: critical[name])
+        forward_s -= self._lead_s
+        return Timeline(step_s, forward_s, step_s, busy[last.rank], critical, bound, tuple(intervals))

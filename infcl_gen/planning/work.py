@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from sympy import Expr, Integer, Rational
@@ -57,7 +56,6 @@ ALONE = Rational(7, 5)  # of half the time of two fused programs on a multiproce
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 
 
-@functools.cache
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     """One forward and one backward sweep, without communication."""
     v = choice
@@ -81,6 +79,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         )
     rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
     partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.has_keys else 0))
+    launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
     terms: list[Any] = [
         TimeTerm(
             "forward product",
@@ -92,12 +91,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             efficiency=EFFICIENCY[f"{hopper}forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         ),
-        TimeTerm(
-            "statistics",
-            "forward",
-            bytes=partials + 2 * W * m * D * e,
-            launches=sides * forward_panels + W + 1 + forward_panels * D / WALK,
-        ),
+        TimeTerm("statistics", "forward", bytes=partials + 2 * W * m * D * e, launches=launches),
     ]
     if v.strategy == "fused":
         rows, slices = (m, W) if v.ring else (Min(R, m), ceil_div(m, R))

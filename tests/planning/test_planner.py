@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -16,10 +17,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infcl_gen.errors import InfeasibleError, InputError
-from infcl_gen.hardware import resolve_cluster
+from infcl_gen.hardware import load_profile, resolve_cluster
 from infcl_gen.inputs.problem import Problem, make_problem
-from infcl_gen.kernels import TILES
+from infcl_gen.kernels import LARGE, TILES, default_blocks
+from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning import Plan
+from infcl_gen.planning.candidates import SATURATED
 from infcl_gen.planning.planner import cost_model
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
@@ -74,10 +77,10 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         if kernel == "gradient":
             assert plan.panel_rows % block.rows == plan.panel_keys % block.keys == 0
     if plan.blocks and not plan.stash_rows:  # the forward takes no more memory than the backward, if it can
-        model = cost_model(plan, resolve_cluster(problem))
+        memory = cost_model(plan, resolve_cluster(problem)).memory(plan)
         block = plan.blocks["forward"]
         smallest = (plan.forward_rows, plan.forward_keys) == (block.rows, block.keys)
-        assert model.memory(plan).forward_fits or smallest
+        assert memory.forward <= max(memory.backward, memory.finish) or smallest
     # A panel is never more than one block longer than the problem.
     assert plan.panel_rows < plan.rows_per_rank + 256 and plan.forward_rows < plan.rows_per_rank + 256
     assert plan.panel_keys < plan.keys_per_rank + 256 and plan.forward_keys < plan.keys_per_rank + 256
@@ -89,8 +92,6 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 
 def plan_profile(problem: Problem) -> Any:
-    from infcl_gen.hardware import load_profile
-
     return load_profile(problem.device_profile)
 
 
@@ -250,6 +251,23 @@ def test_small_tiles_say_why() -> None:
     assert "small: the batch has few tiles for 132 multiprocessors" in why(batch_size=1024)
     assert "small" not in why(batch_size=8192)
     assert "small" not in why(batch_size="64k", memory_budget="40GiB", set={"strategy": "stash"})
+
+
+@pytest.mark.parametrize("name", GPU_PROFILES)
+def test_more_than_saturates_does_not_change_a_block(name: str) -> None:
+    """Choices are made once for all larger sizes: whatever the other side, and for the largest tiles there are."""
+    profile = load_profile(name)
+    enough = SATURATED * profile.multiprocessors
+    for strategy, dim, dtype in itertools.product(("panel", "fused", "stash"), (64, 128, 256), ("bf16", "fp32")):
+        if dtype == "fp32" and strategy != "panel":
+            continue
+        for descriptors in {False, profile.tensor_descriptors}:
+            facts = {"target": profile.target, "arch": profile.arch, "descriptors": descriptors}
+            choice = Choice(strategy=strategy, dim=dim, dtype=dtype, **facts)
+            for few in (1, 300, enough):
+                for more in (enough + 1, LARGE):
+                    assert default_blocks(profile, choice, enough, few) == default_blocks(profile, choice, more, few)
+                    assert default_blocks(profile, choice, few, enough) == default_blocks(profile, choice, few, more)
 
 
 def test_what_is_set_means_the_same_block_at_every_size() -> None:
