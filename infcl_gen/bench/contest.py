@@ -67,17 +67,18 @@ class Contest(contextlib.ExitStack):
         Raises InputError as `point_of` does.
         """
         read = [read_package(folder, edited=True) for folder in packages]
-        loss, limits, size = read[0].spec["loss"], self.limits, batch or read[0].spec["problem"]["batch_size"]
-        wanted = {peer.name: peer.absent(loss) for peer in self._peers if only is None or peer.name in only}
+        spec, limits = read[0].spec, self.limits
+        wanted = {peer.name: peer.absent(spec["loss"]) for peer in self._peers if only is None or peer.name in only}
         self.absent |= {name: why for name, why in wanted.items() if why is not None}
-        present, errors = [name for name, why in wanted.items() if why is None], size <= limits.errors_up_to
-        features = self.feature_dtype if ranks == 1 else None  # rings have the packages' own
-        return point_of(read, size, present, self.scale, limits.rounds, limits.seconds, errors, features, ranks)
+        present = [name for name, why in wanted.items() if why is None]
+        errors = (batch or spec["problem"]["batch_size"]) <= limits.errors_up_to
+        features = self.feature_dtype if ranks == 1 else None  # on several devices: the packages' own
+        return point_of(read, batch, present, self.scale, limits.rounds, limits.seconds, errors, features, ranks)
 
     def rows(self, point: Point) -> Rows:
         """A row of everybody at the point, packages first. Raises ToolchainError if the worker cannot even start,
         or has not the package's device."""
-        found: dict[str | None, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
         turn, asked = None, False
         with timing_lock(point.target, 10 * self.limits.silent_s):
             while waiting := [name for name in point.contestants if name not in found]:

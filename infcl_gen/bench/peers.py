@@ -35,7 +35,7 @@ OTHER_LOSSES = {"siglip-kernel": "computes the sigmoid loss, which is not a loss
 class Peer:
     """One contestant that is no package; `distribution` and `module` are what must be installed.
 
-    `on_ranks` prepares it for one rank of several, from that rank's inputs, its number and how many there are.
+    `on_ranks` prepares it for one rank of several, from that rank's inputs, its `rank` and the `world_size`.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Peer:
     module: str = "torch"
     attribute: str | None = None  # of the module, where not every version has it
     losses: tuple[str, ...] = ("clip", "infonce")
-    on_ranks: Callable[[Inputs, int, int], LossFunction] | None = None
+    on_ranks: Callable[..., LossFunction] | None = None
 
     def absent(self, loss: Mapping[str, Any]) -> str | None:
         """Why it cannot take part here, with a package's loss; or None."""
@@ -124,17 +124,13 @@ def _linear_cross_entropy(inputs: Inputs) -> LossFunction:
 
 def _open_clip(inputs: Inputs, compiled: bool = False, **ranks: Any) -> LossFunction:
     """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast; `compiled` by `torch.compile`,
-    for exactly these shapes. Importing `open_clip` wants torchvision and timm, which its `loss.py` does not."""
+    for exactly these shapes; on ranks `ClipLoss(local_loss=True, gather_with_grad=True)`. Only its `loss.py` is loaded:
+    importing `open_clip` wants torchvision and timm."""
     folder = importlib.util.find_spec("open_clip")
     assert folder is not None and folder.submodule_search_locations
     criterion = load_file(Path(folder.submodule_search_locations[0]) / "loss.py").ClipLoss(**ranks)
     run = torch.compile(criterion, dynamic=False) if compiled else criterion
     return _under_autocast(inputs, lambda: run(*inputs.leaves))
-
-
-def _open_clip_on_ranks(inputs: Inputs, rank: int, ranks: int) -> LossFunction:
-    """`open_clip.ClipLoss(local_loss=True, gather_with_grad=True)` under autocast."""
-    return _open_clip(inputs, local_loss=True, gather_with_grad=True, rank=rank, world_size=ranks)
 
 
 def _inf_cl(inputs: Inputs) -> LossFunction:
@@ -152,7 +148,7 @@ def _inf_cl(inputs: Inputs) -> LossFunction:
     return _each_way(inputs, lambda a, b: each(a, b).mean())
 
 
-def _inf_cl_on_ranks(inputs: Inputs, rank: int, ranks: int) -> LossFunction:
+def _inf_cl_on_ranks(inputs: Inputs, rank: int, world_size: int) -> LossFunction:
     """`inf_cl.cal_inf_loss(q, k, scale=scale)`, once for each direction."""
     from inf_cl import cal_inf_loss
 
@@ -224,7 +220,7 @@ _ALL = (
     Peer("torch-compiled", partial(_autocast, compiled=True)),
     Peer("torch-checkpoint", _checkpointed),
     Peer("torch-linear-cross-entropy", _linear_cross_entropy, *_TORCH_LOSS),
-    Peer("open_clip", _open_clip, *_OPEN_CLIP, on_ranks=_open_clip_on_ranks),
+    Peer("open_clip", _open_clip, *_OPEN_CLIP, partial(_open_clip, local_loss=True, gather_with_grad=True)),
     Peer("open_clip-compiled", partial(_open_clip, compiled=True), *_OPEN_CLIP),
     Peer("inf_cl", _inf_cl, "inf_cl", "inf_cl", on_ranks=_inf_cl_on_ranks),
     Peer("cut-cross-entropy", _cut_cross_entropy, *_CUT),

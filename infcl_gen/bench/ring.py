@@ -78,7 +78,7 @@ def _in_turns(point: Point, module: ModuleType, rank: int) -> Rows:
         for name in point.peers:
             prepare = PEERS[name].on_ranks
             assert prepare is not None
-            steps[name] = step_of(prepare(inputs, rank, point.ranks), *inputs.leaves)
+            steps[name] = step_of(prepare(inputs, rank=rank, world_size=point.ranks), *inputs.leaves)
     rows = {name: _row(point, name, module.SPEC) for name in (*HOW, *point.peers)}
     for name, row in rows.items():
         if name in steps:
