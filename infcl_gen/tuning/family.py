@@ -108,6 +108,10 @@ class Entry:
         spread = 1.4826 * statistics.median(abs(value - middle) for value in rounds)
         return 2 * 1.25 * spread / math.sqrt(len(rounds))
 
+    def candidate(self, family: str) -> Candidate:
+        status, detail = self.status or "timed", self.detail[:300]
+        return Candidate(family, self.settings, status, detail, self.predicted_ms, self.times_ms)
+
     def drop(self, status: str, detail: str) -> None:
         self.status, self.detail = status, detail
         self.end()
@@ -163,11 +167,7 @@ class Family:
         finally:
             for entry in self.entries:
                 entry.end()
-        candidates = tuple(
-            Candidate(self.family, e.settings, e.status or "timed", e.detail[:300], e.predicted_ms, e.times_ms)
-            for e in self.entries
-        )
-        return winner.settings, winner.digest, candidates
+        return winner.settings, winner.digest, tuple(entry.candidate(self.family) for entry in self.entries)
 
     def _racing(self) -> list[Entry]:
         return [entry for entry in self.entries if not entry.status]
@@ -235,9 +235,8 @@ class Family:
         arch, default = self.case.cluster.profile.arch, self.case.default
         # The forward of a stash has the gradient's tiles: it may spill, or not fit, where the gradient does.
         blocks = (self.family, "forward") if default.stash and self.family == "gradient" else (self.family,)
-        kernels = [
-            each.name for family in families(default) for each in family.kernels(default) if each.block in blocks
-        ]
+        compiled = (each for family in families(default) for each in family.kernels(default))
+        kernels = [each.name for each in compiled if each.block in blocks]
         if arch not in SHARED_BYTES or not kernels:
             return
         todo = [entry for entry in self._racing() if entry is not self.entries[0]]

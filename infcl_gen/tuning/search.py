@@ -65,14 +65,9 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """With the median times of the default and of the winner (None: not timed)."""
-        record = self.record
-        return {
-            "package": str(self.package),
-            "file": str(self.file),
-            "default_ms": _median_ms(record, record.families[0], ()),
-            "best_ms": _median_ms(record, record.families[-1], record.settings),
-            "record": dataclasses.asdict(record),
-        }
+        record, first, last = self.record, self.record.families[0], self.record.families[-1]
+        times = {"default_ms": _median_ms(record, first, ()), "best_ms": _median_ms(record, last, record.settings)}
+        return {"package": str(self.package), "file": str(self.file), **times, "record": dataclasses.asdict(record)}
 
 
 def tune(
@@ -82,7 +77,6 @@ def tune(
     package again with the winning settings.
 
     When the time is up, the record holds the families that were finished; the next run goes on from there.
-
     Raises InputError (no package, or one with blocks of the user's), ToolchainError (this machine has not the package's
     device), VerificationError (no candidate is right, or infcl_gen's own files have changed meanwhile).
     """

@@ -30,9 +30,7 @@ class PeakMeter:
     def __enter__(self) -> PeakMeter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-            if clear is not None:
-                clear()
+            getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
