@@ -25,10 +25,9 @@ class LinkRates:
 
     def table(self) -> list[tuple[str, ...]]:
         """A header, and a line for each sender."""
-        devices = range(len(self.pairs))
-        lines = [("GB/s from", *(f"to {b}" for b in devices))]
-        for a in devices:
-            lines.append((str(a), *("-" if a == b else f"{self.pairs[a][b]:.0f}" for b in devices)))
+        lines = [("GB/s from", *(f"to {b}" for b in range(len(self.pairs))))]
+        for a, rates in enumerate(self.pairs):
+            lines.append((str(a), *("-" if a == b else f"{rate:.0f}" for b, rate in enumerate(rates))))
         return lines
 
     def cluster_file(self, profile: str) -> list[str]:

@@ -73,7 +73,11 @@ class Problem:
             )
         if self.precision != "default" and self.dtype != "fp32":
             raise InputError(f"--precision: {self.precision} is for --dtype fp32, not {self.dtype}; give 'default'")
-        _check_loss(self.loss)
+        path, colon, name = check_text("--loss", self.loss).rpartition(":")
+        if colon and Path(path).suffix != ".py":
+            raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME")
+        if not (name.isascii() and name.isidentifier()):
+            raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")
         check_text("--device-profile", self.device_profile)
         object.__setattr__(self, "settings", parse_overrides(self.settings))
         if self.links is not None and not isinstance(self.links, Links):
@@ -149,11 +153,3 @@ def _said_by(cluster: ClusterFile, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{flag_name(name)}: {show(given[name])} contradicts {show(value)} of --cluster; leave one of them out"
             )
     return said
-
-
-def _check_loss(value: object) -> None:
-    path, colon, name = check_text("--loss", value).rpartition(":")
-    if colon and Path(path).suffix != ".py":
-        raise InputError(f"--loss: {show(value)} must be a name or FILE.py:NAME")
-    if not (name.isascii() and name.isidentifier()):
-        raise InputError(f"--loss: {show(value)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")

@@ -37,8 +37,7 @@ class Printer:
 
     target: str
     functions: dict[Any, str]
-    integers: bool = True  # print 2 rather than 2.0
-    powers: bool = True  # print z**2 rather than z * z
+    floats: bool = False  # print 2.0 and z * z rather than 2 and z**2
     formulas: bool = False  # whole formulas: functions of several arguments, other blocks of similarities
 
     def __call__(self, expression: Expr, names: Mapping[str, str] | None = None) -> str:
@@ -87,7 +86,7 @@ class Printer:
             raise LossError(f"{self.target}: {str(number)[:80]} has no value as a float") from error
         if not math.isfinite(value):
             raise LossError(f"{self.target}: the number {str(number)[:80]} is not finite")
-        if number.is_Rational and self.integers:
+        if number.is_Rational and not self.floats:
             if number.is_Integer:
                 return str(number), (_ATOM if value >= 0 else _SUM)
             return f"{number.p} / {number.q}", (_PRODUCT if value > 0 else _SUM)
@@ -132,7 +131,7 @@ class Printer:
             return self.functions[sympy.sqrt].format(self._print(base, names)[0]), _ATOM
         if exponent.is_Integer and 2 <= exponent <= 4:
             text = self._bound(base, names, _ATOM)
-            return (f"{text}**{exponent}", _POWER) if self.powers else (" * ".join([text] * exponent), _PRODUCT)
+            return (" * ".join([text] * exponent), _PRODUCT) if self.floats else (f"{text}**{exponent}", _POWER)
         raise LossError(f"{self.target} has no translation for the power {expression}")
 
 
@@ -179,8 +178,7 @@ triton_code = Printer(
         sympy.tanh: "2.0 * tl.sigmoid(2.0 * ({})) - 1.0",
         language.softplus: "tl.maximum({0}, 0.0) + tl.log(1.0 + tl.exp(-tl.abs({0})))",
     },
-    integers=False,
-    powers=False,
+    floats=True,
 )
 # Symbols stand for tensors. Not functional.softplus: it turns linear beyond 20, which is 2e-9 off.
 torch_code = Printer(
