@@ -3,7 +3,7 @@
 build(problem)      Problem -> {path: text}: the whole pipeline
 plan_problem        the first three of them
 simulate_problem    a step of the plan, as events
-lower, render       Plan -> files as templates and names -> {path: text}
+lower.py, render.py Plan -> files as templates and names -> {path: text}
 write_package       {path: text} -> folder, atomically
 read_package        folder -> SPEC and files, checked against the manifest, never imported
 rerender            folder -> the text that its SPEC["problem"] generates today
@@ -11,20 +11,15 @@ load_cached         Problem -> imported module, through the user's cache folder
 """
 
 from infcl_gen.emission.cache import import_package, load_cached
-from infcl_gen.emission.lower import lower
-from infcl_gen.emission.package import Package, read_package, write_package
+from infcl_gen.emission.package import read_package, write_package
 from infcl_gen.emission.pipeline import build, plan_problem, rerender, simulate_problem
-from infcl_gen.emission.render import render
 
 __all__ = [
-    "Package",
     "build",
     "import_package",
     "load_cached",
-    "lower",
     "plan_problem",
     "read_package",
-    "render",
     "rerender",
     "simulate_problem",
     "write_package",

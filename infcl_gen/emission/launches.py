@@ -6,11 +6,10 @@ is a variable of its own name.
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
-from infcl_gen.emission.render import ABSENT
+from infcl_gen.emission.render import ABSENT, literal
 from infcl_gen.kernels import Family, Kernel, families
 from infcl_gen.kernels.arguments import named_parts
 from infcl_gen.kernels.choice import Choice
@@ -99,7 +98,7 @@ def openings(choice: Choice) -> Callable[..., str]:
         """Decorator and signature. `unaligned`: pointers to any element, as to a panel's part of a vector."""
         taken, gluon = kernels[name]
         module, constant = ("gluon", ": gl.constexpr") if gluon else ("triton", ": tl.constexpr")
-        options = f"(do_not_specialize_on_alignment={json.dumps(unaligned)})" if unaligned else ""
+        options = f"(do_not_specialize_on_alignment={literal(list(unaligned))})" if unaligned else ""
         words = [each.name + constant * each.name.isupper() for each in taken.arguments]
         return f"@{module}.jit{options}\n" + _wrapped(f"def {name}(", words, "):")
 
@@ -148,9 +147,7 @@ def _given_to_variant(family: Family, kernel: Kernel) -> dict[str, str]:
 
 def _size(module: str, word: str) -> str:
     """An extent of a block as an expression: a number, an item of a list in the module, or a constant there."""
-    if word.isdigit():
-        return word
-    return f"{module}.{word}" if word.endswith("]") else f"{module}.{word}.value"
+    return word if word.isdigit() else f"{module}.{word}" + ".value" * (not word.endswith("]"))
 
 
 def _instead(family: Family, kernel: Kernel, text: str, ordinary: str) -> str:

@@ -41,7 +41,6 @@ def schedule_context(
     }
     words = ", ".join(word for word, used in imports.items() if used)
     pieces = {"ratios": ratios, "halves": plan.split}
-    forward_buffers = _forward_buffers(plan)
     backward_buffers = _gradient_buffers(plan, ratios, "gradient_wide" in options) if panels else _fused_buffers(ratios)
     return {
         "name": name,
@@ -64,7 +63,7 @@ def schedule_context(
         "wide_result": "" if plan.exact else "out_dtype=torch.float32, ",
         "imports": f"(\n    {words},\n)" if variants else words,
         "constants": _constants(plan, profile, exponent),
-        "forward_buffers": forward_buffers,
+        "forward_buffers": _forward_buffers(plan),
         "backward_buffers": backward_buffers,
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launches(plan, options),
