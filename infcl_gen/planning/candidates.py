@@ -1,6 +1,5 @@
 """What a plan may be made of: the strategies that a problem allows, with their blocks and transports, and the sizes
-that each may have. What does not apply, or cannot be, is refused here.
-"""
+that each may have. What does not apply, or cannot be, is refused here."""
 
 from __future__ import annotations
 
@@ -255,9 +254,8 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
     cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
     cap = SPLIT_CAP if model.choice.split else cap
     all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap, smallest)
-    if strategy == "fused":
-        all_keys = [_padded(model.keys, key_unit)]  # a program walks all keys
-    else:
+    all_keys = [_padded(model.keys, key_unit)]  # fused: a program walks all keys
+    if strategy != "fused":
         all_keys = _sides(settings, "panel_keys", model.keys, key_unit, cap, smallest)
     if strategy == "stash":
         # A third dimension: coarser steps in the other two, the smallest kept.
@@ -267,7 +265,7 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
         # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
         lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
         if not lean or (rows, keys) == least or strategy == "fused":
-            yield from _with_stash(model, settings, rows, keys, smallest)
+            yield from _stashes(model, settings, rows, keys, smallest)
 
 
 def _units(choice: Choice) -> tuple[int, int]:
@@ -282,10 +280,8 @@ def _units(choice: Choice) -> tuple[int, int]:
     return rows, max(b["gradient"].keys, b["product"].rows, b["product"].depth)
 
 
-def _with_stash(
-    model: CostModel, settings: Overrides, rows: int, keys: int, smallest: bool
-) -> Iterator[tuple[Sizes, int]]:
-    """A backward panel with each stash that is considered, and their peaks."""
+def _stashes(model: CostModel, settings: Overrides, rows: int, keys: int, least: bool) -> Iterator[tuple[Sizes, int]]:
+    """A backward panel with each stash that is considered, or only the least, and their peaks."""
     if model.choice.strategy != "stash":
         yield _with_forward(model, rows, keys, 0)
         return
@@ -295,10 +291,10 @@ def _with_stash(
         asked = settings.panel_rows or rows  # a panel as set may be longer than the problem, and is cut to it
         if stash % asked == 0:
             yield _with_forward(model, rows, keys, min(stash, slices * rows))
-        elif smallest:
+        elif least:
             raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {asked}")
     else:
-        counts = {1} if smallest else {1, slices, *(slices * step // 6 or 1 for step in range(1, 6))}
+        counts = {1} if least else {1, slices, *(slices * step // 6 or 1 for step in range(1, 6))}
         for count in sorted(counts):
             yield _with_forward(model, rows, keys, count * rows)
 

@@ -5,9 +5,6 @@ the runtime allocates: each allocation of 1 MiB or more is counted with 1 MiB of
 are rounded up to 512 bytes. Time is one term per phase: max(flops / (peak * efficiency), bytes / bandwidth,
 exponentials / rate), whose largest is what bounds the phase, plus its launches. Phases follow one another, so they add;
 communication counts where it is not hidden.
-
-Expressions become functions of numbers once per kind of choice and process; what is the same for all sizes of a choice
-is computed once per model.
 """
 
 from __future__ import annotations
@@ -58,6 +55,7 @@ STASH_START_S = 0.3e-3
 # gather and 0.4 to 0.7 by a ring; 4 of them took 1.1 to 1.3, before a rank began on its own keys and their hosts had
 # less to do (h200-ring.json). Steps of all are within 10 %.
 RANKS_HOST_S = 0.6e-3
+ACROSS = {"device": (0, 1), "node": (1, 0)}  # a move over each level
 HOST = "host"  # the phase of what the device waits for the host
 # Of a batch of messages, from the start of its kernel to the first byte: both ends meet. Among four H200s 25 MB to the
 # next take 151 us: 78 us more than bytes at 345 GB/s (75 MB to three 65 us more).
@@ -106,11 +104,8 @@ class PhaseTime(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What one kind of step of the table sends, and how many such steps there are.
-
-    transfer_s  all of its messages; sums_s: those until the sums that the step's own work adds to are here.
-    works       whether the step works on keys meanwhile.
-    """
+    """What one kind of step of the table sends, and how many such steps there are. `works`: on keys, meanwhile;
+    `transfer_s`: of all messages; `sums_s`: of those until the sums that the step's own work adds to are here."""
 
     times: int
     works: bool
@@ -201,14 +196,11 @@ class CostModel:
     def sent_bytes(self, name: str) -> int:
         """Bytes of a tensor of a rank's keys that travels."""
         item = next(item for item in self.table.travelling if item.name == name)
-        size: int = ELEMENT_BYTES[dtype_of(self.choice, item.dtype)]
-        return self.keys * item.columns * size
+        return self.keys * item.columns * int(ELEMENT_BYTES[dtype_of(self.choice, item.dtype)])
 
     def transfer_bytes(self, sent: Transfer) -> int:
         """Bytes of one message."""
         return self.sent_bytes(sent.name) * (self.table.world_size if sent.of is None else 1)
-
-    # What is the same for all sizes.
 
     @functools.cached_property
     def _kind(self) -> _Expressions:
@@ -280,8 +272,6 @@ class CostModel:
                 found[phase].append(_Sent(count, step.owner is not None, elapsed_s, sums_s, total))
         return found
 
-    # Of given sizes.
-
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
         """The values of all symbols, in the order of LEGEND."""
         panels = sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys
@@ -347,11 +337,8 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
     What they wait for is said relative to the step: 0 for its own transfers."""
     counts: Counter[Step] = Counter()
     for number, step in enumerate(table.steps(phase)):
-        across = {"device": (0, 1), "node": (1, 0)}
-        sends = tuple(
-            sent._replace(of=sent.of and HERE, to=across[table.level(sent.to)], source=0, target=0)
-            for sent in step.sends
-        )
+        over = ((sent, ACROSS[table.level(sent.to)]) for sent in step.sends)
+        sends = tuple(sent._replace(of=sent.of and HERE, to=to, source=0, target=0) for sent, to in over)
         waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
         owner = step.owner and HERE
         counts[Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])] += 1

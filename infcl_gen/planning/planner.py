@@ -76,9 +76,8 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     carries the smallest feasible budget and the largest feasible batch).
     """
     _check(problem, derivation, cluster)
-    ceiling = problem.memory_budget_bytes
-    if ceiling is None:
-        ceiling = cluster.profile.memory_bytes // AUTO_FRACTION
+    budget = problem.memory_budget_bytes
+    ceiling = cluster.profile.memory_bytes // AUTO_FRACTION if budget is None else budget
     choices = Choices(problem, derivation, cluster)
     models = choices.models(problem.batch_size, problem.total_keys)
     smallest = min(smallest_peak(model, problem.settings) for model in models)
@@ -106,7 +105,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         predicted_time_s=best.time_s,
         predicted_queued_s=math.fsum(phase.time_s for phase in phases if phase.name != HOST),
         reasons=reasons_of(problem, best, candidates, ceiling),
-        budget_bytes=peak if problem.memory_budget_bytes is None else ceiling,
+        budget_bytes=peak if budget is None else budget,
         allowed_bytes=ceiling,
         smallest_budget_bytes=smallest,
         largest_batch=problem.batch_size if largest is None else largest,
@@ -171,11 +170,10 @@ def _largest_batch(problem: Problem, choices: Choices, ceiling: int) -> int | No
 
 
 def _infeasible_message(problem: Problem, cluster: Cluster, ceiling: int, smallest: int, largest: int | None) -> str:
-    budget = f"--memory-budget {bytes_text(ceiling)}"
-    if problem.memory_budget_bytes is None:
-        budget += f" (auto: 1/{AUTO_FRACTION} of {cluster.profile.name}'s memory)"
+    auto = f" (auto: 1/{AUTO_FRACTION} of {cluster.profile.name}'s memory)" * (problem.memory_budget_bytes is None)
     return (
-        f"{budget}: no plan fits --batch-size {problem.batch_size}, --dim {problem.dim} on {cluster.devices} device(s);"
+        f"--memory-budget {bytes_text(ceiling)}{auto}: no plan fits --batch-size {problem.batch_size},"
+        f" --dim {problem.dim} on {cluster.devices} device(s);"
         f" the smallest feasible budget is {smallest} bytes ({bytes_text(smallest)}), "
         + (f"the largest feasible batch is {largest}" if largest else "no batch fits this budget")
     )

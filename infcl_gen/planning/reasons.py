@@ -41,8 +41,8 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
         tiles = model.panels("backward", sizes)
         why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
-    as_backward = choice.strategy in ("torch", "stash")
-    why = "as the backward panel" if as_backward else "its partial sums fit where backward needs more"
+    own = choice.strategy in ("panel", "fused")
+    why = "its partial sums fit where backward needs more" if own else "as the backward panel"
     found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
     if sizes.stash_rows:
         why = "kept tiles need no recomputation in backward"

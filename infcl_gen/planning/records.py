@@ -115,8 +115,7 @@ def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
 @functools.lru_cache(maxsize=64)
 def _loss_digest(loss: LossSpec) -> str:
     literals = spec_as_dict(loss)
-    content = repr((literals["formula"], literals["positives"]))
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((literals["formula"], literals["positives"])).encode()).hexdigest()[:16]
 
 
 def fixed_by_user(settings: Overrides) -> list[str]:
@@ -195,8 +194,7 @@ def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Fo
             except InfclError as error:
                 reasons.append(f"the record in {file.name} does not give a plan any more: {error}")
                 continue
-            changed = staleness(record, plan)
-            if not changed:
+            if not (changed := staleness(record, plan)):
                 return Found(record, file, plan)
             reasons.append(f"the record in {file.name} is stale: {changed}; infcl-gen tune measures again")
     return "; ".join(reasons) or _difference(key, others)
@@ -254,8 +252,8 @@ def store(record: Record, folder: Path) -> Path:
             records = ()
             with contextlib.suppress(OSError):
                 os.replace(file, file.with_suffix(".damaged"))
-        others = [other for other in records if other.key != record.key]
-        write_records(file, sorted([*others, record], key=lambda other: repr(other.key)))
+        kept = [record, *(other for other in records if other.key != record.key)]
+        write_records(file, sorted(kept, key=lambda each: repr(each.key)))
     return file
 
 

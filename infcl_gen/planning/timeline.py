@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.planning.events import Events, Pipe, Task
 from infcl_gen.planning.model import BATCH_S, SLOWDOWN, host_times
@@ -41,14 +41,12 @@ HOST_PEER_S = 20e-6  # each further peer in a batch
 TELL_PEER_S, READ_PEER_S, HEARD_S = 80e-6, 50e-6, 200e-6
 # Of what a step costs the host after its start: between forward's launches and backward's.
 BEFORE_BACKWARD = 0.6
-
 # Of a hop's launches: before those that add to sums that travel. Forward 3 of 4 or 5; backward it makes no difference.
 FIRST_LAUNCHES = 0.6
-
 LEAD_S = 20e-3  # how far a host is ahead behind other work: a training step's towers take longer
 
-RESOURCES = ("compute", "device link", "network", "host")
 LEVELS = {"device": "device link", "node": "network"}
+RESOURCES = ("compute", *LEVELS.values(), "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +83,10 @@ class Timeline:
         return self.alone_s / self.step_s
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One phase of one rank.
-
-    `first_s`, `rest_s`: of a hop's kernels, up to where they add to what travels, and from there on. `last_s`,
-    `home_s`: of what follows the last hop, before and after the sums are home. `launches`: of kernels, at a hop.
-    """
+class Work(NamedTuple):
+    """One phase of one rank. `first_s`, `rest_s`: of a hop's kernels, up to where they add to what travels, and from
+    there on. `last_s`, `home_s`: of what follows the last hop, before and after the sums are home. `launches`: of
+    kernels, at a hop."""
 
     first_s: float
     rest_s: float
