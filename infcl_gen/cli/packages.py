@@ -9,8 +9,7 @@ from infcl_gen.cli import options, text
 from infcl_gen.cli.group import show
 from infcl_gen.cli.options import COUNT, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, VerificationError
-from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.inputs.text import check_text, check_word
+from infcl_gen.inputs.text import check_text
 from infcl_gen.kernels import FAMILIES
 
 
@@ -62,7 +61,8 @@ def inspect(flags: dict[str, Any]) -> None:
 def verify(flags: dict[str, Any]) -> None:
     """Re-render a package and compare bytes, then check its numbers on this machine against fp64."""
     ranks = None if flags["ranks"] is None else options.count(flags, "ranks", 1, 1, options.MAX_RANKS)
-    targets = None if flags["aot"] is None else _targets(flags["aot"])
+    named = [] if flags["aot"] is None else options.parts(flags["aot"])
+    targets = list(dict.fromkeys(str(name).strip() for name in named))
     folder = options.directory_name(flags["directory"])
     from infcl_gen.verification.verify import verify_package
 
@@ -94,12 +94,3 @@ def tune(flags: dict[str, Any]) -> None:
     with options.progress(flags) as progress:
         outcome = tune(folder, records, Limits(minutes=minutes), progress=progress)
     show(flags, outcome.as_dict(), lambda: text.tuning_text(outcome))
-
-
-def _targets(value: object) -> list[str]:
-    """The architectures of --aot."""
-    known = sorted({profile.arch for profile in map(load_profile, profile_names()) if profile.vendor != "cpu"})
-    names = dict.fromkeys(str(name).strip() for name in options.parts(value))
-    for name in names:
-        check_word("--aot", name, tuple(known))
-    return list(names)

@@ -19,7 +19,6 @@ from infcl_gen.emission.package import read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import load_file
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.inputs.text import check_word
 from infcl_gen.kernels import Argument, Family, Kernel, families
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
@@ -149,12 +148,7 @@ class Kernels:
 
 
 def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
-    """One row (check, passed, detail) for each target and kernel: the largest of its variants.
-
-    Raises InputError for an unknown target.
-    """
-    for target in targets:
-        check_word("--aot", target, tuple(sorted(SHARED_BYTES)))
+    """One row (check, passed, detail) for each target (of SHARED_BYTES) and kernel: the largest of its variants."""
     kernels = Kernels(package)
     if not (kernels.folder / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]

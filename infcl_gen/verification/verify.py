@@ -10,7 +10,9 @@ from typing import Any
 from infcl_gen.emission import read_package, rerender
 from infcl_gen.emission.package import PartialPackageError
 from infcl_gen.errors import InfclError, InputError, ToolchainError
+from infcl_gen.inputs.text import check_word
 from infcl_gen.processes import ProcessError, run_ranks
+from infcl_gen.verification.aot import SHARED_BYTES, aot_checks
 from infcl_gen.version import __version__
 
 EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 56}, "ring": {"cpu": 14, "interpreter": 3, "cuda": 28}}
@@ -42,6 +44,8 @@ def verify_package(
     folder = Path(path)
     if ranks is not None and not 1 <= ranks <= LARGEST_RANKS:
         raise InputError(f"--ranks {ranks}: expected 1 to {LARGEST_RANKS}")
+    for target in aot or ():
+        check_word("--aot", target, tuple(sorted(SHARED_BYTES)))
     rows = _byte_checks(folder)
     if not all(row["passed"] for row in rows):
         return rows
@@ -56,11 +60,7 @@ def verify_package(
     if ranks is not None:
         place = _place(spec, ranks)
         rows += run("ring", folder, place, examples or EXAMPLES["ring"][place], ranks)
-    if aot:
-        from infcl_gen.verification.aot import aot_checks
-
-        rows += aot_checks(folder, list(aot))
-    return rows
+    return rows + aot_checks(folder, list(aot)) if aot else rows
 
 
 def _byte_checks(folder: Path) -> list[Row]:
