@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
@@ -23,12 +24,23 @@ def builtins(module: Any) -> list[str]:
     return [name for name, member in inspect.getmembers(module) if tl.core.is_builtin(member)]
 
 
+@functools.cache
+def interpreted(builtin: Any) -> Any:
+    function = getattr(builtin, "__wrapped__", builtin)  # a wrapper only asks for `_semantic`
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = interpreter.interpreter_semantic
+        return function(*arguments, **options)
+
+    return run
+
+
 def patch_builtin(module: Any, builder: Any, scope: Any) -> None:
     """Every launch puts the interpreter's functions in place of the language's."""
     for name in builtins(module):
         member = getattr(module, name)
         if tl.core.is_builtin(member):  # and is not in place already
-            interpreter._patch_attr(module, name, member, builder, scope)
+            scope.set_attr(module, name, interpreted(member))
 
 
 @functools.cache
@@ -107,6 +119,16 @@ def tensor(self: Any, handle: Any, kind: Any) -> None:
     self.shape, self.numel = constants(tuple(kind.shape.values) if kind.is_block() else ())
 
 
+broadcast_any = TritonSemantic.broadcast_impl_value
+
+
+def broadcast(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    if a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values:
+        return a, b
+    found: tuple[Any, Any] = broadcast_any(self, a, b)
+    return found
+
+
 BUILDER: Any = interpreter.interpreter_builder
 FAST: list[tuple[Any, str, Any]] = [
     # Each sum and product of int32 is computed in int64, too, for assertions that without `debug` are dropped.
@@ -118,6 +140,7 @@ FAST: list[tuple[Any, str, Any]] = [
     (tl.core.dtype, "__eq__", same),
     (tl.core.block_type, "__init__", block_type),
     (tl.core.tensor, "__init__", tensor),
+    (TritonSemantic, "broadcast_impl_value", broadcast),
 ]
 ORIGINAL = [(owner, name, getattr(owner, name)) for owner, name, _ in FAST]
 
