@@ -15,8 +15,8 @@ visiting keys, which `--devices` plans.
     selftest           compares the kernels with `reference` on this machine
     SPEC               what was generated, and for what
 
-How to read it: loss.py is the derived mathematics, schedule.py says in which order one device sweeps its tiles,
-_runtime/ is the ring between devices and the glue to autograd.
+How to read it: loss.py is the derived mathematics, schedule.py says in which
+order one device sweeps its tiles, _runtime/ is the ring between devices and the glue to autograd.
 """
 
 from __future__ import annotations
@@ -51,15 +51,8 @@ class ContrastiveLoss(_api.ContrastiveLoss):
 
 
 def contrastive_loss(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float = 1.0,
-    bias: Tensor | float | None = None,
-    *,
-    labels: Tensor | str | None = None,
-    group: Any = None,
-    grad_sync: str = "mean",
-    reduction: str = "mean",
+    q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
+    labels: Tensor | str | None = None, group: Any = None, grad_sync: str = "mean", reduction: str = "mean",
     check_ranks: str = "first",
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
@@ -87,14 +80,8 @@ def contrastive_loss(
 
 
 def loss_and_grads(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float = 1.0,
-    bias: Tensor | float | None = None,
-    *,
-    labels: Tensor | str | None = None,
-    group: Any = None,
-    grad_sync: str = "mean",
+    q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
+    labels: Tensor | str | None = None, group: Any = None, grad_sync: str = "mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, dq (M, D), dk (N, D), dscale, dbias), without an autograd graph: dq and dk in the features' dtype, the
     others 0-dim. Arguments as for `contrastive_loss`; None as bias is 0."""

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9f3532326fda4a470cf261847bf4c478ad66ff2ff4087946e883217aaadfddee",
+    "digest": "1170aa4bb77feff58e985cf6bbf7cf259027dd2216c4fbd0dd4f818991147c2c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -44,8 +44,7 @@ POSITIVE_ROWS = tl.constexpr(64)
 POSITIVE_DEPTH = tl.constexpr(64)
 FINISH_ROWS = tl.constexpr(16)
 FINISH_DEPTH = tl.constexpr(128)
-# The embedding in parts: tiles are powers of two, and a whole one would be padded to the next.
-PART_WIDTHS = [128]
+PART_WIDTHS = [128]  # of the embedding: tiles are powers of two, and a whole one would be padded to the next
 VECTOR_ROWS = tl.constexpr(128)  # rows per program of the kernels that only touch vectors
 MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so that few loads follow one another
 MERGE_PARTS = tl.constexpr(64)
@@ -99,8 +98,7 @@ def add_products(z, a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-               ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
-               DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+        ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """z (ROWS, KEYS) fp32 of one tile; zero beyond the last row and key."""
     z = tl.zeros((ROWS, KEYS), tl.float64 if WIDEN else tl.float32)
     for depth0 in range(0, DIM, DEPTH):
@@ -127,7 +125,7 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
     An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
     last one again: nothing is masked. A sample that misses the largest y by too much raises a flag in `forward`.
     """
-    if DESCRIPTORS:  # their rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
+    if DESCRIPTORS:  # rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
         q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
     key_block = tl.program_id(0)
     rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
@@ -218,7 +216,7 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
     """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
-        if DESCRIPTORS:  # as in `references`
+        if DESCRIPTORS:  # rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
             q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
         key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
         key0 = key_block * FORWARD_KEYS
@@ -461,7 +459,7 @@ def fused_queries(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_ex
     a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
     own_lowest = tl.min(e)
     spread = 0.0
-    place = rows + (first_positive - first_key)  # the row of the other side that is each one's positive
+    place = rows + (first_positive - first_key)  # each one's positive
     target = tl.where((place >= 0) & (place < keys), place, -1).to(tl.int32)
     own_positive = tl.load(positive_g + own_rows)
     blocks = tl.cdiv(keys, FUSED_KEYS)
@@ -545,7 +543,7 @@ def fused_queries_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, que
         result = tl.zeros((FUSED_ROWS, 128), tl.float32)
         e = tl.load(query_exponent + own_rows)
         a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
-        place = rows + (first_positive - first_key)
+        place = rows + (first_positive - first_key)  # each one's positive
         target = tl.where((place >= 0) & (place < keys), place, -1).to(tl.int32)
         own_positive = tl.load(positive_g + own_rows)
         blocks = tl.cdiv(keys, FUSED_WIDE_KEYS)
@@ -603,7 +601,7 @@ def fused_keys(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_expon
     a = KEY_SHARE / tl.load(key_mantissa + own_rows)
     own_lowest = tl.min(e)
     spread = 0.0
-    place = rows - (first_positive - first_key)  # the row of the other side that is each one's positive
+    place = rows - (first_positive - first_key)  # each one's positive
     target = tl.where((place >= 0) & (place < queries), place, -1).to(tl.int32)
     own_positive = tl.load(positive_g + tl.maximum(target, 0))
     blocks = tl.cdiv(queries, FUSED_KEYS)
@@ -687,7 +685,7 @@ def fused_keys_wide(q, k, first_positive, first_key, scale_ptr, bias_ptr, query_
         result = tl.zeros((FUSED_ROWS, 128), tl.float32)
         e = tl.load(key_exponent + own_rows)
         a = KEY_SHARE / tl.load(key_mantissa + own_rows)
-        place = rows - (first_positive - first_key)
+        place = rows - (first_positive - first_key)  # each one's positive
         target = tl.where((place >= 0) & (place < queries), place, -1).to(tl.int32)
         own_positive = tl.load(positive_g + tl.maximum(target, 0))
         blocks = tl.cdiv(queries, FUSED_WIDE_KEYS)
@@ -738,9 +736,8 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
         value = tl.load(total + places, mask=mask, other=0.0)
         if DOTS:
-            feature = tl.load(
-                x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
-                mask=mask, other=0.0)
+            feature = tl.load(x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
+                              mask=mask, other=0.0)
             dot += feature.to(tl.float32) * value
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
     if DOTS:

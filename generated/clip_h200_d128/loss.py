@@ -70,13 +70,8 @@ def loss_of_logits(x: Tensor) -> Tensor:
 
 
 def reference(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float = 1.0,
-    bias: Tensor | float | None = None,
-    *,
-    labels: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
+    q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
+    labels: Tensor | None = None, dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
 

@@ -49,7 +49,6 @@ def forward_scratch(q, most_keys):
 
 def stash_shape(m, n):
     """The forward keeps no tiles for the backward."""
-    return None
 
 
 def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=None, arrive=None):
@@ -162,8 +161,9 @@ def backward_scratch(rows, keys, device):
 def backward_block(block, dq, dk, scratch, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
-    scratch: what `backward_scratch` gave for at least as many rows and keys. What is fresh was never written: the first
-    sums replace what it holds. arrive(): called before `dk` is touched.
+    dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE, which are overwritten. scratch: what
+    `backward_scratch` gave for at least as many rows and keys. What is fresh was never written: the first sums replace
+    what it holds. arrive(): called before `dk` is touched.
     """
     m, n, scale, bias = block.q.shape[0], block.k.shape[0], block.scale, block.bias
     positive = block.positive.unbind()

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "93cc655cf61cc9962ecf6e41064bbfa13feef6d81e77fe4df52a2e2cfd296f18",
+    "digest": "7aecf04cabfcf858ac4bbe6ded89f1b17e7cf43f992615819bf1fabf45a06b7f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -98,8 +98,7 @@ def add_products(z, a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-               ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
-               DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+        ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """z (ROWS, KEYS) fp32 of one tile; zero beyond the last row and key."""
     z = tl.zeros((ROWS, KEYS), tl.float64 if WIDEN else tl.float32)
     for depth0 in range(0, DIM, DEPTH):
@@ -126,7 +125,7 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
     An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
     last one again: nothing is masked. A sample that misses the largest y by too much raises a flag in `forward`.
     """
-    if DESCRIPTORS:  # their rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
+    if DESCRIPTORS:  # rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
         q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
     key_block = tl.program_id(0)
     rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
@@ -210,7 +209,7 @@ def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent,
     """
     program = tl.program_id(0)
     if tl.load(flags + program) != 0:
-        if DESCRIPTORS:  # as in `references`
+        if DESCRIPTORS:  # rows begin at multiples of 16 bytes: said here, elements are loaded eight at a time
             q_row_stride, k_row_stride = q_row_stride // 8 * 8, k_row_stride // 8 * 8
         key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
         key0 = key_block * FORWARD_KEYS
@@ -546,9 +545,8 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
         value = tl.load(total + places, mask=mask, other=0.0)
         if DOTS:
-            feature = tl.load(
-                x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
-                mask=mask, other=0.0)
+            feature = tl.load(x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
+                              mask=mask, other=0.0)
             dot += feature.to(tl.float32) * value
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
     if DOTS:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d71e2d6db64a39ec92852947c4d959259de807736bffac30d5a8498dd7c07476",
+    "digest": "01e5c15964f50eb201f712a2de9f0b06d4f141638b7beaafa31edda2562b2341",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

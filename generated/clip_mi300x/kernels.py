@@ -98,8 +98,7 @@ def add_products(z, a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
-               ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr,
-               DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+        ROWS: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
     """z (ROWS, KEYS) fp32 of one tile; zero beyond the last row and key."""
     z = tl.zeros((ROWS, KEYS), tl.float64 if WIDEN else tl.float32)
     for depth0 in range(0, DIM, DEPTH):
@@ -540,9 +539,8 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
         value = tl.load(total + places, mask=mask, other=0.0)
         if DOTS:
-            feature = tl.load(
-                x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
-                mask=mask, other=0.0)
+            feature = tl.load(x + r.to(tl.int64)[:, None] * x_row_stride + d.to(tl.int64)[None, :] * x_depth_stride,
+                              mask=mask, other=0.0)
             dot += feature.to(tl.float32) * value
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
     if DOTS:

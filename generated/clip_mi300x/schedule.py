@@ -52,7 +52,6 @@ def forward_scratch(q, most_keys):
 
 def stash_shape(m, n):
     """The forward keeps no tiles for the backward."""
-    return None
 
 
 def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=None, arrive=None):
@@ -181,7 +180,7 @@ def backward_block(block, dq, dk, scratch, fresh_dq=False, fresh_dk=False, stash
             _add_product(own_dq, g, part.k, fresh_dq and key0 == 0)
             if arrive:
                 arrive()
-            _add_product(own_dk, g.T, part.q, fresh_dk and row0 == 0)
+            _add_product(own_dk, g.mT, part.q, fresh_dk and row0 == 0)
 
 
 def _gradient_panel(block, scratch):

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "20f72bff062e705e67e6fd1296205868c98766957323f93702c44e7ebc611160",
+    "digest": "d38a35ef770066dd975ed903ebe40901208e93563758c63fc086b6cd70b03d99",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -67,13 +67,8 @@ def loss_of_logits(x: Tensor, labels: Tensor) -> Tensor:
 
 
 def reference(
-    q: Tensor,
-    k: Tensor,
-    scale: Tensor | float = 1.0,
-    bias: Tensor | float | None = None,
-    *,
-    labels: Tensor | str | None = None,
-    dtype: torch.dtype = torch.float64,
+    q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
+    labels: Tensor | str | None = None, dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
 

@@ -50,7 +50,6 @@ def forward_scratch(q, most_keys):
 
 def stash_shape(m, n):
     """The forward keeps no tiles for the backward."""
-    return None
 
 
 def forward_block(block, scratch, fresh_queries=False, fresh_keys=False, stash=None, arrive=None):
@@ -110,6 +109,8 @@ def _forward_panel(block, scratch):
 
 def _positives(block, scratch):
     """Notes the positives of this panel, with the references of the sums that hold them."""
+    if not block.meets_diagonal():
+        return
     q, k, positive = block.q, block.k, block.positive.unbind()
     m, n = q.shape[0], k.shape[0]
     launch(kernels.positives, (cdiv(m, kernels.POSITIVE_ROWS.value),),
@@ -162,7 +163,7 @@ def backward_block(block, dq, dk, scratch, fresh_dq=False, fresh_dk=False, stash
             _add_product(own_dq, g, part.k, fresh_dq and key0 == 0)
             if arrive:
                 arrive()
-            _add_product(own_dk, g.T, part.q, fresh_dk and row0 == 0)
+            _add_product(own_dk, g.mT, part.q, fresh_dk and row0 == 0)
 
 
 def _gradient_panel(block, scratch):
@@ -185,6 +186,8 @@ def _gradient_panel(block, scratch):
 
 def _gradient_positives(block, g):
     """Puts g of this panel's positives in the place of what `gradient` takes them for."""
+    if not block.meets_diagonal():
+        return
     scale, bias, positive = block.scale, block.bias, block.positive.unbind()
     m, n = block.q.shape[0], block.k.shape[0]
     launch(kernels.gradient_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "dadc6ab36bf81e8c3975c11f2d749b46c1998a40b6474c621680942a91498423",
+    "digest": "44bad143ff6af5c6a79cf3dcb310a820c1dab49e7a385aafe44f456dbac5a211",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

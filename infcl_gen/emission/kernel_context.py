@@ -9,6 +9,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from infcl_gen.emission.render import ABSENT
 from infcl_gen.kernels import forward, fused
 from infcl_gen.kernels.arguments import named_parts
 from infcl_gen.kernels.choice import SPLIT_TERMS
@@ -45,6 +46,9 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         for ending, start, width in named_parts(plan.inner_dim)
     ]
     padded = blocks["fused"].depth if is_fused else 0
+    why = "of the embedding: tiles are powers of two, and a whole one would be padded to the next"
+    part_widths = f"PART_WIDTHS = {[part['width'] for part in parts]}  # {why}"
+    load_scale = "scale = tl.load(scale_ptr)"
     sampled = "a sample (forward) or of the complete statistics (backward)"
     return {
         "name": name,
@@ -70,7 +74,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
         "split_terms": SPLIT_TERMS,
         "constants": _constants(plan, derivation, profile, unit),
-        "part_widths": [part["width"] for part in parts] if is_fused or keeps_keys else [],  # of descriptors
+        "part_widths": part_widths if is_fused or keeps_keys else ABSENT,  # of descriptors
         "key_lanes": forward.key_lanes(blocks["forward"], profile),
         "query_share": derivation.query_share * unit,
         # The derived mathematics.
@@ -78,9 +82,9 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "slope": triton_code(derivation.slope),  # of the logit in z, in `scale`
         "shift": triton_code(derivation.shift),
         "gradient_factor": gradient_factor,
-        "factor_has_scale": "scale" in gradient_factor,
+        "scale_of_factor": load_scale if "scale" in gradient_factor else ABSENT,
         "times_dscale_factor": "" if derivation.dscale_factor == 1 else f" * ({dscale_factor})",
-        "dscale_factor_has_scale": "scale" in dscale_factor,
+        "scale_of_dscale_factor": load_scale if "scale" in dscale_factor else ABSENT,
         "undo_exponent": "" if unit == 1 else f" * {1 / unit}",
         "dbias": float(derivation.dbias),
         "query_term": triton_code(derivation.query_term),  # in `r`, `p`
@@ -98,10 +102,10 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "whole": [{"name": "", "start": 0, "width": padded, "columns": f"tl.arange(0, {padded})"}],
         "sides": _sides(plan.labels),
         "each_tile": "each_tile_of_kept_keys" if keeps_keys else "each_tile",
-        "kept_tile": ("kept_tile_by_descriptor" if plan.descriptors else "kept_tile") if plan.stash else "",
+        "kept_tile": "kept_tile_by_descriptor" if plan.descriptors else "kept_tile",
         "stored_tile_of_g": "g_as_halves" if plan.split else "g_as_one",
+        "stored_positives": "positives_as_halves" if plan.split else "positives_as_one",
         "each_first_block": "each_block" if plan.labels else "each_first_block",
-        "other_blocks": "" if plan.labels else "other_blocks",
         # Where a piece is not told otherwise: of a tile of g, of a block that visits, and how features are read.
         "tile_rows": "GRADIENT_ROWS",
         "visiting_keys": "FUSED_KEYS",

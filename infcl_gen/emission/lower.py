@@ -133,7 +133,7 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
         "strategy": plan.strategy,
-        "kernels": plan.strategy != "torch",
+        "kernels": "kernels.py computes tiles, " * (plan.strategy != "torch"),
         "mib": f"{plan.predicted_peak_bytes / 2**20:.1f}",
         "rows_per_rank": plan.rows_per_rank,
     }

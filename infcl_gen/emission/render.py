@@ -72,13 +72,15 @@ def content_digest(files: Mapping[str, str]) -> str:
 
 
 @jinja2.pass_context
-def piece(context: jinja2.runtime.Context, name: str, each: Sequence[Any] = (None,), **more: Any) -> str:
-    """The text of triton/pieces/`name`.py.jinja with the caller's names and `more`; once for `each` one, as `part`. The
-    name "" takes its line with it.
+def piece(
+    context: jinja2.runtime.Context, name: str, each: Sequence[Any] = (None,), when: bool = True, **more: Any
+) -> str:
+    """The text of triton/pieces/`name`.py.jinja with the caller's names and `more`; once for `each` one, as `part`.
+    Unless `when`, what takes its line with it.
 
     For `    {{ piece("name") | indent(4) }}`: statements that several kernels have in common.
     """
-    if not name:
+    if not when:
         return ABSENT
     template = context.environment.get_template(f"triton/pieces/{name}.py.jinja")
     names = {**context.get_all(), **more}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.emission.launches import launches
+from infcl_gen.emission.render import ABSENT
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.kernels import TILES, families, forward
 from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
@@ -28,6 +29,8 @@ def schedule_context(
     variants = [each for family in families(plan) for each in family.kernels(plan) if each.replaces]
     described = any(argument.block for kernel in variants for argument in kernel.arguments)
     sweep = f"panels of {plan.panel_rows} queries x {plan.panel_keys} keys of g -> dq += g k, dk += g^T q"
+    longest = ", LONGEST_STRIP" if _longest_strip(plan)[0] else ""
+    own_strip = f"strip_blocks(cdiv(m, rows), cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS{longest})"
     ratios = "ratios" in options
     imports = {
         "INTERPRETED": True,
@@ -45,8 +48,8 @@ def schedule_context(
     return {
         "name": name,
         "operand_dtype": TORCH_DTYPES[plan.operand_dtype],
-        "labels": plan.labels,
-        "split": plan.split,
+        "part_as_halves": "part = _as_halves(part, scratch.halves, written=key0 > 0)" if plan.split else ABSENT,
+        "part_of_stash": "scratch.kept = _stash_panel(stash, block.k.shape[0], row0, key0)" if plan.stash else ABSENT,
         "stash": plan.stash,
         "descriptors": plan.descriptors,
         "keeps_keys": forward.keeps_keys(plan.blocks["forward"], plan),
@@ -58,8 +61,12 @@ def schedule_context(
         "most_terms": "max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
         # The constant of kernels.py that says how many rows share a reference.
         "visiting_rows": "GRADIENT_KEYS" if panels else "FUSED_KEYS",
+        "add_product": "_add_split_product" if plan.split else "_add_product",
+        "keys_of_product": "part.k[:, :DIM], part.k[:, DIM : 2 * DIM]" if plan.split else "part.k",
+        "queries_of_product": "part.q[:, DIM : 2 * DIM], part.q[:, :DIM]" if plan.split else "part.q",
+        "gradient_strip": "_strip(m, n)  # as the forward kept it" if plan.stash else own_strip,
         # Further arguments of a call.
-        "longest_strip": ", LONGEST_STRIP" if _longest_strip(plan)[0] else "",
+        "longest_strip": longest,
         "wide_result": "" if plan.exact else "out_dtype=torch.float32, ",
         "imports": f"(\n    {words},\n)" if variants else words,
         "constants": _constants(plan, profile, exponent),

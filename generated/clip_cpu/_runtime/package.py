@@ -131,6 +131,9 @@ class Block(NamedTuple):
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:
-        """Whether the positive of a query is one of these keys, where query i has the i-th key after `positives`."""
+        """Whether the positive of a query is one of these keys, where query i has the i-th key after `positives`. Of
+        labels, which are on the device, always."""
+        if not isinstance(self.positives, int):
+            return True
         first = self.positives - self.first_key
         return bool(first < self.k.shape[0] and first + self.q.shape[0] > 0)
