@@ -1,7 +1,7 @@
 """Every buffer that the loss allocates beyond its inputs.
 
-What one rank computes with: SymPy expressions of a plan's sizes. What travels: read from the table of communication.
-One source: `model` computes with them, plans are explained by them, and `make golden` writes them down.
+Buffers of one rank's computation are SymPy expressions of a plan's sizes; buffers of tensors that travel follow from
+the table of communication. `model` evaluates both, plans list them, and `make golden` prints the expressions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.kernels.choice import SPLIT_TERMS, Choice
 from infcl_gen.kernels.elementwise import LIBRARY_MULTIPLE
 from infcl_gen.kernels.statistics import LOSS_ROWS
-from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Place, Table
+from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Copy, Place, Table, Transfer
 
 MIB = 2**20
 ELEMENT_BYTES: dict[str, Any] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
-STRIP_ROWS = 64  # of a panel, or of features, that the torch strategy works on where it needs temporaries
-# In the order of `CostModel`'s values: those that differ between sizes of one choice come last.
+STRIP_ROWS = 64  # rows at a time where the torch strategy needs temporaries
+# In the order of `CostModel._values`: symbols that differ between sizes of one choice come last.
 LEGEND = {
     "m": "query rows of this rank",
     "n": "key rows of this rank",
@@ -53,7 +53,7 @@ LEGEND = {
 SYMBOLS = {name: sympy.Symbol(name, integer=True, positive=True) for name in LEGEND}
 m, n, W, D, P, e, s, Bf, Kf, Bg, Kg, Bu, Ku, Bo, U, w, F, G, R, C, S, T, V = SYMBOLS.values()
 
-# Unevaluated: comparing their arguments would take a third of the time of a process's first plan.
+# Unevaluated: SymPy's comparison of their arguments takes a third of the time of a process's first plan.
 Min, Max = (functools.partial(function, evaluate=False) for function in (sympy.Min, sympy.Max))
 
 
@@ -62,14 +62,13 @@ class ceil_div(sympy.Function):
 
     nargs = 2
 
-    def _pythoncode(self, printer: Any) -> str:
-        """As `lambdify` prints it."""
+    def _pythoncode(self, printer: Any) -> str:  # called by `lambdify`
         count, size = map(printer.doprint, self.args)
         return f"(-(-({count}) // ({size})))"
 
 
 class Buffer(NamedTuple):
-    """One line of the memory plan. `bytes` counts all its pieces, without allocator slack."""
+    """One line of the memory plan. `bytes` is of all pieces, without allocator slack."""
 
     name: str
     phase: str
@@ -80,14 +79,14 @@ class Buffer(NamedTuple):
 
 
 class BufferTerm(NamedTuple):
-    """`pieces` tensors of one shape. `phase`: "both" (lives from forward to the end of backward), "forward",
-    "backward", or "finish" (after a ring's last hop, when what travelled is gone and the gradients are written)."""
+    """`pieces` tensors of one shape. `phase`: "both" (from forward to the end of backward), "forward", "backward",
+    or "finish" (the gradients are written, and no buffer of a hop is left)."""
 
     name: str
     phase: str
     shape: tuple[Any, ...]
     why: str
-    dtype: str = "statistics"  # or "features", or a dtype by name (bf16: halves of split operands)
+    dtype: str = "statistics"  # or "features", or a dtype by name
     pieces: int = 1
 
     @property
@@ -97,13 +96,13 @@ class BufferTerm(NamedTuple):
 
 
 def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
-    """What one rank computes with, in the order of its life."""
+    """The buffers that one rank computes with, in order of allocation."""
     v = choice
     ring, both, forward, backward, finish = v.ring, "both", "forward", "backward", "finish"
     positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
-    kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # whose statistics stay from forward to backward
+    kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # their statistics stay from forward to backward
     terms = [
         BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
         v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
@@ -169,18 +168,18 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     dq = BufferTerm("dq", backward, (m, D), "returned", "features")
     dk = BufferTerm("dk", backward, (n if v.separate else room, D), "returned", "features")
     total_dq = BufferTerm("dq_accumulator", backward, (m, D), "dq over all hops")
-    if ring:  # the results are written when what has travelled is gone; dk, if it can be, where others' sums were
+    if ring:  # gradients are written after the last hop; a gather writes dk over the sums of other ranks
         results = (dq,) if v.gather else (dq, dk)
         finished = [total_dq, *results] if v.separate else [total_dq]
         terms += [total_dq, *(term._replace(phase=finish) for term in finished)]
     else:
         why = "dk over all query panels, and dq of the panel in work"
-        # Under autocast dq and dk of wider features are not rounded: no sums beside them, but in the sums' dtype.
+        # Autocast from wider features returns dq and dk unrounded: they replace the sums, in the sums' dtype.
         unrounded = m if v.replay else ceil_div(m - n, 2)
         sums = BufferTerm("accumulators", backward, (room + Max(rows, unrounded), D), why)
         held = [sums, dq, dk] if v.separate else [dq, dk]
         terms += held
-        if v.strategy == "torch":  # a panel's scratch is gone when its rows are finished
+        if v.strategy == "torch":  # without the panels' scratch
             terms += [term._replace(phase=finish) for term in held]
     if v.strategy == "torch":
         strip = (1 + v.separate, Min(STRIP_ROWS, R, m), D)
@@ -192,7 +191,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), why),
             v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), why),
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
-            # Kept: the accumulators, and dq and dk, are there too for a call that cannot be recorded meanwhile.
+            # Beside the accumulators, dq and dk, which a call needs that cannot be recorded.
             BufferTerm("recorded_sums", backward, (m + room, D), "what the graphs write"),
         ]
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))
@@ -203,22 +202,18 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
 def places_of(table: Table, phase: str) -> Mapping[str, set[Place]]:
     """By tensor, the places other than its own that it needs in a phase."""
     found: dict[str, set[Place]] = {item.name: set() for item in table.travelling}
-    unchanged, summed = table.named("unchanged", phase), table.named("summed", phase)
     for step in table.steps(phase):
-        for copy in step.copies:
-            found[copy.name] |= {copy.source, copy.target}
-        for sent in step.sends:
-            found[sent.name] |= {sent.source, sent.target}
-        if step.owner is not None:
-            for items, place in ((unchanged, step.unchanged), (summed, step.sums)):
-                for item in items:
-                    found[item.name].add(place)
+        for moved in itertools.chain[Copy | Transfer](step.copies, step.sends):
+            found[moved.name] |= {moved.source, moved.target}
+        for role, place in (("unchanged", step.unchanged), ("summed", step.sums)):
+            for item in table.named(role, phase):
+                found[item.name].add(place)
     return {name: places - {OWN} for name, places in found.items()}
 
 
 def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Buffer, int]]:
-    """What the table needs of memory, and in how many tensors each. Statistics that stay for backward are part of
-    `key_statistics`."""
+    """The buffers of tensors that travel, each with its number of allocations. Statistics that stay for backward are
+    part of `key_statistics`."""
     found: list[tuple[Buffer, int]] = []
     ranks = table.world_size
 
@@ -250,12 +245,12 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
 
 
 def dtype_of(choice: Choice, name: str) -> str:
-    """Of "features", of "statistics", or as it is named."""
+    """The dtype of "features" or "statistics"; any other name is a dtype."""
     return {"features": choice.dtype, "statistics": choice.statistics_dtype}.get(name, name)
 
 
 def allocated_bytes(size: int, pieces: int, gpu: bool) -> int:
-    """Upper bound on what the caching allocator takes for `size` bytes in `pieces` tensors."""
+    """Upper bound on what torch's caching allocator takes for `size` bytes in `pieces` tensors."""
     if not gpu:
         return size
     rounded = size + 511 * pieces if pieces > 1 else -(-size // 512) * 512

@@ -1,4 +1,4 @@
-"""The work of a step, term by term, as SymPy expressions of a plan's sizes, and how fast kernels do it."""
+"""The work of a step as SymPy expressions of a plan's sizes, and the fraction of the peak that kernels reach."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from infcl_gen.planning.memory import (  # isort: skip
 
 
 class TimeTerm(NamedTuple):
-    """Work of one rank over all hops.
+    """Work of one rank over all hops. Amounts are expressions; `efficiency` is the fraction of the peak FLOP/s.
 
-    phase  of a step, "forward" or "backward".
-    part   "first": a panel's, before it adds to sums that travel; "rest"; or "end": when the last hop is over.
-    rate   which peak the flops run at, "triton" or "product".
+    part   "first": before a panel adds to sums that travel; "rest": the other work of hops; "end": after the last hop.
+    rate   whose peak the FLOPs run at: "triton", or "product" (`Choice.products`).
     """
 
     name: str
@@ -33,13 +32,13 @@ class TimeTerm(NamedTuple):
 
     @property
     def quantities(self) -> tuple[Any, ...]:
-        """Everything that has a value for each size."""
+        """The amounts, in the order in which `CostModel` reads their values."""
         return self.flops, self.bytes, self.exponentials, self.efficiency, self.launches
 
 
-# Fraction of the peak that a kernel reaches as a function of the embedding: fitted to the 76 rows of an earlier
-# h200-grid.json, behind other work, B from 1 024 to 131 072, D from 128 to 1 152, the worst 9 % off; of the 84 measured
-# since the worst is 12.5 % off, of 0.05 ms, the next 9.
+# Fraction of the peak that a kernel reaches, by embedding. Fitted on an H200 behind other work to 76 steps within 9 %
+# (B from 1 024 to 131 072, D from 128 to 1 152). Of the 84 steps of h200-grid.json one is 12.5 % off (0.05 ms), all
+# others are within 9 %.
 EFFICIENCY = {
     "forward": Rational(94, 100) * P / (P + 125),
     "gradient": Rational(101, 100) * P / (P + 205),
@@ -50,22 +49,22 @@ EFFICIENCY = {
     "dk": Rational(896, 1000) * D**2 / (D**2 + 40**2),
     "torch": Rational(7, 10),
 }
-WALK = 750  # of the embedding: what references and positives, a few programs each, walk in the time of one launch more
-ALONE = Rational(7, 5)  # of half the time of two fused programs on a multiprocessor: what one takes by itself
-# Panels of 16 384 rows are 7 % faster than of 2 048 (H200, D = 768); both sides count alike.
+WALK = 750  # columns of the embedding that kernels of few programs (references, positives) walk in a launch's time
+ALONE = Rational(7, 5)  # time of one fused program alone on an SM, over half the time of two that share it
+# Panels of 16 384 rows are 7 % faster than panels of 2 048 (H200, D = 768).
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 
 
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
-    """One forward and one backward sweep, without communication."""
+    """The work of one forward and one backward sweep, without communication."""
     v = choice
     pairs, sides = m * n * W, 2 if v.has_keys else 1
     panels, forward_panels = ceil_div(m, R) * ceil_div(n, C) * W, ceil_div(m, F) * ceil_div(n, G) * W
     additions = [TimeTerm("additions", part="end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * v.gather
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
-        # Passes over a panel of z: maximum, difference and exponential, and sum per side; backward one exponential per
-        # side, their weighted sum, and the positives.
+        # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
+        # backward for one exponential of each side, their weighted sum, and the positives.
         each = {"exponentials": sides * pairs}
         return (
             TimeTerm("forward product", "forward", "first", **product),
@@ -113,8 +112,8 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         kept = Min(S, m) if v.stash else Integer(0)
         fraction = (m - kept) / m
         reached = EFFICIENCY[f"{hopper}gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg)
-        # g of each panel, and its positives; where keys have statistics a second look at each, and besides their ratios
-        # at each hop (alone: for each row of panels), and the positives of the panels along the diagonal.
+        # For each panel g, and its positives or, where keys have statistics, a second look. Key statistics also need
+        # ratios at each hop (on one rank: each row of panels) and the positives of panels on the diagonal.
         once = (W if v.ring else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
         terms.append(
             TimeTerm(
@@ -127,7 +126,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 launches=2 * panels + (once if v.has_keys else 0),
             )
         )
-        if v.stash:  # written by the forward, which hides little of it; read and overwritten by g in the backward
+        if v.stash:  # forward writes it, and hides little of that; backward reads it and overwrites it by g
             terms.append(TimeTerm("stash", bytes=3 * e * kept * n))
         product = {"flops": 2 * (SPLIT_TERMS if v.split else 1) * pairs * D, "rate": "product", "launches": panels}
         for name, part, own, stride, other, step in (("dq", "first", m, R, n, C), ("dk", "rest", n, C, m, R)):
@@ -136,7 +135,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             terms.append(TimeTerm(f"{name} product", part=part, bytes=moved, efficiency=efficiency, **product))
     finish = (m + n) * D * (2 * s + e) + m * D * e
     terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions]
-    if v.split:  # the rows of a panel once, its keys once for each panel of rows
+    if v.split:  # queries once, keys once for each row of panels
         sweeps = ceil_div(m, F) + ceil_div(m, R)
         launches = W * sweeps + forward_panels + panels
         terms.append(TimeTerm("split", bytes=W * D * (e + 2 * SPLIT_TERMS) * (2 * m + n * sweeps), launches=launches))
@@ -146,5 +145,5 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
 
 
 def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:
-    """Part of the multiprocessors that a panel has blocks for: small ones do not fill a large board."""
+    """The fraction of the SMs that a panel has blocks for."""
     return Min(1, ceil_div(rows, block_rows) * ceil_div(keys, block_keys) / U)
