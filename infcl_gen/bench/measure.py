@@ -22,6 +22,7 @@ from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
 from infcl_gen.errors import ToolchainError
 from infcl_gen.files import load_file
+from infcl_gen.inputs.text import one_line
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import oracle_by_slices
 
@@ -187,7 +188,3 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
     )
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,1 +1,1 @@
-"""What users give: problems, cluster files, configuration files; all parsing and validation is here."""
+"""What users give: problems, cluster files, overrides. All parsing and validation is here."""

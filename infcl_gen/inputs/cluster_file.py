@@ -1,4 +1,4 @@
-"""Cluster files: nodes, devices, links between them, and where each figure is from."""
+"""Cluster files: nodes, devices, the links between them, and the source of each figure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SOURCES = ("measured: ", "vendor: ", "derived: ", "assumed: ")
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """A rate that a device or a link can reach, and where the figure comes from."""
+    """A figure of a device or a link (a rate, a latency), and where it comes from."""
 
     value: float
     source: str
 
     def defect(self) -> str | None:
-        """What is wrong with it, as the end of a sentence."""
+        """What is wrong, as the end of a sentence."""
         if not (math.isfinite(self.value) and 0 < self.value < 1e12):
             return f"value {self.value} must be finite and above 0"
         if not self.source.startswith(SOURCES) or not self.source.isprintable() or len(self.source) > 200:
@@ -32,11 +32,12 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What a cluster file says about links; None: as the device profile has it.
+    """What a cluster file says about links; None: the device profile decides.
 
-    `link_gbs`: GB/s per direction between devices of a node. `node_link_gbs`: of one device across nodes. As many as
-    `links_per_node` devices' transfers cross the network at that rate; more of them share it. Latencies: microseconds
-    of one message within a node and across nodes.
+    link_gbs         GB/s per direction between two devices of a node.
+    node_link_gbs    GB/s per direction of one device's transfer between two nodes.
+    links_per_node   how many devices of a node reach `node_link_gbs` at once; more of them share the same total.
+    latency_us       of one message between two devices of a node; `node_latency_us`: between two nodes.
     """
 
     link_gbs: Peak | None = None
@@ -46,18 +47,18 @@ class Links:
     node_latency_us: Peak | None = None
 
     def __post_init__(self) -> None:
-        if self.links_per_node is not None:
-            check_integer("--cluster: links_per_node", self.links_per_node, 1, MAX_DEVICES)
         for name, value in vars(self).items():
-            if name != "links_per_node" and value is not None:
-                defect = value.defect() if isinstance(value, Peak) else "is not a value with its source"
-                if defect:
-                    raise InputError(f"--cluster: {name}: {defect}")
+            if value is None:
+                continue
+            if name == "links_per_node":
+                check_integer("--cluster: links_per_node", value, 1, MAX_DEVICES)
+            elif defect := value.defect() if isinstance(value, Peak) else "is not a value with its source":
+                raise InputError(f"--cluster: {name}: {defect}")
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterFile:
-    """What a cluster file may hold; None: not said."""
+    """What a cluster file may hold; None: the file does not say."""
 
     nodes: int | None = None
     devices_per_node: int | None = None
@@ -65,14 +66,13 @@ class ClusterFile:
     links: Links | None = None
 
 
-_SIZES = ("nodes", "devices_per_node")
 _LINKS = tuple(field.name for field in dataclasses.fields(Links))
 
 
 def read_cluster(cluster: object) -> ClusterFile:
-    """The cluster that a TOML file describes, or a mapping of the same keys; a `ClusterFile` is one already.
+    """The cluster that a TOML file or a mapping of the same keys describes; a `ClusterFile` is returned as it is.
 
-    A profile's file is looked for beside the cluster file. Raises InputError naming what is unknown or out of range.
+    The path of a profile is relative to the cluster file. Raises InputError naming what is unknown or out of range.
     """
     if isinstance(cluster, ClusterFile):
         return cluster
@@ -82,29 +82,29 @@ def read_cluster(cluster: object) -> ClusterFile:
         table, where = read_toml("--cluster", cluster), show(os.fspath(cluster))
     else:
         raise InputError(f"--cluster: expected the path of a TOML file, got {show(cluster)}")
-    check_keys("--cluster", table, (*_SIZES, "device_profile", *_LINKS), where)
-    given = [name for name in _SIZES if name in table]
-    sizes = {name: check_integer(f"--cluster: {name} in {where}", table[name], 1, MAX_DEVICES) for name in given}
+    check_keys("--cluster", table, ("nodes", "devices_per_node", "device_profile", *_LINKS), where)
+    links = {key: table.pop(key) for key in _LINKS if key in table}
+    for name in ("nodes", "devices_per_node"):
+        if name in table:
+            check_integer(f"--cluster: {name} in {where}", table[name], 1, MAX_DEVICES)
     profile = table.get("device_profile")
     if profile is not None:
-        profile = check_text(f"--cluster: device_profile in {where}", profile)
+        check_text(f"--cluster: device_profile in {where}", profile)
         if profile.endswith(".toml") and not isinstance(cluster, Mapping):
-            profile = os.path.join(os.path.dirname(os.fspath(cluster)), profile)
-    links = {key: value for key, value in table.items() if key in _LINKS}
-    return ClusterFile(**sizes, device_profile=profile, links=read_links(links, where) if links else None)
+            table["device_profile"] = os.path.join(os.path.dirname(os.fspath(cluster)), profile)
+    return ClusterFile(**table, links=read_links(links, where) if links else None)
 
 
 def read_links(table: object, where: str) -> Links:
-    """Links from literals, as a file or a package's SPEC has them."""
+    """Links from the literals of a cluster file or of a package's SPEC; None is as good as an absent key."""
     if not isinstance(table, Mapping):
         raise InputError(f"--cluster: {where}: expected a table of links, got {show(table)}")
     check_keys("--cluster", table, _LINKS, where)
-    peaks = {
-        key: _peak(value, f"--cluster: {key} in {where}")
-        for key, value in table.items()
-        if key != "links_per_node" and value is not None
-    }
-    return Links(**{**table, **peaks})
+    links = dict(table)
+    for key, value in table.items():
+        if key != "links_per_node" and value is not None:
+            links[key] = _peak(value, f"--cluster: {key} in {where}")
+    return Links(**links)
 
 
 def _peak(value: object, where: str) -> Peak:

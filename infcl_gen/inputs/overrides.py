@@ -1,10 +1,10 @@
-"""What `--set` decides instead of the planner, typed: text is read here, and only here."""
+"""What `--set` decides instead of the planner: its text becomes typed values here, and only here."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import check_word, parse_count, show, suggestion
@@ -13,36 +13,23 @@ LARGEST_COUNT = 2**40
 KERNELS = ("forward", "gradient", "product", "fused", "positive", "finish")
 BLOCK_FIELDS = ("rows", "keys", "depth", "warps", "stages")
 
-# The words that are valid; "on" and "off" are True and False. Every other key is a count.
-_SWITCH = ("on", "off")
-_WORDS = {
-    "strategy": ("panel", "fused", "stash", "torch"),
-    "products": ("library", "triton"),
-    "descriptors": _SWITCH,
-    "replay": _SWITCH,
-    "transport": ("ring", "gather"),
-    "keeps": _SWITCH,
-    "records": ("off", "measured"),
-}
-_COUNTS = ("panel_rows", "panel_keys", "stash_rows")
-
 
 @dataclasses.dataclass(frozen=True)
 class Overrides:
-    """None, or a kernel that is not among `blocks`: the planner decides.
+    """Choices made by the user; None: the planner decides. So it does for kernels that `blocks` does not name.
 
-    keeps    whether a ring keeps the keys that visit last in forward for backward.
-    records  "off": no tuning record is looked up; "measured": `products`, panels and blocks are a record's.
-    blocks   (kernel, field, count), sorted: `--set <kernel>.<field>=count`.
+    keeps    whether a ring keeps the key shards that arrive last in forward for backward.
+    records  "off": ignore tuning records; "measured": `products`, panels and blocks come from a tuning record.
+    blocks   sorted (kernel, field, count), of `--set <kernel>.<field>=count`.
     """
 
-    strategy: str | None = None
-    products: str | None = None
+    strategy: Literal["panel", "fused", "stash", "torch"] | None = None
+    products: Literal["library", "triton"] | None = None
     descriptors: bool | None = None
     replay: bool | None = None
-    transport: str | None = None
+    transport: Literal["ring", "gather"] | None = None
     keeps: bool | None = None
-    records: str | None = None
+    records: Literal["off", "measured"] | None = None
     panel_rows: int | None = None
     panel_keys: int | None = None
     stash_rows: int | None = None
@@ -50,28 +37,31 @@ class Overrides:
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """As pairs of text, sorted by key: what SPEC and tuning records hold."""
-        given = {name: getattr(self, name) for name in (*_WORDS, *_COUNTS)}
-        given |= {f"{kernel}.{field}": count for kernel, field, count in self.blocks}
-        words = {True: "on", False: "off"}
+        """The user's choices as (key, text), sorted by key: the form in SPEC and in tuning records."""
+        given = vars(self) | {f"{kernel}.{field}": count for kernel, field, count in self.blocks}
         return tuple(
-            (key, words[value] if isinstance(value, bool) else str(value))
+            (key, _SWITCH[not value] if isinstance(value, bool) else str(value))
             for key, value in sorted(given.items())
-            if value is not None
+            if value is not None and key != "blocks"
         )
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys that were given."""
         return frozenset(key for key, _ in self.pairs)
 
     def block(self, kernel: str) -> dict[str, int]:
-        """The fields of a kernel's block that were given."""
+        """The fields of a kernel's block that the user chose."""
         return {field: count for name, field, count in self.blocks if name == kernel}
 
 
+_SWITCH = ("on", "off")
+_TYPES = {name: get_args(hint)[0] for name, hint in get_type_hints(Overrides).items() if name != "blocks"}
+_COUNTS = [name for name, kind in _TYPES.items() if kind is int]
+_WORDS = {name: _SWITCH if kind is bool else get_args(kind) for name, kind in _TYPES.items() if kind is not int}
+
+
 def parse_overrides(value: object) -> Overrides:
-    """From a mapping, from "key=value" strings or pairs, or from `Overrides`. Counts may be "64k" (k = 1024).
+    """Overrides from a mapping, "key=value" strings, pairs, or `Overrides`. Counts may be "64k" (k = 1024).
 
     Raises InputError naming the key that is unknown, given twice, or has an illegal value.
     """

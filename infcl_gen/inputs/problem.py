@@ -1,20 +1,19 @@
 """The problem: what a loss package is generated for.
 
-`make_problem` turns flags (strings from the command line, values from Python or from a TOML file) into one `Problem`.
-`Problem` itself refuses values out of range, so that every later stage can rely on them. Each message names the flag.
+`make_problem` turns flags (text from the command line, values from Python or from a TOML file) into one `Problem`.
+`Problem` refuses values out of range, so that every later stage can rely on them. Each message names the flag.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs import text
-from infcl_gen.inputs.cluster_file import MAX_DEVICES, ClusterFile, Links, read_cluster, read_links
+from infcl_gen.inputs.cluster_file import MAX_DEVICES, Links, read_cluster, read_links
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
 from infcl_gen.inputs.text import check_text, flag_name, show
 
@@ -38,10 +37,13 @@ _WORDS = {
 class Problem:
     """One problem: sizes are global (over all devices), the memory budget is per device.
 
-    `batch_size` counts queries (M), `keys` keys (N; None: as many as queries, and so many become None).
-    `memory_budget_bytes` None lets the planner take what helps, up to 1/8 of the device's memory. `device_profile` is a
-    name, the path of a TOML file, or "auto". `settings` is what `--set` decides; pairs of text become `Overrides`.
-    `links` is what a cluster file says beyond devices, nodes and profile. Raises InputError for anything out of range.
+    batch_size           number of queries, M.
+    keys                 number of keys, N; None: as many as queries. A count equal to `batch_size` becomes None.
+    memory_budget_bytes  None lets the planner take what helps, up to 1/8 of the device's memory.
+    device_profile       a name, the path of a TOML file, or "auto".
+    settings             the choices of `--set`; pairs of text become `Overrides`.
+
+    Raises InputError for anything out of range.
     """
 
     batch_size: int
@@ -67,30 +69,23 @@ class Problem:
         if self.keys == self.batch_size:  # one problem, one package, one tuning record
             object.__setattr__(self, "keys", None)
         if self.devices % self.nodes:
-            raise InputError(
-                f"--nodes: {self.nodes} nodes cannot hold {self.devices} devices evenly;"
-                " --devices (the total) must be a multiple of --nodes"
-            )
+            uneven = f"{self.nodes} nodes cannot hold {self.devices} devices evenly"
+            raise InputError(f"--nodes: {uneven}; --devices (the total) must be a multiple of --nodes")
         if self.precision != "default" and self.dtype != "fp32":
             raise InputError(f"--precision: {self.precision} is for --dtype fp32, not {self.dtype}; give 'default'")
         path, colon, name = check_text("--loss", self.loss).rpartition(":")
-        if colon and Path(path).suffix != ".py":
-            raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME")
-        if not (name.isascii() and name.isidentifier()):
+        if (colon and Path(path).suffix != ".py") or not (name.isascii() and name.isidentifier()):
             raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")
         check_text("--device-profile", self.device_profile)
         object.__setattr__(self, "settings", parse_overrides(self.settings))
-        if self.links is not None and not isinstance(self.links, Links):
+        if not isinstance(self.links, Links | None):
             raise InputError(f"--cluster: expected links, got {show(self.links)}")
-        per_node = self.links.links_per_node if self.links else None
-        if per_node is not None and per_node > self.devices // self.nodes:
-            raise InputError(
-                f"--cluster: links_per_node = {per_node} of a node of {self.devices // self.nodes} device(s);"
-                f" valid: 1 to {self.devices // self.nodes}"
-            )
+        links, each = (self.links and self.links.links_per_node) or 1, self.devices // self.nodes
+        if links > each:
+            raise InputError(f"--cluster: links_per_node = {links} of a node of {each} device(s); valid: 1 to {each}")
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as literals; without links where no cluster file said anything about them."""
+        """The fields as literals, without `links` where no cluster file describes them."""
         fields = dataclasses.asdict(self) | {"settings": self.settings.pairs}
         if self.links is None:
             del fields["links"]
@@ -106,8 +101,7 @@ def make_problem(**flags: Any) -> Problem:
     """`Problem` from flags as users write them: sizes as "64k" or numbers, `memory_budget` as "2GiB" or "auto".
 
     Keywords are the fields of `Problem`, and the flags `memory_budget`, `set` and `cluster`; None means "not given".
-    `set` is a mapping, or an iterable of "key=value" or of pairs; `cluster` the path of a cluster file, or a mapping of
-    what stands in one. Raises InputError naming the flag.
+    For `set` see `parse_overrides`, for `cluster` see `read_cluster`. Raises InputError naming the flag.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     known = (*(field.name for field in dataclasses.fields(Problem)), "memory_budget", "set", "cluster")
@@ -132,24 +126,14 @@ def make_problem(**flags: Any) -> Problem:
         elif name in ("loss", "device_profile") and isinstance(value, os.PathLike):
             given[name] = os.fspath(value)
     cluster = read_cluster(given.pop("cluster", {}))
-    return Problem(**given | _said_by(cluster, given))
-
-
-def _said_by(cluster: ClusterFile, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the cluster file gives: devices, nodes, profile, links. A flag may repeat it, not differ."""
     nodes, each = cluster.nodes or given.get("nodes"), cluster.devices_per_node
-    if each is not None and nodes is None:
+    if nodes is None and each is not None:
         nodes = max(1, given.get("devices", 1) // each)
-    said = {
-        "nodes": nodes if cluster.nodes or each else None,
-        "devices": nodes * each if nodes and each else None,
-        "device_profile": cluster.device_profile,
-        "links": cluster.links,
-    }
-    said = {name: value for name, value in said.items() if value is not None}
+    devices = nodes * each if nodes and each else None
+    said = {"nodes": nodes, "devices": devices, "device_profile": cluster.device_profile, "links": cluster.links}
     for name, value in said.items():
-        if given.get(name) not in (None, value):
+        if value is not None and given.setdefault(name, value) != value:
             raise InputError(
                 f"{flag_name(name)}: {show(given[name])} contradicts {show(value)} of --cluster; leave one of them out"
             )
-    return said
+    return Problem(**given)

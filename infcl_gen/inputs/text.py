@@ -1,4 +1,4 @@
-"""Text from users and text for them: sizes, counts, small files; messages on one line that name the flag."""
+"""Text from users and for users: sizes, counts, small files, and messages of one line that name the flag."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _MAX_FILE_BYTES = 2**20
 
 
 def check_text(flag: str, value: object) -> str:
-    """`value` if it is a printable, non-empty text of moderate length.
+    """`value` if it is a printable, non-empty text of at most 1024 characters; else raises InputError.
 
-    Control characters, newlines and invisible direction marks are refused because the text may be shown, or written
-    into a package as a literal.
+    Control characters and invisible direction marks are refused: messages and packages repeat the text.
     """
     if not isinstance(value, str):
         raise InputError(f"{flag}: expected text, got {show(value)}")
@@ -30,7 +29,7 @@ def check_text(flag: str, value: object) -> str:
 
 
 def check_integer(flag: str, value: object, low: int, high: int) -> int:
-    """`value` if it is an integer within these limits."""
+    """`value` if it is an integer from `low` to `high`; else raises InputError."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{flag}: expected an integer from {low} to {high}, got {show(value)}")
     if not low <= value <= high:
@@ -44,7 +43,7 @@ def check_word(flag: str, value: object, valid: tuple[str, ...]) -> None:
 
 
 def check_keys(flag: str, table: Mapping[Any, Any], known: Collection[str], where: str, prefix: str = "") -> None:
-    """Refuses keys that are not known; also of the tables in a table, where `known` maps its keys to theirs."""
+    """Raises InputError for an unknown key. Where `known` is a mapping, its values are the keys of nested tables."""
     for key, value in table.items():
         path = prefix + (key if isinstance(key, str) else show(key))
         if key not in known:
@@ -55,7 +54,7 @@ def check_keys(flag: str, table: Mapping[Any, Any], known: Collection[str], wher
 
 
 def parse_count(value: object, flag: str = "count") -> int:
-    """65536, "65536", "64k" or "4M" (k = 1024) as an integer >= 0. Raises InputError naming `flag`."""
+    """The integer that 65536, "65536", "64k" or "4M" (k = 1024) stands for. Raises InputError naming `flag`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"([0-9]{1,15})([kKmMgG]?)", value) if isinstance(value, str) else None
@@ -65,7 +64,7 @@ def parse_count(value: object, flag: str = "count") -> int:
 
 
 def parse_bytes(value: object, flag: str = "size") -> int:
-    """512 (bytes), "512MiB", "1.5GiB" or "1GB" (10**9) as bytes. Raises InputError naming `flag`."""
+    """The bytes that 512, "512MiB", "1.5GiB" or "1GB" (10**9) stands for. Raises InputError naming `flag`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     form = r"([0-9]{1,15})(?:\.([0-9]{1,6}))? ?(?:([kmgt])(i?)b|b)?"
@@ -83,14 +82,14 @@ def bytes_text(size: int) -> str:
     """A size for people: "512 B", "1.5 GiB"."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
-            return f"{math.ceil(10 * size / factor) / 10:g} {unit}"  # rounded up: a budget of it is enough
+            return f"{math.ceil(10 * size / factor) / 10:g} {unit}"  # rounded up, to be enough as a budget
     return f"{size} B"
 
 
 def read_toml(flag: str, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table in a small regular file of TOML.
+    """The table in a regular TOML file of at most 1 MiB. Raises InputError naming `flag`.
 
-    Raises InputError naming the flag that named the file (also for a device or a pipe, which would block).
+    Devices and pipes are refused: reading them would block.
     """
     import msgspec
 
@@ -102,23 +101,22 @@ def read_toml(flag: str, path: str | os.PathLike[str]) -> dict[str, Any]:
             data = file.read(_MAX_FILE_BYTES + 1)
         if len(data) > _MAX_FILE_BYTES:
             raise InputError(f"{flag}: {name} is larger than {_MAX_FILE_BYTES} bytes")
-        table: dict[str, Any] = msgspec.toml.decode(data.decode())
+        return msgspec.toml.decode(data.decode(), type=dict[str, Any])
     except OSError as error:
         raise InputError(f"{flag}: cannot read {name}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{flag}: {name} is not UTF-8 text (byte {error.start})") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{flag}: {name} is not valid TOML: {error}") from None
-    return table
 
 
 def flag_name(name: str) -> str:
-    """ "batch_size" -> "--batch-size", as it is shown in messages."""
+    """The flag of a field, for messages: "batch_size" -> "--batch-size"."""
     return "--" + clean(name.removesuffix("_bytes")).replace("_", "-")
 
 
 def show(value: object) -> str:
-    """`value` for a message: its repr, on one line, printable and not too long."""
+    """The repr of `value` for a message: one printable line of at most 120 characters."""
     try:
         text = clean(repr(value))
     except ValueError:  # an integer of more digits than Python prints
@@ -127,12 +125,17 @@ def show(value: object) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` with everything unprintable escaped: safe to write to a terminal, and one line."""
+    """`text` with everything unprintable escaped: one line, safe to write to a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line, of at most 300 characters; its type where it has no message."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" or the list of what is valid."""
+    """The end of a message about an unknown name: the nearest known name, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(name[:64] if isinstance(name, str) else "", known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; valid: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Losses as formulas: the language, the built-in losses, their derivation by SymPy, and the printers.
+"""Losses as formulas: the language, built-in losses, derivation by SymPy, and printers of source text.
 
 spec = load_loss("clip")            # or "infonce", or "FILE.py:NAME" for your own LossSpec
 derivation = derive(spec)           # the gradient of the loss, in a numerically stable form

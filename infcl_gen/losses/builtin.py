@@ -1,4 +1,4 @@
-"""The losses that come with the generator, each as its formula."""
+"""The built-in losses as formulas."""
 
 from __future__ import annotations
 

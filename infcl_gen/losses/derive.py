@@ -1,13 +1,11 @@
-"""From a loss's formula to what the kernels need: the gradient of one logit, in a numerically stable form.
+"""The derivation of a loss: from its formula to the gradient of one logit, in a numerically stable form.
 
-For the losses that have kernels, the formula is a weighted sum of means over queries of e(r, p) and means over keys of
-e(c, p), where r and c are log-sum-exps of one logit x = f(z, scale, bias) and p is the positive's logit. Its derivative
-is then, with M queries,
+Kernels exist for a weighted sum of means over queries of e(r, p) and means over keys of e(c, p). Here r and c are
+log-sum-exps of one logit x = f(z, scale, bias), and p is the positive's logit. With M queries,
 
     dL/dx_ij = 1/M * (query_share * exp(x_ij - r_i) + key_share * exp(x_ij - c_j) + positive_share * [j = positive(i)])
 
-and everything else follows from it: dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j, dk_j = sum_i dL/dz_ij q_i.
-SymPy differentiates; nothing here is specific to one loss.
+From it follow dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j and dk_j = sum_i dL/dz_ij q_i.
 """
 
 from __future__ import annotations
@@ -33,15 +31,14 @@ SUPPORTED = (
 
 @dataclass(frozen=True)
 class Derivation:
-    """What a loss means to the generator. Expressions are SymPy, over z, scale, bias and x, r, c, p (see `printers`).
+    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p (see `printers`).
 
-    logit            x as a function of z, scale, bias.
     slope, shift     x = slope * z + shift where the logit is affine in z, else None.
-    gradient_factor  the factor of dx/dz that is the same for all pairs: the slope if affine, scale for f(scale * z),
-                     else 1. It is applied once, to the finished sums (and g cannot overflow fp16 because of it).
+    gradient_factor  the factor of dx/dz that all pairs share: the slope if affine, scale for f(scale * z), else 1.
+                     It multiplies the finished sums only, so that dL/dx cannot overflow fp16 by it.
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
     query_term       the loss is 1/M * (sum over queries of query_term(r, p) + sum over keys of key_term(c, p)).
-    key_term         0 if no key reduction occurs.
+    key_term         0 without a key reduction.
     query_share, key_share, positive_share   constants of dL/dx_ij (module docstring).
     dscale_factor    dL/dscale = dscale_factor * sum_i q_i . (sum_j dL/dx_ij * dlogit_dz * k_j).
     dbias            dL/dbias of the whole batch, a constant.
@@ -63,18 +60,19 @@ class Derivation:
 
     @property
     def has_queries(self) -> bool:
-        """Whether the keys of a query are reduced; `has_keys`: the queries of a key."""
+        """Whether the loss has a log-sum-exp over keys for each query."""
         return bool(self.query_term.has(r))
 
     @property
     def has_keys(self) -> bool:
+        """Whether the loss has a log-sum-exp over queries for each key."""
         return bool(self.key_term.has(c))
 
     @property
     def positive_rest(self) -> float:
-        """g of a positive is query_share * (P - 1) + key_share * (C - 1) + this, with P and C its probabilities.
+        """The sum of the shares, 0.0 if it is only rounding.
 
-        0.0 where the shares sum to 0 but for their rounding.
+        M dL/dx of a positive with probabilities P, C is query_share * (P - 1) + key_share * (C - 1) + positive_rest.
         """
         shares = (self.query_share, self.key_share, self.positive_share)
         total = math.fsum(shares)
@@ -82,21 +80,20 @@ class Derivation:
 
     @property
     def logit_strips(self) -> int:
-        """Temporaries that torch holds at once where it computes the logit, or its derivative, of a strip of pairs: 0
-        where the logit is affine, which is computed in place."""
+        """Temporaries of torch for the logit or its derivative of a strip of pairs; 0 if affine: computed in place."""
         if self.slope is not None:
             return 0
         return max(2, *(temporaries(torch_code(expression), "z") for expression in (self.logit, self.dlogit_dz)))
 
     def travelling(self, dim: int) -> tuple[Travelling, ...]:
-        """What travels between ranks, of each key: features, the statistics of its column, and its gradient."""
+        """The data of each key that ranks exchange: features, the statistics of its column, and its gradient."""
         keys = Travelling("keys", dim, "features", forward="unchanged", backward="unchanged")
         statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
         return (keys, statistics, gradients) if self.has_keys else (keys, gradients)
 
     def formulas(self) -> dict[str, str]:
-        """The derivation for people: names of quantities to ASCII formulas."""
+        """The derivation for people: ASCII formulas by the name of the quantity."""
         pair = {"x": "x_ij", "z": "z_ij", "r": "r_i", "c": "c_j", "p": "p_i"}
         terms, statistics = [], {}
         if self.has_queries:
@@ -105,13 +102,16 @@ class Derivation:
         if self.has_keys:
             terms.append(f"sum_j ({display(self.key_term, {**pair, 'p': 'p_j'})})")
             statistics["key_statistic"] = "c_j = logsumexp_i x_ij"
-        shares = (
-            (self.query_share, "exp(x_ij - r_i)"),
-            (self.key_share, "exp(x_ij - c_j)"),
-            (self.positive_share, "[j = positive(i)]"),
-        )
-        used = [(share, text) for share, text in shares if share]
-        g = " ".join(f"{_signed(share, index == 0)}{text}" for index, (share, text) in enumerate(used))
+        shares = {
+            "exp(x_ij - r_i)": self.query_share,
+            "exp(x_ij - c_j)": self.key_share,
+            "[j = positive(i)]": self.positive_share,
+        }
+        g = ""
+        for text, share in shares.items():
+            if share:
+                sign = (" - " if share < 0 else " + ") if g else ("-" if share < 0 else "")
+                g += sign + text if abs(share) == 1 else f"{sign}{abs(share)!r} * {text}"
         slope = display(diff(self.logit, z), pair)
         slope = "" if slope == "1" else f" * {_wrapped(slope)}"
         dx_dscale = display(diff(self.logit, scale), pair)
@@ -132,13 +132,10 @@ class Derivation:
 
 @lru_cache(maxsize=64)
 def derive(spec: LossSpec) -> Derivation:
-    """Derive everything the planner and the templates need from the formula.
-
-    Raises LossError, in one sentence, for a loss that is not well formed or for which no kernel exists.
-    """
+    """The derivation of a loss. Raises LossError, in one sentence, for a loss that no kernel implements."""
     try:
         return _derived(spec)
-    except _Refusal as refusal:
+    except LossError as refusal:
         raise LossError(f"loss {spec.name}: {refusal}; {SUPPORTED}") from None
 
 
@@ -155,11 +152,10 @@ def _derived(spec: LossSpec) -> Derivation:
          "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
     )  # fmt: skip
     shares = _shares(spec, formula)
-    total = sum(shares, Integer(0))  # M * sum_j dL/dx_ij, summed over i and divided by M: the weight of a constant
-
+    total = sum(shares, Integer(0))  # sum_ij dL/dx_ij: the gradient by a constant that is added to the logit
     dx_dz = diff(logit, z)
     if dx_dz == 0:
-        raise LossError(f"loss {spec.name}: the logit {display(logit)} does not depend on z")
+        raise LossError(f"the logit {display(logit)} does not depend on z")
     affine = not dx_dz.has(z)
     slope = dx_dz if affine else None
     shift = sympy.expand(logit - dx_dz * z) if affine else None
@@ -179,24 +175,21 @@ def _derived(spec: LossSpec) -> Derivation:
         dscale_factor=_dscale_factor(logit, slope, shift, total),
         dbias=_dbias(logit, total),
     )
-    for expression in (logit, derivation.dlogit_dz, query_term, key_term, gradient_factor, derivation.dscale_factor):
-        for printer in (triton_code, torch_code):
-            try:
-                printer(expression)  # refuses here rather than in the middle of an emission
-            except LossError as error:
-                raise _Refusal(f"its derivative has what kernels cannot compute: {error}") from None
+    printed = (logit, derivation.dlogit_dz, query_term, key_term, gradient_factor, derivation.dscale_factor)
+    try:
+        for expression in printed:
+            triton_code(expression)
+            torch_code(expression)
+    except LossError as error:
+        raise LossError(f"its derivative has what kernels cannot compute: {error}") from None
     return derivation
 
 
-class _Refusal(Exception):
-    """Why no kernel exists for a loss."""
-
-
 def _refuse(*checks: tuple[object, str]) -> None:
-    """Refuses for the first of these reasons that holds."""
+    """Raises for the first (condition, reason) whose condition holds."""
     for holds, why in checks:
         if holds:
-            raise _Refusal(why)
+            raise LossError(why)
 
 
 _STATISTICS = (language.logsumexp_over_keys, language.logsumexp_over_queries, language.positive)
@@ -206,7 +199,7 @@ _LETTERS = {language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(
 
 
 def _logit(spec: LossSpec) -> Expr:
-    """The one expression that log-sum-exps and positives are taken of."""
+    """The one expression inside all log-sum-exps and positives."""
     reductions = spec.formula.atoms(*_REDUCTIONS)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, (*_STATISTICS, *_MEANS))})
     statistics = [each for each in reductions if isinstance(each, _STATISTICS)]
@@ -222,7 +215,7 @@ def _logit(spec: LossSpec) -> Expr:
     unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
     if unknown or logit.atoms(*_REDUCTIONS):
         inside = ", ".join(unknown) or "another reduction"
-        raise _Refusal(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
+        raise LossError(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
     return logit
 
 
@@ -231,12 +224,12 @@ def _over_x(spec: LossSpec, logit: Expr) -> Expr:
     formula = spec.formula.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
     outside = sorted(map(str, formula.free_symbols - {x}))
     if outside:
-        raise _Refusal(f"{', '.join(outside)} occurs outside the logit")
+        raise LossError(f"{', '.join(outside)} occurs outside the logit")
     return formula
 
 
 def _terms(formula: Expr) -> tuple[Expr, Expr]:
-    """query_term(r, p) and key_term(c, p): what is averaged over queries and over keys, with its coefficients."""
+    """query_term(r, p) and key_term(c, p), with the coefficients of their means."""
     means = sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)
     dummies = {mean: Dummy(f"mean_{index}") for index, mean in enumerate(means)}
     rest = linear = sympy.expand_mul(formula.xreplace(dummies))
@@ -250,18 +243,18 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
         terms[mean.func] += coefficient * mean.args[0].xreplace(_LETTERS)
         rest -= coefficient * dummy
     if sympy.expand(rest) != 0:
-        raise _Refusal("something stands outside the means, or a mean is not multiplied by a constant")
+        raise LossError("something stands outside the means, or a mean is not multiplied by a constant")
     query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in _MEANS)
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
-            raise _Refusal(f"mean_over_{side} of a value that there is not one of for each of the {side}")
+            raise LossError(f"mean_over_{side} of a value that there is not one of for each of the {side}")
         if any(not diff(term, statistic).is_number for statistic in (own, p)):
-            raise _Refusal(f"mean_over_{side} of {display(term)}, which is not linear in its statistics")
+            raise LossError(f"mean_over_{side} of {display(term)}, which is not linear in its statistics")
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term)
 
 
 def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
-    """The constants of dL/dx_ij, read off the derivative that SymPy takes of the formula."""
+    """The constants of dL/dx_ij: coefficients of the formula's derivative."""
     gradient = sympy.expand_mul(diff(formula, x).xreplace(_LETTERS) * queries)
     if spec.positives == "diagonal":
         gradient = sympy.expand_mul(gradient.xreplace({keys: queries}))
@@ -271,10 +264,10 @@ def _shares(spec: LossSpec, formula: Expr) -> tuple[Expr, Expr, Expr]:
     shares = tuple(diff(linear, dummy) for dummy in stand_ins)
     rest = sympy.expand(linear - sum(s * d for s, d in zip(shares, stand_ins, strict=True)))
     if rest != 0 or not all(share.is_number and share.is_finite and share.is_real for share in shares):
-        raise _Refusal(f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares")
+        raise LossError(f"the gradient of one logit, 1/M * ({gradient}), is not a sum of constant shares")
     least, most = language.SMALLEST_NUMBER, language.LARGEST_NUMBER
     if any(share != 0 and not least <= abs(share) <= most for share in shares):
-        raise _Refusal(f"a weight below {least:g} or above {most:g} leaves the range of fp32")
+        raise LossError(f"a weight below {least:g} or above {most:g} leaves the range of fp32")
     return shares[0], shares[1], shares[2]
 
 
@@ -282,14 +275,14 @@ def _dscale_factor(logit: Expr, slope: Expr | None, shift: Expr | None, total: E
     if not logit.has(scale):
         return Integer(0)
     if slope is not None and shift is not None:
-        # dx/dscale = slope' z + shift'; the second summand meets the constant `total`, which is 0 for a proper loss.
+        # dx/dscale = slope' z + shift'; the sum over pairs multiplies shift' by `total`, 0 for a proper loss.
         if shift.has(scale) and total != 0:
-            raise _Refusal("the part of the logit without z depends on scale, and the shares do not sum to 0")
+            raise LossError("the part of the logit without z depends on scale, and the shares do not sum to 0")
         return diff(slope, scale)
     # f(scale * z): dx/dscale = z * dx/dz / scale
     u = Symbol("u", real=True)
     if sympy.expand(logit.subs(z, u / scale)).has(scale):
-        raise _Refusal("scale occurs in a non-affine logit other than as scale * z")
+        raise LossError("scale occurs in a non-affine logit other than as scale * z")
     return Integer(1)
 
 
@@ -300,11 +293,11 @@ def _dbias(logit: Expr, total: Expr) -> Expr:
         return Integer(0)
     if slope.is_number:
         return total * slope
-    raise _Refusal("dL/dbias is not a constant (bias must be added to the logit)")
+    raise LossError("dL/dbias is not a constant (bias must be added to the logit)")
 
 
 def loss_context(derivation: Derivation) -> dict[str, Any]:
-    """The holes of torch/loss.py.jinja: torch source printed from the formula, and literals."""
+    """The holes of torch/loss.py.jinja: torch source and literals."""
     spec = derivation.spec
     over_x, labels = _over_x(spec, derivation.logit), spec.positives == "label"
     reductions = (
@@ -332,12 +325,6 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "reductions": "\n".join(f"{name} = {code}" for name, used, code in reductions if used),
         "loss": dense_code(over_x.xreplace(_LETTERS)),
     }
-
-
-def _signed(value: float, first: bool) -> str:
-    """The sign and factor before a term of a sum: "- 0.5 * "."""
-    sign = ("-" if value < 0 else "") if first else ("- " if value < 0 else "+ ")
-    return sign if abs(value) == 1 else f"{sign}{abs(value)!r} * "
 
 
 def _wrapped(text: str) -> str:

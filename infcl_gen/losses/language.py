@@ -3,9 +3,9 @@
     x = scale * z + bias                                             # the logit of one pair
     infonce = mean_over_queries(logsumexp_over_keys(x) - positive(x))
 
-An expression in `z` describes every pair (i, j) at once. Functions of the language say what is reduced along which
-side, and each is opaque: SymPy never looks inside, but each knows its derivative, so `formula.diff(...)` yields the
-gradient of the whole loss with respect to the logit of one pair, in the stable form exp(x_ij - r_i).
+An expression in `z` describes every pair (i, j) at once. Reductions are functions that SymPy leaves alone, but each
+knows its derivative. So `formula.diff(x)` is the gradient of the whole loss by the logit of one pair, in the stable
+form exp(x_ij - r_i).
 
 | written                              | one value per | means                                                        |
 |--------------------------------------|---------------|--------------------------------------------------------------|
@@ -25,10 +25,9 @@ gradient of the whole loss with respect to the logit of one pair, in the stable 
 | `queries`, `keys`                    | number        | M and N                                                      |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
 
-Besides, + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude: fp32
-holds their products with gradients. A formula has at most LARGEST_FORMULA parts, so that it is derived in seconds.
-
-What the language can say is more than what kernels exist for; `derive` tells, in one sentence, what it refuses and why.
+Besides: + - * /, square roots, integer powers up to 4, and numbers that are 0 or from 1e-30 to 1e30 in magnitude, whose
+products with gradients fp32 holds. A formula has at most LARGEST_FORMULA parts. Kernels exist for a part of the
+language; `derive` refuses the rest with a reason.
 """
 
 from __future__ import annotations
@@ -56,26 +55,26 @@ __all__ = [
 
 Positives = Literal["diagonal", "label", "id"]
 
-LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out: derived in half a second
+LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
 _EXPONENTS = (Rational(1, 2), *map(Integer, (1, 2, 3, 4)))
 
 
 class LossError(InputError):
-    """A loss that is not well formed, or that says something no kernel implements."""
+    """A loss is not well formed, or no kernel implements it."""
 
 
 @dataclass(frozen=True)
 class LossSpec:
     """A loss: its name, its formula, and which key is the positive of a query.
 
-    name       ASCII identifier; it appears in generated code.
-    formula    a SymPy expression of the language above, with one value for the whole batch.
+    name       an ASCII identifier; generated code contains it.
+    formula    a SymPy expression in the language of this module, with one value for the whole batch.
     positives  "diagonal": key i for query i, hence as many keys as queries; "label": the key that `labels[i]` names;
                "id": every key with the query's id.
     doc        one sentence for people.
 
-    Raises LossError where a field is of the wrong type or the formula uses what is not in the language.
+    Raises LossError for a field of the wrong type, and for a formula outside the language.
     """
 
     name: str
@@ -114,7 +113,7 @@ class LossSpec:
 
 
 def check_size(expression: Expr) -> None:
-    """Raises LossError if an expression has more parts, or more terms when multiplied out, than LARGEST_FORMULA."""
+    """Raises LossError for more than LARGEST_FORMULA parts, or terms when multiplied out."""
     try:
         largest = max(_size(sympy.sympify(expression), {}))
     except RecursionError:
@@ -124,7 +123,7 @@ def check_size(expression: Expr) -> None:
 
 
 def _size(expression: Expr, known: dict[Expr, tuple[int, int]]) -> tuple[int, int]:
-    """Parts of an expression as it is written, and terms where it is multiplied out; a shared part is visited once."""
+    """Parts of an expression as written, and terms when multiplied out; `known` holds visited subexpressions."""
     if expression not in known:
         sizes = [_size(argument, known) for argument in expression.args]
         parts, counts = 1 + sum(size for size, _ in sizes), [count for _, count in sizes]
@@ -140,7 +139,7 @@ def _size(expression: Expr, known: dict[Expr, tuple[int, int]]) -> tuple[int, in
 
 
 def _check_words(expression: Expr, checked: set[Expr]) -> None:
-    """Raises LossError naming the first function, power or number that is not in the language."""
+    """Raises LossError for the first function, power or number outside the language."""
     if expression in checked or expression.is_Symbol:
         return
     checked.add(expression)
@@ -149,8 +148,7 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
         if expression != 0 and not (finite and SMALLEST_NUMBER <= abs(expression) <= LARGEST_NUMBER):
             limits = f"{SMALLEST_NUMBER:g} to {LARGEST_NUMBER:g}"
             raise LossError(f"numbers of the loss language are 0 or {limits} in magnitude, not {expression}")
-        return
-    if expression.is_Pow:
+    elif expression.is_Pow:
         if abs(expression.exp) not in _EXPONENTS:
             raise LossError(f"powers of the loss language are 1/2 and integers up to 4, not {expression}")
     elif not (expression.is_Add or expression.is_Mul or expression.func in FUNCTIONS.values()):
@@ -161,10 +159,9 @@ def _check_words(expression: Expr, checked: set[Expr]) -> None:
 
 
 def is_identifier(name: object) -> bool:
-    """True for a string that is an ASCII Python identifier, no keyword, of at most 64 characters."""
-    if not isinstance(name, str) or keyword.iskeyword(name):
-        return False
-    return re.fullmatch("[A-Za-z_][A-Za-z0-9_]{0,63}", name) is not None
+    """Whether `name` is an ASCII Python identifier of at most 64 characters, and no keyword."""
+    form = "[A-Za-z_][A-Za-z0-9_]{0,63}"
+    return isinstance(name, str) and re.fullmatch(form, name) is not None and not keyword.iskeyword(name)
 
 
 _SYMBOLS = "z scale bias queries keys is_positive is_self same_id positives_of_query query_weight key_weight"
@@ -177,9 +174,9 @@ z, scale, bias, queries, keys, is_positive, is_self, same_id, positives_of_query
 def similarity(
     rows: Literal["query", "key"] = "query", columns: Literal["query", "key"] = "key", first: int | None = None
 ) -> Symbol:
-    """The dot products between two sides, of the first `first` features if given; `similarity()` is `z`.
+    """Dot products between two sides, of the first `first` features if given; `similarity()` is `z`.
 
-    Several blocks in one denominator are `log(exp(logsumexp_over_keys(...)) + exp(...))` of such symbols.
+    Two blocks in one denominator are `log(exp(logsumexp_over_keys(...)) + exp(logsumexp_over_keys(...)))`.
     """
     for side in (rows, columns):
         if side not in ("query", "key"):
@@ -191,20 +188,20 @@ def similarity(
 
 
 def similarity_symbol(name: str) -> Symbol | None:
-    """The symbol that `similarity` gives this name, if any."""
+    """The symbol that `similarity` makes under this name, if any."""
     known = re.fullmatch("z(_query_query|_key_key|_key_query)?(_first_[1-9][0-9]*)?", name)
     return Symbol(name, real=True) if known else None
 
 
 def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...] = (1,)) -> Any:
-    """A function f that SymPy leaves alone, with its derivative `slope(f(u), u)` in its first argument u.
+    """A function f that SymPy leaves alone, with its derivative `slope(f(u), u)` by its first argument u.
 
-    The slope of a reduction is that *of one pair*: how the reduced value that the pair (i, j) belongs to changes with
-    the pair's own argument. The chain rule of SymPy then gives dL/dx_ij of a whole formula.
+    The slope of a reduction is *of one pair*: the change of the reduced value by the argument of pair (i, j).
+    SymPy's chain rule then gives dL/dx_ij of a whole formula.
     """
 
     def fdiff(self: Expr, argindex: int = 1) -> Expr:
-        if argindex != 1:  # masks select pairs; they do not depend on the features
+        if argindex != 1:  # a mask does not depend on the features
             raise ArgumentIndexError(self, argindex)
         return sympy.sympify(slope(self, self.args[0]))
 
@@ -212,7 +209,7 @@ def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...
 
 
 def _share(r: Expr, x: Expr) -> Expr:
-    """A pair's part of its log-sum-exp, of which a mask is the second argument."""
+    """The share of a pair in its log-sum-exp, whose second argument is a mask."""
     return math.prod(r.args[1:]) * sympy.exp(x - r)
 
 
@@ -230,7 +227,7 @@ softplus = _opaque("softplus", lambda f, u: sigmoid(u))
 
 
 def _sized(function: Any, u: Expr) -> Expr:
-    check_size(u)  # SymPy simplifies, in time that is exponential in the depth of `tanh(u) + u`
+    check_size(u)  # SymPy's simplification takes time exponential in the depth of `tanh(u) + u`
     return function(u)
 
 
@@ -239,5 +236,5 @@ LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (logsumexp_over_keys, logsumexp_over_queries, positive, mean_over_positives, mean_of_keys)
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function
-    for function in (*(*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step), *(sympy.exp, sympy.log, sympy.tanh))
+    for function in (*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step, sympy.exp, sympy.log, sympy.tanh)
 }

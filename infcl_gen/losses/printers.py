@@ -1,8 +1,8 @@
 """Expressions as source text: for Triton kernels, for torch, and for people.
 
-Every printer refuses (LossError) what it does not know, so that nothing unexpected reaches generated code: only the
-symbols of the language and x, r, c, p; only functions with a stated translation; only finite numbers. Terms and
-factors are sorted, so the text does not depend on hashing; numbers are printed with `repr`, so they read back exactly.
+Generated code contains only symbols of the language and x, r, c, p, functions with a translation, and finite numbers.
+A printer raises LossError for anything else. Terms and factors are sorted, so that text does not depend on hashing.
+Numbers are printed with `repr`, so that they read back exactly.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sympy.core.sorting import default_sort_key
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError
 
-# The statistics a derived expression is written in: x is the logit of a pair, r = logsumexp over a query's keys,
-# c = logsumexp over a key's queries, p the positive's logit.
+# Symbols of derived expressions: x is the logit of a pair, r = logsumexp over a query's keys, c = logsumexp over a
+# key's queries, p the logit of the positive.
 x, r, c, p = (Symbol(name, real=True) for name in "xrcp")
 
-LONGEST_TEXT = 10_000  # characters of an expression: a translation may repeat its argument, so nested ones double
+LONGEST_TEXT = 10_000  # characters; a translation that repeats its argument doubles the text with every nesting
 
 _SYMBOLS = {**language.SYMBOLS, "x": x, "r": r, "c": c, "p": p}
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
@@ -33,23 +33,22 @@ _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
 @dataclass(frozen=True)
 class Printer:
-    """One language. `functions`: what each function is there, with "{}" for its arguments."""
+    """One target language. `functions` maps a SymPy function to its translation, with "{}" for the arguments."""
 
     target: str
     functions: dict[Any, str]
     floats: bool = False  # print 2.0 and z * z rather than 2 and z**2
-    formulas: bool = False  # whole formulas: functions of several arguments, other blocks of similarities
+    formulas: bool = False  # print whole formulas: functions of several arguments, every `similarity`
 
     def __call__(self, expression: Expr, names: Mapping[str, str] | None = None) -> str:
-        """The expression as source text.
+        """The expression as source text; `names` maps a symbol's name to the text that replaces it.
 
-        names   what a symbol is called there, by its name in the language; others keep their name.
         Raises LossError for a symbol, function or number that has no translation.
         """
         return self._print(sympy.sympify(expression), names or {})[0]
 
     def _print(self, expression: Expr, names: Mapping[str, str]) -> tuple[str, int]:
-        """The text, and how tightly its outermost operation binds."""
+        """The text, and the precedence of its outermost operation."""
         if isinstance(expression, Symbol):
             return self._symbol(expression, names), _ATOM
         if expression.is_number and (expression.is_Atom or not self.formulas):
@@ -65,7 +64,9 @@ class Printer:
             text = translation.format(", ".join(self._print(argument, names)[0] for argument in expression.args))
             if len(text) > LONGEST_TEXT:
                 raise LossError(f"{self.target} would need more than {LONGEST_TEXT} characters for it")
-            return text, (_ATOM if _is_call(translation) else _SUM)
+            # A translation that is one call needs no parentheses inside other operations.
+            is_call = isinstance(ast.parse(translation.format("u"), mode="eval").body, ast.Call)
+            return text, (_ATOM if is_call else _SUM)
         raise LossError(f"{self.target} has no translation for {expression.func.__name__} in {expression}")
 
     def _bound(self, expression: Expr, names: Mapping[str, str], level: int) -> str:
@@ -136,11 +137,13 @@ class Printer:
 
 
 def temporaries(code: str, variable: str) -> int:
-    """Tensors as large as `variable` that Python holds at once while it computes what `torch_code` has printed: an
-    operand is freed when its operation is done. The result is one of them, the variable is none."""
+    """Tensors of the size of `variable` that torch holds at most while it computes `code`.
+
+    An operand is freed after its operation. The result counts, the variable does not.
+    """
 
     def count(node: ast.AST) -> tuple[int, int]:
-        """The most at once, and how many are left."""
+        """The most tensors at once, and how many are left."""
         names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
         if isinstance(node, ast.Name) or variable not in names:
             return 0, 0
@@ -148,7 +151,7 @@ def temporaries(code: str, variable: str) -> int:
         for operand in ast.iter_child_nodes(node):
             peak, remains = count(operand)
             most, left = max(most, left + peak), left + remains
-        inside = 2 if isinstance(node, ast.Call) and "logsigmoid" in ast.unparse(node.func) else 1  # it has a buffer
+        inside = 2 if isinstance(node, ast.Call) and "logsigmoid" in ast.unparse(node.func) else 1  # its buffer
         return max(most, left + inside), 1
 
     return count(ast.parse(code, mode="eval").body)[0]
@@ -158,19 +161,13 @@ def _is_negative(term: Expr) -> bool:
     return bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
 
 
-def _is_call(translation: str) -> bool:
-    """Whether it needs no parentheses inside other operations, being one call such as f(u)."""
-    return isinstance(ast.parse(translation.format("u"), mode="eval").body, ast.Call)
-
-
 def _calls(module: str) -> dict[Any, str]:
-    """The functions that every library has under the same names."""
     names = {sympy.exp: "exp", sympy.log: "log", sympy.tanh: "tanh", sympy.sqrt: "sqrt", language.sigmoid: "sigmoid"}
     return {function: f"{module}.{name}({{}})" for function, name in names.items()}
 
 
-# Triton kernels, in fp32 arithmetic, valid in Triton 3.6 and newer. tl has no power, and no tanh that every backend
-# knows; this one saturates correctly and is exact to fp32 rounding of 1.
+# fp32 arithmetic for Triton 3.6 and newer. tl has no power, and no tanh on every backend. This tanh saturates, and is
+# exact to the fp32 rounding of 1.
 triton_code = Printer(
     target="Triton",
     functions={
@@ -180,7 +177,7 @@ triton_code = Printer(
     },
     floats=True,
 )
-# Symbols stand for tensors. Not functional.softplus: it turns linear beyond 20, which is 2e-9 off.
+# Symbols stand for tensors. functional.softplus becomes linear beyond 20, an error of 2e-9; logsigmoid does not.
 torch_code = Printer(
     target="torch", functions={**_calls("torch"), language.softplus: "-torch.nn.functional.logsigmoid(-({}))"}
 )
@@ -190,7 +187,7 @@ dense_code = Printer(
     functions=torch_code.functions
     | {language.mean_over_queries: "({}).mean()", language.mean_over_keys: "({}).mean()"},
 )
-# For people, `exp(x - r) / 2 - is_positive`; `load.parse_formula` reads a formula back.
+# For people: `exp(x - r) / 2 - is_positive`. `load.parse_formula` reads it back.
 display = Printer(
     target="the display",
     functions={sympy.sqrt: "sqrt({})"} | {function: f"{name}({{}})" for name, function in language.FUNCTIONS.items()},

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from infcl_gen.inputs.text import one_line
 from infcl_gen.processes import Answer, Requests
 
 SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the others, the norms
@@ -84,7 +85,7 @@ def _reported(answer: Answer) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from infcl_gen.bench.measure import one_line, out_of_memory  # with torch, which compiling does without
+        from infcl_gen.bench.measure import out_of_memory  # with torch, which compiling does without
 
         if not out_of_memory(error):
             raise

@@ -66,6 +66,11 @@ def test_wrong_names(file: Path, name: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_name_is_text() -> None:
+    with pytest.raises(LossError, match=r"expected a name or FILE\.py:NAME, not int"):
+        load_loss(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
