@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import math
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.emission.render import ABSENT
+from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels import forward, fused
-from infcl_gen.kernels.arguments import named_parts
-from infcl_gen.kernels.choice import SPLIT_TERMS
-from infcl_gen.losses import triton_code
+from infcl_gen.kernels.arguments import parts_of
+from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
+from infcl_gen.losses import Derivation, triton_code
 from infcl_gen.losses.printers import p
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
-    from infcl_gen.losses import Derivation
-    from infcl_gen.planning.planner import Plan
+from infcl_gen.planning.planner import Plan
 
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
@@ -35,19 +32,10 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     # A key term is linear in p: the part with it is the positive's.
     with_positive = derivation.key_term.diff(p) * p
     without_positive = (derivation.key_term - with_positive).expand()
-    # The embedding as kernels multiply it that hold a whole one: `name` ends those of a part's tensors.
-    parts = [
-        {
-            "name": ending,
-            "start": start,
-            "width": width,
-            "columns": f"{start} + " * (start > 0) + f"tl.arange(0, {width})",
-        }
-        for ending, start, width in named_parts(plan.inner_dim)
-    ]
-    padded = blocks["fused"].depth if is_fused else 0
+    widths = embedding_parts(plan.inner_dim)
+    parts = parts_of(widths)
     why = "of the embedding: tiles are powers of two, and a whole one would be padded to the next"
-    part_widths = f"PART_WIDTHS = {[part['width'] for part in parts]}  # {why}"
+    part_widths = f"PART_WIDTHS = {list(widths)}  # {why}"
     load_scale = "scale = tl.load(scale_ptr)"
     sampled = "a sample (forward) or of the complete statistics (backward)"
     return {
@@ -99,7 +87,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         # The parts of the embedding, the sides of fused, and the pieces that are chosen.
         "parts": parts,
         "kept_parts": parts if keeps_keys else [],  # where the forward keeps its keys
-        "whole": [{"name": "", "start": 0, "width": padded, "columns": f"tl.arange(0, {padded})"}],
+        "whole": parts_of([blocks["fused"].depth]) if is_fused else [],
         "sides": _sides(plan.labels),
         "each_tile": "each_tile_of_kept_keys" if keeps_keys else "each_tile",
         "kept_tile": "kept_tile_by_descriptor" if plan.descriptors else "kept_tile",

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from infcl_gen.emission.render import ABSENT, literal
 from infcl_gen.kernels import Family, Kernel, families
-from infcl_gen.kernels.arguments import named_parts
-from infcl_gen.kernels.choice import Choice
+from infcl_gen.kernels.arguments import parts_of
+from infcl_gen.kernels.choice import Choice, embedding_parts
 
 _ALL = {
     "scale_ptr": "scale", "bias_ptr": "bias", "queries": "m", "keys": "n",
@@ -108,8 +108,8 @@ def openings(choice: Choice) -> Callable[..., str]:
 def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
     """By kernel, the statement that launches it: arguments by name, then its `options`. ABSENT without that kernel."""
     values = dict(_ALL)
-    for part, (name, *_) in enumerate(named_parts(choice.inner_dim)):
-        values |= {f"{x}{name}": f"sides[{part}][{side}].source" for side, x in enumerate("qk") if name}
+    for index, part in enumerate(parts_of(embedding_parts(choice.inner_dim))):
+        values |= {f"{x}{part.name}": f"sides[{index}][{side}].source" for side, x in enumerate("qk") if part.name}
     found = dict.fromkeys(_LAUNCHES, ABSENT)
     for family in families(choice):
         for kernel in family.kernels(choice):

@@ -10,25 +10,20 @@ import dataclasses
 import hashlib
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.render import File
 from infcl_gen.emission.schedule_context import schedule_context
-from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
+from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.kernels import TILES, families
-from infcl_gen.losses import is_builtin, loss_context, spec_as_dict
+from infcl_gen.losses import Derivation, is_builtin, loss_context, spec_as_dict
 from infcl_gen.planning.memory import STRIP_ROWS
+from infcl_gen.planning.planner import Plan
 from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
-    from infcl_gen.inputs.problem import Problem
-    from infcl_gen.losses import Derivation
-    from infcl_gen.planning.planner import Plan
 
 SCHEMA_VERSION = 1
 
@@ -141,7 +136,7 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     """The names in torch/schedule.py.jinja; dtypes are torch's names."""
-    formulas = derivation.formulas()
+    formulas, affine = derivation.formulas(), plan.logit_strips == 0
     in_place = "logits_(z[strip], block.scale, block.bias)"
     return {
         "dim": plan.dim,
@@ -150,17 +145,17 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "feature_dtype": TORCH_DTYPES[plan.dtype],
         "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
         "upcast": plan.separate,  # features are converted panel by panel
-        "affine": plan.affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
+        "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
         "logit_strips": plan.logit_strips,
         "has_keys": plan.has_keys,
         "labels": plan.labels,
         "positive_parts": 5 if plan.has_keys else 3,
         "finish_strips": "2 strips" if plan.separate else "1 strip",
-        "gradient_of_logits": "M * dL/dx" if plan.affine else "M * dL/dx * dx/dz",
+        "gradient_of_logits": "M * dL/dx" if affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
-        "logit_rows": "PANEL_ROWS" if plan.affine else "STRIP_ROWS",
-        "z_after_softmaxes": "becomes x2" if plan.affine else "stays",
-        "x2_of_strip": in_place if plan.affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E",
+        "logit_rows": "PANEL_ROWS" if affine else "STRIP_ROWS",
+        "z_after_softmaxes": "becomes x2" if affine else "stays",
+        "x2_of_strip": in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E",
         "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * plan.has_keys,
         "most_terms": "max(len(block.q), len(block.k))" if plan.has_keys else "len(block.q)",
         "forward_rows": plan.forward_rows,

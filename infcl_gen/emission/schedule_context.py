@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.emission.launches import launches
 from infcl_gen.emission.render import ABSENT
+from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.kernels import TILES, families, forward
 from infcl_gen.kernels.elementwise import EXACT_DEPTH, LIBRARY_MULTIPLE
 from infcl_gen.kernels.family import most_strips
 from infcl_gen.kernels.statistics import LOSS_ROWS
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
-    from infcl_gen.planning.planner import Plan
+from infcl_gen.planning.planner import Plan
 
 # With several ranks: communication occupies SMs, and a single wave of programs then costs 1.2 to 1.6 % more.
 RING_WAVES = 4

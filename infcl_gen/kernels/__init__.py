@@ -1,4 +1,4 @@
-"""The kernels: one module for each family says its kernels and their arguments, its template, tiles and hardware.
+"""The kernels: one module for each family names its kernels, their arguments, template, tiles and hardware.
 
 To change a kernel by hand and time it:
 
@@ -6,7 +6,8 @@ To change a kernel by hand and time it:
     python -c "import mine; print(mine.selftest())"          its numbers; with TRITON_INTERPRET=1 no GPU is needed
     infcl-gen bench --package mine                           its times, marked as edited
 
-What is worth keeping goes into the templates, templates/triton, and the family's `revision` is raised.
+To keep the change, edit the template in templates/triton and raise the family's `revision`. A new argument needs a type
+in `_NAMES` (arguments.py). It needs a value in emission/launches.py where the schedule has no variable of its name.
 
 To add a variant for other GPUs, write a module here with a FAMILY (as hopper.py) and its template, which makes a file
 of its own. The schedule launches it where its GPU runs it, and nothing else names it. `infcl-gen verify DIR --aot ARCH`
@@ -19,16 +20,13 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
+from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.overrides import KERNELS
 from infcl_gen.kernels import elementwise, forward, fused, gradient, statistics
 from infcl_gen.kernels.arguments import Argument, Kernel
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
 
 __all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default_blocks", "families", "tiles"]
 
@@ -56,19 +54,19 @@ def tiles(strategy: str) -> tuple[Tile, ...]:
 def default_blocks(
     profile: DeviceProfile, choice: Choice, rows: int = LARGE, keys: int = LARGE, chosen: Collection[str] = ()
 ) -> dict[str, Block]:
-    """A legal block for each kernel of the strategy: its default, less where the board has less than that needs.
+    """A legal block for each kernel of the strategy, shrunk where the board's shared memory or registers are short.
 
-    It is also smaller for few `rows` and `keys`, but not where some of its fields are `chosen`: these should not mean
-    another block at each size. The tiles of a stash are the gradient's, so only what is chosen of that keeps them.
+    Few `rows` and `keys` get smaller blocks. A tile with a `chosen` field keeps the large-batch default, so that the
+    user's field does not mean another block at each size. A stash's forward takes the gradient's rows and keys.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
     blocks: dict[str, Block] = {}
     for tile in tiles(choice.strategy):
-        owner = "gradient" if choice.stash and tile.name == "forward" else tile.name  # of the tiles
+        owner = "gradient" if choice.stash and tile.name == "forward" else tile.name
         fixed = tile.walks and owner in chosen
         block = tile.default(profile, choice, LARGE if fixed else rows, LARGE if fixed else keys)
-        if choice.stash and tile.name == "gradient":  # its tiles are those that the forward has kept
+        if choice.stash and tile.name == "gradient":  # the forward's tiles, which a small board may have shrunk
             block = dataclasses.replace(block, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
         blocks[tile.name] = tile.shrunk(block, choice, profile)
     return blocks

@@ -1,13 +1,32 @@
-"""What a kernel takes: named and typed arguments, from which its signature, its launches and its ahead-of-time
-compilation come."""
+"""Named and typed arguments of kernels: the source of signatures, launches and ahead-of-time compilation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from infcl_gen.kernels.choice import Choice, embedding_parts
 
-# By type in Triton, and of an int32 by when it is a multiple of 16: the names that have it in every kernel.
+
+@dataclass(frozen=True)
+class Argument:
+    """`type`: in Triton; "{operands}" stands for the dtype that kernels multiply, "{inputs}" for the features' own.
+
+    multiple  when Triton may take an int32 for a multiple of 16: "sizes" (where rows and keys are), "dim" (where these
+              or the embedding are), "always" or "" (never)
+    block     rows and columns of its tensor descriptor, as constants of the file or numbers; () without a descriptor
+    layout    of that descriptor, a constant of the file
+    """
+
+    name: str
+    type: str
+    multiple: str = ""
+    block: tuple[str, ...] = ()
+    layout: str = ""
+
+
+# By type and `multiple`: the names that have them in every kernel.
 _NAMES = {
     "*{operands}": "q k x g g_low out",
     "*{inputs}": "q_out k_out",
@@ -27,36 +46,25 @@ _NAMES = {
     "i32 always": "g_stride g_row_stride stash_stride",
     "i32": "strip parts row_parts key_parts ranks",
     "fp32": "weight query_weight key_weight",
-    "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # of contiguous rows, which are compiled for: 1
+    "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "BLOCK DESCRIPTORS DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
 }
-_TYPES = {name: words.partition(" ") for words, names in _NAMES.items() for name in names.split()}
+_ARGUMENTS = {
+    name: Argument(name, *words.partition(" ")[::2]) for words, names in _NAMES.items() for name in names.split()
+}
 
 SCALARS = "scale_ptr bias_ptr"
 STRIDES = "q_row_stride q_depth_stride k_row_stride k_depth_stride"
 
 
 @dataclass(frozen=True)
-class Argument:
-    """`type`: in Triton; "{operands}" stands for the features' dtype, or bf16 of split ones, "{inputs}" for the first.
-
-    multiple  of an int32, when Triton may take it for a multiple of 16: "sizes" (rows and keys that are), "dim" (or
-              if the embedding is), "always", "never".
-    block     rows and columns, as constants or numbers, of the tensor descriptor through which it may go, else ().
-    """
-
-    name: str
-    type: str
-    multiple: str = "never"
-    block: tuple[str, ...] = ()
-    layout: str = ""  # of that descriptor, a constant
-
-
-@dataclass(frozen=True)
 class Kernel:
-    """One kernel. `block`: the family of blocks that says how it is launched, or "" where `warps` and `stages` do.
+    """One kernel. `block` names the tile whose block says how it is launched; without one `warps` and `stages` do.
 
-    A `wide` one holds more registers, and is launched with more warps.
+    wide       holds more registers, and is launched with more warps
+    template   triton/`template`.py.jinja, if it is not the family's
+    registers  of a thread, a constant of the file
+    replaces   of a variant: the kernel of kernels.py
     """
 
     name: str
@@ -65,25 +73,24 @@ class Kernel:
     warps: int = 4
     stages: int = 1
     wide: bool = False
-    template: str = ""  # triton/`template`.py.jinja, if it is not the family's
-    registers: str = ""  # of a thread, a constant of the file
-    replaces: str = ""  # of a variant: the kernel of kernels.py
+    template: str = ""
+    registers: str = ""
+    replaces: str = ""
 
 
-def arguments(*given: str | Argument, inputs: str = "") -> tuple[Argument, ...]:
-    """The arguments in this order: names with blanks between them, whose types are the same in every kernel, or as they
-    are. Those named in `inputs` are in the features' own dtype, which may be split before it is multiplied.
+def arguments(*given: str | Argument) -> tuple[Argument, ...]:
+    """The arguments in this order; a string holds names of `_NAMES`, separated by blanks.
 
-    Raises KeyError for a name without a type: it needs one in `_NAMES`, or an Argument of its own.
+    Raises ValueError for a name that is not in `_NAMES`.
     """
-    own, found = inputs.split(), list[Argument]()
+    found: list[Argument] = []
     for each in given:
         if isinstance(each, Argument):
             found.append(each)
-            continue
-        for name in each.split():
-            type_, _, multiple = _TYPES[name]
-            found.append(Argument(name, "*{inputs}" if name in own else type_, multiple or "never"))
+        elif untyped := [name for name in each.split() if name not in _ARGUMENTS]:
+            raise ValueError(f"{untyped[0]}: no type; add it to _NAMES in kernels/arguments.py, or pass an Argument")
+        else:
+            found += [_ARGUMENTS[name] for name in each.split()]
     return tuple(found)
 
 
@@ -93,22 +100,36 @@ def statistics(choice: Choice) -> str:
 
 
 def positive(choice: Choice) -> str:
-    """What the forward notes of each query's positive."""
+    """What the forward notes of each query's positive: z, and the references of its row and its key."""
     return "positive_z positive_row_reference" + " positive_key_reference" * choice.has_keys
 
 
 def places(choice: Choice) -> str:
-    """Where positives are: labels of the queries, or the global index of the first one's; and that of the first key."""
+    """Where positives are: the labels, or the global index of the first query's positive; and that of the first key."""
     return "labels first_key" if choice.labels else "first_positive first_key"
 
 
-def named_parts(dim: int) -> list[tuple[str, int, int]]:
-    """Of each part of an embedding: what the names of its tensors end with, its first column, and its width."""
-    widths = embedding_parts(dim)
-    starts = (sum(widths[:index]) for index in range(len(widths)))
-    return [(f"_{start}" * (len(widths) > 1), start, width) for start, width in zip(starts, widths, strict=True)]
+class Part(NamedTuple):
+    """Columns of an embedding that kernels multiply at once. `name` ends the names of the part's tensors."""
+
+    name: str
+    start: int
+    width: int
+    columns: str  # as an expression
+
+
+def parts_of(widths: Sequence[int]) -> list[Part]:
+    """The parts of an embedding by their widths; a single one has no name."""
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    return [
+        Part(f"_{start}" * (len(widths) > 1), start, width, f"{start} + " * (start > 0) + f"tl.arange(0, {width})")
+        for start, width in zip(starts, widths, strict=True)
+    ]
 
 
 def features(side: str, rows: str, dim: int) -> tuple[Argument, ...]:
     """A feature matrix once for each part of the embedding, whose descriptors differ in width."""
-    return tuple(Argument(side + name, "*{operands}", block=(rows, str(width))) for name, _, width in named_parts(dim))
+    return tuple(
+        Argument(side + part.name, "*{operands}", block=(rows, str(part.width)))
+        for part in parts_of(embedding_parts(dim))
+    )

@@ -12,8 +12,8 @@ SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low hig
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Tile of one program: `rows` queries x `keys` keys, `depth` of the embedding at a time. Where it is another, the
-    family's `Tile` says of what."""
+    """Tile of one program: `rows` queries x `keys` keys, `depth` of the embedding at a time, unless its `Tile` says
+    otherwise."""
 
     rows: int
     keys: int
@@ -26,17 +26,18 @@ class Block:
 class Choice:
     """How a loss is computed on one kind of device; what kernels, their blocks and the cost model depend on.
 
-    strategy     "panel", "fused", "stash" or "torch".
-    arch         of the device, as its profile names it: "sm_90"; some kernels are for one only.
-    dtype        of the features; the rules for all other numbers follow from it and `precision`, below.
-    has_keys     keys have statistics, too; `labels`: positives are named.
-    logit_strips  `Derivation.logit_strips`; 0 where the logit is affine in z.
-    products     by the matrix "library", by "triton" or by "torch".
-    replay       steps are recorded as CUDA graphs.
-    transport    how keys reach the queries of other ranks: "ring", "gather", or "none" on one device.
-    keeps        of a ring: the keys that visit last in forward stay for backward.
-    blocks       of each kernel that has one; none for torch.
-    hopper_stages  tiles on their way in the kernels of hopper.py; 0 without them.
+    strategy       "panel", "fused", "stash" or "torch"
+    dtype          of the features; with `precision` it decides all other dtypes
+    arch           of the device, as its profile names it: "sm_90"
+    has_keys       keys have statistics, too; positives are then on the diagonal
+    labels         positives are named by labels
+    logit_strips   `Derivation.logit_strips`; 0 where the logit is affine in z
+    products       by the matrix "library", by "triton" or by "torch"
+    replay         steps are recorded as CUDA graphs
+    transport      how keys reach the queries of other ranks: "ring", "gather", or "none" on one device
+    keeps          with a ring: the keys of the last hop of forward stay for backward
+    blocks         of each kernel that has one; none for torch
+    hopper_stages  pipeline stages of the kernels of hopper.py; 0 without them
     """
 
     strategy: str
@@ -58,11 +59,6 @@ class Choice:
     hopper_stages: int = 0
 
     @property
-    def affine(self) -> bool:
-        """Whether the logit is slope * z + shift."""
-        return not self.logit_strips
-
-    @property
     def split(self) -> bool:
         """Whether fp32 features are multiplied as bf16 halves: 16 bits, twice as fast as three products in tf32."""
         where = (self.strategy, self.target, self.dtype, self.precision)
@@ -70,17 +66,17 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """fp32 operands: every row and column has its own reference, so no tile needs a second look."""
+        """Whether operands are fp32: every row and column has its own reference, so no strip is computed again."""
         return self.dtype == "fp32" and not self.split
 
     @property
     def input_precision(self) -> str:
-        """Of products of fp32 operands; tf32 loses the loss at large scales, and must be asked for."""
+        """Of products of fp32 operands. tf32 must be asked for: at large scales its loss is wrong."""
         return "tf32" if self.precision == "tf32" else "ieee"
 
     @property
     def operand_dtype(self) -> str:
-        """Of what the kernels multiply: the features', or bf16 where fp32 features are split."""
+        """Of what kernels multiply: the features' dtype, or bf16 where fp32 features are split."""
         return "bf16" if self.split else self.dtype
 
     @property
@@ -88,21 +84,13 @@ class Choice:
         return DTYPE_BYTES[self.operand_dtype]
 
     @property
-    def feature_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
-
-    @property
     def statistics_dtype(self) -> str:
         """Of statistics and of sums of gradients."""
         return "fp64" if self.dtype == "fp64" else "fp32"
 
     @property
-    def statistics_bytes(self) -> int:
-        return DTYPE_BYTES[self.statistics_dtype]
-
-    @property
     def separate(self) -> bool:
-        """Whether sums are wider than the features: the gradients that are returned are then buffers of their own."""
+        """Whether sums are wider than the features: returned gradients are then buffers of their own."""
         return self.dtype != self.statistics_dtype
 
     @property
@@ -111,7 +99,7 @@ class Choice:
 
     @property
     def ring(self) -> bool:
-        """Whether there are several ranks, whose keys come from each other: by a ring, or by a gather."""
+        """Whether there are several ranks, which exchange keys by a ring or by a gather."""
         return self.world_size > 1
 
     @property
@@ -120,32 +108,31 @@ class Choice:
 
     @property
     def kind(self) -> Choice:
-        """The same without what the cost model has symbols for: expressions are made once for each kind."""
+        """The choice without what the cost model has symbols for: it makes its expressions once for each kind."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Choice)}
         ranks = min(self.world_size, 2)
         return Choice(**fields | {"dim": 1, "arch": "", "descriptors": False, "world_size": ranks, "blocks": {}})
 
     @property
     def stash(self) -> bool:
-        """Whether the forward keeps tiles, which the gradient then does not compute again."""
+        """Whether the forward keeps its tiles, so that the gradient need not compute them again."""
         return self.strategy == "stash"
 
     @property
     def inner_dim(self) -> int:
-        """Depth of a similarity: the embedding, of split operands once for each term."""
+        """Depth of a similarity: the embedding, once for each term of split operands."""
         return SPLIT_TERMS * self.dim if self.split else self.dim
 
     @property
     def aligned(self) -> bool:
-        """Whether rows are multiples of 16 bytes, as tensor descriptors need them; halves of split ones are padded."""
-        return self.split or self.dim * self.feature_bytes % 16 == 0
+        """Whether rows are multiples of 16 bytes, as tensor descriptors need them; rows of bf16 halves are padded."""
+        return self.split or self.dim * DTYPE_BYTES[self.dtype] % 16 == 0
 
 
 def embedding_parts(dim: int) -> tuple[int, ...]:
-    """Widths of at most three powers of two, from 16 on, that cover the embedding: 200 is 128 + 64 + 16.
+    """Widths of at most three powers of two, from 16 on, that cover the embedding: 200 takes 128 + 64 + 16 columns.
 
-    Kernels that hold a whole embedding multiply it part by part, so that they compute little padding: tiles are powers
-    of two.
+    Tiles are powers of two: kernels that hold a whole embedding multiply it part by part, to compute little padding.
     """
     units = -(-dim // 16)
     while units.bit_count() > 3:
@@ -154,5 +141,5 @@ def embedding_parts(dim: int) -> tuple[int, ...]:
 
 
 def padded_dim(dim: int) -> int:
-    """The next power of two, at least 16 (the smallest block dimension)."""
+    """The next power of two, at least 16, the smallest extent of a block."""
     return max(16, 1 << (dim - 1).bit_length())

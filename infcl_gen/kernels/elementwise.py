@@ -1,22 +1,21 @@
-"""The other kernels: products, what finishes a gradient, and copies of features in another form."""
+"""The other kernels: products with g, the last step of a gradient, and copies of features in another form."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, statistics
+from infcl_gen.hardware import DeviceProfile
+from infcl_gen.inputs.overrides import Overrides
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, statistics
 from infcl_gen.kernels.choice import Block, Choice, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import STRATEGIES
 
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
-    from infcl_gen.inputs.overrides import Overrides
-
-LIBRARY_MULTIPLE = 8  # of keys: at 10 007 an H200's cuBLAS takes 1.8 times as long for g^T q, 6 times for g k
-EXACT_DEPTH = 2048  # of one product of high halves: gradients good to 4.6e-6 on an H200, to 6.3e-6 at 4096
+LIBRARY_MULTIPLE = 8  # of keys: with 10 007 keys an H200's cuBLAS takes 1.8 times as long for g^T q, 6 times for g k
+EXACT_DEPTH = 2048  # of one product of high halves: on an H200 gradients are good to 4.6e-6, with 4096 to 6.3e-6
+# Features in their own dtype, which kernels may multiply in another.
+Q, K, X, OUT = (Argument(name, "*{inputs}") for name in ("q", "k", "x", "out"))
 
 
 class ProductTile(Tile):
@@ -41,7 +40,7 @@ class ProductTile(Tile):
         return [text] * (block.keys > widest)
 
     def proposals(self, base: Block, choice: Choice, given: Overrides) -> Iterator[tuple[tuple[str, str], ...]]:
-        """The library against these kernels, unless that is given; their blocks."""
+        """Both values of `products` unless the user gives one; blocks of the Triton kernels."""
         asked = given.products is None
         if asked:
             yield from ((("products", word),) for word in ("library", "triton"))
@@ -75,15 +74,13 @@ PRODUCT = Kernel(
 )
 FINISH = Kernel(
     "finish",
-    arguments("total x out dots", SCALARS, "upstream weight rows x_row_stride x_depth_stride DOTS", inputs="x out"),
+    arguments("total", X, OUT, "dots", SCALARS, "upstream weight rows x_row_stride x_depth_stride DOTS"),
     "finish",
 )
 SCALAR_GRADIENTS = Kernel("scalars", arguments("dots dscale dbias", SCALARS, "upstream weight parts rows BLOCK"))
-SPLIT = Kernel("split", arguments("x out rows x_row_stride x_depth_stride out_stride KEYS", inputs="x"), "finish")
+SPLIT = Kernel("split", arguments(X, "out rows x_row_stride x_depth_stride out_stride KEYS"), "finish")
 COPY_INPUTS = Kernel(
-    "copy_inputs",
-    arguments("q k", SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES, inputs="q k"),
-    "finish",
+    "copy_inputs", arguments(Q, K, SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES), "finish"
 )
 MERGE_RANKS = Kernel("merge_ranks", arguments("part_exponent part_sum exponent mantissa keys ranks part_stride"))
 

@@ -1,8 +1,7 @@
-"""What each module of this folder says: which kernels a `Family` has, and how a `Tile` of theirs is chosen and limited.
+"""A `Family` of kernels, and the `Tile` that chooses and limits their block.
 
-level 2  panel   R x C   g of one panel lives in memory (or in L2)        chosen by the planner from the budget
-level 3  block   rows x keys x depth   one program; shared memory         `Block`
-level 4  warps   warps, stages         registers, pipeline                `Block`
+A panel of R x C similarities lives in memory; the planner chooses it from the budget. A block of rows x keys x depth is
+one program's in shared memory; its warps and stages decide registers and pipeline.
 """
 
 from __future__ import annotations
@@ -10,71 +9,59 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.errors import InputError
-from infcl_gen.inputs.overrides import BLOCK_FIELDS
+from infcl_gen.hardware import DeviceProfile
+from infcl_gen.inputs.overrides import BLOCK_FIELDS, Overrides
 from infcl_gen.kernels.arguments import Kernel
 from infcl_gen.kernels.choice import Block, Choice, padded_dim
 
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
-    from infcl_gen.inputs.overrides import Overrides
-
 REGISTERS = 65536  # of a multiprocessor, on every board
-SMALL_TILE = 64  # rows and keys of the smallest tile that a small batch is given: a warp group's on Hopper
+SMALL_TILE = 64  # rows and keys of the smallest tile of small batches: that of a warp group on Hopper
 MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
 SWEEPS = ("panel", "stash", "fused")  # the strategies that have kernels
 
-# Blocks of forward and gradient by family of architectures, for operands of 2 bytes; then for fp32, of product, too.
-# Here and in the families' own tables: Hopper at 2 bytes is measured on an H200; the others are the largest tiles that
-# compile within shared memory (101 376 bytes for "small", 65 536 for cdna3) and registers without a spill, as
-# `infcl-gen verify --aot` reports.
+# Blocks by family of architectures: of forward and gradient for operands of 2 bytes, then for fp32, of product, too.
+# Here and in the families' own tables Hopper at 2 bytes is measured on an H200. The others are the largest tiles that
+# compile without a spill within shared memory (101 376 bytes for "small", 65 536 for cdna3): `infcl-gen verify --aot`.
 BLOCKS = {
-    "hopper": Block(128, 128, 64, 4, 3),
-    "blackwell": Block(128, 128, 64, 8, 3),
-    "ampere": Block(128, 128, 64, 8, 3),
-    "small": Block(128, 128, 32, 8, 3),
-    "cdna3": Block(128, 128, 64, 8, 2),
-    "cdna4": Block(128, 128, 64, 8, 2),
-}
-FP32_BLOCKS = {
-    "hopper": Block(128, 64, 32, 8, 3),
-    "blackwell": Block(128, 64, 32, 8, 3),
-    "ampere": Block(64, 64, 32, 4, 3),
-    "small": Block(64, 64, 32, 4, 3),
-    "cdna3": Block(64, 64, 32, 4, 2),
-    "cdna4": Block(64, 64, 32, 4, 2),
+    "hopper": (Block(128, 128, 64, 4, 3), Block(128, 64, 32, 8, 3)),
+    "blackwell": (Block(128, 128, 64, 8, 3), Block(128, 64, 32, 8, 3)),
+    "ampere": (Block(128, 128, 64, 8, 3), Block(64, 64, 32, 4, 3)),
+    "small": (Block(128, 128, 32, 8, 3), Block(64, 64, 32, 4, 3)),
+    "cdna3": (Block(128, 128, 64, 8, 2), Block(64, 64, 32, 4, 2)),
+    "cdna4": (Block(128, 128, 64, 8, 2), Block(64, 64, 32, 4, 2)),
 }
 
 
 class Tile:
-    """The block of one kind of kernel, as most have it: its default, what it takes, whether it is legal, what the tuner
-    tries.
+    """The block of one kind of kernel, as most have it: its default, its legality, and what the tuner tries.
 
-    name       under which `--set` and plans know it
-    tuned      whether `infcl-gen tune` tries others
+    name       in `--set` and in plans
+    tuned      whether `infcl-gen tune` tries other blocks
     described  whether its kernels read features through tensor descriptors
-    walks      whether its programs walk strips of a panel; a small batch is given smaller tiles
+    walks      whether its programs walk strips of a panel; small batches then get smaller tiles
     square     whether rows must equal keys
-    switches   keys of `--set` that are its kernels' beside the fields of the block
+    switches   further keys of `--set` that concern its kernels
+    shrinks    fields that may shrink on a small board, of equal ones the first
     """
 
     name: str
     tuned = described = walks = square = False
     switches: tuple[str, ...] = ()
-    # What may be less where a board has too little: of equal fields the first.
     shrinks: tuple[str, ...] = ("stages", "keys", "depth", "rows")
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         """The block for large batches on a family of architectures."""
-        return (BLOCKS if choice.operand_bytes == 2 else FP32_BLOCKS)[architecture]
+        two_bytes, fp32 = BLOCKS[architecture]
+        return two_bytes if choice.operand_bytes == 2 else fp32
 
     def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:
         """The block for `rows` queries x `keys` keys, legal or not.
 
-        Tiles of a kernel that walks are smaller where a small batch would leave multiprocessors idle: for the 132 of
-        an H200, 1 024 x 1 024 have 32 tiles of 256 x 128, and 256 of 64 x 64.
+        Walked tiles are halved while there are fewer tiles than SMs. An H200 has 132 SMs, and 1 024 x 1 024 have 32
+        tiles of 256 x 128, or 256 tiles of 64 x 64.
         """
         block = self.tabulated(profile.architecture.family, choice)
         while self.walks and -(-rows // block.rows) * -(-keys // block.keys) < profile.multiprocessors:
@@ -87,35 +74,35 @@ class Tile:
         return dataclasses.replace(block, depth=min(block.depth, self.deepest(choice)))
 
     def deepest(self, choice: Choice) -> int:
-        """The largest depth of a block."""
+        """The largest legal depth."""
         return padded_dim(choice.inner_dim)
 
     def shared_bytes(self, block: Block, choice: Choice) -> int:
-        """Shared memory that the block's tiles take, over all pipeline stages."""
+        """Shared memory of the block's tiles, over all pipeline stages."""
         return block.stages * (block.rows + block.keys) * block.depth * choice.operand_bytes
 
     def accumulators(self, block: Block, choice: Choice) -> int:
-        """fp32 numbers that a program holds in registers: the tile of z."""
+        """fp32 numbers that a program holds in registers: here the tile of z."""
         return block.rows * block.keys
 
     def registers(self, block: Block, choice: Choice, warp_size: int) -> int:
-        """Registers of one thread that hold accumulators."""
+        """Accumulator registers of one thread."""
         return -(-self.accumulators(block, choice) // (block.warps * warp_size))
 
     def resident_programs(self, block: Block, choice: Choice, profile: DeviceProfile) -> int:
-        """Programs that the board runs at once: what shared memory and registers of each multiprocessor hold."""
+        """Programs that the board runs at once, by the shared memory and the registers of an SM."""
         by_memory = profile.shared_bytes_per_block // max(self.shared_bytes(block, choice), 1)
-        registers = self.registers(block, choice, profile.warp_size) + 96  # which a thread is taken to need besides
+        registers = self.registers(block, choice, profile.warp_size) + 96  # assumed beside accumulators
         by_registers = REGISTERS // (registers * block.warps * profile.warp_size)
         return profile.multiprocessors * max(1, min(by_memory, by_registers))
 
     def wide_warps(self, block: Block, profile: DeviceProfile) -> int:
-        """Warps of the kernel that computes a strip again. Two references and pointers hold more registers: a thread
-        gets at most 32 elements of a tile, or it spills."""
+        """Warps of the kernel that computes a strip again. Its second reference and its pointers take registers: with
+        more than 32 elements of a tile a thread spills."""
         return max(4, block.keys // 16)
 
     def misfits(self, block: Block, choice: Choice) -> list[str]:
-        """What these kernels in particular cannot do with a block."""
+        """What this tile's kernels cannot do with a block."""
         deepest = self.deepest(choice)
         found = [f"depth = {block.depth} is more than the padded embedding, {deepest}"] * (block.depth > deepest)
         if self.square and block.rows != block.keys:
@@ -134,13 +121,13 @@ class Tile:
             found.append(f"stages = {block.stages} is not between 1 and 8")
         found += self.misfits(block, choice)
         if found:
-            return tuple(found)  # the estimates below are about well-formed blocks
+            return tuple(found)  # the estimates below need a well-formed block
         shared = self.shared_bytes(block, choice)
         if shared > profile.shared_bytes_per_block:
             found.append(f"needs {shared} bytes of shared memory; {profile.name} has {profile.shared_bytes_per_block}")
         registers = self.registers(block, choice, profile.warp_size)
-        fp32 = choice.operand_bytes != 2  # such operands pass through registers
-        limit = profile.registers_per_thread * 3 // (8 if fp32 else 4)
+        eighths = 6 if choice.operand_bytes == 2 else 3  # fp32 operands pass through registers
+        limit = profile.registers_per_thread * eighths // 8
         if registers > limit:
             found.append(f"needs {registers} accumulator registers per thread; {limit} leave room for the rest")
         if choice.descriptors and self.described:
@@ -152,7 +139,7 @@ class Tile:
         return tuple(found)
 
     def shrunk(self, block: Block, choice: Choice, profile: DeviceProfile) -> Block:
-        """The first legal block on the way down: fewer stages, then halved keys, depth and rows in turn.
+        """The first legal block on the way down: fewer stages, then the largest of keys, depth and rows is halved.
 
         Raises InputError if there is none.
         """
@@ -172,12 +159,12 @@ class Tile:
         return block
 
     def options(self, base: Block, choice: Choice) -> dict[str, tuple[int, ...]]:
-        """The values that the tuner tries of each field. `base`: the default."""
+        """The values of each field that the tuner tries. `base`: the default."""
         sides = (64, 128, 256)
         return {"rows": sides, "keys": sides, "depth": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
 
     def proposals(self, base: Block, choice: Choice, given: Overrides) -> Iterator[tuple[tuple[str, str], ...]]:
-        """Pairs of `--set` for the tuner to try, legal or not; `given`: the user's. () is the default, `base`."""
+        """Pairs of `--set` for the tuner to try, legal or not; () is the default, `base`. `given`: the user's."""
         options = self.options(base, choice)
         for values in itertools.product(*options.values()):
             same = values == tuple(getattr(base, name) for name in options)
@@ -186,27 +173,27 @@ class Tile:
 
     @property
     def settings(self) -> frozenset[str]:
-        """The keys of `--set` that are this tile's."""
+        """The keys of `--set` that concern this tile."""
         return frozenset({*(f"{self.name}.{field}" for field in BLOCK_FIELDS), *self.switches})
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Kernels that are chosen together, and share a template, triton/`template`.py.jinja, where they name no other.
+    """Kernels that are chosen together. They share triton/`template`.py.jinja unless they name another template.
 
-    strategies  whose packages have them, where `wanted` agrees
-    tile        of these kernels, where `--set` may change it
-    revision    raised when their text, or how they are launched, changes so that other settings may be the fastest:
-                tuning records of an earlier one are stale; 0 if no setting matters
-    file        of the package
+    strategies     whose packages have them, where `wanted` agrees
+    tile           of these kernels, where `--set` may change it
+    revision       raised when a change of text or launch may change the fastest settings: older tuning records are then
+                   stale; 0 if no setting matters
+    file           of the package
 
-    A variant has a file of its own. Each of its kernels `replaces` one of kernels.py where this GPU runs it: same tiles
-    and strips, same results.
+    A variant has a file of its own. Each of its kernels `replaces` one of kernels.py on its GPU, with the same tiles,
+    strips and results.
 
-    arch           the only architecture that it is for, or ""
-    gluon          "module:name" of Gluon that the installed Triton must have; "" for Triton, which the interpreter runs
+    arch           its only architecture, or ""
+    gluon          "module:name" that the installed Triton's Gluon must have; "" for kernels in Triton
     values         further names in its template
-    longest_strip  row blocks that one program walks at most, where a multiprocessor runs one program; else 0
+    longest_strip  row blocks that one program walks at most, where an SM runs one program; else 0
     """
 
     template: str
@@ -222,7 +209,7 @@ class Family:
     longest_strip: int = 0
 
     def templates(self, choice: Choice) -> tuple[str, ...]:
-        """The paths of its kernels' templates, each once, in the order of the kernels."""
+        """The paths of the kernels' templates, each once."""
         names = dict.fromkeys(kernel.template or self.template for kernel in self.kernels(choice))
         return tuple(f"triton/{name}.py.jinja" for name in names)
 
@@ -232,5 +219,5 @@ class Family:
 
 
 def most_strips(panel_rows: int, panel_keys: int, block: Block) -> int:
-    """Strips that a panel's row blocks are cut into for each block of keys, at most: their partial sums take memory."""
+    """Strips of a panel's row blocks for each block of keys, at most: each strip's partial sums take memory."""
     return min(-(-panel_rows // block.rows), max(1, MOST_PROGRAMS // -(-panel_keys // block.keys)))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import GradientTile
 
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
-
-DEEP = 768  # from here on one program with a large tile beats two with small ones, whose epilogues hide each other
+DEEP = 768  # from this depth on, one program with a large tile beats two small ones, whose epilogues hide each other
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
-# Where it makes one step of the embedding, and keys are read once; 9.8 for 10.0 ms of a step at B = 65 536, D = 128.
+# Where one block spans the embedding, keys are read once: a step at B = 65 536, D = 128 takes 9.8 ms, not 10.0 ms.
 KEEPING_BLOCKS = {"hopper": (Block(64, 128, 64, 4, 4), Block(64, 256, 128, 4, 3))}
 KEEPING_STRIP = 64  # row blocks that share one program's keys: 0.5 to 1 % faster than 32 at D = 64 and 96 on an H200
 STORING_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3), "blackwell": Block(128, 128, 64, 8, 2)}
@@ -25,7 +22,7 @@ STASH = Argument("stash", "*bf16", block=("FORWARD_ROWS", "FORWARD_KEYS // 2"))
 
 
 class ForwardTile(Tile):
-    """Rows x keys of z, `depth` of the embedding at a time; of a stash the gradient's tiles, which are kept for it."""
+    """Rows x keys of z, `depth` of the embedding at a time. A stash keeps them for the gradient, in its tiles."""
 
     name = "forward"
     tuned = described = walks = True
@@ -37,7 +34,7 @@ class ForwardTile(Tile):
         if choice.inner_dim >= DEEP:
             found = DEEP_BLOCKS.get(architecture, found)
         if choice.stash:
-            if choice.descriptors:  # tiles are stored in the background, through shared memory
+            if choice.descriptors:  # tiles go to memory asynchronously, through shared memory
                 found = STORING_BLOCKS.get(architecture, found)
             tile = GradientTile().tabulated(architecture, choice)
             return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
@@ -45,8 +42,8 @@ class ForwardTile(Tile):
         return next(keeping, found)
 
     def shared_bytes(self, block: Block, choice: Choice) -> int:
-        """Also keys that are read once, and the tiles of a stash that go to memory through it: half a tile in bf16, or
-        a whole one where warps lie side by side (16 rows each), of which one then holds nothing of a half."""
+        """Keys that are read once have one stage. A stash's tiles pass through shared memory: half a tile in bf16, or
+        three times that where warps of 16 rows lie side by side, of which one then holds nothing of a half."""
         rows, keys, depth = block.stages * block.rows, block.stages * block.keys, block.depth
         if keeps_keys(block, choice):
             keys, depth = block.keys, sum(embedding_parts(choice.inner_dim))
@@ -60,13 +57,13 @@ class ForwardTile(Tile):
 
 
 def keeps_keys(block: Block, choice: Choice) -> bool:
-    """Whether a program reads its keys once: where one step covers their depth, through descriptors, for tensor cores
-    that read shared memory; not of fp32 operands, whose forward is another."""
+    """Whether a program reads its keys once: one block spans their depth, descriptors load it, and tensor cores read it
+    from shared memory. fp32 operands have another forward."""
     return block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
 
 
 def key_lanes(block: Block, profile: DeviceProfile) -> int:
-    """Rows of key sums that a program keeps apart: those of different lanes, where a thread holds several rows."""
+    """Rows of key sums that a program keeps apart, one for each lane, where a thread holds several rows; else 1."""
     lanes = profile.architecture.row_lanes * block.warps
     return lanes if 0 < 2 * lanes <= block.rows else 1
 

@@ -1,21 +1,18 @@
-"""fused_queries, fused_keys and their wide twins: gradients without ever storing g."""
+"""fused_queries, fused_keys and their wide twins: gradients without storing g."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, features, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import RATIOS
 
-if TYPE_CHECKING:
-    from infcl_gen.hardware import DeviceProfile
-
 DIM_LIMIT = 256  # the whole padded embedding is one block dimension
-# By columns of the embedding, in parts, that a block holds; its depth is the whole padded embedding.
+# By the most columns of the embedding, summed over its parts. The depth stands for the whole padded embedding.
 BLOCKS = {
     "hopper": {
         64: Block(128, 64, 64, 4, 4),
@@ -32,7 +29,7 @@ BLOCKS = {
 
 
 def impossible(dim: int, dtype: str) -> str | None:
-    """Why features cannot be fused, as the end of a sentence; None if they can."""
+    """Why the fused strategy cannot take such features, as the end of a sentence; None if it can."""
     if dim > DIM_LIMIT:
         return f"holds the whole embedding in one block: --dim at most {DIM_LIMIT}, not {dim}"
     if DTYPE_BYTES[dtype] != 2:
@@ -48,7 +45,7 @@ class FusedTile(Tile):
     shrinks = ("stages", "keys", "rows")
 
     def default(self, profile: DeviceProfile, choice: Choice, rows: int, keys: int) -> Block:
-        """Taller blocks only where two of them come to every multiprocessor."""
+        """Blocks of more than 64 rows only where every SM gets two of them."""
         held = sum(embedding_parts(choice.dim))
         tallest = max(64, min(rows, keys) // (2 * profile.multiprocessors))
         table = BLOCKS[profile.architecture.family]
@@ -56,12 +53,12 @@ class FusedTile(Tile):
         return dataclasses.replace(next(fitting, table[DIM_LIMIT]), depth=padded_dim(choice.dim))
 
     def shared_bytes(self, block: Block, choice: Choice) -> int:
-        """The owned rows stay, the visiting ones are pipelined."""
+        """Owned rows stay; visiting rows are pipelined."""
         rows = block.rows + block.stages * block.keys
         return rows * sum(embedding_parts(choice.dim)) * choice.operand_bytes
 
     def accumulators(self, block: Block, choice: Choice) -> int:
-        """Also the owned rows of the gradient."""
+        """The tile of z, and the owned rows of the gradient."""
         return block.rows * (block.keys + sum(embedding_parts(choice.dim)))
 
     def wide_warps(self, block: Block, profile: DeviceProfile) -> int:
@@ -78,11 +75,9 @@ class FusedTile(Tile):
         return super().options(base, choice) | {"depth": (base.depth,)}
 
 
-def wide(profile: DeviceProfile, block: Block) -> tuple[int, int]:
-    """Keys at a time, and warps, of a program that is computed again: `block` with two references and pointers, which
-    hold more registers."""
-    keys, warps = profile.architecture.recomputed_fused or (min(32, block.keys), min(8, 2 * block.warps))
-    return keys, warps
+def wide(profile: DeviceProfile, block: Block) -> tuple[int, ...]:
+    """Keys at a time, and warps, of the wide twin, whose second reference and pointers take registers."""
+    return profile.architecture.recomputed_fused or (min(32, block.keys), min(8, 2 * block.warps))
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:

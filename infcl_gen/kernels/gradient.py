@@ -1,4 +1,4 @@
-"""gradient, gradient_wide, ratios, gradient_positives: g of one panel."""
+"""gradient, gradient_wide, ratios, gradient_positives: the gradient g of one panel's logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GradientTile(Tile):
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    shared = choice.has_keys and not choice.exact  # one exponential of an element for both softmaxes
+    shared = choice.has_keys and not choice.exact  # both softmaxes take one exponential of each element
     g = "g" + " g_low" * choice.split
     sizes = "queries keys strip g_stride"
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)

@@ -15,10 +15,10 @@ Q, K, G = (
 
 
 def stages(choice: Choice) -> int:
-    """Tiles of queries on their way; 0 where the ordinary kernels stay.
+    """Pipeline stages of query tiles; 0 where the ordinary kernels stay.
 
-    At D = 256 and 200 its forward takes 0.88 and 0.60 of the ordinary one's time on an H200, its gradient 0.93 and
-    0.70. At 128 columns the ordinary forward keeps its keys, too; beyond 256 keys and queries do not fit into shared
+    On an H200 the forward takes 0.88 (D = 256) and 0.60 (D = 200) of the ordinary kernel's time, the gradient 0.93 and
+    0.70. Up to D = 128 the ordinary forward keeps its keys, too. Beyond 256 keys and queries do not fit into shared
     memory together.
     """
     narrow = 128 < choice.dim <= 256 and choice.operand_bytes == 2 and not choice.split and choice.has_keys
@@ -28,7 +28,7 @@ def stages(choice: Choice) -> int:
 
 
 def values(choice: Choice) -> dict[str, int]:
-    """Parts of 64 columns, how much is multiplied of the last, and stages."""
+    """Parts of 64 columns, the columns of the last part that are multiplied, and stages."""
     parts = -(-choice.dim // 64)
     last = -(-(choice.dim - 64 * (parts - 1)) // 16) * 16
     return {"hopper_parts": parts, "hopper_last": last, "hopper_stages": choice.hopper_stages}
@@ -55,5 +55,5 @@ FAMILY = Family(
     arch=ARCH,
     gluon="language.nvidia.hopper:tma.async_copy_global_to_shared",  # so named in Triton 3.6 and 3.7
     values=values,
-    longest_strip=256,  # of 128 rows: a panel's
+    longest_strip=256,  # blocks of 128 rows: a whole panel
 )

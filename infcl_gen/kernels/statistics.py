@@ -6,11 +6,11 @@ from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, pla
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
-LOSS_ROWS = 1024  # of one program: fp64 logarithms of 32 768 rows took one program 0.12 ms, 1 % of the step
+LOSS_ROWS = 1024  # of one program: the fp64 logarithms of 32 768 rows take one program 0.12 ms, 1 % of a step
 
 
 class PositiveTile(Tile):
-    """The diagonal of a tile of `rows` = `keys`."""
+    """The diagonal of a square tile."""
 
     name = "positive"
     square = True

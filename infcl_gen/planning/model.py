@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import sympy
 
+from infcl_gen.inputs.problem import DTYPE_BYTES
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts
 from infcl_gen.kernels.family import most_strips
 from infcl_gen.planning.memory import (
@@ -213,7 +214,7 @@ class CostModel:
             padded = sum(embedding_parts(choice.dim))
         return (
             *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
-            *(choice.feature_bytes, choice.statistics_bytes),
+            *(DTYPE_BYTES[choice.dtype], DTYPE_BYTES[choice.statistics_dtype]),
             *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
             *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
         )

@@ -144,7 +144,7 @@ class Kernels:
     def _divisible(self, argument: Argument, inputs: Inputs) -> bool:
         """Whether Triton may take this argument for a multiple of 16."""
         of_dim = inputs.aligned or self.spec["problem"]["dim"] % 16 == 0
-        return {"always": True, "never": False, "sizes": inputs.aligned, "dim": of_dim}[argument.multiple]
+        return {"always": True, "": False, "sizes": inputs.aligned, "dim": of_dim}[argument.multiple]
 
 
 def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from infcl_gen.emission import build, write_package
 from infcl_gen.emission.render import _environment
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.kernels.arguments import arguments
 from infcl_gen.planning.records import revisions
 from tests.kernels import checks, variant
 from tests.kernels.worker import Interpreter
@@ -61,3 +62,8 @@ def test_records_know_the_revision_of_a_variant() -> None:
     settings = {"strategy": "panel", "products": "triton", "product.rows": "64"}
     plan = infcl_gen.plan(make_problem(batch_size=512, dim=48, device_profile="b200", set=settings))
     assert revisions(plan) == {"forward": 1, "gradient": 1, "product": 1, "narrow": 1}
+
+
+def test_an_argument_of_a_new_name_needs_a_type() -> None:
+    with pytest.raises(ValueError, match=r"^temperature: no type; add it to _NAMES in kernels/arguments.py, or pass"):
+        arguments("rows temperature")
