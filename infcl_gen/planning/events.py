@@ -1,7 +1,6 @@
-"""Events: tasks that start when what they wait for is over, and that are slower where they share something.
+"""Discrete events: tasks that start when their predecessors are over.
 
-A task holds seconds of work, or bytes for a pipe. Kernels of a rank are slower while a message of that rank is on its
-way. What a task needs is said when it is made; `Events.run` then only moves a clock.
+Work is seconds, or bytes in a pipe that transfers share. Kernels are slower beside a message of their rank.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from collections.abc import Sequence
 
 
 class Task:
-    """`kind`: "host", "compute", "message" (a batch of transfers begins), "transfer", "done" (the batch is there),
-    "lead" (work before the step), "heard" (a header is at the other hosts) or "end". `resource`: what is in use, or
-    waited for. After the run: `start`, `end` and `cause`, the last of what it waited for; `slowed_by`: of kernels, the
+    """`kind`: "host", "compute", "message" (a batch of transfers begins), "transfer", "done" (the batch has arrived),
+    "lead" (work before the step), "heard" (a call is known to the other hosts) or "end". `resource` is in use or waited
+    for. `Events.run` sets `start`, `end`, `cause` (the predecessor that ended last) and, for kernels, `slowed_by`, the
     resource of the rank's last message."""
 
     __slots__ = ("cause", "end", "followers", "kind", "left", "name", "pipe", "rank", "rate", "resource", "since",
@@ -31,8 +30,8 @@ class Task:
 
 
 class Pipe:
-    """What transfers share: each has at most `each` bytes/s, all together at most `total`. One of them counts as
-    `weight`: of a rank that stands for others."""
+    """A link that transfers share: each has at most `each` bytes/s, all together at most `total`. A transfer counts
+    `weight` times, for the ranks that its rank stands for."""
 
     def __init__(self, each: float, total: float, weight: int) -> None:
         self._each, self._total, self._weight = each, total, weight
@@ -44,7 +43,7 @@ class Pipe:
 
 
 class Events:
-    """All tasks, in the order in which they were made. `slowdown`: kernels take so much longer beside a message."""
+    """Tasks and their clock. Kernels take (1 + slowdown) times as long beside a message of their rank."""
 
     def __init__(self, ranks: int, slowdown: float) -> None:
         self.tasks: list[Task] = []
@@ -59,7 +58,7 @@ class Events:
         self, rank: int, kind: str, resource: str, name: str, work: float, waits: Sequence[Task],
         pipe: Pipe | None = None,
     ) -> Task:  # fmt: skip
-        """A task that starts when all of `waits` are over."""
+        """Add a task that starts when all of `waits` are over."""
         task = Task(rank, kind, resource, name, work, pipe)
         for other in waits:
             other.followers.append(task)
@@ -68,7 +67,7 @@ class Events:
         return task
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Run all tasks."""
         for task in self.tasks:
             if not task.waits:
                 self._start(task)
@@ -118,7 +117,7 @@ class Events:
             self._change(task, pipe.rate)
 
     def _change(self, task: Task | None, rate: float) -> None:
-        """Another rate for something that runs, or starts."""
+        """Set the rate of a task that runs or starts."""
         if task is not None and (rate != task.rate or not task.version):
             task.left -= (self._now - task.since) * task.rate
             task.since, task.rate = self._now, rate

@@ -1,49 +1,45 @@
 """The timeline of a step: a plan's schedule executed as events, for all ranks or for one that stands for all of them.
 
-What each rank has: a host, which enqueues one thing after the other; a stream of kernels; a stream of messages; a port
-to the devices of its node; and with them its node's links to the network, which all transfers that leave it share.
+Each rank has a host, which enqueues in order, a stream of kernels, a stream of messages, and a port to the devices of
+its node. The ranks of a node share its links to the network.
 
     host      start, tell, agree  first 0  post 0  rest 0  first 1  post 1  rest 1  first 2  post 2 ...
     kernels                         | first . rest 0 ..............  | first ......... rest 1 .......  | first ...
     messages                                     | keys for 1       | sums of 0, keys for 2     | sums of 1
                                                                                  ^ it waits for the sums of 0
 
-The steps are those of the table of communication (`runtime.table`). In forward hosts tell each other of their calls at
-the start, in backward before the first message.
+The steps are those of `runtime.table`. Hosts exchange their calls at the start of forward, and before the first message
+of backward. A message starts when it is posted, the message before it is done and, for sums, the work has added to
+them. A transfer starts when both of its ends have. A message occupies SMs: kernels of its rank are slower meanwhile.
 
-A message starts when the host has posted it, the one before it is done and, for sums, the work that added to them; a
-transfer starts when both of its ends have; a message is done when what it sends and what it receives has passed. While
-a rank's message is on its way the rank's kernels are slower: it takes multiprocessors. Every rank does the same at each
-step (the table is symbolic in the rank), so that one of them, whose neighbour is itself and which counts as often as a
-node has devices, has the times of all.
+The table is the same for every rank. So one rank, which sends to itself and counts as often as a node has devices, has
+the times of all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from infcl_gen.planning.events import Events, Pipe, Task
 from infcl_gen.planning.model import BATCH_S, SLOWDOWN, host_times
-from infcl_gen.runtime.table import Move, Transfer
+from infcl_gen.runtime.table import Transfer
 
 if TYPE_CHECKING:
     from infcl_gen.planning.model import CostModel
     from infcl_gen.planning.planner import Plan
 
-# What messages cost the host, traced on two H200s. What they cost the device is in the cost model, as are the host's
-# start and launches. `beside_measured` of the planning tests puts measured rows beside their simulated times.
-HOST_MESSAGE_S = 100e-6  # one batch of sends and receives, on the host
+# Time of a host for communication, traced on two H200s.
+HOST_MESSAGE_S = 100e-6  # a batch of sends and receives
 HOST_PEER_S = 20e-6  # each further peer in a batch
-# Control exchange, of each other rank: to post, to read and compare; and until it is heard, where hosts begin together.
+# Exchange of calls with each other rank: to post, to read and compare, and until the other host has it.
 TELL_PEER_S, READ_PEER_S, HEARD_S = 80e-6, 50e-6, 200e-6
-# Of what a step costs the host after its start: between forward's launches and backward's.
-BEFORE_BACKWARD = 0.6
-# Of a hop's launches: before those that add to sums that travel. Forward 3 of 4 or 5; backward it makes no difference.
-FIRST_LAUNCHES = 0.6
-LEAD_S = 20e-3  # how far a host is ahead behind other work: a training step's towers take longer
+BEFORE_BACKWARD = 0.6  # of the host's time after its start: between the launches of forward and those of backward
+FIRST_LAUNCHES = 0.6  # of a hop's launches: before those that add to travelling sums (in forward 3 of 4 or 5)
+LEAD_S = 20e-3  # lead of the host behind other work; the towers of a training step take longer
 
 LEVELS = {"device": "device link", "node": "network"}
 RESOURCES = ("compute", *LEVELS.values(), "host")
@@ -51,7 +47,7 @@ RESOURCES = ("compute", *LEVELS.values(), "host")
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A resource of a rank in use. `name` says with what, and at which hop."""
+    """A resource of a rank in use; `name` says by what."""
 
     rank: int
     resource: str
@@ -62,8 +58,8 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A simulated step. `alone_s`: the same work when nothing is sent (copied instead). `busy_s`: each resource of the
-    slowest rank in use; `critical_s`: what the longest chain of events is made of, `bound` the largest part of it."""
+    """A simulated step. `alone_s`: the step with copies instead of messages. `busy_s`: use of each resource of the
+    slowest rank. `critical_s`: the longest chain of events by resource; `bound`: the largest part of it."""
 
     step_s: float
     forward_s: float
@@ -79,20 +75,18 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
-        """Of the same work without communication."""
+        """Speed relative to the same work without communication."""
         return self.alone_s / self.step_s
 
 
 class Work(NamedTuple):
-    """One phase of one rank. `first_s`, `rest_s`: of a hop's kernels, up to where they add to what travels, and from
-    there on. `last_s`, `home_s`: of what follows the last hop, before and after the sums are home. `launches`: of
-    kernels, at a hop."""
+    """The work of one phase on one rank."""
 
-    first_s: float
-    rest_s: float
-    last_s: float
-    home_s: float
-    launches: float
+    first_s: float  # kernels of a hop before they add to travelling sums
+    rest_s: float  # the other kernels of a hop
+    last_s: float  # after the last hop, before the sums are home
+    home_s: float  # after the sums are home
+    launches: float  # of a hop
 
 
 def execute(
@@ -101,10 +95,10 @@ def execute(
 ) -> Timeline:  # fmt: skip
     """Simulate one forward and backward of `plan`, which was chosen by `model`.
 
-    communicate  False: nothing is sent; it is copied to where it would arrive
-    overlap      False: each message is waited for where it starts
-    everybody    every rank by itself, instead of one that stands for all
-    lead_s       how far the host is ahead when the device begins: behind other work, as in training. 0: an idle device
+    communicate  False: what would be sent is copied on the device
+    overlap      False: kernels wait for each message where it starts
+    everybody    every rank is simulated, instead of one that stands for all
+    lead_s       seconds by which the host leads, behind other work as in training; 0 is an idle device
     """
     done = _Step(plan, model, communicate, overlap, everybody, lead_s).run()
     if not communicate or plan.world_size == 1:
@@ -113,19 +107,19 @@ def execute(
 
 
 def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
-    """What a rank does in "forward" and in "backward", from the phases of the cost model."""
+    """The work of "forward" and of "backward", from the phases of the cost model."""
     times = {phase.name: phase.time_s for phase in plan.phases}
     found = {}
     for phase in ("forward", "backward"):
         hop_s, first_s = model.hop_s(phase, plan.phases, plan)
         launches = model.launches(phase, plan) / plan.world_size
         last_s, added_s = (times["finish"], times.get("additions", 0.0)) if phase == "backward" else (0.0, 0.0)
-        # What follows the last hop is of queries, then of keys: as long.
+        # After the last hop queries are finished, then keys, each in half the time.
         found[phase] = Work(first_s, max(0.0, hop_s - first_s), last_s / 2, last_s / 2 + added_s, launches)
     return found
 
 
-Streams = list[list[Task]]  # by rank, the tasks that the next of a stream waits for; none of these lists is changed
+Streams = list[list[Task]]  # by rank, the tasks that the next task of a stream waits for; inner lists never change
 
 
 def _joined(some: Streams, more: Streams) -> Streams:
@@ -178,8 +172,7 @@ class _Step:
         hop, home = 0, self._nothing
         if phase == "forward":
             self._agree(phase)
-        # By step and role: what tells each rank that the messages are there.
-        arrived: dict[tuple[int, str], Streams] = {}
+        arrived: dict[tuple[int, str], Streams] = {}  # by step and role, the ends of the messages
         for number, step in enumerate(self._table.steps(phase)):
             before = list(self._kernels)
             if step.owner is not None:
@@ -201,15 +194,15 @@ class _Step:
         self._enqueue(self._kernels, "compute", f"{phase}, home", work.home_s, home)
 
     def _part(self, phase: str, hop: int, share: float, work_s: float, arrived: Streams) -> None:
-        """Kernels of a hop that wait for what has arrived, and their share of its launches."""
+        """Kernels of a hop that wait for `arrived`, and their share of its launches."""
         seconds, name = self._launch_s * self._works[phase].launches * share, f"{phase}, hop {hop}"
         waits = _joined(self._host, arrived)
         launched = self._enqueue(self._host, "host", name, seconds)
         self._enqueue(self._kernels, "compute", name, work_s, waits)
-        self._kernels = _joined(self._kernels, launched)  # the last kernel is not over before its launch
+        self._kernels = _joined(self._kernels, launched)  # the last kernel does not end before its launch
 
     def _agree(self, phase: str) -> None:
-        """The control exchange: every rank's host tells all others, and reads what each has said."""
+        """Every host tells all others of its call, and reads theirs."""
         others = (self._table.world_size - 1) * self._communicate
         if others:
             tell = f"{phase}, tell"
@@ -217,39 +210,28 @@ class _Step:
             heard = [self._events.task(task.rank, "heard", "host", tell, HEARD_S, [task]) for (task,) in told]
             self._enqueue(self._host, "host", f"{phase}, agree", READ_PEER_S * others, [heard for _ in self._ranks])
 
-    def _legs(self, batch: Sequence[Transfer]) -> dict[tuple[int, str], list[Move]]:
-        """A batch as one transfer to each rank: by its bytes and the level that it crosses, where it leads."""
-        sizes: Counter[Move] = Counter()
-        for sent in batch:
-            sizes[sent.to] += self._model.transfer_bytes(sent)
-        alike: dict[tuple[int, str], list[Move]] = {}
-        for move, size in sizes.items():
-            alike.setdefault((size, self._table.level(move)), []).append(move)
-        return alike
-
     def _message(self, name: str, batch: Sequence[Transfer], kernels: Streams) -> Streams:
-        """One batch of transfers on every rank, when `kernels` are done; what tells that it is there."""
+        """One batch of transfers on every rank, behind `kernels`; returns its ends."""
         if not self._communicate:
             seconds = self._copy * sum(map(self._model.transfer_bytes, batch))
             self._enqueue(self._kernels, "compute", name, seconds, self._host)
             return self._nothing
-        legs = self._legs(batch)
-        start_s = BATCH_S + max(self._latency[level] for _, level in legs)
-        resource = LEVELS["node" if any(level == "node" for _, level in legs) else "device"]
-        host_s = HOST_MESSAGE_S + HOST_PEER_S * (sum(map(len, legs.values())) - 1)
+        levels = {self._table.level(sent.to) for sent in batch}
+        start_s = BATCH_S + max(self._latency[level] for level in levels)
+        resource = LEVELS["node" if "node" in levels else "device"]
+        host_s = HOST_MESSAGE_S + HOST_PEER_S * (len({sent.to for sent in batch}) - 1)
         posted = self._enqueue(self._host, "host", name, host_s)
         begins = self._enqueue(self._messages, "message", name, start_s, _joined(posted, kernels), resource)
+        flows: Counter[tuple[int, int, str]] = Counter()  # bytes by sender, receiver and level
+        for sent, rank in itertools.product(batch, self._ranks):
+            other = self._table.rank(rank, sent.to) if self._everybody else rank
+            flows[rank, other, self._table.level(sent.to)] += self._model.transfer_bytes(sent)
         arriving = [list[Task]() for _ in self._ranks]
-        for (size, level), moves in legs.items():
-            for rank in self._ranks:
-                # One rank that stands for all sends everything to itself.
-                others = [self._table.rank(rank, move) for move in moves] if self._everybody else [rank]
-                work = float(size if self._everybody else size * len(moves))
-                for other in others:
-                    both, pipe = begins[rank] + begins[other], self._pipes[rank][level]
-                    flow = self._events.task(rank, "transfer", LEVELS[level], name, work, both, pipe)
-                    for end in {rank, other}:
-                        arriving[end].append(flow)
+        for (rank, other, level), size in flows.items():
+            both, pipe = begins[rank] + begins[other], self._pipes[rank][level]
+            flow = self._events.task(rank, "transfer", LEVELS[level], name, size, both, pipe)
+            for end in {rank, other}:
+                arriving[end].append(flow)
         found = self._enqueue(self._messages, "done", name, 0.0, arriving, resource)
         if not self._overlap:
             self._kernels = _joined(self._kernels, found)
@@ -258,7 +240,7 @@ class _Step:
     def _enqueue(
         self, stream: Streams, kind: str, name: str, seconds: float, waits: Streams | None = None, resource: str = ""
     ) -> Streams:
-        """A task on every rank, behind what its stream holds and what it waits for; the stream then holds this."""
+        """Append a task to the stream of every rank; it starts behind the stream's tasks and behind `waits`."""
         stream[:] = [
             [self._events.task(rank, kind, resource or kind, name, seconds, before)]
             for rank, before in enumerate(_joined(stream, waits or self._nothing))
