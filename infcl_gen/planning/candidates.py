@@ -1,5 +1,7 @@
-"""What a plan may be made of: the strategies that a problem allows, with their blocks and transports, and the sizes
-that each may have. What does not apply, or cannot be, is refused here."""
+"""The candidates for a plan: strategies with their blocks and transports, and the sizes of their panels.
+
+Settings that are impossible, or that apply to no strategy, are refused here.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +25,27 @@ if TYPE_CHECKING:
     from infcl_gen.inputs.problem import Problem
     from infcl_gen.losses import Derivation
 
-PANEL_UNIT = 128  # panels are multiples of it: rows per program of the kernels that only touch vectors
+PANEL_UNIT = 128  # rows per program of kernels that only touch vectors; panels are multiples of it
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
-# Of the forward, which keeps no panel: a quarter of its launches. At B = 65 536, D = 128 on an H200 from an idle device
-# 10.5 ms for 11.9 of panels of 16 384, behind other work 10.0 for 10.1.
+# Forward keeps no panel. At B = 65 536, D = 128 an H200 takes 10.5 ms, 11.9 ms by panels of 16 384.
 FORWARD_CAP = 32768
 PANEL_LIMIT = 1 << 22  # kernels address a tile of a panel with 32 bits: 256 rows of this length stay below 2^31
-SPLIT_CAP = 4096  # tensor cores cut sums: gradients good to 6e-6, in 145 ms at B = 65 536, D = 768; 2e-5, 129 at 16 384
-FUSED_CAP = 65536  # fused has no scratch; many rows fill the multiprocessors evenly
-# Of products: recorded graphs save 0.3 ms of such a step, and up to 1.1 ms of a short one; of 7.7 to 16 ms (B = 32 768,
-# D = 512 to 1 152) only 0.1, and nothing behind other work. A stash has taken far more memory than they keep, and its
-# steps begin later: of 12 ms they saved 0.6.
+SPLIT_CAP = 4096  # tensor cores truncate sums: errors of 6e-6 in 145 ms (B = 65 536, D = 768); 2e-5 in 129 at 16 384
+FUSED_CAP = 65536  # fused has no scratch; many rows fill the SMs evenly
+# Predicted product times below which CUDA graphs are tried. They save 0.3 to 1.1 ms of a step up to 5 ms, and 0.1 ms of
+# 7.7 to 16 ms; with a stash, which takes far more memory than graphs keep, 0.6 ms of 12 ms.
 REPLAY_LIMIT_S, STASH_REPLAY_LIMIT_S = 5e-3, 50e-3
 TORCH_CAP = 2048  # on a CPU a panel should stay near the caches
-# What a gather must be predicted to save, since its memory grows with the number of ranks. On 2 H200s with 64k rows
-# each it took 0.9 % less than a ring from an idle device, and as much behind other work; with 16k rows 5 to 6 % more.
+# Time that a gather must save, as its memory grows with the ranks. On 2 H200s with 64k rows each it saves 0.9 % from an
+# idle device, and nothing behind other work; with 16k rows it costs 5 to 6 %.
 GATHER_GAIN = 0.01
-SATURATED = 512  # rows of a rank, or keys, for each multiprocessor: more do not change a block (a test proves it)
-GATHER_LIMIT = 16  # ranks that may all send to all at once: one node's, whose switch they share
+SATURATED = 512  # rows or keys of a rank per SM; more do not change a block, as a test proves
+GATHER_LIMIT = 16  # ranks that may send to all at once, over the switch of their node
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A choice with sizes, and the predicted peak. `order`: of the choice, by preference."""
+    """A choice with sizes and their predicted peak. `order`: the choice's rank by preference."""
 
     order: int
     model: CostModel
@@ -54,15 +54,12 @@ class Candidate:
 
     @functools.cached_property
     def time_s(self) -> float:
-        """Predicted, from an idle device; computed where it is asked for, as memory excludes most candidates."""
+        """Predicted time from an idle device. Computed late, as memory excludes most candidates."""
         return math.fsum(phase.time_s for phase in self.model.phases(self.sizes))
 
 
 class Choices:
-    """The choices that problem, device and settings allow, for any number of queries and keys.
-
-    The search for the largest batch asks for many of them; equal choices are made once.
-    """
+    """The choices that problem, device and settings allow; equal choices are made once, for any number of rows."""
 
     def __init__(self, problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
         self._problem, self._derivation, self._cluster = problem, derivation, cluster
@@ -71,9 +68,9 @@ class Choices:
         self._variants = functools.cache(self._make_variants)
 
     def models(self, queries: int, keys: int) -> list[CostModel]:
-        """The cost models for so many queries and keys of all ranks, in order of preference at equal predicted time.
+        """The cost models for this many queries and keys of all ranks, in order of preference at equal time.
 
-        Raises InputError for a setting that is impossible here, or that applies to none of them.
+        Raises InputError for a setting that is impossible, or that applies to no choice.
         """
         usable = self._usable(keys)
         rank_rows, rank_keys = (-(-total // self._cluster.devices) for total in (queries, keys))
@@ -91,15 +88,13 @@ class Choices:
                 "--set replay: on needs kernels, an NVIDIA GPU and --devices 1, not"
                 f" {' or '.join(usable)} on {self._cluster.devices} x {self._profile.name}; valid: off"
             )
-        return [CostModel(choice, self._cluster, rank_rows, rank_keys, self._table(choice)) for choice in found]
-
-    def _table(self, choice: Choice) -> Table:
-        """What the cluster's devices send to each other."""
-        nodes, each = self._cluster.nodes, self._cluster.devices_per_node
-        return Table(choice.transport, nodes, each, choice.keeps, self._travelling)
+        shape, sent = (self._cluster.nodes, self._cluster.devices_per_node), self._travelling
+        return [
+            CostModel(choice, self._cluster, rank_rows, rank_keys, Table(choice.transport, *shape, choice.keeps, sent))
+            for choice in found
+        ]
 
     def _usable(self, keys: int) -> list[str]:
-        """The strategies that are possible here and to which all settings apply."""
         wanted, given = self._settings.strategy, self._settings.keys
         names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash")
         reasons = {name: self._impossible(name, keys) for name in ((wanted,) if wanted else names)}
@@ -143,7 +138,7 @@ class Choices:
         return None
 
     def _make_variants(self, name: str, rows: int, keys: int) -> list[Choice]:
-        """A strategy by each transport; and with recorded CUDA graphs, if kernels run on one NVIDIA GPU."""
+        """A strategy by each transport, and with CUDA graphs if its kernels run on one NVIDIA GPU."""
         transports, choice = self._transports, self._choice(name, rows, keys)
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
         if name != "torch" and self._profile.target == "cuda" and self._cluster.devices == 1:
@@ -151,8 +146,7 @@ class Choices:
         return found
 
     def _may_replay(self, choice: Choice, queries: int, keys: int) -> bool:
-        """Whether a choice has recordings, or none, as set; where nothing is set, only if the host's start is so much
-        of a step that recordings, which keep their memory, are worth a thought."""
+        """Whether a choice uses CUDA graphs as set or, without a setting, only in short steps: graphs keep memory."""
         if self._settings.replay is not None:
             return choice.replay == self._settings.replay
         flops = 8 * queries * keys * choice.dim
@@ -161,8 +155,7 @@ class Choices:
 
     @functools.cached_property
     def _transports(self) -> tuple[tuple[str, bool], ...]:
-        """How keys may travel, by a ring or all at once among few devices of one node; and whether a ring keeps those
-        that visit last."""
+        """The possible pairs of `Choice.transport` and `Choice.keeps`."""
         wanted, keeps, devices = self._settings.transport, self._settings.keeps, self._cluster.devices
         if keeps is not None and (devices == 1 or wanted == "gather"):
             raise InputError("--set keeps: is for a ring of several devices; give --devices, and no other transport")
@@ -233,7 +226,7 @@ class Choices:
 
 @functools.cache
 def _settings_of(name: str) -> frozenset[str]:
-    """The keys of `--set` that mean something to a strategy."""
+    """The keys of `--set` that apply to a strategy."""
     keys = {"strategy", "panel_rows", "records", "transport", "keeps"}.union(*(each.settings for each in tiles(name)))
     if name != "fused":
         keys |= {"panel_keys"}
@@ -243,36 +236,35 @@ def _settings_of(name: str) -> frozenset[str]:
 
 
 def smallest_peak(model: CostModel, settings: Overrides) -> int:
-    """The least memory that any sizes need: the peak grows with each of them."""
+    """The least memory of any sizes: the peak grows with each size."""
     return min(peak for _, peak in sizes_of(model, settings, smallest=True))
 
 
 def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> Iterator[tuple[Sizes, int]]:
-    """All sizes that are considered, or only those of the smallest panel, with their peaks."""
+    """The sizes to consider with their peaks, or only those of the smallest panel."""
     strategy = model.choice.strategy
     row_unit, key_unit = _units(model.choice)
     cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
     cap = SPLIT_CAP if model.choice.split else cap
     all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap, smallest)
-    all_keys = [_padded(model.keys, key_unit)]  # fused: a program walks all keys
+    all_keys = [_padded(model.keys, key_unit)]  # a fused program walks all keys
     if strategy != "fused":
         all_keys = _sides(settings, "panel_keys", model.keys, key_unit, cap, smallest)
     if strategy == "stash":
-        # A third dimension: coarser steps in the other two, the smallest kept.
+        # The stash is a third dimension: take every other panel, and the smallest.
         all_rows, all_keys = (sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys))
     least = all_rows[-1], all_keys[-1]
     for rows, keys in itertools.product(all_rows, all_keys):
-        # Near-square panels do the most work per byte; a longer side only where the other has no more to give.
+        # Near-square panels do the most work per byte; one side is longer only where the other cannot grow.
         lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
         if not lean or (rows, keys) == least or strategy == "fused":
             yield from _stashes(model, settings, rows, keys, smallest)
 
 
 def _units(choice: Choice) -> tuple[int, int]:
-    """What panel rows and panel keys are multiples of: whole blocks of every kernel that walks a panel."""
+    """Units of panel rows and panel keys: whole blocks of every kernel that walks a backward panel."""
     if choice.strategy == "torch":
         return 64, 64
-    # The forward's do not count: it has panels of its own, or, with a stash, the gradient's tiles.
     b = choice.blocks
     if choice.strategy == "fused":
         return max(PANEL_UNIT, b["fused"].rows), b["fused"].keys
@@ -281,30 +273,26 @@ def _units(choice: Choice) -> tuple[int, int]:
 
 
 def _stashes(model: CostModel, settings: Overrides, rows: int, keys: int, least: bool) -> Iterator[tuple[Sizes, int]]:
-    """A backward panel with each stash that is considered, or only the least, and their peaks."""
+    """A backward panel with each stash to consider, or only the least, and their peaks."""
     if model.choice.strategy != "stash":
         yield _with_forward(model, rows, keys, 0)
         return
-    slices = -(-model.rows // rows)
-    stash = settings.stash_rows
-    if stash is not None:
-        asked = settings.panel_rows or rows  # a panel as set may be longer than the problem, and is cut to it
-        if stash % asked == 0:
-            yield _with_forward(model, rows, keys, min(stash, slices * rows))
-        elif least:
-            raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {asked}")
-    else:
-        counts = {1} if least else {1, slices, *(slices * step // 6 or 1 for step in range(1, 6))}
+    slices, stash = -(-model.rows // rows), settings.stash_rows
+    if stash is None:
+        counts = {1} if least else {slices * step // 6 or 1 for step in range(7)}
         for count in sorted(counts):
             yield _with_forward(model, rows, keys, count * rows)
+        return
+    asked = settings.panel_rows or rows  # `rows` are cut to the problem
+    if stash % asked == 0:
+        yield _with_forward(model, rows, keys, min(stash, slices * rows))
+    elif least:
+        raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {asked}")
 
 
 def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tuple[Sizes, int]:
-    """The largest forward panel whose buffers take no more than the backward phase, which is there anyway; the peak.
-
-    A stash is filled by whole panels of the backward sweep; the torch strategy uses one panel for both.
-    """
-    if model.choice.strategy in ("torch", "stash"):
+    """Sizes with the largest forward panel that needs no more memory than backward, and their peak."""
+    if model.choice.strategy in ("torch", "stash"):  # forward takes the backward panel
         sizes = Sizes(rows, keys, rows, keys, stash_rows)
         return sizes, model.memory(sizes).peak_bytes
     block = model.choice.blocks["forward"]
@@ -333,10 +321,10 @@ def _split(count: int, unit: int, cap: int) -> int:
 
 
 def _sides(settings: Overrides, key: str, count: int, unit: int, cap: int, smallest: bool) -> list[int]:
-    """Panel sizes to consider, largest first, down to the unit: equal panels, in ever larger steps of their number.
+    """Panel sizes to consider, from the largest to the unit: equal panels, whose number grows by a third.
 
-    Large panels are rounded to an eighth of the next lower power of two: whole waves of blocks suit matrix products.
-    What `--set` asks for is the only one, never more than the padded problem. Raises InputError if it is impossible.
+    Sizes are multiples of an eighth of a power of two: whole waves of blocks suit matrix products. A size that is set
+    is the only one, cut to the padded problem. Raises InputError if it is impossible.
     """
     value: int | None = getattr(settings, key)
     if value is not None:

@@ -35,8 +35,7 @@ from infcl_gen.runtime.table import HERE, Step, Table, Transfer
 if TYPE_CHECKING:
     from infcl_gen.hardware import Cluster, DeviceProfile
 
-# A step begins (1 + COOL) times as fast, until its power lowers the clock (time constant COOL_S). Fitted on an H200.
-COOL, COOL_S = 0.1, 6e-3
+COOL, COOL_S = 0.1, 6e-3  # a step begins 10 % faster, until its power lowers the clock (time constant 6 ms, H200)
 VENDOR_FRACTION = 0.77  # of a vendor's peak, which no product reaches: 765 of 989 TFLOP/s on the H200
 # Products of fp32 operands on NVIDIA that are not split: whose peak, and the fractions that Triton and the library
 # reach. ieee uses no tensor cores (1 TFLOP/s measured in a Triton kernel).
@@ -45,11 +44,11 @@ FP32_MODES: dict[str, tuple[str, float, float]] = {"tf32": ("tf32", 1.0, 1.0), "
 # two CUDA graphs. Fitted to h200-grid.json: all rows but one within 14 %; hosts differ from 0.7 to 1.2 ms.
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.35e-3, 1.6e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.3e-3, 1.05e-3
-# A forward with a stash starts later: a further descriptor, and the stash is divided. At B = 32 768 CUDA graphs save
-# 0.46, 0.68 and 0.70 ms of a step (D = 768, 1 024, 1 152); with this constant the model predicts 0.4 ms.
+# A forward with a stash prepares more. The model then predicts that CUDA graphs save 0.4 ms; at B = 32 768 they save
+# 0.46, 0.68 and 0.70 ms (D = 768, 1 024, 1 152).
 STASH_START_S = 0.3e-3
-# Several ranks from an idle device: at 16 384 rows a rank 2 H200s take 0.1 to 0.4 ms more by a gather and 0.4 to 0.7 ms
-# by a ring, 4 H200s 1.1 to 1.3 ms (h200-ring.json). Whole steps are then predicted within 10 %.
+# Several ranks from an idle device: at 16 384 rows a rank 2 H200s take 0.1 to 0.7 ms more, 4 H200s 1.1 to 1.3 ms
+# (h200-ring.json). Whole steps are then within 10 %.
 RANKS_HOST_S = 0.6e-3
 ACROSS = {"device": (0, 1), "node": (1, 0)}  # a move over each level
 HOST = "host"  # the phase in which the device waits for the host
@@ -191,7 +190,6 @@ class CostModel:
         return self.keys * item.columns * int(ELEMENT_BYTES[dtype_of(self.choice, item.dtype)])
 
     def transfer_bytes(self, sent: Transfer) -> int:
-        """Bytes of one message."""
         return self.sent_bytes(sent.name) * (self.table.world_size if sent.of is None else 1)
 
     @functools.cached_property
@@ -204,7 +202,7 @@ class CostModel:
 
     @functools.cached_property
     def _given(self) -> tuple[int, ...]:
-        """The values of the symbols up to "w", which do not depend on sizes."""
+        """The values of the symbols before "F", which do not depend on sizes."""
         choice = self.choice
         forward, gradient, fused, finish = (
             choice.blocks.get(name, NO_BLOCK) for name in ("forward", "gradient", "fused", "finish")
@@ -260,7 +258,6 @@ class CostModel:
         return found
 
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
-        """The values of all symbols, in the order of LEGEND."""
         panels = sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys
         blocks = self.choice.blocks
         return (
@@ -274,11 +271,9 @@ class CostModel:
         return zip(self._kind.buffers, self._kind.shapes(*self._values(sizes)), strict=True)
 
     def _work(self, sizes: Sizes) -> list[list[float]]:
-        """The values of each term's `quantities`."""
         return self._kind.work(*self._values(sizes))
 
     def _phase(self, term: TimeTerm, quantities: Sequence[float]) -> PhaseTime:
-        """The time of one term by itself."""
         flops, moved, exponentials, efficiency, launches = quantities
         limits = {
             "product": flops / (self._rates[term.rate] * efficiency),
@@ -333,7 +328,6 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
 
 @functools.cache
 def _expressions(choice: Choice) -> _Expressions:
-    """The terms of a `Choice.kind`, and their functions."""
     buffers, terms = buffer_terms(choice), time_terms(choice)
     shapes = [(term.bytes, list(term.shape)) for term in buffers]
     functions = (

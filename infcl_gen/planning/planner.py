@@ -1,8 +1,7 @@
-"""The planner: one problem, one derivation, one cluster -> one `Plan` with every level of tiling decided and explained.
+"""The planner: from problem, derivation and cluster to a `Plan` that decides and explains every level of tiling.
 
-It enumerates candidates (strategy, panel, stash), drops those whose predicted peak exceeds the budget, and takes the
-fastest by the cost model; among those within 0.1 % of it, the smallest. So more budget never gives a slower plan, and
-what is feasible is decided by the same figures that the plan reports.
+It takes the fastest candidate whose predicted peak keeps the budget; among candidates within 0.1 % of it, the
+smallest. So more budget never gives a slower plan, and the figures of a plan are those that decide what is feasible.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ _TOLERANCE = 1.001
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Choice, Sizes):
-    """A choice, its sizes, and what is predicted of them, per rank: everything that emission needs to know.
+    """A choice, its sizes and its predictions, per rank: the input of emission.
 
     `predicted_peak_bytes` bounds what the loss allocates beyond its inputs and never exceeds `budget_bytes`.
-    `predicted_time_s` begins on an idle device, `predicted_queued_s` behind other work, where the host costs nothing.
-    `largest_batch` is feasible under the same `--memory-budget` ("auto": 1/8 of the device's memory), and the next
-    larger one is not.
+    `predicted_time_s` is from an idle device, `predicted_queued_s` behind other work, which hides the host.
     """
 
     problem: Problem
@@ -52,10 +49,10 @@ class Plan(Choice, Sizes):
     predicted_time_s: float
     predicted_queued_s: float
     reasons: tuple[Reason, ...]
-    budget_bytes: int  # what is promised: the budget given, or without one the predicted peak
-    allowed_bytes: int  # what the plan might have taken: that budget, or a part of the device's memory
+    budget_bytes: int  # promised: the budget given, or without one the predicted peak
+    allowed_bytes: int  # the limit of the search: the budget given, or 1/8 of the device's memory
     smallest_budget_bytes: int
-    largest_batch: int  # within what is allowed
+    largest_batch: int  # within `allowed_bytes`; the next larger batch is not feasible
     schedule: Table
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,15 +62,15 @@ class Plan(Choice, Sizes):
         for name in ("buffers", "phases", "reasons"):
             fields[name] = [each._asdict() for each in getattr(self, name)]
         literals: dict[str, Any] = json.loads(json.dumps(fields))
-        del literals["arch"]  # a fact of the device, whose profile stands beside the plan
+        del literals["arch"]  # part of the device's profile, which SPEC holds beside the plan
         return literals
 
 
 def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     """The fastest plan by the cost model whose predicted peak keeps the budget.
 
-    Raises InputError (a flag or setting is invalid for this loss or device) or InfeasibleError (nothing fits; it
-    carries the smallest feasible budget and the largest feasible batch).
+    Raises InputError (a flag or setting is invalid for this loss or device) or InfeasibleError (nothing fits), which
+    carries the smallest feasible budget and the largest feasible batch.
     """
     _check(problem, derivation, cluster)
     budget = problem.memory_budget_bytes
@@ -139,7 +136,7 @@ def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate
         ring_s = min((c.time_s for c in everything if not c.model.choice.gather), default=math.inf)
         worthwhile = (1 - GATHER_GAIN) * ring_s
         rest = [c for c in candidates if not c.model.choice.gather or c.time_s <= worthwhile]
-        candidates = rest or candidates  # a gather alone may keep the budget, or be what was set
+        candidates = rest or candidates  # only gathers may keep the budget, or be allowed by --set
     limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
     return min(
         (candidate for candidate in candidates if candidate.time_s <= limit),
@@ -148,15 +145,15 @@ def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate
 
 
 def _largest_batch(problem: Problem, choices: Choices, ceiling: int) -> int | None:
-    """The largest global batch that some choice can plan within the ceiling; None if not even one row fits."""
+    """The largest global batch with a plan within the ceiling; None if not even one row fits."""
 
     def fits(batch: int) -> bool:
         try:
-            models = choices.models(batch, problem.keys or batch)  # keys stay if they are given
-        except InputError:  # another batch may not be allowed: a stash of too many keys
+            models = choices.models(batch, problem.keys or batch)
+        except InputError:  # a setting forbids this batch: a stash of too many keys
             return False
         for model in models:
-            with contextlib.suppress(InputError):  # a panel as set
+            with contextlib.suppress(InputError):  # the panel that is set is too large for this batch
                 if smallest_peak(model, problem.settings) <= ceiling:
                     return True
         return False
