@@ -4,7 +4,7 @@
     module = infcl_gen.load(loss="clip", batch_size="64k", dim=768, memory_budget="1GiB")
     loss = module.ContrastiveLoss()
 
-`import infcl_gen` is cheap: neither torch nor triton nor SymPy is imported before it is needed.
+`import infcl_gen` is cheap: torch, triton and SymPy are imported when they are needed.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "LossSpec":  # which needs SymPy
+    if name != "LossSpec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported on demand, since it needs SymPy.
     from infcl_gen.losses.language import LossSpec
 
     return LossSpec
 
 
 def plan(problem: Problem | None = None, **flags: Any) -> Plan:
-    """The plan for a problem, which is a `Problem` or the same given as keyword flags (`batch_size="64k"`).
+    """The plan for a `Problem`, or for its flags as keywords (`batch_size="64k"`).
 
     Raises InputError (a flag is wrong) or InfeasibleError (no plan fits the memory budget).
     """
@@ -55,10 +56,9 @@ def plan(problem: Problem | None = None, **flags: Any) -> Plan:
 
 
 def simulate(problem: Problem | None = None, **flags: Any) -> Timeline:
-    """A step of the plan for a problem, simulated: its time behind other work, as in training, its efficiency, what
-    bounds it, and what happens when.
+    """A simulated step of the plan, on one rank: its time behind other work, efficiency, bound and events.
 
-    One rank stands for all: they do the same. Raises what `plan` raises.
+    Raises what `plan` raises.
     """
     from infcl_gen import emission
 
@@ -70,8 +70,8 @@ def generate(
 ) -> Path:
     """Write the package for a problem to the folder `output` and return its path.
 
-    The write is atomic: the folder is complete or absent. An existing package is replaced only with
-    `force`; anything else that is there is never touched. Raises InputError, InfeasibleError, LockTimeoutError.
+    The folder is complete or absent. An existing package is replaced only with `force`; anything else that is there is
+    never touched. Raises InputError, InfeasibleError, LockTimeoutError.
     """
     from infcl_gen import emission
 
@@ -81,7 +81,7 @@ def generate(
 
 
 def load(problem: Problem | None = None, **flags: Any) -> ModuleType:
-    """Generate the package into the user's cache folder unless it is there already, then import it.
+    """Import the package from the user's cache folder, after generating it if it is missing.
 
     Safe to call from many processes at once. Raises InputError, InfeasibleError, LockTimeoutError.
     """

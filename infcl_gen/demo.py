@@ -1,7 +1,7 @@
-"""What `make demo` runs: plan, generate, import and run a CLIP loss package on this machine, and check it against fp64.
+"""What `make demo` runs: plan, generate, import and run a CLIP loss package here, and check it against fp64.
 
-On a GPU the package is Triton kernels; without one it is the torch target, and a ring of two gloo processes as well.
-Exits with 5 if an error is larger than allowed.
+On a GPU the package is Triton kernels; otherwise it is the torch target, and a ring of two gloo processes is verified
+as well. Exits with 5 if an error is larger than allowed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from infcl_gen.verification.verify import verify_package
 
 GPU_PROBLEM = {"batch_size": 65536, "dim": 768, "dtype": "bf16", "memory_budget": "1GiB"}
 CPU_PROBLEM = {"batch_size": 4096, "dim": 256, "dtype": "fp32", "memory_budget": "32MiB", "target": "cpu"}
-# On a GPU accuracy is checked with fewer rows than timed: a dense fp64 matrix of 65 536 rows is 34 GB.
-CHECKED_ROWS = 8192
-# Allowed relative error: twice that of plain torch in the same arithmetic, and a few roundings of a result.
-ALLOWED_RATIO, ALLOWED_ROUNDINGS = 2.0, 8.0
+CHECKED_ROWS = 8192  # errors need a dense fp64 matrix, which is 34 GB at 65 536 rows
+ALLOWED_RATIO, ALLOWED_ROUNDINGS = 2.0, 8.0  # error relative to plain torch's, plus roundings of the result
 ROUNDS = 5
 RING_EXAMPLES = 4
 
@@ -46,7 +44,7 @@ def main(output: Path) -> None:
 
 
 def demo(output: Path) -> bool:
-    """Run the demonstration, print its tables, and return whether all errors are within what is allowed."""
+    """Print the demonstration's tables, and return whether all errors are allowed."""
     flags: dict[str, Any] = GPU_PROBLEM if torch.cuda.is_available() else CPU_PROBLEM
     started = time.perf_counter()
     plan = infcl_gen.plan(**flags)
@@ -88,14 +86,13 @@ def demo(output: Path) -> bool:
 
 
 def measured(folder: Path, batch: int, rounds: int, errors: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rows of the package and of plain torch at `batch`, as `infcl-gen bench` measures them."""
+    """The rows of the package and of plain torch, as `infcl-gen bench` measures them."""
     point = point_of([read_package(folder)], batch, ["torch"], rounds=rounds, errors=errors)
     rows = {row["impl"]: row for _, row in measure_point(point) if row is not None}
     return rows["infcl"], rows["torch"]
 
 
 def within(errors: dict[str, float], plain: dict[str, float], dtype: torch.dtype) -> bool:
-    """Each error at most twice plain torch's plus a few roundings; NaN never is."""
     allowance = ALLOWED_ROUNDINGS * torch.finfo(dtype).eps
     return all(errors[name] <= ALLOWED_RATIO * plain[name] + allowance for name in RESULTS)
 

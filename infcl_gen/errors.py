@@ -1,14 +1,14 @@
-"""The errors of infcl_gen: a small family, each with the exit code that the command line gives for it.
+"""The errors of infcl_gen, each with the exit code of the command line.
 
-Messages say what was wrong, where, and what would be valid. Anything that is not an `InfclError` is a defect
-of the program itself (exit code 1).
+Messages say what was wrong, where, and what would be valid. Any other exception is a defect of the program (exit
+code 1).
 """
 
 from __future__ import annotations
 
 
 class InfclError(Exception):
-    """Base of all errors that are meant for the user."""
+    """Base of all errors meant for the user."""
 
     exit_code = 1
 
@@ -22,8 +22,8 @@ class InputError(InfclError):
 class InfeasibleError(InfclError):
     """No plan fits the memory budget.
 
-    `smallest_budget_bytes` is feasible for the same problem, and `largest_batch` (global queries) for the
-    same budget; None where there is no such figure (not even one row fits, say).
+    `smallest_budget_bytes` is feasible for the same problem, `largest_batch` (global queries) for the same budget; None
+    where there is none.
     """
 
     exit_code = 3

@@ -20,11 +20,11 @@ from typing import Any
 from infcl_gen.errors import InputError, LockTimeoutError
 
 LOCK_TIMEOUT_S = 120.0
-_UNFINISHED = ".infcl-gen-"  # in the names of folders that are being written, or replaced
+_UNFINISHED = ".infcl-gen-"  # in the names of folders that are being written or replaced
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file at once: a reader sees what was there before, or all of `content`. Raises OSError."""
+    """Write a file atomically: a reader sees the previous content or the new one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         _write_synced(temporary, content)
@@ -34,10 +34,10 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a folder of files at once, in place of what is there. What killed writers left beside it is removed.
+    """Write a folder of files atomically, replacing `target`. Leftovers of killed writers are removed.
 
-    All files are on the disk before the folder gets its name, so that a crash of the machine leaves no part of it.
-    The caller holds a lock of `target`. Raises OSError.
+    All files are synced before the folder gets its name, so that a crash of the machine leaves no partial folder. The
+    caller holds a lock of `target`. Raises OSError.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(target)
@@ -45,7 +45,7 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
     fresh.mkdir()
     claim = os.open(fresh, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # where folders cannot be locked none is taken for left behind
+        with contextlib.suppress(OSError):  # where folders cannot be locked, no folder counts as a leftover
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path, content in contents.items():
             _write_synced(fresh / path, content)
@@ -59,10 +59,8 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def lock(path: Path, doing: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold an inter-process lock; LockTimeoutError after `timeout_s` (LOCK_TIMEOUT_S) says what was being done.
-
-    Raises InputError if there can be no such file.
-    """
+    """Hold an inter-process lock. Raises LockTimeoutError after `timeout_s` (default LOCK_TIMEOUT_S), which names
+    `doing`; InputError if the lock file cannot be made."""
     import filelock
 
     timeout_s = LOCK_TIMEOUT_S if timeout_s is None else timeout_s
@@ -83,12 +81,12 @@ def lock(path: Path, doing: str, timeout_s: float | None = None) -> Iterator[Non
 
 
 def lock_file(name: str) -> Path:
-    """Where this user's lock of that name is, kept apart from what is locked: nothing else appears there."""
+    """This user's lock file of that name, in a folder of its own, so that nothing appears beside what is locked."""
     return Path(tempfile.gettempdir()) / f"infcl_gen-{os.getuid()}" / f"{name}.lock"
 
 
 def timing_lock(target: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
-    """This machine's turn to time on its devices of a target: two runs at once would both measure nonsense."""
+    """Held while timing on this machine's devices of a target: concurrent runs would disturb each other's times."""
     return lock(lock_file(f"timing-{target}"), "timing", timeout_s)
 
 
@@ -98,22 +96,23 @@ def lock_file_of(target: Path) -> Path:
 
 
 def load_file(path: Path) -> ModuleType:
-    """The module in one file, without the package around it. Raises whatever running it raises."""
+    """Import one file without its package. Raises whatever the file raises."""
     name = f"infcl_gen_file_{checksum(str(path.resolve()))}"
     specification = importlib.util.spec_from_file_location(name, path)
     assert specification is not None and specification.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(specification)  # triton finds kernels' globals there
+    # Triton looks up kernels' globals in sys.modules.
+    module = sys.modules[name] = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
 
 
 def checksum(value: Any) -> str:
-    """sha256 of a JSON value, whatever the order of its keys."""
+    """sha256 of a JSON value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Raises InputError unless files can be written to the folder, which need not exist."""
+    """Raises InputError unless files can be written to the folder, or to its nearest existing parent."""
     try:
         existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
         with tempfile.TemporaryFile(dir=existing):
@@ -125,10 +124,10 @@ def check_folder(flag: str, folder: Path) -> None:
 
 
 def _remove_unfinished(target: Path) -> None:
-    """Remove what writers of `target` left that were killed; their locks on it went with them."""
+    """Remove folders of killed writers of `target`: their locks are free."""
     prefix = f".{target.name}{_UNFINISHED}"
     for entry in [entry for entry in target.parent.iterdir() if entry.name.startswith(prefix)]:
-        with contextlib.suppress(OSError):  # another machine is writing there
+        with contextlib.suppress(OSError):  # a writer on another machine holds the lock
             claim = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,19 +1,19 @@
-"""Processes, launched in one way: workers that answer line by line, and ranks that run one function each.
+"""Processes: workers that answer line by line, and ranks that run one function each.
 
     worker = Worker("module:function", [ARGUMENT, ...], log)      runs function(requests, answer, *arguments)
     run_ranks("module:function", argument, ranks, timeout_s)      runs function(argument, seat) in each rank
 
-Requests, answers, arguments and results are JSON. A process that crashes or hangs takes nothing with it but its own
-result, and a process whose parent is gone ends by itself.
+Requests, answers, arguments and results are JSON. A process that crashes or hangs loses only its own result. A process
+whose parent is gone ends by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import json
 import os
+import pkgutil
 import queue
 import select
 import signal
@@ -30,20 +30,20 @@ from typing import Any
 
 from infcl_gen.errors import ToolchainError
 
-EXIT_S = 5.0  # from a worker's last word to its end
+EXIT_S = 5.0  # a worker's time to exit once its pipe is closed
 POLL_S = 0.02
-FAILED_S = 0.2  # from the end of the first rank that fails to that of others
+FAILED_S = 0.2  # wait after the first failed rank, for others that fail with it
 
 Requests = queue.SimpleQueue[dict[str, Any]]
 Answer = Callable[..., None]
 
 
 class ProcessError(ToolchainError):
-    """A rank ended without a result, or in too long a time."""
+    """A rank ended without a result, or took too long."""
 
 
 class Worker:
-    """A process spoken to by lines of JSON. It ends when it is killed, and when this process ends in any way.
+    """A process that gets requests and gives answers as lines of JSON. It ends at the latest with this process.
 
     `environment` is added to this process's own; what the worker prints goes to `log`.
     """
@@ -58,25 +58,23 @@ class Worker:
 
     def send(self, request: dict[str, Any]) -> None:
         assert self._popen.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended: `answer` says so
+        with contextlib.suppress(OSError):  # if it has ended, `answer` says so
             self._popen.stdin.write(json.dumps(request).encode() + b"\n")
             self._popen.stdin.flush()
 
     def answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Its next answer; None after `timeout_s` without one; {"ended": how, and its last line} if it has ended."""
+        """The next answer; None after `timeout_s`; {"ended": how, and the log's last line} if the worker has ended."""
         assert self._popen.stdout is not None
         deadline, pipe = time.monotonic() + timeout_s, self._popen.stdout.fileno()
         while b"\n" not in self._buffer:
-            # Asked before the pipe is looked at, which then holds all that an ended process has written.
+            # Checked before the pipe, which then holds everything that an ended process has written.
             exited, left_s = self._exited(), deadline - time.monotonic()
-            if select.select([pipe], [], [], 0.0 if exited else min(max(left_s, 0.0), 1.0))[0]:
-                part = os.read(pipe, 1 << 16)
-            elif exited:
-                part = b""
-            elif left_s > 0:
-                continue
-            else:
+            readable, _, _ = select.select([pipe], [], [], 0.0 if exited else min(max(left_s, 0.0), 1.0))
+            if not readable and not exited:
+                if left_s > 0:
+                    continue
                 return None
+            part = os.read(pipe, 1 << 16) if readable else b""
             if not part:
                 gone = time.monotonic() + EXIT_S
                 while not self._exited() and time.monotonic() < gone:
@@ -87,32 +85,29 @@ class Worker:
                 return {"ended": f"{how}: {_last_line(self._log)}"}
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
-        values: dict[str, Any] = json.loads(line)
-        return values
+        return dict(json.loads(line))
 
     def kill(self) -> None:
-        """End it and whatever it started."""
+        """End the worker and all processes that it started."""
         if self._popen.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
             self._popen.wait()
 
     def _exited(self) -> bool:
-        """Whether it has ended. It stays a zombie, so that its process group, which may live on, keeps its number."""
-        ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return self._popen.returncode is not None or os.waitid(os.P_PID, self._popen.pid, ended) is not None
+        # WNOWAIT leaves a zombie, so that `kill` still finds the process group by this number.
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return self._popen.returncode is not None or os.waitid(os.P_PID, self._popen.pid, options) is not None
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Which of `ranks` processes this is, and the scratch folder that they share."""
-
     rank: int
     ranks: int
-    folder: Path
+    folder: Path  # scratch, shared by all ranks
 
     def join_group(self, device: str, timeout_s: float) -> None:
-        """Make the default process group: NCCL for "cuda", where rank r uses GPU r, gloo for "cpu"."""
+        """Make the default process group: NCCL for "cuda", with GPU r for rank r; gloo for "cpu"."""
         import torch
         import torch.distributed as dist
 
@@ -128,10 +123,10 @@ class Seat:
 def run_ranks(
     task: str, argument: Any, ranks: int, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """What the task returned in each rank; `environment` is added to this process's own.
+    """The task's result of each rank; `environment` is added to this process's own.
 
-    The first rank that fails ends all. Raises ProcessError, which names it, how it ended and its last line; or the
-    timeout.
+    A rank that fails ends all. Raises ProcessError for failed ranks, with how each ended and its last line, and after
+    `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="infcl-gen-ranks-") as scratch, contextlib.ExitStack() as running:
@@ -150,7 +145,8 @@ def run_ranks(
             failed = [f"rank {rank} of {ranks}: {each['ended']}" for rank, each in found.items() if "ended" in each]
             if failed and failing:
                 raise ProcessError("; ".join(failed))
-            failing = bool(failed)  # then others, too: one that dies makes others fail, which may be seen to end first
+            # Collected once more: a rank that dies makes others fail, which may be seen to end first.
+            failing = bool(failed)
             for rank, answer in found.items():
                 if "result" in answer:
                     results[rank] = answer["result"]
@@ -163,7 +159,7 @@ def run_ranks(
 
 
 def _last_line(*logs: Path) -> str:
-    """The last line that names an error, else the last one, of the first log that is not empty."""
+    """Of the first log that is not empty: the last line that names an error, else the last line."""
     for log in logs:
         written = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in written if "error" in line.lower()]
@@ -173,7 +169,7 @@ def _last_line(*logs: Path) -> str:
 
 
 def own_environment() -> dict[str, str]:
-    """This process's environment, with which another Python finds infcl_gen, and kernels are not interpreted."""
+    """This process's environment, in which another Python finds infcl_gen and does not interpret kernels."""
     source = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
@@ -182,11 +178,11 @@ def own_environment() -> dict[str, str]:
 def _start(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "infcl_gen.processes", *words],
-        stdin=subprocess.PIPE,  # closed when this process ends: the other end then ends as well
+        stdin=subprocess.PIPE,  # closed when this process ends, which ends the worker
         stdout=subprocess.PIPE,
         stderr=log,
         env=environment,
-        start_new_session=True,  # Ctrl-C is for the parent, which then ends them
+        start_new_session=True,  # Ctrl-C reaches the parent only, which ends its workers
     )
 
 
@@ -194,41 +190,35 @@ def _start(words: Sequence[str], log: Any, environment: Mapping[str, str]) -> su
 
 
 def main() -> None:
-    """Run the task that the command line names, with its arguments."""
+    """Run the task of the command line with its arguments."""
     task, *arguments = sys.argv[1:]
     requests: Requests = queue.SimpleQueue()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a package prints is not an answer
+    os.dup2(2, 1)  # what a package prints is no answer
     sys.stdout = sys.stderr
     threading.Thread(target=_read, args=(requests,), daemon=True).start()
 
     def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    _function(task)(requests, answer, *arguments)
+    pkgutil.resolve_name(task)(requests, answer, *arguments)
 
 
 def sit(requests: Requests, answer: Answer, task: str, rank: str, ranks: str, folder: str) -> None:
-    """The task of a rank: answers its result, then waits to be killed, since others may still need this rank."""
+    """The task of a rank: answer the result, then wait to be killed, since other ranks may still need this one."""
     try:
-        result = _function(task)(requests.get()["argument"], Seat(int(rank), int(ranks), Path(folder)))
-        answer(result=result)
+        seat = Seat(int(rank), int(ranks), Path(folder))
+        answer(result=pkgutil.resolve_name(task)(requests.get()["argument"], seat))
         threading.Event().wait()
     except Exception:
         traceback.print_exc()
-    os._exit(1)  # gloo's threads may abort, and NCCL's wait, where a group is torn down after a peer is gone
-
-
-def _function(task: str) -> Callable[..., Any]:
-    module, _, name = task.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
+    os._exit(1)  # a teardown after a peer is gone may abort in gloo's threads and hang in NCCL's
 
 
 def _read(requests: Requests) -> None:
     for line in sys.stdin:
         requests.put(json.loads(line))
-    if os.getsid(0) == os.getpid():  # with the compilers that it started
+    if os.getsid(0) == os.getpid():  # ends compilers that this process started
         with contextlib.suppress(OSError):
             os.killpg(0, signal.SIGKILL)
     os._exit(1)

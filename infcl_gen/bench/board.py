@@ -1,4 +1,4 @@
-"""What a GPU's own meters say of a step: power and clock (NVIDIA's management library), counters of kernels (ncu)."""
+"""The GPU's own meters for a step: power and clock (NVIDIA's management library), kernel counters (ncu)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from infcl_gen.bench.point import Step, bare_products, point_of, training_step
-from infcl_gen.bench.results import Rows
+from infcl_gen.bench.results import Row, Rows
 from infcl_gen.bench.timing import turns
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import ToolchainError
 from infcl_gen.processes import own_environment
 
 WARM_S = 0.25
-MEASURED_S = 0.5  # joules are then known to some 15 %: the counter moves in steps of up to 0.1 s
-ASKED_EVERY_S = 0.03
+MEASURED_S = 0.5  # joules are then known to about 15 %: the energy counter moves in steps of up to 0.1 s
+POLL_S = 0.03
 ROUNDS = 3
 METRICS = {
     "time_us": "gpu__time_duration.sum",
@@ -41,24 +41,24 @@ METRICS = {
 }
 UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "hz": 1e-9, "mhz": 1e-3, "ghz": 1.0, "%": 1.0}
 TIMEOUT_S = 300.0
-LEAST_US = 20.0  # shorter launches are left out: they are bound by starting
+LEAST_US = 20.0  # shorter launches are left out: their launch latency dominates
 
 
 def power(packages: Sequence[Path], scale: float) -> Rows:
-    """A row for each package ("step") and for its bare products ("products"), repeated without a pause, in turns.
+    """Two rows per package: its step ("step") and its bare products ("products"), run back to back, in turns.
 
-    Beside the fields of the measurement format: `what`, `limit_w`, and of one repetition `joules`; `watts`, the median
-    `clock_mhz`, and `held_down`, the share of moments at which the board held its clock down for power. Raises
-    ToolchainError without the management library.
+    Fields beside the measurement format: `what`; `limit_w`; `joules` of one run; `watts`; the median `clock_mhz`; and
+    `held_down`, the share of samples in which the power cap lowered the clock. Raises ToolchainError without pynvml or
+    a GPU.
     """
     library, gpu = _meters()
     limit_w = library.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
     runs: dict[str, Step] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     for folder in packages:
-        row, *steps = _prepared(folder, scale)
-        for what, step in zip(("step", "products"), steps, strict=True):
-            runs[f"{folder} {what}"] = step
+        row = _row(folder, scale)
+        for what, run in zip(("step", "products"), _runs(folder, scale), strict=True):
+            runs[f"{folder} {what}"] = run
             rows[f"{folder} {what}"] = {**row, "what": what, "limit_w": limit_w, "repeats": ROUNDS}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for _, name in turns(list(runs), ROUNDS):
@@ -69,10 +69,10 @@ def power(packages: Sequence[Path], scale: float) -> Rows:
 
 
 def counters(folder: Path, scale: float) -> Rows:
-    """A row for each launch of one step, in order: its `kernel`, and METRICS, percentages of what the hardware can do.
+    """One row per launch of a step, in order: its `kernel`, and METRICS as percentages of the hardware's peak.
 
-    ncu runs each kernel several times by itself: the board is cooler than in a step, and the caches are cold. Raises
-    ToolchainError without ncu, or where it may not read the counters.
+    ncu replays each kernel by itself: the board is cooler than in a step, and caches are cold. Raises ToolchainError
+    without ncu, or where it may not read the counters.
     """
     command = ["ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none"]
     command += ["--metrics", ",".join(METRICS.values())]
@@ -90,16 +90,16 @@ def counters(folder: Path, scale: float) -> Rows:
     return [{**row, **launch} for launch in read_counters(run.stdout[start:]) if launch["time_us"] >= LEAST_US]
 
 
-def _row(folder: Path, scale: float) -> dict[str, Any]:
+def _row(folder: Path, scale: float) -> Row:
     package = read_package(folder)
     return {**point_of([package], scale=scale).row(str(package.path)), "strategy": package.spec["plan"]["strategy"]}
 
 
-def _prepared(folder: Path, scale: float) -> tuple[dict[str, Any], Step, Step]:
-    """A package's row, its step, and its bare products."""
+def _runs(folder: Path, scale: float) -> tuple[Step, Step]:
+    """A package's training step and its bare products."""
     module, inputs = import_package(folder), point_of([read_package(folder)], scale=scale).inputs()
     products = bare_products(module.SPEC["plan"], inputs.q.detach(), inputs.k.detach())
-    return _row(folder, scale), training_step(module, *inputs.leaves), products
+    return training_step(module, *inputs.leaves), products
 
 
 def _meters() -> tuple[Any, Any]:
@@ -116,36 +116,33 @@ def _meters() -> tuple[Any, Any]:
 
 
 def _measured(run: Callable[[], object], library: Any, gpu: Any) -> dict[str, float]:
-    """Of `run` alone, over and over."""
+    """Figures of `run`, repeated back to back."""
     clocks: list[int] = []
     held_down: list[bool] = []
 
-    def repeat(seconds: float) -> int:
-        """How many runs there are in that time. The device is asked amid each `at_once` of them, which the host then
-        waits for, or it would be seconds ahead."""
+    def repeat(seconds: float, at_once: int) -> int:
+        """The number of runs in that time. Each `at_once` runs the meters are read while the device is busy; then the
+        host waits, or it would run seconds ahead."""
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
             for _ in range(at_once):
                 run()
             clocks.append(library.nvmlDeviceGetClockInfo(gpu, library.NVML_CLOCK_SM))
-            reasons = library.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)  # why the clock is below its highest
+            reasons = library.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
             held_down.append(bool(reasons & library.nvmlClocksThrottleReasonSwPowerCap))
             torch.cuda.synchronize()
             count += at_once
         return count
 
-    def joules_so_far() -> float:
-        return float(library.nvmlDeviceGetTotalEnergyConsumption(gpu)) / 1e3
-
     run()
-    at_once = 1
-    at_once = repeat(ASKED_EVERY_S)
-    repeat(WARM_S)
+    at_once = repeat(POLL_S, 1)
+    repeat(WARM_S, at_once)
     clocks.clear()
     held_down.clear()
-    joules, begin = joules_so_far(), time.perf_counter()
-    count = repeat(MEASURED_S)
-    seconds, joules = time.perf_counter() - begin, joules_so_far() - joules
+    energy_mj, begin = library.nvmlDeviceGetTotalEnergyConsumption(gpu), time.perf_counter()
+    count = repeat(MEASURED_S, at_once)
+    seconds = time.perf_counter() - begin
+    joules = (library.nvmlDeviceGetTotalEnergyConsumption(gpu) - energy_mj) / 1e3
     return {
         "median_ms": 1e3 * seconds / count,
         "joules": joules / count,
@@ -156,26 +153,24 @@ def _measured(run: Callable[[], object], library: Any, gpu: Any) -> dict[str, fl
 
 
 def read_counters(text: str) -> Rows:
-    """A row for each launch in ncu's CSV, columns in the order of METRICS. Raises ToolchainError if it lacks some."""
+    """One row per launch in ncu's CSV, fields in the order of METRICS. Raises ToolchainError if a metric is missing."""
     names = {metric: name for name, metric in METRICS.items()}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Row] = {}
     for line in csv.DictReader(io.StringIO(text)):
-        blank = {"kernel": line["Kernel Name"].partition("(")[0]} | dict.fromkeys(METRICS)
-        row = found.setdefault(line["ID"], blank)
+        row = found.setdefault(line["ID"], {"kernel": line["Kernel Name"].partition("(")[0]} | dict.fromkeys(METRICS))
         if line["Metric Name"] in names:
             value, unit = line["Metric Value"].replace(",", ""), line["Metric Unit"].lower()
             if unit not in UNITS or not value.replace(".", "", 1).isdigit():
                 raise ToolchainError(f"ncu gives {line['Metric Name']} as {value!r} {unit!r}")
             row[names[line["Metric Name"]]] = round(float(value) * UNITS[unit], 3)
-    missing = sorted({name for row in found.values() for name in METRICS if row[name] is None})
-    if missing:
+    if missing := sorted({name for row in found.values() for name in METRICS if row[name] is None}):
         raise ToolchainError(f"ncu gives no {', '.join(METRICS[name] for name in missing)}")
     return list(found.values())
 
 
 def main() -> None:
-    """What ncu runs: one forward and backward between the profiler's start and stop, after one that compiles."""
-    _, step, _ = _prepared(Path(sys.argv[1]), float(sys.argv[2]))
+    """The program that ncu profiles: one step to compile, then one between the profiler's start and stop."""
+    step, _ = _runs(Path(sys.argv[1]), float(sys.argv[2]))
     step()
     torch.cuda.synchronize()
     with torch.cuda.profiler.profile():

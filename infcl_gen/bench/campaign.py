@@ -1,20 +1,20 @@
-"""`infcl-gen bench --campaign FILE.toml`: many measurements that a file describes; their rows grow in another file.
+"""`infcl-gen bench --campaign FILE.toml`: measurements that a file describes; rows are added to an output file.
 
     measure = "speed"                     what is measured: a key of MEASURES
-    output = "../bench/h200-grid.json"    the rows, beside the campaign's file; --output wins
-    minutes = 8                           no point is begun later: run it again to go on
-    repeats, seconds, silent_s            as `contest.Limits` has them
+    output = "../bench/h200-grid.json"    relative to the campaign's file; --output wins
+    minutes = 8                           no point begins later; another run goes on from there
+    repeats, seconds, silent_s            as in `contest.Limits`
     errors_up_to = "32k"                  the largest batch whose errors are computed, in fp64
-    [[points]]                            flags of a problem; each value of a list with each of the others
+    [[points]]                            flags of a problem; lists are combined, each value with each
     batch_size = ["8k", "64k"]
     dim = 768
-    memory_budget = ["auto", "40GiB"]     these and `set`: a package at the same point for each plan that differs
-    against = "open_clip"                 peers beside the packages, as --against names them
+    memory_budget = ["auto", "40GiB"]     this and `set`: one package per distinct plan, at the same point
+    against = "open_clip"                 peers, as for --against
     scale = [14.3, 100.0]
-    features = "fp32"                     as --features
+    features = "fp32"                     as for --features
 
-A later table replaces an earlier one at the same point. A point is not measured again if the output has rows of it, and
-of all peers that are wanted there and installed.
+A later table replaces an earlier one at the same point. A point is skipped if the output has its rows, among them rows
+of all peers that are wanted and installed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,13 @@ from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.inputs.text import check_integer, check_keys, check_word, parse_count, read_toml, show
 
-CLOSE = 1.1  # predicted to measured peak, where no steps are recorded: their plans have room for a call that cannot be
+CLOSE = 1.1  # predicted / measured peak; not with CUDA graphs: plans hold room for a call that cannot be recorded
 
-Progress = Callable[[str, int, int], None]  # what is measured, how many are done, of how many
+Progress = Callable[[str, int, int], None]  # the point's name, points done, points in all
 Positive = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class _File(msgspec.Struct):
-    """The keys of a campaign's file."""
-
     measure: str
     output: Annotated[str, msgspec.Meta(pattern=r"\.json$")]
     points: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
@@ -61,7 +59,7 @@ class _File(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One point: packages for problems that differ in budget and settings, each under a name, beside peers."""
+    """One point: named problems that differ in budget and settings only, and the peers beside their packages."""
 
     problems: Mapping[str, Problem]
     against: tuple[str, ...]
@@ -81,7 +79,7 @@ class Place:
         return (problem.loss.rpartition(":")[2], *sizes, self.scale)
 
     def packages(self, folder: Path) -> list[Path]:
-        """One for each problem whose plan differs from those before it, in a folder named by its strategy."""
+        """A package for each distinct plan, in a folder named by strategy and problem."""
         found: dict[str, Path] = {}
         for name, problem in self.problems.items():
             plan, _ = plan_problem(problem)
@@ -94,8 +92,6 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Campaign:
-    """What the file says, in the order of its points."""
-
     measure: str
     output: Path
     places: tuple[Place, ...]
@@ -104,7 +100,7 @@ class Campaign:
 
 
 def read_campaign(path: str | Path) -> Campaign:
-    """The campaign in a TOML file. Raises InputError that names what is unknown, missing or out of range."""
+    """Read a TOML file. Raises InputError that names what is unknown, missing or out of range."""
     table, name = read_toml("--campaign", path), show(str(path))
     check_keys("--campaign", table, _File.__struct_fields__, name)
     try:
@@ -120,7 +116,7 @@ def read_campaign(path: str | Path) -> Campaign:
 
 
 def _places(table: Mapping[str, Any]) -> list[Place]:
-    """Every point of one table."""
+    """All points of one [[points]] table."""
     lists = {name: value if isinstance(value, list) else [value] for name, value in table.items()}
     against, scales = lists.pop("against", ["none"]), lists.pop("scale", [14.3])
     features, budgets = lists.pop("features", [None]), lists.pop("memory_budget", ["auto"])
@@ -138,11 +134,11 @@ def _places(table: Mapping[str, Any]) -> list[Place]:
 
 
 def run_campaign(campaign: Campaign, command: str, progress: Progress = lambda *_: None) -> dict[str, Any]:
-    """Measure the points that the output lacks, one after the other, and write it after each.
+    """Measure the points that the output lacks, and write the output after each.
 
-    Returns what the output holds, and how many points are `left`, and which guarantees are `broken`. Raises InputError
-    if the output was measured on another board or with other versions, ToolchainError where this machine cannot measure
-    a point.
+    Returns its contents with `left`, the number of points for lack of time, and `broken`, the guarantees that failed.
+    Raises InputError if the output is of another board or of other versions, ToolchainError if a point cannot be
+    measured here.
     """
     measure, output = MEASURES[campaign.measure], campaign.output
     peers = list(dict.fromkeys(name for place in campaign.places for name in place.against))
@@ -169,11 +165,11 @@ def run_campaign(campaign: Campaign, command: str, progress: Progress = lambda *
     return measurement(rows, command, absent, libraries) | {"left": left, "broken": broken}
 
 
-# Each measures one point: its rows, and which guarantees are broken.
+# Each of MEASURES takes a point, a folder for packages and a contest. It returns rows and the broken guarantees.
 
 
 def _timed(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
-    """Packages and peers, in turns; on several devices packages also without their communication."""
+    """Packages and peers in turns; on several devices also packages without communication."""
     packages, problem = place.packages(folder), place.problem
     if problem.devices > 1:
         return contest.ring(packages, problem.devices, place.against), []
@@ -181,17 +177,16 @@ def _timed(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str
 
 
 def _large(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
-    """One step of each package, for batches that take minutes."""
+    """One step of each package, for batches whose step takes minutes."""
     rows = contest.ring(place.packages(folder), place.problem.devices, (), once=True)
     return rows, [f"{place.problem.batch_size}: {row['error']}" for row in rows if row["error"] is not None]
 
 
 def _memory(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
-    """Three budgets: is measured peak <= predicted <= budget, and is predicted close?
+    """Checks measured peak <= predicted <= budget, predicted close to measured, and the refusal below the smallest.
 
-    They are the smallest and a tenth more (the very smallest works in tiles, and takes minutes), what an unlimited plan
-    takes, and the geometric mean. One byte less than the smallest must be refused. Each package has a process of its
-    own, so that none inherits another's workspaces.
+    Budgets: 1.1 times the smallest (at the smallest itself a step takes minutes), the peak of an unlimited plan, and
+    their geometric mean. Each package has its own process, so that none inherits another's workspaces.
     """
     rows: Rows = []
     broken, problem = [], place.problem
@@ -217,12 +212,10 @@ def _memory(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[st
 
 
 def _power(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
-    """Power, energy and clock of packages and of their bare products."""
     return board.power(place.packages(folder), place.scale), []
 
 
 def _counters(place: Place, folder: Path, contest: Contest) -> tuple[Rows, list[str]]:
-    """Hardware counters of each kernel of one step."""
     return [row for package in place.packages(folder) for row in board.counters(package, place.scale)], []
 
 

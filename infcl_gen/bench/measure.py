@@ -1,13 +1,14 @@
-"""A point, measured in one process: everybody alone (memory, errors), then in turns (times), on the same features.
+"""A point, measured in one process: each contestant alone (memory, errors), then all in turns (times).
 
-One run of each per round, so that a ratio of times comes from one run; on a GPU two: `median_ms` begins on an idle
-device, `queued_ms` behind other work (`timing`).
+Every contestant gets the same features and runs once a round, so that a ratio of times comes from one run. On a GPU it
+runs twice: `median_ms` begins on an idle device, `queued_ms` behind other work (`timing`).
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from infcl_gen.bench.peers import PEERS
 from infcl_gen.bench.point import Inputs, Point, Step, bare_products, step_of, training_step
-from infcl_gen.bench.results import RESULTS, planned_figures
+from infcl_gen.bench.results import RESULTS, Row, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
 from infcl_gen.errors import ToolchainError
@@ -27,21 +28,20 @@ from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import oracle_by_slices
 
 LEAST_ROUNDS = 3
-WRONG = 0.25  # of the norm of loss, dq or dk: what roundings in bf16 never reach, and a wrong factor does
-CROWDED = 0.5  # of the device's memory, all contestants' peaks added up
-PART = 1 << 28  # elements that are looked at together: a mask of all would not fit beside the largest gradients
+WRONG = 0.25  # of the norm of loss, dq or dk: bf16 rounding never reaches it, a wrong factor does
+CROWDED = 0.5  # sum of all contestants' peaks over the device's memory
+PART = 1 << 28  # elements checked at once: a mask of all would not fit beside the largest gradients
 
-Row = dict[str, Any]
 Errors = dict[str, float | None]
 Events = Iterator[tuple[str | None, Row | None]]
 
 
 def measure_point(point: Point) -> Events:
-    """Measure everybody at one point, on unit-norm random features.
+    """Measure all contestants of one point, on unit-norm random features.
 
-    Yields each contestant with its row as soon as that is known; and with None before it runs, so that who ends or
-    hangs the process is known (None and None: that is nobody's turn). Raises ToolchainError without the device, and
-    whatever has made the device unusable.
+    Yields (name, None) before a contestant runs, so that the caller knows who ends or hangs the process, and
+    (name, row) once its row is known. (None, None) starts the preparation. Raises ToolchainError without the device,
+    and the error that made the device unusable.
     """
     if point.device == "cuda" and not torch.cuda.is_available():
         raise ToolchainError("measuring needs the GPU that the package is for; torch sees none on this machine")
@@ -54,8 +54,8 @@ def measure_point(point: Point) -> Events:
         yield name, None
         row = point.row(name)
         try:
-            steps[name], facts = _prepare(point, name, inputs)
-            row |= facts
+            steps[name], planned = _prepare(point, name, inputs)
+            row |= planned
             row["peak_bytes"], row["err"], row["error"] = first_runs(steps[name], inputs, exact)
         except Exception as error:
             row["error"] = described(error, point.device)
@@ -74,51 +74,52 @@ def measure_point(point: Point) -> Events:
 
 
 def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, Row]:
-    """A contestant's step, and what a row says about it before it has run."""
+    """A contestant's step, and its row's fields from the plan."""
     if name not in point.packages:
         return step_of(PEERS[name].prepare(inputs), *inputs.leaves, point.autocast), {}
     module = import_package(Path(name), edited=True)
-    planned = module.SPEC["problem"]["batch_size"] == point.batch and not point.autocast
-    facts = planned_figures(module.SPEC, times=planned)
-    if point.autocast:  # its copies, and gradients in fp32, come on top of a plan for features of its dtype
-        facts["predicted_peak_bytes"] = None
-    return training_step(module, *inputs.leaves, point.autocast), facts
+    as_planned = module.SPEC["problem"]["batch_size"] == point.batch and not point.autocast
+    planned = planned_figures(module.SPEC, times=as_planned)
+    if point.autocast:  # the plan has no room for narrow copies and fp32 gradients
+        planned["predicted_peak_bytes"] = None
+    return training_step(module, *inputs.leaves, point.autocast), planned
 
 
 def first_runs(
     step: Step, inputs: Inputs, exact: Mapping[str, Any] | None = None
 ) -> tuple[int, Errors | None, str | None]:
-    """Peak in bytes of the second run (the first one compiles and tunes), its errors, and what is wrong with it."""
+    """Peak bytes of the second run (the first compiles and tunes), and what `judged` says of its result."""
     step()
-    _release(inputs)  # gradients that a step replaces would make room for the new ones unseen
+    _release(inputs)  # freeing old gradients during the run would hide as many bytes of the new ones
     with PeakMeter(inputs.q.device) as meter:
         result = step()
     return meter.peak_bytes, *judged(result, exact)
 
 
 def judged(result: Sequence[Any], exact: Mapping[str, Any] | None = None) -> tuple[Errors | None, str | None]:
-    """Errors relative to fp64, where that is given, and the defect of a result that no time should be taken of."""
+    """Errors relative to `exact` fp64 results, if given; and the defect of a result that should not be timed."""
     got = {name: value for name, value in zip(RESULTS, result, strict=True) if value is not None}
     if absent := [name for name in RESULTS if name not in got and name != "dscale"]:
         return None, f"no result: {', '.join(absent)}"
     errors: Errors = dict.fromkeys(RESULTS)
     if exact is not None:
         for name, x in got.items():
-            off = float((x.double() - exact[name]).norm() / exact[name].norm())
-            errors[name] = off if math.isfinite(off) else None
-    defects = [name for name, x in got.items() if not all(part.isfinite().all() for part in x.reshape(-1).split(PART))]
-    defect = f"not finite: {', '.join(defects)}" if defects else None
+            error = float((x.double() - exact[name]).norm() / exact[name].norm())
+            errors[name] = error if math.isfinite(error) else None
+    known = None if exact is None else errors
+    if broken := [n for n, x in got.items() if not all(part.isfinite().all() for part in x.reshape(-1).split(PART))]:
+        return known, f"not finite: {', '.join(broken)}"
     for name in ("loss", "dq", "dk"):
-        if defect is None and (errors[name] or 0.0) > WRONG:
-            defect = f"wrong: {name} is off by {errors[name]:.2g} of its norm"
-    return (None if exact is None else errors), defect
+        if (errors[name] or 0.0) > WRONG:
+            return known, f"wrong: {name} is off by {errors[name]:.2g} of its norm"
+    return known, None
 
 
 def _in_turns(point: Point, steps: dict[str, Step], rows: dict[str, Row], inputs: Inputs) -> Events:
-    """One measurement of each per round, and the rows with their times.
+    """One measurement of each step per round, then the rows with their times.
 
-    The first is preceded by a run that is not timed and fills the allocator's cache. Where they may not fit into the
-    device's memory beside what the others leave in that cache, it is emptied and filled again for every run.
+    An untimed run before the first fills the allocator's cache. Where all peaks together crowd the device's memory, the
+    cache is emptied and filled again for every run.
     """
     peaks, timer = sum(row["peak_bytes"] for row in rows.values()), Timer(point.device)
     crowded = point.device == "cuda" and peaks > CROWDED * torch.cuda.mem_get_info()[1]
@@ -141,7 +142,7 @@ def _in_turns(point: Point, steps: dict[str, Step], rows: dict[str, Row], inputs
             if name in rows:
                 yield name, {**rows.pop(name), "peak_bytes": None, "error": why}
             _release(inputs)
-    if "torch._dynamo" in sys.modules:  # compiled graphs hold on to this point's shapes
+    if "torch._dynamo" in sys.modules:  # compiled graphs are for this point's shapes
         torch._dynamo.reset()
     steps.clear()
     _release(inputs)
@@ -150,7 +151,7 @@ def _in_turns(point: Point, steps: dict[str, Step], rows: dict[str, Row], inputs
 
 
 def _release(inputs: Inputs) -> None:
-    """Give back what a contestant has left behind."""
+    """Free gradients, garbage and the allocator's cache."""
     for leaf in inputs.leaves:
         leaf.grad = None
     gc.collect()
@@ -159,10 +160,10 @@ def _release(inputs: Inputs) -> None:
 
 
 def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any] | None:
-    """Loss and gradients in fp64, from the loss of a package; None where they do not fit into memory."""
-    mathematics = load_file(package / "loss.py")  # alone: whether the package works is not known yet
+    """Loss and gradients in fp64, from a package's loss; None if they do not fit into memory."""
+    loss = load_file(package / "loss.py")  # alone: the package itself may not work
     try:
-        return oracle_by_slices(mathematics, inputs.q, inputs.k, scale, inputs.labels)._asdict()
+        return oracle_by_slices(loss, inputs.q, inputs.k, scale, inputs.labels)._asdict()
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -171,7 +172,7 @@ def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any
 
 
 def described(error: Exception, device: str) -> str:
-    """Why a contestant has no figure. Raises the error itself if it has made the device unusable for everybody."""
+    """Why a contestant has no figures. Raises the error itself if it has made the device unusable."""
     if device == "cuda":
         try:
             torch.cuda.synchronize()
@@ -183,8 +184,6 @@ def described(error: Exception, device: str) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it says that memory, of a device or of the host, is used up."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
-    )
+    """Whether the device or the host had too little memory."""
+    told = re.search("out of memory|can't allocate memory", str(error), re.IGNORECASE) is not None
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and told)

@@ -1,10 +1,9 @@
-"""Who packages are compared with: plain torch, and other libraries as their documentation says to call them.
+"""The contestants beside packages: plain torch, and other libraries as their documentation says to call them.
 
-A peer's `prepare` takes the inputs of one point and returns a function of no arguments that computes the loss; backward
-from it is autograd's. Libraries with one direction only are called twice for `clip`, with queries and keys exchanged,
-as a user of them would. Features come in the package's dtype; "autocast" means that dtype for products and fp32 for
-cross-entropy, as in mixed-precision training, and no autocast at all for fp32 and fp64 features. Where everybody runs
-under autocast on fp32 features (`bench.Point.feature_dtype`), those that take 16-bit features only are given them cast.
+A peer's `prepare` takes a point's inputs and returns a function that computes the loss; autograd runs backward. For
+`clip`, libraries with one direction are called twice, with queries and keys exchanged. "autocast" means products in the
+package's dtype and cross-entropy in fp32; for fp32 and fp64 features there is none. Where all contestants run under
+autocast on fp32 features (`Point.feature_dtype`), libraries for 16-bit features get them cast.
 """
 
 from __future__ import annotations
@@ -27,27 +26,20 @@ from infcl_gen.inputs.text import show, suggestion
 from infcl_gen.losses import is_builtin
 
 CHUNK_ELEMENTS = 1 << 28  # logits of one checkpointed chunk of rows: 1 GiB in fp32
-# Libraries that compute something else: named when asked for.
-OTHER_LOSSES = {"siglip-kernel": "computes the sigmoid loss, which is not a loss of infcl_gen yet"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """One contestant that is no package; `distribution` and `module` are what must be installed.
-
-    `on_ranks` prepares it for one rank of several, from that rank's inputs, its `rank` and the `world_size`.
-    """
-
     name: str
     prepare: Callable[[Inputs], LossFunction]
     distribution: str = "torch"
     module: str = "torch"
-    attribute: str | None = None  # of the module, where not every version has it
+    attribute: str | None = None  # of the module, if not every version has it
     losses: tuple[str, ...] = ("clip", "infonce")
-    on_ranks: Callable[..., LossFunction] | None = None
+    on_ranks: Callable[..., LossFunction] | None = None  # `prepare` for one rank: also takes `rank` and `world_size`
 
     def absent(self, loss: Mapping[str, Any]) -> str | None:
-        """Why it cannot take part here, with a package's loss; or None."""
+        """Why the peer cannot compute a package's loss here, or None."""
         name = loss["name"] if is_builtin(loss) else "a loss of your own"
         if name not in self.losses:
             return f"does not compute {name}"
@@ -59,8 +51,7 @@ class Peer:
 
 
 def chosen_peers(names: str | list[str] | None, ranks: int = 1) -> tuple[Peer, ...]:
-    """The peers of a comma-separated text or of a list; None and "all" mean every one that runs on so many devices,
-    "none" nobody.
+    """Peers by name, from a list or a comma-separated text. None and "all" mean all that run on `ranks`, "none" nobody.
 
     Raises InputError naming --against.
     """
@@ -71,8 +62,8 @@ def chosen_peers(names: str | list[str] | None, ranks: int = 1) -> tuple[Peer, .
     if given == ["none"]:
         return ()
     for name in given:
-        if name in OTHER_LOSSES:
-            raise InputError(f"--against: {name} {OTHER_LOSSES[name]}")
+        if name == "siglip-kernel":
+            raise InputError(f"--against: {name} computes the sigmoid loss, which is not a loss of infcl_gen yet")
         if name not in PEERS:
             raise InputError(f"--against: {show(name)} is unknown{suggestion(name, [*PEERS, 'all', 'none'])}")
         if name not in able:
@@ -81,8 +72,7 @@ def chosen_peers(names: str | list[str] | None, ranks: int = 1) -> tuple[Peer, .
 
 
 def _plain(inputs: Inputs) -> LossFunction:
-    """`cross_entropy(scale * q @ k.T)` along rows and columns of one matrix, all in the features' dtype, or as autocast
-    has it where everybody runs under it."""
+    """`cross_entropy(scale * q @ k.T)` along rows and columns of one matrix, in the features' dtype."""
 
     def loss() -> Any:
         x = inputs.scale * inputs.q @ inputs.k.T
@@ -93,14 +83,14 @@ def _plain(inputs: Inputs) -> LossFunction:
 
 
 def _autocast(inputs: Inputs, compiled: bool = False) -> LossFunction:
-    """What OpenCLIP's ClipLoss does in a process of its own, written out: a product and a cross-entropy a direction;
-    `compiled` by `torch.compile`, for exactly these shapes."""
+    """OpenCLIP's ClipLoss written out: per direction a product and a cross-entropy, under autocast; `compiled` by
+    `torch.compile` for static shapes."""
     dense = _each_way(inputs, lambda a, b: cross_entropy(inputs.scale * a @ b.T, inputs.labels))
     return _under_autocast(inputs, torch.compile(dense, dynamic=False) if compiled else dense)
 
 
 def _checkpointed(inputs: Inputs) -> LossFunction:
-    """`torch.utils.checkpoint` around chunks of rows of either direction: logits are never kept, and computed twice."""
+    """`torch.utils.checkpoint` around chunks of rows: logits are computed twice and never kept."""
     from torch.utils.checkpoint import checkpoint
 
     def chunk(a: Any, b: Any, labels: Any) -> Any:
@@ -115,7 +105,7 @@ def _checkpointed(inputs: Inputs) -> LossFunction:
 
 
 def _linear_cross_entropy(inputs: Inputs) -> LossFunction:
-    """`torch.nn.functional.linear_cross_entropy(scale * q, k, labels)`, by chunks where this torch can."""
+    """`torch.nn.functional.linear_cross_entropy(scale * q, k, labels)`, in chunks where this torch can."""
     linear_cross_entropy = torch.nn.functional.linear_cross_entropy
     chunked = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     options = {} if chunked is None else {"options": chunked()}
@@ -123,20 +113,20 @@ def _linear_cross_entropy(inputs: Inputs) -> LossFunction:
 
 
 def _open_clip(inputs: Inputs, compiled: bool = False, **ranks: Any) -> LossFunction:
-    """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast; `compiled` by `torch.compile`,
-    for exactly these shapes; on ranks `ClipLoss(local_loss=True, gather_with_grad=True)`. Only its `loss.py` is loaded:
-    importing `open_clip` wants torchvision and timm."""
+    """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast; `compiled` by `torch.compile`
+    for static shapes; on ranks `ClipLoss(local_loss=True, gather_with_grad=True)`."""
     folder = importlib.util.find_spec("open_clip")
     assert folder is not None and folder.submodule_search_locations
+    # Only loss.py is loaded: importing `open_clip` needs torchvision and timm.
     criterion = load_file(Path(folder.submodule_search_locations[0]) / "loss.py").ClipLoss(**ranks)
     run = torch.compile(criterion, dynamic=False) if compiled else criterion
     return _under_autocast(inputs, lambda: run(*inputs.leaves))
 
 
 def _inf_cl(inputs: Inputs) -> LossFunction:
-    """`inf_cl.cal_flash_loss(q, k, labels, scale, head_dim).mean()`: its kernels for one device, without the ring.
+    """`inf_cl.cal_flash_loss(q, k, labels, scale, head_dim).mean()`: the kernels without the ring.
 
-    (`cal_inf_loss` runs the same kernels, wants a process group, and on one device sends a gradient to itself.)
+    `cal_inf_loss` needs a process group, and on one device sends a gradient to itself.
     """
     from inf_cl import cal_flash_loss
 
@@ -149,15 +139,14 @@ def _inf_cl(inputs: Inputs) -> LossFunction:
 
 
 def _inf_cl_on_ranks(inputs: Inputs, rank: int, world_size: int) -> LossFunction:
-    """`inf_cl.cal_inf_loss(q, k, scale=scale)`, once for each direction."""
+    """`inf_cl.cal_inf_loss(q, k, scale=scale)`, once per direction."""
     from inf_cl import cal_inf_loss
 
     return _each_way(inputs, lambda a, b: cal_inf_loss(a, b, scale=inputs.scale))
 
 
 def _cut_cross_entropy(inputs: Inputs, **options: Any) -> LossFunction:
-    """`linear_cross_entropy(scale * q, k, labels)`: by default it leaves small probabilities out of gradients; with
-    `filter_eps=None` every probability counts."""
+    """`linear_cross_entropy(scale * q, k, labels)`: gradients omit small probabilities, unless `filter_eps=None`."""
     from cut_cross_entropy import linear_cross_entropy
 
     def one_way(*both: Any) -> Any:
@@ -168,8 +157,8 @@ def _cut_cross_entropy(inputs: Inputs, **options: Any) -> LossFunction:
 
 
 def _liger(inputs: Inputs, **options: Any) -> LossFunction:
-    """`LigerFusedLinearCrossEntropyLoss()(k, scale * q, labels)`: gradients are computed in forward, chunk by chunk;
-    those of k are added up over the chunks in the dtype of the features, or in `accum_dtype`: fp32, as here."""
+    """`LigerFusedLinearCrossEntropyLoss()(k, scale * q, labels)`: forward computes gradients, chunk by chunk. dk is
+    added up in the features' dtype, or in `accum_dtype`."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     criterion = LigerFusedLinearCrossEntropyLoss(**options)
@@ -177,8 +166,8 @@ def _liger(inputs: Inputs, **options: Any) -> LossFunction:
 
 
 def _quack(inputs: Inputs) -> LossFunction:
-    """`chunked_linear_cross_entropy(scale * q, k, labels)`: gradients are computed in forward, chunk by chunk; those of
-    k are added up in fp32. On Hopper, in bf16, its fused backward, which it chooses by itself."""
+    """`chunked_linear_cross_entropy(scale * q, k, labels)`: forward computes gradients, chunk by chunk; dk is added up
+    in fp32. On Hopper, in bf16, quack chooses its fused backward."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     sizes = {"B": len(inputs.q), "N": len(inputs.k), "D": inputs.q.shape[1]}
@@ -190,7 +179,7 @@ def _quack(inputs: Inputs) -> LossFunction:
 def _memeff(inputs: Inputs) -> LossFunction:
     """`MemoryEfficientCLIPLoss(1 / scale, normalized_inputs=True, stable=False)(q, k)`: no gradient of the scale.
 
-    (Its default, `stable=True`, returns gradients times a factor that depends on the batch.)
+    With the default, `stable=True`, gradients are off by a factor that depends on the batch.
     """
     from memeff import MemoryEfficientCLIPLoss
 
@@ -199,7 +188,7 @@ def _memeff(inputs: Inputs) -> LossFunction:
 
 
 def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any]) -> LossFunction:
-    """A loss of one direction, for one or for the mean of both."""
+    """The loss of one direction, or the mean of both, from a loss of one direction."""
     q, k = inputs.q, inputs.k
     return lambda: one_way(q, k) if inputs.directions == 1 else (one_way(q, k) + one_way(k, q)) / 2
 
@@ -214,7 +203,7 @@ _OPEN_CLIP = ("open_clip_torch", "open_clip", None, ("clip",))
 _CUT = ("cut-cross-entropy", "cut_cross_entropy")
 _LIGER = ("liger-kernel", "liger_kernel")
 _TORCH_LOSS = ("torch", "torch.nn.functional", "linear_cross_entropy")
-_ALL = (
+_PEERS = (
     Peer("torch", _plain),
     Peer("torch-autocast", _autocast),
     Peer("torch-compiled", partial(_autocast, compiled=True)),
@@ -230,4 +219,4 @@ _ALL = (
     Peer("quack", _quack, "quack-kernels", "quack"),
     Peer("memeff", _memeff, "memeff", "memeff", losses=("clip",)),
 )
-PEERS = {peer.name: peer for peer in _ALL}
+PEERS = {peer.name: peer for peer in _PEERS}

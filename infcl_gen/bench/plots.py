@@ -17,7 +17,7 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Raises InputError for a name of another format, ToolchainError without matplotlib."""
+    """Raises InputError for another format, ToolchainError without matplotlib."""
     if path.suffix not in FORMATS:
         raise InputError(f"--plot: {show(str(path))} must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -27,17 +27,18 @@ def check_plot(path: Path) -> None:
 def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Two panels for each (loss, dim, dtype): ms of forward and backward, and MiB beyond the inputs; both axes log.
 
-    Rows without figures are left out; points of one contestant are joined. The file is complete or absent.
+    Rows without figures are left out. The file is complete or absent.
     """
     from matplotlib.figure import Figure
 
-    shown = sorted((row for row in rows if row["error"] is None), key=lambda row: row["batch"])
-    groups = list(dict.fromkeys((row["loss"], row["dim"], row["dtype"]) for row in rows if row["error"] is None))
-    names = sorted(set(map(label, shown)))
+    measured = [row for row in rows if row["error"] is None]
+    groups = list(dict.fromkeys((row["loss"], row["dim"], row["dtype"]) for row in measured))
+    names = sorted(set(map(label, measured)))
     figure = Figure(figsize=(11, 1 + 3.8 * max(1, len(groups))), layout="constrained")
     axes = figure.subplots(max(1, len(groups)), 2, squeeze=False)
     for pair, (loss, dim, dtype) in zip(axes, groups, strict=False):
-        here = [row for row in shown if (row["loss"], row["dim"], row["dtype"]) == (loss, dim, dtype)]
+        here = [row for row in measured if (row["loss"], row["dim"], row["dtype"]) == (loss, dim, dtype)]
+        here.sort(key=lambda row: row["batch"])
         batches = {row["batch"] for row in here}
         sizes = {size: f"{size >> 10}k" if size % 1024 == 0 else str(size) for size in batches}
         for axis, what, unit, divisor in (
@@ -58,7 +59,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def frame(axis: Any, x: str, y: str, ticks: Mapping[int, str], **scales: str) -> None:
-    """Log sizes, with a tick at each, below a grid."""
+    """Label the axes: x is logarithmic, with a tick at each size."""
     from matplotlib.ticker import NullLocator
 
     axis.set(xscale="log", xlabel=x, ylabel=y, **scales)
@@ -68,7 +69,7 @@ def frame(axis: Any, x: str, y: str, ticks: Mapping[int, str], **scales: str) ->
 
 
 def save(figure: Any, path: Path, title: str) -> None:
-    """Write the figure at once."""
+    """Write the figure atomically, in the format of the path's suffix."""
     from matplotlib import rc_context
 
     figure.suptitle(title, fontsize=10)

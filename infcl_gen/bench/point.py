@@ -1,4 +1,4 @@
-"""One size: who is measured there, with which features, and what is run: a forward and backward, or bare products."""
+"""One size: its contestants, their features, and what is timed: a forward and backward, or bare products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infcl_gen.bench.results import FIELDS, IDENTITY
+from infcl_gen.bench.results import FIELDS, IDENTITY, Row
 from infcl_gen.bench.timing import SEED
 from infcl_gen.emission.package import Package
 from infcl_gen.errors import InputError
@@ -29,18 +29,14 @@ ROUNDED = "rounded fp32"
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What everybody computes with: q (M, D), k (N, D), a 0-dim scale, all asking for gradients; labels (M,) int64.
+    """What all contestants compute with; q, k and scale require gradients."""
 
-    `directions` is 2 for a loss that classifies keys among queries, too: then M = N and labels are 0, 1, ..., M - 1.
-    `dtype` is what products are computed in: that of q and k, unless everybody runs under autocast.
-    """
-
-    q: Any
-    k: Any
-    scale: Any
-    labels: Any
-    directions: int
-    dtype: Any
+    q: Any  # (M, D)
+    k: Any  # (N, D)
+    scale: Any  # 0-dim
+    labels: Any  # (M,) int64
+    directions: int  # 2 if the loss classifies keys among queries, too: then M = N and labels are 0, 1, ..., M - 1
+    dtype: Any  # of products: that of q and k, except under autocast
 
     @property
     def leaves(self) -> tuple[Any, Any, Any]:
@@ -49,31 +45,28 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One size, and who is measured there: packages by their folders, and peers by name.
+    """One size and its contestants.
 
-    `rounds` are at most that many runs of each; who has taken its share of `seconds` stops after a few of them.
-    `exact` is a package whose loss gives the fp64 results that errors are relative to; None: no errors are computed.
-    `edited` are packages whose files are not as generated, which their rows say. `directions` as in Inputs.
-    `feature_dtype` is `dtype`, or fp32 for everybody under autocast to it; `precision` then says so. "rounded fp32"
-    holds numbers of `dtype`: casting, whose errors are the same for everybody, then makes none.
+    `feature_dtype` is `dtype`, or fp32 under autocast to `dtype`. "rounded fp32" is fp32 that holds numbers of `dtype`:
+    casting then makes no error.
     """
 
-    packages: tuple[str, ...]
+    packages: tuple[str, ...]  # their folders
     peers: tuple[str, ...]
     target: str
     loss: str
-    directions: int
+    directions: int  # as in Inputs
     batch: int
     keys: int
     dim: int
     dtype: str
     feature_dtype: str
-    precision: str
+    precision: str  # in rows: that of the packages, or the autocast
     scale: float
-    rounds: int
+    rounds: int  # at most; a contestant that has spent its share of `seconds` stops earlier
     seconds: float
-    exact: str | None
-    edited: tuple[str, ...] = ()
+    exact: str | None  # the package whose loss gives fp64 results; None: no errors are computed
+    edited: tuple[str, ...] = ()  # packages whose files are not as generated
     ranks: int = 1
 
     @property
@@ -82,27 +75,28 @@ class Point:
 
     @property
     def contestants(self) -> tuple[str, ...]:
-        """Packages first."""
         return (*self.packages, *self.peers)
 
     @property
     def autocast(self) -> Any:
-        """The dtype of products, where everybody runs under autocast to it."""
+        """The torch dtype that all contestants run under autocast to, or None."""
         return None if self.feature_dtype == self.dtype else DTYPES[self.dtype]
 
-    def row(self, name: str) -> dict[str, Any]:
-        """A contestant's row before anything is known of it: all figures are None."""
+    def row(self, name: str) -> Row:
+        """A contestant's row before it is measured: all figures are None."""
         row = dict.fromkeys(FIELDS) | {field: getattr(self, field) for field in IDENTITY}
         row["impl"], row["package"] = ("infcl", Path(name).name) if name in self.packages else (name, None)
         return {**row, "edited": True} if name in self.edited else row
 
     def shard(self, rank: int) -> int:
-        """Rows of one rank."""
+        """Queries of one rank."""
         return self.batch // self.ranks + (rank < self.batch % self.ranks)
 
     def inputs(self, rank: int = 0, rows: int | None = None) -> Inputs:
-        """Unit-norm random features for a rank's shard, or for that many rows; the same on every run, others on each
-        rank. On several ranks there is a key for each query."""
+        """Unit-norm random features for a rank's shard, or for `rows` queries and keys; the same on every run.
+
+        On several ranks each has its own features, and there is one key per query.
+        """
         queries = rows or self.shard(rank)
         keys = self.keys if self.ranks == 1 and rows is None else queries
         drawn = self.dtype if self.feature_dtype == ROUNDED else self.feature_dtype
@@ -117,7 +111,7 @@ class Point:
 
 
 def row_precision(precision: str, dtype: str, feature_dtype: str | None) -> str:
-    """What rows say of their precision: that of the packages, unless everybody casts features of another dtype."""
+    """`precision` in rows: that of the packages, unless features are cast by autocast."""
     return precision if feature_dtype in (None, dtype) else f"autocast from {feature_dtype}"
 
 
@@ -127,8 +121,8 @@ def point_of(
 ) -> Point:  # fmt: skip
     """The point at `batch` queries (default: the planned ones) of packages for one loss, dim, dtype and device.
 
-    Raises InputError if they differ in that, are planned for other than `ranks` devices, or for fewer queries; and for
-    a `feature_dtype` that is neither the packages' nor fp32 under autocast to it.
+    Raises InputError for packages that differ in these, that are not planned for `ranks` devices or for fewer queries,
+    and for a `feature_dtype` that they cannot take.
     """
     first = packages[0].spec
     dtype, planned = first["problem"]["dtype"], first["problem"]["batch_size"]
@@ -161,31 +155,31 @@ def point_of(
 
 
 def _shared(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """What all packages at one point have in common."""
+    """What all packages of a point must have in common."""
     sizes = {name: spec["problem"][name] for name in ("dim", "dtype", "precision", "keys")}
     return {"loss": spec["loss"], "device": spec["device"]["target"], **sizes}
 
 
 def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -> Any:
-    """Random features of unit norm that ask for gradients; the same on every run."""
+    """Random features (rows, dim) of unit norm that require gradients; the same on every run."""
     generator = torch.Generator(device).manual_seed(SEED + seed)
     found = torch.empty(rows, dim, dtype=DTYPES[dtype], device=device)
     wide = torch.promote_types(DTYPES[dtype], torch.float32)
-    for part in found.split(1 << 16):  # the fp32 numbers of four million rows would not fit beside them
+    for part in found.split(1 << 16):  # the fp32 draws of four million rows would not fit beside `found`
         drawn = torch.randn(len(part), dim, generator=generator, device=device, dtype=wide)
         part.copy_(torch.nn.functional.normalize(drawn, dim=1))
     return found.requires_grad_()
 
 
 def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:
-    """One forward and backward of a package, as training runs it: (loss, dq, dk, dscale). `autocast`: to this dtype."""
+    """A forward and backward of a package, which returns (loss, dq, dk, dscale); `autocast` is a dtype or None."""
     needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
     labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
     return step_of(lambda: module.contrastive_loss(q, k, scale, labels=labels), q, k, scale, autocast)
 
 
 def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:
-    """One forward and backward of any loss of q, k and scale, as `training_step`."""
+    """The same for any loss of q, k and scale."""
 
     def step() -> tuple[Any, ...]:
         q.grad = k.grad = scale.grad = None
@@ -198,9 +192,9 @@ def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: A
 
 
 def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
-    """The library's products that a plan needs, panel by panel: z twice (once where a stash keeps it), dq and dk.
+    """cuBLAS's products of a plan, panel by panel: z twice (once for stashed rows), dq and dk.
 
-    fp32 features that the plan splits are as deep, and as often multiplied, as their halves are.
+    For fp32 features that the plan splits, products are as many and as deep as those of their bf16 terms.
     """
     m, n = len(q), len(k)
     rows, keys = min(plan["panel_rows"], m), min(plan["panel_keys"], n)
@@ -209,7 +203,7 @@ def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
     terms = SPLIT_TERMS if plan["split"] else 1
     if plan["split"]:
         q, k = (x.bfloat16().repeat(1, SPLIT_TERMS) for x in (q, k))
-    # The library returns fp32 sums of half-precision features on a GPU; elsewhere what it is given.
+    # torch adds 16-bit products up in fp32 on GPUs only.
     wide: dict[str, Any] = {"out_dtype": torch.float32} if q.is_cuda and q.element_size() == 2 else {}
     sums = wide.get("out_dtype", q.dtype)
 

@@ -1,7 +1,7 @@
-"""The measurement format, version 1: rows of figures, in files with board, versions and command; and as a table.
+"""The measurement format, version 1: rows, in files with board, versions and command, and as a table.
 
-Times are in milliseconds, sizes in bytes beyond the inputs, errors are norms relative to fp64; None where there is no
-figure. A row whose `error` is not None has no figures of time or memory.
+Times are in milliseconds, sizes in bytes beyond the inputs, errors are norms relative to fp64; None means no figure.
+A row whose `error` is not None has no figures of time or memory.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from infcl_gen.errors import InputError
 from infcl_gen.files import checksum, write_file
 from infcl_gen.version import __version__, installed
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 SCHEMA_VERSION = 1
 SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")
-IDENTITY = (*SIZES, "ranks", "scale")  # of a point, in its rows
-RESULTS = ("loss", "dq", "dk", "dscale")  # what errors are of
-GENERATED = "generated"  # the folder, and so the name in a row, of a package made for one measurement
-FIELDS = (  # of a row, in their order; what is to be measured is None
+IDENTITY = (*SIZES, "ranks", "scale")  # the fields that all rows of a point share
+RESULTS = ("loss", "dq", "dk", "dscale")  # the results whose errors are computed
+GENERATED = "generated"  # folder, and `package` in rows, of packages generated for one measurement
+FIELDS = (  # in the order of a row
     *(*SIZES, "ranks", "impl", "package", "scale"),
     *("strategy", "budget_bytes", "predicted_peak_bytes", "predicted_ms", "predicted_queued_ms"),
     *("median_ms", "mean_ms", "std_ms", "repeats", "queued_ms", "queued_std_ms"),
     *("peak_bytes", "floor_ms", "queued_floor_ms", "err", "error"),
 )
-COLUMNS = (
+COLUMNS = (  # titles in a table, and their fields
     *(("median ms", "median_ms"), ("mean", "mean_ms"), ("std", "std_ms"), ("runs", "repeats"), ("ratio", "median_ms")),
     *(("floor ms", "floor_ms"), ("queued ms", "queued_ms"), ("std", "queued_std_ms"), ("ratio", "queued_ms")),
     *(("floor ms", "queued_floor_ms"), ("MiB", "peak_bytes")),
-)  # titles in a table, and the fields below them
+)
 
 
-def planned_figures(spec: Mapping[str, Any], times: bool) -> dict[str, Any]:
-    """What a package's row says of its plan; `times`: also what it takes, for a run as it is planned."""
+def planned_figures(spec: Mapping[str, Any], times: bool) -> Row:
+    """A row's fields from the plan; `times` adds predicted times, for a run at the planned size."""
     plan, predicted = spec["plan"], spec["predicted"]
-    behind = times and spec["device"]["target"] != "cpu"
+    queued = times and spec["device"]["target"] != "cpu"
     return {
         "strategy": plan["strategy"],
         "budget_bytes": plan["budget_bytes"],
         "predicted_peak_bytes": predicted["peak_bytes"],
         "predicted_ms": 1e3 * predicted["time_s"] if times else None,
-        "predicted_queued_ms": 1e3 * predicted["queued_s"] if behind else None,
+        "predicted_queued_ms": 1e3 * predicted["queued_s"] if queued else None,
     }
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
-    """Writes what `measurement` or `document` gives, atomically."""
+    """Write a `measurement` or `document` atomically. Raises ValueError for NaN or infinity, OSError."""
     write_file(path, f"{json.dumps(results, indent=1, allow_nan=False)}\n".encode())
 
 
 def measured_before(path: Path, command: str, libraries: Iterable[str] = ()) -> tuple[Rows, dict[str, str], str]:
-    """Rows and absent peers of a results file that `command` adds to (nothing if there is none), and what to call the
-    command of both.
+    """Rows and absent peers of a results file, empty without the file; and its commands joined with `command`.
 
-    Raises InputError if it is of another board or of other versions.
+    Raises InputError if the file is of another board or of other versions.
     """
     if not path.exists():
         return [], {}, command
@@ -70,51 +70,49 @@ def measured_before(path: Path, command: str, libraries: Iterable[str] = ()) -> 
 
 
 def measurement(rows: Rows, command: str, absent: Mapping[str, str], libraries: Iterable[str] = ()) -> dict[str, Any]:
-    """The contents of a results file: the rows with board and versions, and their checksum.
-
-    `absent` says of contestants that are not in the rows why; `libraries` are distributions whose versions count.
-    """
+    """The contents of a results file. `absent` maps peers that did not run to the reason; the versions of the
+    distributions `libraries` are listed."""
     return {**document(rows, command, board(), versions(libraries)), "absent": dict(absent)}
 
 
 def document(
-    rows: Sequence[dict[str, Any]], command: str, board: str, versions: Mapping[str, str], **marks: Any
+    rows: Sequence[Row], command: str, board: str, versions: Mapping[str, str], **marks: Any
 ) -> dict[str, Any]:
-    """Rows with where they come from; `marks` say what else they are."""
+    """Rows with their origin and checksum; `marks` are further keys of the document."""
     origin = {"board": board, "versions": versions, "command": command}
     return {"schema_version": SCHEMA_VERSION, **marks, **origin, "checksum": checksum(rows), "rows": list(rows)}
 
 
 def board() -> str:
-    """The GPU's name, as its driver gives it."""
+    """The GPU's name as its driver gives it, else the host's architecture."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
 
 
 def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
-    """What a measurement depends on."""
+    """Versions that a measurement depends on."""
     import torch
 
+    torch_versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
     ours = {"infcl_gen": __version__, "python": platform.python_version()}
-    build = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda)}
-    return installed("triton", *libraries) | ours | build
+    return installed("triton", *libraries) | ours | torch_versions
 
 
 def table(rows: Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and lines of text: one per row, with times relative to the fastest package at its point. What a row has
-    beyond the measurement format has columns of its own."""
+    """Header and one line of text per row, with times relative to the fastest package at its point. Fields beyond the
+    measurement format become columns of their own."""
     more = dict.fromkeys(name for row in rows for name in row if name not in (*FIELDS, "transport", "edited"))
     titles = ("loss", "B", "D", "who", *(title for title, _ in COLUMNS), *(f"err {name}" for name in RESULTS))
     return (*titles, *more, ""), [_line(row, rows, more) for row in rows]
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """Who a row is of."""
+    """The contestant's name in tables and plots."""
     return row["impl"] if row["package"] in (None, GENERATED) else f"{row['impl']} {row['package']}"
 
 
-def _line(row: dict[str, Any], rows: Rows, more: Iterable[str]) -> tuple[str, ...]:
+def _line(row: Row, rows: Rows, more: Iterable[str]) -> tuple[str, ...]:
     who = label(row) + " (edited)" * ("edited" in row)
     figures = [_figure(title, name, row, rows) if row["error"] is None else "" for title, name in COLUMNS]
     errors = [f"{error:.1e}" if error is not None else "-" for error in map((row["err"] or {}).get, RESULTS)]
@@ -122,14 +120,15 @@ def _line(row: dict[str, Any], rows: Rows, more: Iterable[str]) -> tuple[str, ..
     return (row["loss"], str(row["batch"]), str(row["dim"]), who, *figures, *errors, *others, row["error"] or "")
 
 
-def _figure(title: str, name: str, row: dict[str, Any], rows: Rows) -> str:
-    """A ratio is to the fastest package at the point; of a ring, to the package as it is, since the other ways to carry
-    its messages compute nothing of use."""
+def _figure(title: str, name: str, row: Row, rows: Rows) -> str:
     value = row[name]
-    if value is None or title == "runs":
-        return "-" if value is None else str(value)
+    if value is None:
+        return "-"
+    if title == "runs":
+        return str(value)
     if title != "ratio":
         return f"{value / 2**20:.1f}" if title == "MiB" else f"{value:.2f}"
+    # On several ranks only the unchanged package counts: the other ways to carry messages are not of use to anybody.
     packages = [other for other in rows if other["impl"] == "infcl" and (row["ranks"] == 1 or other["package"] is None)]
     times = [other[name] for other in packages if all(other[field] == row[field] for field in IDENTITY)]
     fastest = min(filter(None, times), default=None)

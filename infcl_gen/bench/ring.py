@@ -1,15 +1,14 @@
-"""A point, measured on several devices: packages with and without their communication, and peers that run there.
+"""A point, measured on several devices: packages with and without communication, and peers that run there.
 
-Each rank is a process that runs all points one after the other, everybody in turns as in `measure`. The time of a run
-is that of its slowest rank. A package is measured three times:
+Each rank is a process that measures all points in order, contestants in turns as in `measure`. A run takes as long as
+its slowest rank. A package is measured in three ways:
 
-    infcl                       as it is
+    infcl                       as generated
     infcl, no overlap           each transfer is waited for where it starts
-    infcl, no communication     the same work on every rank, but what would be sent is copied to where it would arrive
-                                (0.3 % of a hop's time at D = 768): what efficiency is relative to
+    infcl, no communication     the same work, but messages are copied locally (0.3 % of a hop's time at D = 768);
+                                efficiency is relative to this
 
-Rows are those of `bench`, with `ranks` > 1, the global `batch`, the largest peak of any rank, and how keys travel
-(`transport`). `once` is for batches that take minutes: one step of each package as it is, on an idle device.
+Rows have `ranks` > 1, the global `batch`, the largest peak of any rank, and the plan's `transport`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import Any
 
 import torch
 
-from infcl_gen.bench.measure import Row, described, first_runs, judged
+from infcl_gen.bench.measure import described, first_runs, judged
 from infcl_gen.bench.peers import PEERS
 from infcl_gen.bench.point import Inputs, Point, Step, step_of, training_step
-from infcl_gen.bench.results import Rows, planned_figures
+from infcl_gen.bench.results import Row, Rows, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
@@ -35,7 +34,7 @@ HOW = {"infcl": None, "infcl, no overlap": "no overlap", "infcl, no communicatio
 
 
 def measure_rank(job: dict[str, Any], seat: Seat) -> Rows:
-    """The rows of all points, on each rank."""
+    """The task of each rank: the rows of all points. With `once` each package takes one step from an idle device."""
     points = [Point(**point) for point in job["points"]]
     seat.join_group(points[0].device, job["timeout_s"])
     measure = _once if job["once"] else _in_turns
@@ -44,15 +43,15 @@ def measure_rank(job: dict[str, Any], seat: Seat) -> Rows:
 
 
 def _row(point: Point, name: str, spec: Mapping[str, Any]) -> Row:
-    """Of one contestant, before anything is measured; times are predicted of a package as it is."""
+    """A contestant's row before it is measured. Predicted times are of the package as generated."""
     if name not in HOW:
         return point.row(name) | {"transport": None}
-    ours = point.row(point.packages[0]) | planned_figures(spec, times=name == "infcl")
-    return ours | {"package": HOW[name], "transport": spec["plan"]["schedule"]["transport"]}
+    row = point.row(point.packages[0]) | planned_figures(spec, times=name == "infcl")
+    return row | {"package": HOW[name], "transport": spec["plan"]["schedule"]["transport"]}
 
 
 def _once(point: Point, module: ModuleType, rank: int) -> Rows:
-    """The row of one step, after a small one that compiles."""
+    """The row of one step, after a small step that compiles."""
     small = min(2 * module.SPEC["plan"]["panel_rows"], *map(point.shard, range(point.ranks)))
     training_step(module, *point.inputs(rank, small).leaves)()
     inputs, timer = point.inputs(rank), RanksTimer(point.device)
@@ -62,19 +61,17 @@ def _once(point: Point, module: ModuleType, rank: int) -> Rows:
         time_ms, _ = timer.idle_ms(lambda: results.append(step()))
     wrong, peak = _largest([judged(results[0])[1] is not None, meter.peak_bytes], point.device)
     row = _row(point, "infcl", module.SPEC)
-    if wrong:
-        return [row | {"error": "not finite"}]
-    if peak > row["predicted_peak_bytes"]:
-        return [row | {"error": f"took {round(peak)} bytes"}]
+    if wrong or peak > row["predicted_peak_bytes"]:
+        return [row | {"error": "not finite" if wrong else f"took {round(peak)} bytes"}]
     return [row | time_figures([Times(time_ms, None)]) | {"peak_bytes": round(peak)}]
 
 
 def _in_turns(point: Point, module: ModuleType, rank: int) -> Rows:
-    """The rows of everybody."""
+    """The rows of all contestants."""
     shards = list(map(point.shard, range(point.ranks)))
     inputs = point.inputs(rank)
     steps = {name: _package_step(module, inputs, carrier) for name, carrier in carriers(module, shards).items()}
-    if len(set(shards)) == 1:  # peers abort, or hang, on others
+    if len(set(shards)) == 1:  # with uneven shards peers abort or hang
         for name in point.peers:
             prepare = PEERS[name].on_ranks
             assert prepare is not None
@@ -104,8 +101,8 @@ def _package_step(module: ModuleType, inputs: Inputs, carrier: Any) -> Step:
 
 
 def _first(step: Step, inputs: Inputs, true: bool) -> Row:
-    """Two runs, which compile and measure the peak: why there is none on some rank, and the largest one. `true`: the
-    results are the loss's, and must be finite (without communication a row of an uneven shard is anything)."""
+    """First runs on all ranks: an error of some rank, else the largest peak. `true`: the results are the loss's and
+    must be finite; without communication an uneven shard's may not be."""
     peak, error = 0, None
     try:
         peak, _, defect = first_runs(step, inputs)
@@ -119,7 +116,7 @@ def _first(step: Step, inputs: Inputs, true: bool) -> Row:
 
 
 class RanksTimer(Timer):
-    """Times of the slowest rank. All begin together; behind other work those whose lead is over wait for the others."""
+    """Times of the slowest rank. All ranks begin together, on an idle device and behind other work."""
 
     def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
         _meet(self.device)
@@ -132,7 +129,7 @@ class RanksTimer(Timer):
         return queued_ms, bool(late)
 
     def gather(self) -> None:
-        """On the devices, without their hosts: nobody's lead is over before everybody's is."""
+        """Devices wait for each other, hosts do not: no rank's lead ends before every rank's has."""
         torch.distributed.all_reduce(torch.zeros(1, device=self.device))
 
 
@@ -143,20 +140,19 @@ def _meet(device: str) -> None:
 
 
 def _largest(values: Sequence[float], device: str) -> list[float]:
-    """Each the largest of all ranks."""
+    """Each value's maximum over the ranks."""
     found = torch.tensor(values, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return [float(value) for value in found.tolist()]
 
 
 def carriers(module: ModuleType, shards: Sequence[int]) -> dict[str, Any]:
-    """What carries the messages between these shards, for each way in HOW that a package is measured in: groups of the
-    package's own kind, for the default process group."""
+    """For each way in HOW the group that carries messages between `shards` rows per rank, of the package's own kind."""
     groups = importlib.import_module(f"{module.__name__}._runtime.group")
     plain = groups.find_group("")
 
     class AtOnce(groups.Group):  # type: ignore[name-defined]
-        """Each transfer is waited for where it starts."""
+        """Waits for each transfer where it starts."""
 
         overlaps = False
 
@@ -166,23 +162,23 @@ def carriers(module: ModuleType, shards: Sequence[int]) -> dict[str, Any]:
             return []
 
     class Copied(groups.Group):  # type: ignore[name-defined]
-        """What would be sent is copied to where it would arrive, and everybody is known to say the same."""
+        """Copies what would be sent to where a message would arrive, and answers exchanges for all ranks."""
 
         overlaps = False
 
         def post(self, sends: Any, receives: Any) -> list[Any]:
-            # A gather's are as long as their owners' shards.
+            # In a gather the buffers are as long as their owners' shards.
             for sent, received in zip(sends, receives, strict=False):
                 source, target = sent.buffer.view(-1), received.buffer.view(-1)
-                target.zero_()  # what was never written might be NaN, and raise flags
+                target.zero_()  # uninitialised memory may hold NaN, which raises flags
                 target[: len(source)].copy_(source[: len(target)])
             return []
 
         def exchange(self, header: Any, phase: str = "forward", call: int | None = None) -> list[Any]:
             order = {"protocol": 0, "phase": phase, "trips finished": 0, "call number": call or 0}
-            # Ranks that say the same share a header, as in the ring: to compare two takes the host 15 us.
+            # Ranks that say the same share one header, as in the ring: comparing two takes the host 15 us.
             said = {rows: {**header, **order, "rows": rows, "keys": rows} for rows in shards}
             return [said[rows] for rows in shards]
 
-    kinds = {"infcl, no overlap": AtOnce, "infcl, no communication": Copied}
-    return {"infcl": plain} | {name: kind(plain.process_group) for name, kind in kinds.items()}
+    ways = {"infcl, no overlap": AtOnce, "infcl, no communication": Copied}
+    return {"infcl": plain} | {name: way(plain.process_group) for name, way in ways.items()}

@@ -1,7 +1,7 @@
-"""Times of runs, each on a cold cache: from an idle device and behind other work.
+"""Times of runs on a cold cache: from an idle device, and behind other work.
 
-On a GPU a run from an idle device waits for the host to start the first kernels. Behind other work, as a loss is behind
-its towers in training, the host has run ahead: that is the device's time alone, unless the host is still behind after
+On a GPU a run from an idle device waits for the host to launch the first kernels. Behind other work, as a loss runs
+behind its towers, the host has run ahead: the time is the device's alone, unless the host is late even after
 LONGEST_LEAD_MS of other work.
 """
 
@@ -17,23 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-FLUSH_BYTES = 256 << 20  # several times any L2: what a timed run starts with is in memory, not in a cache
+FLUSH_BYTES = 256 << 20  # several times any GPU's L2
 CPU_FLUSH_BYTES = 64 << 20
 SEED = 0
 LONGEST_LEAD_MS = 40.0
-LEAD_SIDE = 4096  # of the products of a lead: 0.2 ms each on an H200, long enough for its host to start one
-LEAD_SAMPLE = 5  # of them are timed to know how many a lead takes
+LEAD_SIDE = 4096  # a product of 0.2 ms on an H200, longer than the host needs to launch one
+LEAD_SAMPLE = 5  # products timed to know how many fill a lead
 
 
 class Times(NamedTuple):
-    """Milliseconds of one run from an idle device, and of another one behind other work (None on the CPU)."""
+    """Milliseconds of one run from an idle device, and of another behind other work (None on the CPU)."""
 
     idle_ms: float
     queued_ms: float | None
 
 
 class Timer:
-    """Times runs, each on a cold cache: by the GPU's own events, or by the clock on the CPU."""
+    """Times runs on a cold cache, by the GPU's events or by the CPU's clock."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -41,19 +41,19 @@ class Timer:
         self._flush = torch.empty(size, dtype=torch.uint8, device=device)
 
     def times(self, run: Callable[[], object]) -> Times:
-        """Of two runs on a GPU, and of more where the host was late; of one on the CPU."""
+        """Times of two runs on a GPU, more where the host is late; of one run on the CPU."""
         idle_ms, host_ms = self.idle_ms(run)
         if self.device == "cpu":
             return Times(idle_ms, None)
         lead_ms = min(1.5 * host_ms + 0.5, LONGEST_LEAD_MS)
-        queued_ms, late = self.queued_ms(run, lead_ms)
-        while late and lead_ms < LONGEST_LEAD_MS:  # a busy device may slow its host
-            lead_ms = min(2 * lead_ms, LONGEST_LEAD_MS)
+        while True:
             queued_ms, late = self.queued_ms(run, lead_ms)
-        return Times(idle_ms, queued_ms)
+            if not late or lead_ms == LONGEST_LEAD_MS:
+                return Times(idle_ms, queued_ms)
+            lead_ms = min(2 * lead_ms, LONGEST_LEAD_MS)  # a busy device may slow its host
 
     def idle_ms(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Milliseconds of a run that begins on an idle device, and what it took the host to start everything."""
+        """Milliseconds of a run from an idle device, and milliseconds of the host to launch it."""
         self._flush.zero_()
         if self.device == "cpu":
             host_ms = _host_ms(run)
@@ -62,11 +62,11 @@ class Timer:
         return _watched(run)[:2]
 
     def queued_ms(self, run: Callable[[], object], lead_ms: float) -> tuple[float, bool]:
-        """Milliseconds of a run behind `lead_ms` of other work, and whether the host was late: that work was over
-        before the host had started everything.
+        """Milliseconds of a run behind `lead_ms` of other work; and whether that work ended before the host had
+        launched everything.
 
-        It is products, as towers have, then a flush of the cache. Behind 40 ms of memory traffic alone, in which the
-        board cools, a loss at B = 64k, D = 1024 took 42 ms on an H200; over and over it takes 48.
+        The work is products, as in towers, then a flush of the cache. Memory traffic alone would cool the board: behind
+        40 ms of it a loss at B = 64k, D = 1024 took 42 ms on an H200, against 48 ms back to back.
         """
         multiply, product_ms = self._lead
         multiply(math.ceil(lead_ms / product_ms))
@@ -76,12 +76,12 @@ class Timer:
         return device_ms, late
 
     def gather(self) -> None:
-        """What is enqueued last before a queued run: on one device nothing."""
+        """Enqueued last before a queued run; ranks meet here."""
 
     @functools.cached_property
     def _lead(self) -> tuple[Callable[[int], None], float]:
-        """What enqueues a number of products, and the milliseconds of one."""
-        generator = torch.Generator(self.device).manual_seed(SEED)  # the process's own draws stay what they were
+        """A function that enqueues a number of products, and the milliseconds of one."""
+        generator = torch.Generator(self.device).manual_seed(SEED)  # leaves the global generator alone
         shape = (2, LEAD_SIDE, LEAD_SIDE)
         factors = torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator)
         product = torch.empty_like(factors[0])
@@ -95,8 +95,7 @@ class Timer:
 
 
 def _watched(run: Callable[[], object]) -> tuple[float, float, bool]:
-    """Milliseconds between two events around the run and those of the host, and whether the first event was over when
-    the host was ready."""
+    """Milliseconds of the device and of the host, and whether the device began before the host was done."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     host_ms = _host_ms(run)
@@ -113,9 +112,9 @@ def _host_ms(run: Callable[[], object]) -> float:
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Round and name of every turn: each name once a round. A name that is removed meanwhile has no later rounds.
+    """Round and name of every turn; a name removed from `names` meanwhile has no later rounds.
 
-    Every round has an order of its own, since who always follows the hottest is slower for it. All ranks draw the same.
+    Each round is shuffled, since a run that always follows the hottest is slower. All ranks draw the same order.
     """
     for round_ in range(rounds):
         for name in random.Random(SEED + round_).sample(names, len(names)):
@@ -123,10 +122,9 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def time_figures(times: Sequence[Times], floors: Sequence[Times] = ()) -> dict[str, Any]:
-    """What a row says of the times of some runs, and of those of the bare products."""
-    idle, queued, floor, queued_floor = (
-        [ms for found in runs if (ms := found[way]) is not None] for runs in (times, floors) for way in range(2)
-    )
+    """A row's figures from the times of a step, and of its bare products (`floors`)."""
+    idle, floor = ([run.idle_ms for run in runs] for runs in (times, floors))
+    queued, queued_floor = ([run.queued_ms for run in runs if run.queued_ms is not None] for runs in (times, floors))
     return {
         "median_ms": statistics.median(idle),
         "mean_ms": statistics.fmean(idle),
