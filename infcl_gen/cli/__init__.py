@@ -1,4 +1,4 @@
-"""The command line, `infcl-gen`: a thin layer that reads flags, calls one function, and prints its result."""
+"""The command line, `infcl-gen`: it reads flags, calls one function, and prints the result."""
 
 from infcl_gen.cli import measuring, options, packages, scaling, text
 from infcl_gen.cli.group import main

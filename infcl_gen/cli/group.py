@@ -1,7 +1,6 @@
-"""The group of commands: whatever goes wrong gives one line and an exit code (see `infcl_gen.errors`).
+"""The group of commands: every error becomes one line and an exit code (see `infcl_gen.errors`).
 
-Results go to stdout (with `--json` as one object), messages to stderr. A defect of the program itself gives one line
-too, and its traceback with `-v`.
+Results go to stdout (with `--json` as one object), messages to stderr. `-v` adds the traceback of an internal error.
 """
 
 from __future__ import annotations
@@ -28,31 +27,29 @@ from infcl_gen.version import __version__
 SCHEMA_VERSION = 1
 INTERRUPTED = 130
 _OPTIONAL = ("torch", "triton")
-_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of stdout, say
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing, for example to stdout
 
 
 def show(flags: Mapping[str, Any], result: Mapping[str, Any], text: Callable[[], str]) -> None:
-    """Print a command's result: as one object with --json, as text, or not at all with --quiet."""
+    """Print a command's result: as one object with --json, else as text, unless --quiet is given."""
     if flags["json"]:
         click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **result}, indent=2, default=str))
-        click.get_current_context().obj["json"] = False  # an error after it is no second object
+        click.get_current_context().obj["json"] = False  # a later error must not print a second object
     elif not flags["quiet"]:
         click.echo(text())
 
 
 class _Group(click.Group):
-    """The group whose `main` turns every exception into one line and an exit code."""
-
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
-        # click's own `main` prints usage errors on several lines, and swallows interrupts and broken pipes.
-        ours = args is None and threading.current_thread() is threading.main_thread()  # the whole process is
-        if ours:  # SIGTERM is an interrupt as well, so that workers are ended and temporary folders removed
+        """Run a command and exit. click's own `main` prints several lines and swallows interrupts and broken pipes."""
+        ours = args is None and threading.current_thread() is threading.main_thread()  # the process runs this only
+        if ours:  # SIGTERM interrupts too: workers end, and temporary folders are removed
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             code = self._outcome(list(sys.argv[1:] if args is None else args))
             if ours:
                 _ignore_interrupts()
-        except KeyboardInterrupt:  # as the command ended
+        except KeyboardInterrupt:  # after the command's outcome
             if ours:
                 _ignore_interrupts()
             click.echo("infcl-gen: error: interrupted", err=True)
@@ -60,7 +57,7 @@ class _Group(click.Group):
         sys.exit(code)
 
     def _outcome(self, arguments: list[str]) -> int:
-        """Run a command and return its exit code; whatever went wrong is reported."""
+        """Run a command, report its error if any, and return its exit code."""
         shown = {"json": "--json" in arguments, "verbose": bool({"-v", "--verbose"} & set(arguments))}
         started = time.monotonic()
         code = 1
@@ -72,16 +69,16 @@ class _Group(click.Group):
                 logging.getLogger("infcl_gen").info("finished in %.2f s", time.monotonic() - started)
             except BaseException as error:
                 code = _report(error, shown["json"], shown["verbose"])
-            if sys.stdout is not None:  # closed by whoever started this
+            if sys.stdout is not None:  # the parent process may have closed it
                 sys.stdout.flush()
-        except OSError:  # the reader (head, less) has gone, or the disk is full: what is left has nowhere to go
+        except OSError:  # the reader (head, less) has ended, or the disk is full: drop the rest of the output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = code or 1
         return code
 
 
 def _ignore_interrupts() -> None:
-    """The outcome stands and the process is about to end: an interrupt must not change its exit code."""
+    """After a command's outcome, an interrupt must not change the exit code."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
 
@@ -101,7 +98,7 @@ def main() -> None:
 
 
 def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
-    """Print one line for `error` (`as_json`: also an object on stdout) and return its exit code."""
+    """Print `error` as one line, `as_json` also as an object on stdout, and return its exit code."""
     details: dict[str, Any] = {}
     if isinstance(error, BrokenPipeError):
         raise error
@@ -129,7 +126,7 @@ def _report(error: BaseException, as_json: bool, verbose: bool) -> int:
     message = clean(" ".join(message.split()))
     if as_json:
         payload = {"error": {"kind": type(error).__name__, "exit_code": code, "message": message, **details}}
-        with contextlib.suppress(OSError):  # a full disk behind stdout may be what is reported
+        with contextlib.suppress(OSError):  # the error may be a full disk behind stdout
             click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **payload}, indent=2))
     click.echo(f"infcl-gen: error: {message}", err=True)
     return code

@@ -1,11 +1,11 @@
-"""Commands that measure, or look at this machine: bench, doctor."""
+"""Commands that measure or examine this machine: bench, doctor."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
 from infcl_gen.inputs.text import flag_name
 
 BENCH = ("batches", "dims", "package", "against", "scale", "features", "repeats", "ranks", "errors")
-# Of a ring nothing is drawn, no errors are computed, and features come in the package's dtype.
+# Rings are not drawn, their errors are not computed, and their features have the package's dtype.
 NOT_OF_RINGS = ("plot", "errors", "features")
 
 
@@ -62,7 +62,8 @@ def bench(flags: dict[str, Any]) -> None:
         if output is not None:
             results.write_results(output, results.measurement(rows, command, measured.absent, libraries))
 
-    with _work(flags, ranks) as work:
+    with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as scratch:
+        work = _work(flags, ranks, Path(scratch))
         if ranks > 1:
             rows = measured.ring([package for packages, _ in work for package in packages], ranks)
             write(rows)
@@ -103,10 +104,8 @@ def _draw(picture: Path | None, rows: Sequence[dict[str, Any]], command: str) ->
         plot(rows, picture, f"{board()}; {command}")
 
 
-@contextlib.contextmanager
-def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[list[tuple[list[Path], int | None]]]:
-    """Which packages are measured at which batch sizes (None: the planned one): given ones, or generated ones in a
-    temporary folder.
+def _work(flags: Mapping[str, Any], ranks: int, scratch: Path) -> list[tuple[list[Path], int | None]]:
+    """(packages, batch size) to measure; None: the planned size. Without --package they are generated in `scratch`.
 
     Raises InputError for flags that contradict each other.
     """
@@ -123,24 +122,20 @@ def _work(flags: Mapping[str, Any], ranks: int) -> Iterator[list[tuple[list[Path
         others = (*options.PROBLEM, "dims", *(["batches"] if ranks > 1 else []))
         options.refuse(flags, others, "comes with --package; give one of them")
         folders = [Path(options.directory_name(name, "--package")) for name in dict.fromkeys(flags["package"])]
-        yield [(folders, batch) for batch in batches or (None,)]
-        return
+        return [(folders, batch) for batch in batches or (None,)]
     dims = options.counts(flags, "dims", MAX_DIM) or [flags["dim"]]
     given = {name: flags[name] for name in options.PROBLEM}
     given["devices"] = given["devices"] or (ranks if ranks > 1 else None)
-    problems = [
-        make_problem(**{**given, "batch_size": batch, "dim": dim})
-        for dim in dims
-        for batch in batches or [flags["batch_size"]]
-    ]
+    sizes = itertools.product(dims, batches or [flags["batch_size"]])
+    problems = [make_problem(**{**given, "dim": dim, "batch_size": batch}) for dim, batch in sizes]
     for problem in problems:
         if problem.devices != ranks:
             measured = "one device is" if ranks == 1 else f"--ranks {ranks} are"
             raise InputError(f"--devices: {measured} measured, not {problem.devices}; leave it out")
-    with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as scratch:
-        folders = [Path(scratch) / str(index) / GENERATED for index in range(len(problems))]
-        packages = [write_package(build(problem), folder) for problem, folder in zip(problems, folders, strict=True)]
-        yield [([package], problem.batch_size) for package, problem in zip(packages, problems, strict=True)]
+    return [
+        ([write_package(build(problem), scratch / str(index) / GENERATED)], problem.batch_size)
+        for index, problem in enumerate(problems)
+    ]
 
 
 @command()

@@ -1,4 +1,4 @@
-"""Options of commands, and what their values mean. Nothing heavy is imported before a command needs it."""
+"""Options of commands, and how their values are read. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infcl_gen.inputs.text import check_integer, check_text, flag_name, parse_co
 
 MAX_RANKS = 64
 
-# What a configuration file may give: every flag, and of which type its value is there.
+# The flags that a configuration file may give, with the types of their values.
 FLAGS: dict[str, Any] = {}
 COUNT = int | str
 COUNTS = int | str | list[int | str]
@@ -36,7 +36,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def option(names: str, metavar: str | None, help_text: str, kind: Any = str) -> Option:
-    """A flag of a command line, and of a configuration file, where its value is of this kind."""
+    """A flag of the command line, and of a configuration file with a value of type `kind`."""
     name = names.rpartition("--")[2].replace("-", "_")
     FLAGS[name] = FLAGS.get(name, kind) | kind
     form: dict[str, Any] = {"is_flag": True} if kind is bool else {"multiple": kind in (list[str], SETTINGS)}
@@ -70,7 +70,7 @@ directory = click.argument("directory", metavar="DIR")
 
 
 def command(*given: Option) -> Callable[[Callable[[dict[str, Any]], None]], click.Command]:
-    """A command of the group with these options and the common ones. It gets its flags settled."""
+    """Makes a function of settled flags a command of the group, with these options and the common ones."""
 
     def apply(function: Callable[[dict[str, Any]], None]) -> click.Command:
         @functools.wraps(function)
@@ -86,7 +86,7 @@ def command(*given: Option) -> Callable[[Callable[[dict[str, Any]], None]], clic
 
 
 def settle(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags with those of `--config` filled in, and logging set up. Given flags win over the file's."""
+    """Add the flags of `--config`, where the command line does not give them, and set up logging."""
     context = click.get_current_context()
     try:
         os.getcwd()
@@ -100,7 +100,7 @@ def settle(flags: dict[str, Any]) -> dict[str, Any]:
         default = click.core.ParameterSource.DEFAULT
         given = {name for name in flags if context.get_parameter_source(name) is not default}
         if given & {"quiet", "verbose"}:
-            given |= {"quiet", "verbose"}  # one of them given here, the other in the file
+            given |= {"quiet", "verbose"}  # the command line may contradict the file
         flags |= {name: value for name, value in config.items() if name in flags.keys() - given}
     context.obj.update(json=flags["json"], verbose=flags["verbose"])
     if flags["quiet"] and flags["verbose"]:
@@ -113,9 +113,9 @@ def settle(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The flags given in a TOML file, by their names with underscores (dashes are accepted as well).
+    """The flags in a TOML file, by their names with underscores; the file may write dashes.
 
-    One file may serve every command: a flag that the running command does not have is checked, and unused.
+    One file may serve every command, so flags of other commands are valid.
     Raises InputError naming the key that is unknown, given twice, or has a wrong type.
     """
     import msgspec
@@ -135,26 +135,25 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def problem_of(flags: Mapping[str, Any]) -> Problem:
-    """The problem that flags describe."""
     return make_problem(**{name: flags[name] for name in PROBLEM})
 
 
 def directory_name(directory: str, flag: str = "DIR") -> str:
-    """A folder that is there."""
+    """`directory` if it exists; else raises InputError."""
     if not os.path.isdir(check_text(flag, directory)):
         raise InputError(f"{flag}: {show(directory)} is not a folder; give one that infcl-gen generate wrote")
     return directory
 
 
 def refuse(flags: Mapping[str, Any], names: Iterable[str], why: str) -> None:
-    """Raises InputError that names the first of these flags that was given."""
+    """Raises InputError for the first of these flags that was given."""
     for name in names:
         if flags[name] not in (None, ()):
             raise InputError(f"{flag_name(name)}: {why}")
 
 
 def number(flags: Mapping[str, Any], name: str, default: float, most: float, what: str) -> float:
-    """A number above 0, at most `most`."""
+    """The value of a flag, above 0 and at most `most`."""
     value = flags[name]
     try:
         found = default if value is None else float(value)
@@ -166,25 +165,25 @@ def number(flags: Mapping[str, Any], name: str, default: float, most: float, wha
 
 
 def count(flags: Mapping[str, Any], name: str, default: int, low: int, high: int) -> int:
-    """A count within limits."""
+    """The value of a flag, from `low` to `high`."""
     flag, value = flag_name(name), flags[name]
     return default if value is None else check_integer(flag, parse_count(value, flag), low, high)
 
 
 def counts(flags: Mapping[str, Any], name: str, high: int) -> list[int] | None:
-    """The counts of a comma-separated text, or of a list from a configuration file; each once, in order."""
+    """The distinct counts of a flag, in order."""
     if flags[name] is None:
         return None
     return list(dict.fromkeys(count({name: part}, name, 1, 1, high) for part in parts(flags[name])))
 
 
 def parts(value: object) -> list[Any]:
-    """What a comma-separated text lists, or a list from a configuration file."""
+    """The parts of a comma-separated text, of a configuration file's list, or of one other value."""
     return value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
 
 
 def result_file(flags: Mapping[str, Any], name: str) -> Path | None:
-    """The file of --output or --plot, which is written at the end of a long run, if it can be written now."""
+    """The file of --output or --plot. Raises InputError, before a long run, if it cannot be written."""
     if flags[name] is None:
         return None
     flag, path = flag_name(name), Path(check_text(flag_name(name), flags[name])).absolute()
@@ -201,7 +200,7 @@ def result_file(flags: Mapping[str, Any], name: str) -> Path | None:
 
 
 def command_line(command: str, flags: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The command line that gives the same: what was given, wherever it came from."""
+    """The command line that gives these flags again, also those of a configuration file."""
     words = ["infcl-gen", command]
     for name in names:
         value = flags[name]
@@ -216,7 +215,7 @@ def command_line(command: str, flags: Mapping[str, Any], names: Sequence[str]) -
 
 @contextlib.contextmanager
 def progress(flags: Mapping[str, Any]) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr if that is a terminal; log records otherwise."""
+    """A function of (step, done, total) that moves a bar on a terminal's stderr, or else logs."""
     if flags["quiet"] or not sys.stderr.isatty():
         log = logging.getLogger("infcl_gen")
         yield lambda step, done, total: log.info("%s %d of %d", step, done, total)

@@ -1,4 +1,4 @@
-"""Commands of plans and packages: plan, generate, inspect, verify, tune."""
+"""Commands for plans and packages: plan, generate, inspect, verify, tune."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`infcl-gen scale`: a problem on clusters of many sizes, planned, then simulated, not measured.
+"""`infcl-gen scale`: a problem on clusters of many sizes, planned and simulated, not measured.
 
-A row has `loss, batch, dim, dtype, devices, nodes, strategy, transport, step_ms, forward_ms, backward_ms, alone_ms`
-(the same work without communication), `efficiency`, `peak_bytes` (of one device, beyond the inputs), `bound`,
-`critical_ms` (what the longest chain of events is made of), and `error`: why no plan fits, else None.
+A row has the problem's sizes and FIGURES. `alone_ms` is a step without communication, `peak_bytes` of one device beyond
+the inputs, `critical_ms` the longest chain of events by resource, `error` why no plan fits (else None).
 """
 
 from __future__ import annotations
@@ -73,13 +72,12 @@ def scale(flags: dict[str, Any]) -> None:
 
 
 def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: Sequence[int]) -> list[Problem]:
-    """The problem of `flags` (those of `make_problem`) for each batch size on each number of devices.
+    """The problem of `flags` (see `make_problem`) for each batch size on each number of devices.
 
-    Nodes have as many devices as the cluster file says, else 8. `devices` None: doubled from one node to all nodes of
-    the cluster file, else to 4096. Raises InputError for a number that does not fill its nodes.
+    `devices` None doubles them from one node to all nodes of the cluster file, else to 4096. Nodes have 8 devices
+    unless the cluster file says otherwise. Raises InputError for a number that does not fill its nodes.
     """
-    given = flags.get("cluster")
-    file = read_cluster({} if given is None else given)
+    file = read_cluster({} if flags.get("cluster") is None else flags["cluster"])
     each = file.devices_per_node or DEVICES_PER_NODE
     if devices is None:
         last = min(MAX_DEVICES, each * file.nodes if file.nodes else max(UP_TO, each))
@@ -90,18 +88,17 @@ def clusters(flags: Mapping[str, Any], devices: Sequence[int] | None, batches: S
     for count in devices:
         size = min(count, each)
         if count % size:
-            raise InputError(
-                f"--devices: {count} devices do not fill nodes of {each}; give multiples of {each}, or fewer"
-            )
+            why = f"{count} devices do not fill nodes of {each}"
+            raise InputError(f"--devices: {why}; give multiples of {each}, or fewer")
         links = file.links
-        if links is not None and links.links_per_node is not None:  # of a whole node
+        if links is not None and links.links_per_node is not None:  # the file describes a whole node
             links = dataclasses.replace(links, links_per_node=min(links.links_per_node, size))
         places.append(dataclasses.replace(file, nodes=count // size, devices_per_node=size, links=links))
     return [make_problem(**{**flags, "batch_size": batch, "cluster": place}) for batch in batches for place in places]
 
 
 def simulated(problem: Problem) -> dict[str, Any]:
-    """One row."""
+    """The row of one problem."""
     from infcl_gen.emission import simulate_problem
 
     row: dict[str, Any] = {"loss": problem.loss, "batch": problem.batch_size}
@@ -123,7 +120,7 @@ def simulated(problem: Problem) -> dict[str, Any]:
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row as a line of the table below HEADER."""
+    """A row as the cells below HEADER."""
     sizes = (str(row["batch"]), str(row["devices"]), str(row["nodes"]))
     if row["error"] is not None:
         smallest = row["smallest_budget_bytes"]
@@ -136,9 +133,10 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Two panels over the number of devices, of simulated rows: ms of forward and backward, and efficiency against the
-    same work without communication. Points of one batch size are joined; the word beside one says what bounds it, where
-    that changes."""
+    """Two panels over the number of devices: ms of forward and backward, and efficiency. Lines join a batch size.
+
+    A word stands beside a point where the bounding resource changes.
+    """
     from matplotlib.figure import Figure
 
     from infcl_gen.bench.plots import frame, save

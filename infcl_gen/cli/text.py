@@ -1,4 +1,4 @@
-"""Results as text: what the commands print on stdout where they are not asked for JSON."""
+"""Results as text, for stdout without --json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def record_text(problem: Problem) -> str:
-    """Whether measured settings are used, and why not."""
+    """Which tuning record the package uses, or why none."""
     from infcl_gen.emission.pipeline import case_of, find_record
     from infcl_gen.planning.records import Found
 
@@ -35,12 +35,10 @@ def bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files
 
 
 def wrote(*files: Path | None) -> list[str]:
-    """A line for each file that was asked for."""
     return [f"wrote {file}" for file in files if file is not None]
 
 
 def campaign_text(result: Mapping[str, Any], *files: Path | None) -> str:
-    """The rows; how many points are left; and what is broken."""
     more = [f"{result['left']} points left: run it again"] * bool(result["left"])
     return "\n".join([bench_text(result["rows"], result["absent"], *files), *more, *result["broken"]])
 
@@ -65,7 +63,7 @@ def tuning_text(outcome: Outcome) -> str:
 def plan_text(plan: Plan) -> str:
     problem = plan.problem
     sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
-    devices = f"{plan.world_size} device" + ("s" if plan.world_size > 1 else "")
+    devices = f"{plan.world_size} device" + "s" * (plan.world_size > 1)
     reasons = [(str(r.level), r.decision, r.why) for r in plan.reasons]
     blocks = [
         (name, f"{b.rows} rows x {b.keys} keys x {b.depth} deep, {b.warps} warps, {b.stages} stages")
@@ -117,7 +115,7 @@ def package_text(
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Its scalars, by their paths."""
+    """The scalars of nested tables, by their dotted paths."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
@@ -126,7 +124,7 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _is_table(value: object) -> bool:
-    """A list of records with the same fields, as a plan's buffers, phases and reasons are."""
+    """Whether `value` is a list of records with the same fields, such as a plan's buffers."""
     if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
         return False
     return all(isinstance(item, Mapping) and item.keys() == value[0].keys() for item in value)
@@ -137,7 +135,7 @@ def _cell(value: object) -> str:
 
 
 def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, indented by two; the last column is not padded. Text in cells cannot break lines."""
+    """Aligned columns, indented by two. Line breaks in cells are escaped."""
     lines = [[clean(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
     if not lines:
         return "  (none)"

@@ -1,4 +1,4 @@
-"""Hardware: device profiles as data, detection of the machine's own device, and the cluster of a problem."""
+"""Hardware: device profiles as data, detection of this machine's device, and the cluster of a problem."""
 
 from infcl_gen.hardware.cluster import Cluster, cluster_of, resolve_cluster
 from infcl_gen.hardware.detection import detect

@@ -1,4 +1,4 @@
-"""The devices of a problem and the links between them."""
+"""The cluster of a problem: its devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from infcl_gen.inputs.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`devices` equal devices in all, spread evenly over `nodes`, and the links between them.
-
-    link_gbs         GB/s of a transfer between two devices of a node, per direction.
-    node_link_gbs    GB/s of one device's transfer between two nodes, per direction.
-    links_per_node   how many devices of a node can use `node_link_gbs` at once; more of them share the same total.
-    latency_us       of one message between two devices of a node; `node_latency_us`: between two nodes.
-    """
+    """`devices` equal devices in all, spread evenly over `nodes`. `Links` explains the figures of their links."""
 
     profile: DeviceProfile
     devices: int
@@ -33,9 +27,9 @@ class Cluster:
 
 
 def cluster_of(problem: Problem, profile: DeviceProfile) -> Cluster:
-    """The cluster of these devices: what the problem says of links, and what the profile says where that is silent."""
+    """The problem's devices of this profile. Figures of links come from the problem, else from the profile."""
     links, devices_per_node = problem.links or Links(), problem.devices // problem.nodes
-    latency_us = links.latency_us or profile.launch_us  # a launch, where nothing else is known
+    latency_us = links.latency_us or profile.launch_us  # a launch is the best guess
     return Cluster(
         profile=profile,
         devices=problem.devices,
@@ -50,10 +44,9 @@ def cluster_of(problem: Problem, profile: DeviceProfile) -> Cluster:
 
 
 def resolve_cluster(problem: Problem) -> Cluster:
-    """The cluster that `problem` is planned for; looks at this machine only if the device profile is "auto".
+    """The cluster of a problem. Looks at this machine only for device profile "auto".
 
-    Raises InputError where target and profile contradict each other, and ToolchainError where "auto" finds no device
-    of the wanted target.
+    Raises InputError where target and profile contradict each other, ToolchainError where "auto" finds no device.
     """
     name, target = problem.device_profile, problem.target
     profile = detect(target) if name == "auto" else load_profile(name)

@@ -1,4 +1,4 @@
-"""Which profile fits the device of this machine. The only place outside the tuner that asks torch about hardware."""
+"""The profile of this machine's device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from infcl_gen.errors import ToolchainError
 from infcl_gen.hardware.profile import DeviceProfile, architectures, load_profile, profile_names
 
-# A driver shows one of these; without any, importing torch (seconds) to learn that there is no GPU is waste.
+# A GPU's driver creates one of these files. Without any, importing torch to find no GPU wastes seconds.
 _DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundDevice:
-    """What the driver says about a GPU."""
+    """A GPU as its driver describes it."""
 
     name: str
     target: str
@@ -27,10 +27,9 @@ class FoundDevice:
 
 
 def detect(target: str = "auto") -> DeviceProfile:
-    """The profile of this machine's first GPU, or the CPU's where there is no GPU.
+    """The profile of this machine's first GPU, or of the CPU for target "cpu", and for "auto" without a GPU.
 
-    `target` "cuda" or "rocm" wants such a GPU. Raises ToolchainError if there is none, or if its architecture has no
-    profile.
+    Raises ToolchainError without a GPU of the target "cuda" or "rocm", or without a profile of its architecture.
     """
     found = None if target == "cpu" else find_device()
     if found is not None and target in ("auto", found.target):
@@ -43,7 +42,7 @@ def detect(target: str = "auto") -> DeviceProfile:
 
 
 def find_device() -> FoundDevice | None:
-    """The first GPU that torch sees, or None (also where torch is missing or was built without GPU support)."""
+    """The first GPU that torch sees; None also without torch, or for a torch build without GPU support."""
     if sys.platform.startswith("linux") and not any(os.path.exists(path) for path in _DRIVERS):
         return None
     try:
@@ -60,17 +59,16 @@ def find_device() -> FoundDevice | None:
 
 
 def match(found: FoundDevice) -> DeviceProfile:
-    """The profile for a device: by name where one fits, else of its architecture; scaled where its size differs.
+    """The profile of a device's name, else of its architecture. Raises ToolchainError without one.
 
-    A device whose counts differ from the profile's (a PCIe board, a partition) gets a name such as
-    "h100-114mp-79gib", which `load_profile` understands on any machine. Raises ToolchainError if nothing fits.
+    A device of another size (a PCIe board, a partition) gets a scaled profile with a name that `load_profile`
+    understands on any machine, such as "h100-114mp-79gib".
     """
     words = re.findall(r"[a-z0-9]+", found.name.lower())
     default = {arch: facts.profile for arch, facts in architectures().items() if facts.profile}
-    called = {*words, *map(str.__add__, words, words[1:])}  # "rtx4090" is written "RTX 4090"
-    names = [name for name in profile_names() if name in called]
-    candidates = map(load_profile, names + [default[arch] for arch in default if arch == found.arch])
-    profile = next((profile for profile in candidates if profile.arch == found.arch), None)
+    called = {*words, *map(str.__add__, words, words[1:])}  # profile "rtx4090" is of an "RTX 4090"
+    names = [name for name in profile_names() if name in called] + [default.get(found.arch, "cpu")]
+    profile = next((profile for profile in map(load_profile, names) if profile.arch == found.arch), None)
     if profile is None:
         raise ToolchainError(
             f"--device-profile: no profile for {found.name!r} ({found.arch}); supported architectures:"

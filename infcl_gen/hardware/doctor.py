@@ -1,4 +1,4 @@
-"""What `infcl-gen doctor` reports: devices, links, versions, what works here, and what to do about the rest."""
+"""The report of `infcl-gen doctor`: devices, links, versions, what works here, and advice for the rest."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from infcl_gen.errors import InfclError
 from infcl_gen.hardware.detection import detect, find_device
 from infcl_gen.hardware.links import LinkRates, measure
+from infcl_gen.inputs.text import one_line
 from infcl_gen.version import installed
 
 _MINIMUM = {"torch": ((2, 11), "runs packages"), "triton": ((3, 6), "compiles kernels for GPUs")}
@@ -19,7 +20,7 @@ _MINIMUM = {"torch": ((2, 11), "runs packages"), "triton": ((3, 6), "compiles ke
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report. `state` is "ok", "missing", "old" or "broken"; `advice` is empty where it is "ok"."""
+    """A line of the report. `state` is "ok", "missing", "old" or "broken"; only an "ok" has no `advice`."""
 
     subject: str
     state: str
@@ -29,7 +30,7 @@ class Finding:
 
 @dataclasses.dataclass
 class Report:
-    """What was found, and the bandwidth between GPUs where there are several; `profile` is what they are planned as."""
+    """Findings, the rates between several GPUs, and the name of the device profile that fits the GPUs."""
 
     findings: list[Finding]
     links: LinkRates | None = None
@@ -37,45 +38,43 @@ class Report:
 
 
 def examine() -> Report:
-    """Everything that is known about this machine. Never raises for something missing: that is a finding."""
+    """Findings about this machine. Never raises: what is missing or broken is a finding."""
     python = Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     report = Report([python, *map(_version, _MINIMUM)])
-    if importlib.util.find_spec("torch") is None:
-        return report
     try:
         for finding in _torch(report):
             report.findings.append(finding)
-    except Exception as error:  # a broken installation shows itself as anything, from OSError to AttributeError
+    except Exception as error:  # a broken installation raises anything, from OSError to AttributeError
         report.findings.append(Finding("torch", "broken", f"{type(error).__name__}: {error}", "reinstall torch"))
     return report
 
 
 def _version(name: str) -> Finding:
-    least, use = _MINIMUM[name]
-    advice = f"install {name} {least[0]}.{least[1]} or newer"
-    version = installed(name).get(name)
+    (major, minor), use = _MINIMUM[name]
+    advice, version = f"install {name} {major}.{minor} or newer", installed(name).get(name)
     if version is None:
         return Finding(name, "missing", f"{name} {use}", advice)
-    if tuple(map(int, re.findall(r"[0-9]+", version)[:2])) < least:
+    if tuple(map(int, re.findall(r"[0-9]+", version)[:2])) < (major, minor):
         return Finding(name, "old", version, advice)
     return Finding(name, "ok", version)
 
 
 def _torch(report: Report) -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
     import torch
     import torch.distributed as dist
 
-    found = find_device()
-    gpus = 0 if found is None else torch.cuda.device_count()
+    found, gpus = find_device(), 0
     if found is None:
         advice = "the cpu target works; for GPUs, a driver and its torch build"
         yield Finding("gpu", "missing", "no GPU that torch can use", advice)
     else:
+        gpus = torch.cuda.device_count()
         for index in range(gpus):
-            properties: Any = torch.cuda.get_device_properties(index)
-            memory = f"{properties.total_memory / 2**30:.1f} GiB"
-            count = f"{properties.multi_processor_count} multiprocessors"
-            yield Finding(f"gpu {index}", "ok", f"{properties.name}, {found.arch}, {memory}, {count}")
+            gpu: Any = torch.cuda.get_device_properties(index)
+            size = f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} multiprocessors"
+            yield Finding(f"gpu {index}", "ok", f"{gpu.name}, {found.arch}, {size}")
     try:
         profile = detect()
         report.profile = profile.name
@@ -84,16 +83,17 @@ def _torch(report: Report) -> Iterator[Finding]:
         yield Finding("device profile", "missing", str(error), "describe the device in a TOML file")
     if gpus > 1:
         yield _links(torch, report)
-    if dist.is_available() and dist.is_gloo_available():
-        yield Finding("gloo", "ok", "rings of CPU processes")
-    else:
-        detail = "rings of CPU processes, and the ranks' agreement"
-        yield Finding("gloo", "missing", detail, "install torch with distributed support")
-    if gpus and dist.is_available() and dist.is_nccl_available():
-        yield Finding("nccl", "ok", "rings of GPUs")
-    elif gpus:
-        yield Finding("nccl", "missing", "rings of GPUs", "install torch with NCCL")
+    gloo = dist.is_available() and dist.is_gloo_available()
+    detail = "rings of CPU processes, and the ranks' agreement"
+    yield _present("gloo", gloo, detail, "install torch with distributed support")
+    if gpus:
+        nccl = dist.is_available() and dist.is_nccl_available()
+        yield _present("nccl", nccl, "rings of GPUs", "install torch with NCCL")
     yield from _triton(gpus > 0)
+
+
+def _present(subject: str, is_there: bool, detail: str, advice: str) -> Finding:
+    return Finding(subject, "ok", detail) if is_there else Finding(subject, "missing", detail, advice)
 
 
 def _links(torch: Any, report: Report) -> Finding:
@@ -103,13 +103,12 @@ def _links(torch: Any, report: Report) -> Finding:
     try:
         report.links = links = measure(torch)
     except RuntimeError as error:
-        return Finding("links", "broken", " ".join(str(error).split()), "free the GPUs' memory, and try again")
+        return Finding("links", "broken", one_line(error), "free the GPUs' memory, and try again")
     rate, a, b = links.slowest
     detail = f"{len(direct)} of {len(pairs)} pairs direct; slowest {a} to {b}: {rate:.0f} GB/s"
     detail += f"; each to the next at once: {links.ring:.0f} GB/s"
-    if len(direct) == len(pairs):
-        return Finding("links", "ok", detail)
-    return Finding("links", "missing", detail, "rings work through the host, slower; check the topology")
+    advice = "rings work through the host, slower; check the topology"
+    return _present("links", len(direct) == len(pairs), detail, advice)
 
 
 def _triton(gpu: bool) -> Iterator[Finding]:

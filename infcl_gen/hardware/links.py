@@ -7,13 +7,13 @@ import statistics
 import time
 from typing import Any
 
-COPY_BYTES = 256 << 20  # 0.7 ms on NVLink: long against what starting a copy takes
-COPIES, RUNS = 4, 3  # copies in a timed run; the median of so many runs counts, after one that is not timed
+COPY_BYTES = 256 << 20  # 0.7 ms on NVLink, long against the start of a copy
+COPIES, RUNS = 4, 3  # copies in a timed run; timed runs, whose median counts
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkRates:
-    """GB/s: `pairs[a][b]` from GPU a to GPU b alone (0 on the diagonal), `ring` from each to the next, all at once."""
+    """GB/s: `pairs[a][b]` from GPU a to b alone (0 on the diagonal), `ring` from each GPU to the next, all at once."""
 
     pairs: tuple[tuple[float, ...], ...]
     ring: float
@@ -24,14 +24,14 @@ class LinkRates:
         return min((rate, a, b) for a, row in enumerate(self.pairs) for b, rate in enumerate(row) if a != b)
 
     def table(self) -> list[tuple[str, ...]]:
-        """A header, and a line for each sender."""
-        lines = [("GB/s from", *(f"to {b}" for b in range(len(self.pairs))))]
+        """A header, and a row for each sender."""
+        rows = [("GB/s from", *(f"to {b}" for b in range(len(self.pairs))))]
         for a, rates in enumerate(self.pairs):
-            lines.append((str(a), *("-" if a == b else f"{rate:.0f}" for b, rate in enumerate(rates))))
-        return lines
+            rows.append((str(a), *("-" if a == b else f"{rate:.0f}" for b, rate in enumerate(rates))))
+        return rows
 
     def cluster_file(self, profile: str) -> list[str]:
-        """The lines of a cluster file that say so."""
+        """The lines of a cluster file with these devices."""
         source = f"measured: infcl-gen doctor, copies of {len(self.pairs)} GPUs to the next at once"
         return [
             f"devices_per_node = {len(self.pairs)}",
@@ -41,10 +41,10 @@ class LinkRates:
 
 
 def measure(torch: Any) -> LinkRates:
-    """Copies between the GPUs that `torch` sees, at least two. Raises what torch raises, if memory is short say."""
+    """The rates between the GPUs of `torch`, at least two. Raises torch's RuntimeError, for example without memory."""
     devices = range(torch.cuda.device_count())
     buffers = [[torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{a}") for _ in range(2)] for a in devices]
-    # What a GPU sends and what it receives are ordered on different streams: in a ring each does both.
+    # In a ring every GPU sends and receives at once, on a stream for each.
     streams = [[torch.cuda.Stream(a) for _ in range(2)] for a in devices]
 
     def synchronize(pairs: list[tuple[int, int]]) -> None:
@@ -52,7 +52,7 @@ def measure(torch: Any) -> LinkRates:
             torch.cuda.synchronize(device)
 
     def rate(pairs: list[tuple[int, int]]) -> float:
-        """GB/s of each of these pairs, all at once. The first run is not timed: it opens the way between two GPUs."""
+        """GB/s of each pair, all at once. The first run is not timed: it sets up peer access."""
         times = []
         for _ in range(RUNS + 1):
             synchronize(pairs)

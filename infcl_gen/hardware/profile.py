@@ -1,7 +1,7 @@
-"""Device profiles: what the planner knows about a device, as data in `profiles/*.toml`.
+"""Device profiles: the planner's facts about devices, as data in `profiles/*.toml`.
 
-Every peak carries its source: "measured: ...", "vendor: dense ..." (never the figure with sparsity),
-"derived: ..." (from clocks and counts) or "assumed: ...".
+Every peak names its source: "measured: ...", "vendor: dense ..." (never with sparsity), "derived: ..." (from clocks
+and counts) or "assumed: ...".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ARCHITECTURES = {"nvidia": r"sm_[0-9]{2,3}a?", "amd": r"gfx[0-9a-f]{3,5}", "cpu
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Facts of an architecture, as `architectures.toml` explains and holds them."""
+    """Facts of an architecture; `architectures.toml` explains and holds them."""
 
     family: str
     row_lanes: int = 0
@@ -36,13 +36,13 @@ class Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProfile:
-    """One kind of device. Sizes in bytes, rates in the units of their names; `exp_gops` in 1e9 exponentials a
-    second.
+    """One kind of device. Sizes in bytes, rates in the units of their names.
 
-    `link_gbs` is the rate of a ring's hop per direction between devices of a node, `node_link_gbs` between
-    nodes; `matmul_tflops` has every key of MATMUL_KINDS ("fp32" without reduced-precision products).
-    `library_workspace_bytes` is what the library's matrix product keeps allocated. `shared_bytes_per_block`
-    is the opt-in limit.
+    shared_bytes_per_block   the opt-in limit.
+    library_workspace_bytes  memory that the matrix product of cuBLAS or rocBLAS keeps allocated.
+    matmul_tflops            by MATMUL_KINDS; "fp32" is without products of reduced precision.
+    exp_gops                 1e9 exponentials per second.
+    link_gbs, node_link_gbs  of a ring's hop per direction, within a node and between nodes.
     """
 
     name: str
@@ -67,7 +67,7 @@ class DeviceProfile:
 
     @property
     def architecture(self) -> Architecture:
-        """What kernels know of its architecture."""
+        """Facts of the architecture, else of the vendor."""
         table = architectures()
         return table.get(self.arch) or table.get(self.vendor) or Architecture("small")
 
@@ -76,7 +76,7 @@ class DeviceProfile:
             raise InputError(f"--device-profile: {show(self.name)}: {defect}")
 
 
-# Which keys a profile may have, and which the tables in it.
+# Valid keys of a profile, each with the valid keys of its table.
 _PEAK_KEYS: dict[str, Any] = {"value": {}, "source": {}}
 _KEYS = dict.fromkeys([field.name for field in dataclasses.fields(DeviceProfile)], _PEAK_KEYS)
 _KEYS["matmul_tflops"] = dict.fromkeys(MATMUL_KINDS, _PEAK_KEYS)
@@ -84,7 +84,7 @@ _KEYS["matmul_tflops"] = dict.fromkeys(MATMUL_KINDS, _PEAK_KEYS)
 
 @functools.cache
 def architectures() -> dict[str, Architecture]:
-    """The facts of every architecture by its name, and by the vendors' names what is common to the others."""
+    """Facts by the name of an architecture, and by a vendor's name for all its other architectures."""
     import msgspec
 
     table = read_toml("--device-profile", _FOLDER / "architectures.toml")
@@ -92,15 +92,15 @@ def architectures() -> dict[str, Architecture]:
 
 
 def profile_names() -> tuple[str, ...]:
-    """Names of the profiles that come with infcl_gen, sorted."""
+    """Sorted names of the profiles of infcl_gen."""
     return tuple(sorted(file.stem for file in (_FOLDER / "profiles").glob("*.toml")))
 
 
 def load_profile(name_or_path: str) -> DeviceProfile:
-    """The profile of that name (case, spaces and dashes do not matter), or the one in a file `FILE.toml`.
+    """The profile of a name (ignoring case, spaces and dashes), or of a FILE.toml.
 
-    A name such as "h100-114mp-79gib" is that board with another number of multiprocessors and another memory:
-    compute rates are scaled. Raises InputError naming what is unknown, missing or out of range.
+    "h100-114mp-79gib" is an H100 with 114 SMs and 79 GiB; its compute rates are scaled by the SMs.
+    Raises InputError naming what is unknown, missing or out of range.
     """
     text = check_text("--device-profile", name_or_path)
     if text.endswith(".toml"):
@@ -131,14 +131,14 @@ def _shipped(name: str) -> DeviceProfile:
 
 
 def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") -> DeviceProfile:
-    """The profile that `dataclasses.asdict` wrote down. Raises InputError naming what is unknown or out of range."""
+    """The profile of literals as in `dataclasses.asdict`. Raises InputError for an unknown key or a bad value."""
     import msgspec
 
     try:
         check_keys("--device-profile", table, _KEYS, show(where))
         return msgspec.convert(table, DeviceProfile, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        # An InputError of __post_init__ arrives wrapped when msgspec builds the dataclass.
+        # msgspec wraps an InputError of __post_init__.
         if isinstance(error.__cause__, InputError):
             raise error.__cause__ from None
         raise InputError(f"--device-profile: {show(where)}: {error}") from None
