@@ -10,20 +10,17 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from infcl_gen.errors import InputError
+from infcl_gen.hardware import Cluster
 from infcl_gen.inputs.overrides import Overrides
+from infcl_gen.inputs.problem import Problem
 from infcl_gen.kernels import TILES, default_blocks, fused, hopper, tiles
 from infcl_gen.kernels.choice import Choice
+from infcl_gen.losses import Derivation
 from infcl_gen.losses.printers import display
 from infcl_gen.planning.model import CostModel, Sizes
 from infcl_gen.runtime.table import Table
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import Cluster
-    from infcl_gen.inputs.problem import Problem
-    from infcl_gen.losses import Derivation
 
 PANEL_UNIT = 128  # rows per program of kernels that only touch vectors; panels are multiples of it
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384

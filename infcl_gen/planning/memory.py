@@ -22,7 +22,7 @@ from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Copy, Place, Table, Transfer
 
 MIB = 2**20
-ELEMENT_BYTES: dict[str, Any] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
+ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
 STRIP_ROWS = 64  # rows at a time where the torch strategy needs temporaries
 # In the order of `CostModel._values`: symbols that differ between sizes of one choice come last.
 LEGEND = {

@@ -12,28 +12,17 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import sympy
 
-from infcl_gen.inputs.problem import DTYPE_BYTES
+from infcl_gen.hardware import Cluster, DeviceProfile
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts
 from infcl_gen.kernels.family import most_strips
-from infcl_gen.planning.memory import (
-    ELEMENT_BYTES,
-    SYMBOLS,
-    Buffer,
-    BufferTerm,
-    allocated_bytes,
-    buffer_terms,
-    dtype_of,
-    travelling_buffers,
-)
+from infcl_gen.planning import memory
+from infcl_gen.planning.memory import Buffer, BufferTerm
 from infcl_gen.planning.work import TimeTerm, time_terms
 from infcl_gen.runtime.table import HERE, Step, Table, Transfer
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import Cluster, DeviceProfile
 
 COOL, COOL_S = 0.1, 6e-3  # a step begins 10 % faster, until its power lowers the clock (time constant 6 ms, H200)
 VENDOR_FRACTION = 0.77  # of a vendor's peak, which no product reaches: 765 of 989 TFLOP/s on the H200
@@ -98,16 +87,6 @@ class PhaseTime(NamedTuple):
     bytes: float
 
 
-class _Sent(NamedTuple):
-    """What one kind of step of the table sends."""
-
-    times: int  # how many such steps there are
-    works: bool  # whether the rank computes meanwhile
-    transfer_s: float  # of all messages
-    sums_s: float  # until the sums arrive that this step's work adds to
-    bytes: int
-
-
 class _Expressions(NamedTuple):
     """The terms of a choice; `shapes` (bytes and shape of each buffer) and `work` take the values of SYMBOLS."""
 
@@ -135,9 +114,9 @@ class CostModel:
         """Bytes that one rank allocates beyond its inputs."""
         totals, gpu = dict.fromkeys(Memory._fields, 0), self.profile.target != "cpu"
         for term, (size, _) in self._own(sizes):
-            totals[term.phase] += allocated_bytes(size, term.pieces, gpu)
+            totals[term.phase] += memory.allocated_bytes(size, term.pieces, gpu)
         for buffer, pieces in self._travelling:
-            totals[buffer.phase] += pieces * allocated_bytes(buffer.bytes // pieces, 1, gpu)
+            totals[buffer.phase] += pieces * memory.allocated_bytes(buffer.bytes // pieces, 1, gpu)
         return Memory(**totals)
 
     def buffers(self, sizes: Sizes) -> tuple[Buffer, ...]:
@@ -146,7 +125,8 @@ class CostModel:
         for term, (size, shape) in self._own(sizes):
             whole = (term.pieces, *shape) if term.pieces > 1 else tuple(shape)
             if all(shape):
-                found.append(Buffer(term.name, term.phase, size, whole, dtype_of(self.choice, term.dtype), term.why))
+                dtype = memory.dtype_of(self.choice, term.dtype)
+                found.append(Buffer(term.name, term.phase, size, whole, dtype, term.why))
         return (*found, *(buffer for buffer, _ in self._travelling))
 
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
@@ -187,7 +167,7 @@ class CostModel:
     def sent_bytes(self, name: str) -> int:
         """Bytes of the travelling tensor `name` of one rank's keys."""
         item = next(item for item in self.table.travelling if item.name == name)
-        return self.keys * item.columns * int(ELEMENT_BYTES[dtype_of(self.choice, item.dtype)])
+        return self.keys * item.columns * memory.ELEMENT_BYTES[memory.dtype_of(self.choice, item.dtype)]
 
     def transfer_bytes(self, sent: Transfer) -> int:
         return self.sent_bytes(sent.name) * (self.table.world_size if sent.of is None else 1)
@@ -198,7 +178,7 @@ class CostModel:
 
     @functools.cached_property
     def _travelling(self) -> list[tuple[Buffer, int]]:
-        return travelling_buffers(self.table, self.choice, self.keys)
+        return memory.travelling_buffers(self.table, self.choice, self.keys)
 
     @functools.cached_property
     def _given(self) -> tuple[int, ...]:
@@ -212,7 +192,7 @@ class CostModel:
             padded = sum(embedding_parts(choice.dim))
         return (
             *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
-            *(DTYPE_BYTES[choice.dtype], DTYPE_BYTES[choice.statistics_dtype]),
+            *(memory.ELEMENT_BYTES[choice.dtype], memory.ELEMENT_BYTES[choice.statistics_dtype]),
             *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
             *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
         )
@@ -229,15 +209,19 @@ class CostModel:
         return {"triton": peak.value * 1e12 * by_triton * reached, "product": peak.value * 1e12 * product * reached}
 
     @functools.cached_property
-    def _sent(self) -> dict[str, list[_Sent]]:
-        """What the table sends in each phase, by kind of step; empty on one device."""
+    def _sent(self) -> dict[str, list[tuple[int, bool, float, float, int]]]:
+        """What the table sends in each phase, by kind of step; empty on one device.
+
+        Of each kind: how many steps, whether a rank works meanwhile, seconds of all messages, seconds until the sums
+        arrive that this work adds to, bytes.
+        """
         table, cluster = self.table, self.cluster
         node_gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
         links = {
             "device": (cluster.link_gbs.value, cluster.latency_us.value),
             "node": (node_gbs, cluster.node_latency_us.value),  # all devices of a node send at once
         }
-        found: dict[str, list[_Sent]] = {}
+        found: dict[str, list[tuple[int, bool, float, float, int]]] = {}
         for phase in ("forward", "backward") if table.world_size > 1 else ():
             found[phase] = []
             for step, count in kinds(table, phase).items():
@@ -254,7 +238,7 @@ class CostModel:
                         total += size
                         if role == "summed" and step.sums_from == 0:  # this step's work waits for them
                             sums_s = elapsed_s
-                found[phase].append(_Sent(count, step.owner is not None, elapsed_s, sums_s, total))
+                found[phase].append((count, step.owner is not None, elapsed_s, sums_s, total))
         return found
 
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
@@ -294,13 +278,12 @@ class CostModel:
         """
         for phase, steps in self._sent.items():
             hop_s, first_s = self.hop_s(phase, kernels, sizes)
-            exposed_s = 0.0
-            for step in steps:
-                all_s = step.transfer_s
-                waited_s = max(0.0, step.sums_s - first_s, all_s - hop_s) if step.works else all_s
-                exposed_s += step.times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
-            size = sum(step.times * step.bytes for step in steps)
-            yield PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, size)
+            exposed_s, sent = 0.0, 0
+            for times, works, all_s, sums_s, size in steps:
+                waited_s = max(0.0, sums_s - first_s, all_s - hop_s) if works else all_s
+                exposed_s += times * (waited_s + (all_s - waited_s) * SLOWDOWN / (1 + SLOWDOWN))
+                sent += times * size
+            yield PhaseTime(f"{phase} communication", _rounded(exposed_s), "link", 0, sent)
 
 
 def host_times(choice: Choice) -> tuple[float, float, float]:
@@ -328,10 +311,12 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
 
 @functools.cache
 def _expressions(choice: Choice) -> _Expressions:
-    buffers, terms = buffer_terms(choice), time_terms(choice)
+    buffers, terms = memory.buffer_terms(choice), time_terms(choice)
     shapes = [(term.bytes, list(term.shape)) for term in buffers]
     functions = (
-        sympy.lambdify(tuple(SYMBOLS.values()), each, modules=[{"Min": min, "Max": max}, "math"], docstring_limit=0)
+        sympy.lambdify(
+            tuple(memory.SYMBOLS.values()), each, modules=[{"Min": min, "Max": max}, "math"], docstring_limit=0
+        )
         for each in (shapes, [list(term.quantities) for term in terms])
     )
     return _Expressions(buffers, terms, *functions)

@@ -11,22 +11,19 @@ import contextlib
 import dataclasses
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.errors import InfeasibleError, InputError
-from infcl_gen.inputs.problem import MAX_BATCH
+from infcl_gen.hardware import Cluster
+from infcl_gen.inputs.problem import MAX_BATCH, Problem
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels.choice import Choice
+from infcl_gen.losses import Derivation
 from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of, smallest_peak
 from infcl_gen.planning.memory import Buffer
 from infcl_gen.planning.model import HOST, CostModel, PhaseTime, Sizes
 from infcl_gen.planning.reasons import Reason, reasons_of
 from infcl_gen.runtime.table import Table
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import Cluster
-    from infcl_gen.inputs.problem import Problem
-    from infcl_gen.losses import Derivation
 
 AUTO_FRACTION = 8  # "auto" takes at most this part of the device's memory
 _TOLERANCE = 1.001

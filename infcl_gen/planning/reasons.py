@@ -1,20 +1,18 @@
-"""Why a plan is as it is, for people: one sentence for each level of tiling."""
+"""Why a plan is as it is: one sentence for each decision."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from infcl_gen.inputs.problem import Problem
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels import TILES, default_blocks
 from infcl_gen.kernels.fused import DIM_LIMIT
 from infcl_gen.planning.candidates import GATHER_GAIN, GATHER_LIMIT, Candidate
 
-if TYPE_CHECKING:
-    from infcl_gen.inputs.problem import Problem
-
 
 class Reason(NamedTuple):
-    """Why a level is tiled as it is. Levels: 0 cluster, 1 node, 2 device, 3 multiprocessor, 4 warps."""
+    """A decision at a level of tiling: 0 cluster, 1 node, 2 device, 3 SM, 4 warps."""
 
     level: int
     decision: str
@@ -22,16 +20,16 @@ class Reason(NamedTuple):
 
 
 def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], ceiling: int) -> tuple[Reason, ...]:
-    """Why `best` was taken among the candidates within `ceiling` bytes, from the cluster down to warps."""
+    """Why `best` was taken among the candidates within `ceiling` bytes."""
     model, choice, sizes, profile = best.model, best.model.choice, best.sizes, best.model.profile
     measured = problem.settings.records == "measured"
     by_setting = f"measured on {profile.name}" if measured else "set by --set"
     strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, candidates))
     found = [*_transport_reasons(problem, best, candidates), strategy]
     if choice.strategy == "fused":
-        alone = not choice.ring
-        rows = sizes.panel_rows if alone else model.rows
-        why = "gradients of logits never leave the multiprocessor" + "; these rows of dq accumulate at once" * alone
+        rows, why = model.rows, "gradients of logits never leave the multiprocessor"
+        if not choice.ring:
+            rows, why = sizes.panel_rows, f"{why}; these rows of dq accumulate at once"
         found.append(Reason(2, f"{rows} query rows x all keys", why))
     else:
         area = sizes.panel_rows * sizes.panel_keys
@@ -79,7 +77,7 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
 
 
 def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candidate]) -> tuple[Reason, Reason]:
-    """Levels 0 and 1: how keys get to the queries."""
+    """Levels 0 and 1: how keys reach the queries."""
     model, cluster, way = best.model, best.model.cluster, best.model.choice.transport
     world, nodes = cluster.devices, cluster.nodes
     outer = Reason(0, "one node", "nothing crosses the network")

@@ -1,11 +1,8 @@
-"""What was measured: for each board a file of tuning records, each with its key in clear.
+"""Tuning records: what was measured on each board, in <folder>/<board>.json.
 
-    store     Record -> <folder>/<board>.json, under a lock, complete or unchanged at every moment
-    lookup    Key -> Found, or what differs, as text
-
-A candidate is a set of `--set` pairs and nothing else, so a record is applied by adding its settings to the problem's
-own; the pair `records=measured` then stands among them, which says where they come from. A record is stale when
-today's plan with its settings would run other kernels (their `revision`) or the same ones otherwise (`timed_settings`).
+A candidate is a set of `--set` pairs. A record is applied by adding its settings to the user's, with the pair
+`records=measured`. A record is stale when a plan with its settings would run kernels of another `revision`, or decides
+anything else that their time depends on (`timed_settings`).
 """
 
 from __future__ import annotations
@@ -18,25 +15,22 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infcl_gen.errors import InfclError, InputError
 from infcl_gen.files import checksum, lock, lock_file_of, write_file
+from infcl_gen.hardware import Cluster
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
+from infcl_gen.inputs.problem import Problem
 from infcl_gen.kernels import families
-from infcl_gen.losses import spec_as_dict
-
-if TYPE_CHECKING:
-    from infcl_gen.hardware import Cluster
-    from infcl_gen.inputs.problem import Problem
-    from infcl_gen.losses import LossSpec
-    from infcl_gen.planning.planner import Plan
+from infcl_gen.losses import LossSpec, spec_as_dict
+from infcl_gen.planning.planner import Plan
 
 SCHEMA_VERSION = 3
-SWEEP_REVISION = 1  # of plain torch, as a kernel's `Family.revision`; what the host does around kernels does not count
+SWEEP_REVISION = 1  # of the torch strategy, which has no kernel `Family`
 STATUSES = (
     *("timed", "illegal", "does not compile", "spills", "wrong", "crashed", "hung", "out of memory"),
-    *("slower", "not timed"),  # given up after two rounds; ranked too low, or the time was up
+    *("slower", "not timed"),  # slower after two rounds; ranked too low, or the time was up
 )
 _LARGEST_FILE_BYTES = 256 << 20
 
@@ -45,7 +39,7 @@ Settings = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a measurement is for: the problem as resolved, without what the tuner chooses. `settings`: the user's."""
+    """The problem that was measured, with the user's settings and without the tuner's."""
 
     board: str
     loss: str
@@ -68,7 +62,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One candidate: its settings (over the user's own), what became of it (STATUSES), and every time taken."""
+    """A candidate: its settings beside the user's, its status (one of STATUSES), and all its times."""
 
     family: str
     settings: Settings
@@ -80,24 +74,22 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The outcome of a tuning run. `digest` is that of the package that was timed with `settings`, `timed` all that its
-    plan had decided, `revisions` those of its kernels. `families` are those that were tuned, and `complete` says
-    whether these are all."""
+    """The outcome of a tuning run."""
 
     key: Key
     settings: Settings
-    digest: str
-    timed: Settings
+    digest: str  # of the package that was timed with these settings
+    timed: Settings  # `timed_settings` of its plan
     revisions: dict[str, int]
-    complete: bool
-    families: tuple[str, ...]
+    complete: bool  # whether all families were tuned
+    families: tuple[str, ...]  # that were tuned
     versions: dict[str, str]
     candidates: tuple[Candidate, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A record that fits, and the plan with its settings; `file` holds it."""
+    """A record that fits, its file, and the plan with its settings."""
 
     record: Record
     file: Path
@@ -105,7 +97,7 @@ class Found:
 
 
 def record_key(problem: Problem, loss: LossSpec, cluster: Cluster) -> Key:
-    """The key of a problem; settings that the tuner chose (`records=measured`) are not part of it."""
+    """The key of a problem, without settings that the tuner chose."""
     names = ("batch_size", "keys", "dim", "dtype", "precision", "devices", "nodes", "memory_budget_bytes")
     same: dict[str, Any] = {name: getattr(problem, name) for name in names}
     profile, own = cluster.profile, own_settings(problem.settings).pairs
@@ -119,12 +111,12 @@ def _loss_digest(loss: LossSpec) -> str:
 
 
 def fixed_by_user(settings: Overrides) -> list[str]:
-    """The keys of `--set` among these that the tuner chooses, but for `products`: it takes a user's as given."""
+    """The keys that the user sets and the tuner would choose. `products` does not count: the tuner keeps it."""
     return [key for key in sorted(settings.keys) if "." in key or key in ("panel_rows", "panel_keys")]
 
 
 def own_settings(settings: Overrides) -> Overrides:
-    """The user's own among a problem's settings. Measured ones are not; nor is a `products` beside them."""
+    """The user's part of a problem's settings: without those of a record, which may include `products`."""
     own = dataclasses.replace(settings, records=None)
     if settings.records != "measured":
         return own
@@ -132,13 +124,12 @@ def own_settings(settings: Overrides) -> Overrides:
 
 
 def measured_settings(own: Overrides, chosen: Settings) -> Overrides:
-    """The user's settings and those chosen by measurement, which `records` says of them."""
-    pairs = dataclasses.replace(own, records="measured").pairs
-    return parse_overrides((*pairs, *chosen))
+    """The user's settings and those of a record."""
+    return parse_overrides((*dataclasses.replace(own, records="measured").pairs, *chosen))
 
 
 def timed_settings(plan: Plan) -> Settings:
-    """What a plan has decided that its kernels' time depends on, as pairs of text."""
+    """The decisions of a plan that its kernels' time depends on, as pairs of text."""
     names = ["strategy", "products", "descriptors", "replay", "stash_rows"]
     names += ["forward_rows", "forward_keys", "panel_rows", "panel_keys"]
     names += ["hopper_stages"] * (plan.hopper_stages > 0)
@@ -149,30 +140,27 @@ def timed_settings(plan: Plan) -> Settings:
 
 
 def revisions(plan: Plan) -> dict[str, int]:
-    """Of the families of kernels that a plan runs."""
+    """The revision of each family of kernels that a plan runs."""
     return {each.template: each.revision for each in families(plan) if each.revision} or {"sweep": SWEEP_REVISION}
 
 
 def record_folders() -> tuple[Path, ...]:
-    """Where records are looked for: the user's data folder, then those that come with infcl_gen."""
+    """The user's folder of records, and the folder that comes with infcl_gen."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "_records"  # in a wheel; in a checkout they stand beside the package
     return user_folder(), installed if installed.is_dir() else package.parent / "tune" / "records"
 
 
 def user_folder() -> Path:
-    """The folder of the user's own records."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"
 
 
 def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Found | str:
-    """The first record for `key`, in the order of the folders, of the kernels and settings that a plan has today; or
-    why there is none, on one line.
+    """The first record for `key` in `record_folders` that is not stale, or the reason why there is none, on one line.
 
-    plan_of: the plan for a problem with a record's settings. Never raises for what a file holds: a damaged one, or one
-    whose settings have no plan, is a reason.
+    plan_of: the plan for a problem with a record's settings. A damaged file, or settings without a plan, are reasons.
     """
     if problem.settings.records:
         return f"records are not looked up with --set records={problem.settings.records}"
@@ -201,7 +189,7 @@ def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Fo
 
 
 def staleness(record: Record, plan: Plan) -> str:
-    """How a plan differs from the one that was timed; "" if it does not."""
+    """How a plan differs from the timed one; "" if it does not."""
     then = dict(record.timed) | {f"revision of {name}": str(n) for name, n in record.revisions.items()}
     now = dict(timed_settings(plan)) | {f"revision of {name}": str(n) for name, n in revisions(plan).items()}
     differing = sorted(key for key in {*then, *now} if then.get(key) != now.get(key))
@@ -209,7 +197,7 @@ def staleness(record: Record, plan: Plan) -> str:
 
 
 def read_records(file: Path) -> tuple[Record, ...]:
-    """The records of a file; none if it is absent. Raises InputError if it is damaged or of another schema."""
+    """The records of a file, none if it is absent. Raises InputError if it is damaged or of another schema."""
     try:
         if file.stat().st_size > _LARGEST_FILE_BYTES:
             raise InputError(f"{file}: too large for a file of tuning records")
@@ -220,9 +208,8 @@ def read_records(file: Path) -> tuple[Record, ...]:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-@functools.lru_cache(maxsize=2)  # the user's records and those that come with infcl_gen
+@functools.lru_cache(maxsize=2)  # a file of each of `record_folders`
 def _decoded(content: bytes, file: str) -> tuple[Record, ...]:
-    """The records of a file with this content."""
     import msgspec
 
     try:
@@ -240,9 +227,9 @@ def _decoded(content: bytes, file: str) -> tuple[Record, ...]:
 
 
 def store(record: Record, folder: Path) -> Path:
-    """Add a record to its board's file, in place of one with the same key; a damaged file is kept as *.damaged.
+    """Put a record into its board's file, under a lock; a damaged file is renamed to *.damaged.
 
-    Other runs wait meanwhile. Raises InputError (the folder cannot be written), LockTimeoutError.
+    Raises InputError (the folder cannot be written), LockTimeoutError.
     """
     file = folder / f"{record.key.board}.json"
     with lock(lock_file_of(Path(os.path.abspath(file))), f"--records {file}"):
@@ -258,10 +245,10 @@ def store(record: Record, folder: Path) -> Path:
 
 
 def write_records(file: Path, records: Sequence[Record]) -> None:
-    """Write a file of records at once: a reader sees the old one or the new one. Raises InputError."""
+    """Write a file of records atomically. Raises InputError."""
     literals = [dataclasses.asdict(record) for record in records]
     texts = []
-    for record in literals:  # a candidate a line, as in a table
+    for record in literals:  # one candidate per line
         lines = ",\n  ".join(map(json.dumps, record["candidates"]))
         head = json.dumps({name: value for name, value in record.items() if name != "candidates"})
         texts.append(f'{head[:-1]}, "candidates": [\n  {lines}\n]}}')
@@ -274,11 +261,10 @@ def write_records(file: Path, records: Sequence[Record]) -> None:
 
 
 def _difference(key: Key, others: Sequence[Key]) -> str:
-    """What distinguishes the nearest of the other records."""
     if not others:
         return f"no problem has been tuned on {key.board}"
-    names = [field.name for field in dataclasses.fields(Key)]
-    pairs = [[(name, getattr(key, name), getattr(other, name)) for name in names] for other in others]
-    nearest = min(([pair for pair in each if pair[1] != pair[2]] for each in pairs), key=len)
-    fields = ", ".join(f"{name} is {here!r}, there {there!r}" for name, here, there in nearest)
+    here = vars(key)
+    differing = [[name for name in here if here[name] != getattr(other, name)] for other in others]
+    names, nearest = min(zip(differing, others, strict=True), key=lambda pair: len(pair[0]))
+    fields = ", ".join(f"{name} is {here[name]!r}, there {getattr(nearest, name)!r}" for name in names)
     return f"no record on {key.board} fits; in the nearest: {fields}"

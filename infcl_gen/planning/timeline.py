@@ -22,15 +22,12 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from infcl_gen.planning.events import Events, Pipe, Task
-from infcl_gen.planning.model import BATCH_S, SLOWDOWN, host_times
+from infcl_gen.planning.model import BATCH_S, SLOWDOWN, CostModel, host_times
+from infcl_gen.planning.planner import Plan
 from infcl_gen.runtime.table import Transfer
-
-if TYPE_CHECKING:
-    from infcl_gen.planning.model import CostModel
-    from infcl_gen.planning.planner import Plan
 
 # Time of a host for communication, traced on two H200s.
 HOST_MESSAGE_S = 100e-6  # a batch of sends and receives
