@@ -1,13 +1,13 @@
 """From a problem to the text of a package, and from the text to a folder.
 
-build(problem)      Problem -> {path: text}: the whole pipeline
-plan_problem        the first three of them
-simulate_problem    a step of the plan, as events
-lower.py, render.py Plan -> files as templates and names -> {path: text}
-write_package       {path: text} -> folder, atomically
-read_package        folder -> SPEC and files, checked against the manifest, never imported
-rerender            folder -> the text that its SPEC["problem"] generates today
-load_cached         Problem -> imported module, through the user's cache folder
+build                Problem -> {path: text}: the whole pipeline
+plan_problem         Problem -> its plan and its derivation
+simulate_problem     Problem -> its plan and a simulated step
+write_package        {path: text} -> folder, atomically
+read_package         folder -> SPEC and files, checked against the manifest, never imported
+rerender             folder -> the text that its SPEC["problem"] generates today
+load_cached          Problem -> imported module, through the user's cache folder
+import_package       folder -> imported module
 """
 
 from infcl_gen.emission.cache import import_package, load_cached
@@ -15,12 +15,6 @@ from infcl_gen.emission.package import read_package, write_package
 from infcl_gen.emission.pipeline import build, plan_problem, rerender, simulate_problem
 
 __all__ = [
-    "build",
-    "import_package",
-    "load_cached",
-    "plan_problem",
-    "read_package",
-    "rerender",
-    "simulate_problem",
+    "build", "import_package", "load_cached", "plan_problem", "read_package", "rerender", "simulate_problem",
     "write_package",
-]
+]  # fmt: skip

@@ -28,8 +28,8 @@ _importing = threading.RLock()  # a thread must not see a module that another is
 def load_cached(problem: Problem) -> ModuleType:
     """Import the package for `problem`, generating it first unless an intact one is in the cache.
 
-    Many processes may ask at once: one generates, the others wait. Raises LockTimeoutError if one holds the lock
-    for too long, InputError or InfeasibleError if there is no such package.
+    Of several processes one generates, the others wait. Raises LockTimeoutError if another holds the lock for too long,
+    InputError or InfeasibleError if there is no such package.
     """
     key = cache_key(problem)
     folder = cache_folder() / key
@@ -37,7 +37,7 @@ def load_cached(problem: Problem) -> ModuleType:
         with lock(folder.with_name(f"{key}.lock"), f"generating {folder}"):
             if not _intact(folder):
                 files = build(problem)
-                _remove(folder)  # damaged: nobody imports it, since it is checked before each import
+                _remove(folder)  # damaged: no process imports it, for each checks before it imports
                 write_package(files, folder)
     return import_package(folder, f"infcl_gen_package_{key}")
 
@@ -45,8 +45,8 @@ def load_cached(problem: Problem) -> ModuleType:
 def import_package(folder: Path, name: str | None = None, edited: bool = False) -> ModuleType:
     """Import a generated package from any folder under `name`; the same module again if it is already imported.
 
-    Without a name, the digest of the package gives one, so that two packages never share a module. Raises InputError if
-    it is not intact (`edited`: as `read_package` takes it), ToolchainError if a library that it needs is missing.
+    Without a name the package is checked and named by its digest, so that two packages never share a module. Raises
+    InputError if the check fails (`edited`: as in `read_package`), ToolchainError if a library is missing.
     """
     if name is None:
         name = f"infcl_gen_package_{read_package(folder, edited=edited).digest[:16]}"
@@ -72,14 +72,13 @@ def import_package(folder: Path, name: str | None = None, edited: bool = False) 
 
 
 def cache_folder() -> Path:
-    """The folder of cached packages, below the user's cache directory."""
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("infcl_gen", appauthor=False)) / "packages"
 
 
 def cache_key(problem: Problem) -> str:
-    """Content decides: the problem as resolved here, the files it names, and the generator's own source."""
+    """The digest of what decides the text: the resolved problem, the files it names, and the generator's source."""
     case = case_of(problem)
     record = find_record(case)
     measured = record.record.settings if isinstance(record, Found) else None
@@ -93,7 +92,6 @@ def cache_key(problem: Problem) -> str:
 
 
 def _remove(entry: Path) -> None:
-    """Remove whatever stands in the place of a cached package."""
     try:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

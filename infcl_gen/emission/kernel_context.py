@@ -1,7 +1,4 @@
-"""What templates of kernels read: literals, printed expressions, lists of arguments.
-
-Statements of kernels stand in templates. All that is computed for them, and every choice between pieces, is made here.
-"""
+"""What templates of kernels read: literals, printed expressions, and the names of the pieces that they include."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
 def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: DeviceProfile) -> dict[str, Any]:
-    """The names in the templates of kernels of the package `name`; variants have more, `Family.values`."""
+    """The names in the kernels' templates of the package `name`; variants add `Family.values`."""
     if derivation.slope is None or derivation.shift is None:
         raise ValueError("kernels are for affine logits")
     formulas, blocks, has_keys = derivation.formulas(), plan.blocks, plan.has_keys
     is_fused, keeps_keys = plan.strategy == "fused", forward.keeps_keys(blocks["forward"], plan)
     unit = 2.0 ** gradient_exponent(plan, derivation)
     gradient_factor, dscale_factor = triton_code(derivation.gradient_factor), triton_code(derivation.dscale_factor)
-    # A key term is linear in p: the part with it is the positive's.
+    # A key term is linear in p: the part with p is the positive's.
     with_positive = derivation.key_term.diff(p) * p
     without_positive = (derivation.key_term - with_positive).expand()
     widths = embedding_parts(plan.inner_dim)
@@ -38,19 +35,13 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     part_widths = f"PART_WIDTHS = {list(widths)}  # {why}"
     load_scale = "scale = tl.load(scale_ptr)"
     sampled = "a sample (forward) or of the complete statistics (backward)"
-    return {
+    of_plan = ("has_keys", "labels", "exact", "split", "stash", "descriptors", "dim", "input_precision")
+    return {field: getattr(plan, field) for field in of_plan} | {
         "name": name,
+        "fused": is_fused,
+        # Legend of the file.
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),
-        # What the package is for.
-        "has_keys": has_keys,  # columns have statistics, too; positives are then on the diagonal
-        "labels": plan.labels,  # positives are named, not on the diagonal
-        "exact": plan.exact,  # fp32 operands: every row and column has its own reference
-        "split": plan.split,  # fp32 features enter as bf16 halves
-        "fused": is_fused,
-        "stash": plan.stash_rows > 0,
-        "descriptors": plan.descriptors,
-        # Legend of the file.
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
         "walkers": "the forward" if is_fused else "forward and gradient",
         "reference_of": sampled if has_keys else "a sample (the backward takes each row's own)",
@@ -58,7 +49,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "reduced_along": "both axes" if has_keys else "its row",
         "formula_of_g": "share_i 2^(y - r_i)" + " + share_j 2^(y - c_j)" * has_keys,
         # Constants.
-        "dim": plan.dim,
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
         "split_terms": SPLIT_TERMS,
         "constants": _constants(plan, derivation, profile, unit),
@@ -66,7 +56,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "key_lanes": forward.key_lanes(blocks["forward"], profile),
         "query_share": derivation.query_share * unit,
         # The derived mathematics.
-        "input_precision": plan.input_precision,
         "slope": triton_code(derivation.slope),  # of the logit in z, in `scale`
         "shift": triton_code(derivation.shift),
         "gradient_factor": gradient_factor,
@@ -94,7 +83,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "stored_tile_of_g": "g_as_halves" if plan.split else "g_as_one",
         "stored_positives": "positives_as_halves" if plan.split else "positives_as_one",
         "each_first_block": "each_block" if plan.labels else "each_first_block",
-        # Where a piece is not told otherwise: of a tile of g, of a block that visits, and how features are read.
+        # Defaults, which a template that includes a piece may change.
         "tile_rows": "GRADIENT_ROWS",
         "visiting_keys": "FUSED_KEYS",
         "described": "DESCRIPTORS",
@@ -102,7 +91,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
 
 
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
-    """Name, value and comment, or "", of those that not all packages have alike."""
+    """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], profile), profile.architecture.recomputed_rows
@@ -124,8 +113,7 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
 
 
 def gradient_exponent(plan: Plan, derivation: Derivation) -> int:
-    """Gradients of logits are kept times 2 to this power: they are of order 1/M, and fp16 would underflow, or overflow
-    beyond 65504."""
+    """The power of 2 that scales gradients of logits, of order 1/M: fp16 would underflow, or overflow beyond 65 504."""
     if plan.dtype != "fp16" or plan.strategy == "torch":
         return 0
     softmaxes = abs(derivation.query_share) + abs(derivation.key_share)
@@ -133,14 +121,14 @@ def gradient_exponent(plan: Plan, derivation: Derivation) -> int:
 
 
 def _sides(labels: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """The two fused sweeps: whose rows a program owns, and what it walks.
+    """The two fused sweeps: the side whose rows a program owns, and the other side, which it walks.
 
     own              "query" or "key", which begin the names of statistics
     features         "q" or "k"
     product          what is added to the total
     sign             of the positive's place against the own row's
     place            expression: the other side's row that is each own row's positive
-    row_of_positive  expression: the query whose positive it is
+    row_of_positive  expression: the query of each positive
     """
     offset = "(first_positive - first_key)"
     queries = {
@@ -153,14 +141,12 @@ def _sides(labels: bool) -> tuple[dict[str, str], dict[str, str]]:
         "share": "KEY_SHARE", "product": "g^T q", "sign": "-",
         "place": f"rows - {offset}", "row_of_positive": "tl.maximum(target, 0)",
     }  # fmt: skip
-    return _with_other(queries, keys), _with_other(keys, queries)
-
-
-def _with_other(side: dict[str, str], other: dict[str, str]) -> dict[str, str]:
     names = {"others": "owned", "other": "own"} | {f"other_{x}": x for x in ("features", "strides", "share")}
-    return side | {name: other[of_other] for name, of_other in names.items()}
+    for side, other in ((queries, keys), (keys, queries)):
+        side |= {name: other[of_other] for name, of_other in names.items()}
+    return queries, keys
 
 
 def _legend(formula: str) -> str:
-    """Folded to the 120 columns of a generated file, where its legend puts formulas."""
+    """Folded to 120 columns, as it stands in the legend of a generated file."""
     return textwrap.fill(formula, 120, initial_indent=" " * 11, subsequent_indent=" " * 11).strip()

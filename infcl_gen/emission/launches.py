@@ -1,7 +1,6 @@
-"""How kernels begin, and their launches in a schedule, as Python source.
+"""Signatures of kernels, and their launches in a schedule, as Python source.
 
-A launch has the kernel's grid, and what the schedule calls what the kernel takes: an argument that is in no table here
-is a variable of its own name.
+The tables hold the schedule's expression for each argument. An argument without one is a variable of its own name.
 """
 
 from __future__ import annotations
@@ -30,72 +29,70 @@ _PARTS = {
     f"{side}_{x}": f"scratch.{side}_parts[{i}]" for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
 }
 _PARTS["reference"] = "scratch.reference"
-_FORWARD = _PARTS | {
-    "MASKED": "m % rows != 0 or n % columns != 0",
-    "stash_reference": "kept_reference", "stash_stride": "kept.stride(0)",
-    "reference_stride": "kept_reference.stride(0)", "STASH": "scratch.kept is not None",
-}  # fmt: skip
 _DESCRIBED = {x: f"{x}_side.source" for x in "qk"}
 _DESCRIBED |= {f"{x}_{way}": f"{x}_side.{way}" for x in "qk" for way in ("row_stride", "depth_stride")}
-_MERGED = _PARTS | {
-    "row_parts": "cdiv(n, kernels.FORWARD_KEYS.value)",
-    "key_parts": "cdiv(cdiv(m, kernels.FORWARD_ROWS.value), _strip(m, n))",
-    "queries_written": "0 if fresh_queries and key0 == 0 else m",
-    "keys_written": "0 if fresh_keys and row0 == 0 else n",
-    "query_exponent": "part.queries.exponent", "query_mantissa": "part.queries.mantissa",
-    "key_totals_exponent": "part.keys.exponent", "key_totals_mantissa": "part.keys.mantissa",
-}  # fmt: skip
-_TERMS = {
-    "queries": "block.q.shape[0]", "keys": "block.k.shape[0]", "query_weight": "weight", "key_weight": "weight",
-    "BLOCK": "LOSS_ROWS",
-}  # fmt: skip
-_RATIOS = {"exponent": "statistics.exponent", "mantissa": "statistics.mantissa", "count": "rows", "SHARE": "share"}
-_KEPT = {"stash_reference": "reference", "stash_stride": "stash.stride(0)", "reference_stride": "reference.stride(0)"}
-_PRODUCT = {
-    "g": "rest_g", "x": "rest_x", "inner": "inner - whole", "x_inner_stride": "x.stride(0)",
-    "g_row_stride": "g.stride(0)", "g_inner_stride": "g.stride(1)",
-}  # fmt: skip
-_FINISH = {"weight": "weight * 2.0**-GRADIENT_EXPONENT", "rows": "total.shape[0]", "DOTS": "dots is not None"}
-_RANKS = {
-    "part_exponent": "exponents", "part_sum": "sums", "part_stride": "parts.stride(0)",
-    "exponent": "keys.exponent", "mantissa": "keys.mantissa",
-}  # fmt: skip
-_HALVES_OF_G = {"g": "g[0]", "g_low": "g[1]", "g_stride": "g.stride(1)"}
 _OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
 
 _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before those of all kernels
     "references": ("(cdiv(n, columns),)", _PARTS),
-    "forward": ("grid", _FORWARD | _DESCRIBED),
+    "forward": ("grid", _PARTS | _DESCRIBED | {
+        "MASKED": "m % rows != 0 or n % columns != 0", "STASH": "scratch.kept is not None",
+        "stash_reference": "kept_reference", "stash_stride": "kept.stride(0)",
+        "reference_stride": "kept_reference.stride(0)",
+    }),
     "forward_wide": ("grid", _PARTS),
-    "merge": (_OF_BOTH.format("kernels.MERGE_ROWS.value"), _MERGED),
+    "merge": (_OF_BOTH.format("kernels.MERGE_ROWS.value"), _PARTS | {
+        "row_parts": "cdiv(n, kernels.FORWARD_KEYS.value)",
+        "key_parts": "cdiv(cdiv(m, kernels.FORWARD_ROWS.value), _strip(m, n))",
+        "queries_written": "0 if fresh_queries and key0 == 0 else m",
+        "keys_written": "0 if fresh_keys and row0 == 0 else n",
+        "query_exponent": "part.queries.exponent", "query_mantissa": "part.queries.mantissa",
+        "key_totals_exponent": "part.keys.exponent", "key_totals_mantissa": "part.keys.mantissa",
+    }),
     "positives": ("(cdiv(m, kernels.POSITIVE_ROWS.value),)", _PARTS | {"strip": "_strip(m, n)"}),
-    "loss_terms": ("(parts,)", _TERMS),
+    "loss_terms": ("(parts,)", {
+        "queries": "block.q.shape[0]", "keys": "block.k.shape[0]", "query_weight": "weight", "key_weight": "weight",
+        "BLOCK": "LOSS_ROWS",
+    }),
     "total_loss": ("(1,)", {"BLOCK": "1024"}),
-    "ratios": ("(blocks,)", _RATIOS | {"ROWS": "block"}),
+    "ratios": ("(blocks,)", {
+        "exponent": "statistics.exponent", "mantissa": "statistics.mantissa", "count": "rows", "SHARE": "share",
+        "ROWS": "block",
+    }),
     "gradient": ("grid", _DESCRIBED),
     "gradient_wide": ("grid", {}),
-    "gradient_from_stash": ("grid", _KEPT),
+    "gradient_from_stash": ("grid", {
+        "stash_reference": "reference", "stash_stride": "stash.stride(0)", "reference_stride": "reference.stride(0)",
+    }),
     "gradient_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
     "fused_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
     "fused_queries": ("(cdiv(m, rows),)", _DESCRIBED),
     "fused_queries_wide": ("(cdiv(m, rows),)", {}),
     "fused_keys": ("(cdiv(n, columns),)", _DESCRIBED),
     "fused_keys_wide": ("(cdiv(n, columns),)", {}),
-    "product": ("grid", _PRODUCT),
-    "finish": ("(cdiv(total.shape[0], FINISH_ROWS),)", _FINISH),
+    "product": ("grid", {
+        "g": "rest_g", "x": "rest_x", "inner": "inner - whole", "x_inner_stride": "x.stride(0)",
+        "g_row_stride": "g.stride(0)", "g_inner_stride": "g.stride(1)",
+    }),
+    "finish": ("(cdiv(total.shape[0], FINISH_ROWS),)", {
+        "weight": "weight * 2.0**-GRADIENT_EXPONENT", "rows": "total.shape[0]", "DOTS": "dots is not None",
+    }),
     "scalars": ("(1,)", {"parts": "dots.shape[0]", "BLOCK": "1024"}),
     "copy_inputs": (_OF_BOTH.format("FINISH_ROWS"), {}),
     "split": ("(cdiv(rows, FINISH_ROWS),)", {"out_stride": "out.stride(0)", "KEYS": "keys"}),
-    "merge_ranks": ("(cdiv(n, kernels.MERGE_ROWS.value),)", _RANKS),
-}
+    "merge_ranks": ("(cdiv(n, kernels.MERGE_ROWS.value),)", {
+        "part_exponent": "exponents", "part_sum": "sums", "part_stride": "parts.stride(0)",
+        "exponent": "keys.exponent", "mantissa": "keys.mantissa",
+    }),
+}  # fmt: skip
 
 
 def openings(choice: Choice) -> Callable[..., str]:
-    """What templates call: `kernel(name)`."""
+    """The function that templates call, `kernel(name)`: the decorator and signature of one of the choice's kernels."""
     kernels = {each.name: (each, family.gluon) for family in families(choice) for each in family.kernels(choice)}
 
     def kernel(name: str, unaligned: Sequence[str] = ()) -> str:
-        """Decorator and signature. `unaligned`: pointers to any element, as to a panel's part of a vector."""
+        """`unaligned`: pointers to any element, as to a panel's part of a vector."""
         taken, gluon = kernels[name]
         module, constant = ("gluon", ": gl.constexpr") if gluon else ("triton", ": tl.constexpr")
         options = f"(do_not_specialize_on_alignment={literal(list(unaligned))})" if unaligned else ""
@@ -106,7 +103,7 @@ def openings(choice: Choice) -> Callable[..., str]:
 
 
 def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
-    """By kernel, the statement that launches it: arguments by name, then its `options`. ABSENT without that kernel."""
+    """The statement that launches each kernel, by its name; ABSENT for a kernel that the choice lacks."""
     values = dict(_ALL)
     for index, part in enumerate(parts_of(embedding_parts(choice.inner_dim))):
         values |= {f"{x}{part.name}": f"sides[{index}][{side}].source" for side, x in enumerate("qk") if part.name}
@@ -123,7 +120,7 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
             if kernel.name == "forward":
                 own["stash"] = "tiles" if choice.descriptors else "kept"
             if kernel.name.startswith("gradient") and choice.split:
-                own |= _HALVES_OF_G
+                own |= {"g": "g[0]", "g_low": "g[1]", "g_stride": "g.stride(1)"}
             words = [f"{each.name}={own.get(each.name, each.name)}" for each in kernel.arguments]
             words.append(f"num_warps={options[kernel.name]['warps']}")
             stages = f"num_stages={options[kernel.name]['stages']}"
@@ -134,14 +131,12 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
 
 
 def _given_to_variant(family: Family, kernel: Kernel) -> dict[str, str]:
-    """What a variant takes otherwise than the kernel in whose place it is: the features themselves, or descriptors of
-    its own blocks."""
+    """What a variant takes unlike the kernel that it replaces: features, or descriptors of its own blocks."""
     found = {name: _ALL.get(name, name) for name in _DESCRIBED}
-    for each in kernel.arguments:
-        if each.block:
-            sizes = ", ".join(_size(family.module, word) for word in each.block)
-            layout = f", {family.module}.{each.layout}" if each.layout else ""
-            found[each.name] = f"descriptor({each.name}, [{sizes}]{layout})"
+    for each in (argument for argument in kernel.arguments if argument.block):
+        sizes = ", ".join(_size(family.module, word) for word in each.block)
+        layout = f", {family.module}.{each.layout}" if each.layout else ""
+        found[each.name] = f"descriptor({each.name}, [{sizes}]{layout})"
     return found
 
 
@@ -151,7 +146,7 @@ def _size(module: str, word: str) -> str:
 
 
 def _instead(family: Family, kernel: Kernel, text: str, ordinary: str) -> str:
-    """The launch of a variant where this GPU runs it, of the ordinary kernel elsewhere."""
+    """The launch of a variant on its GPU, of the ordinary kernel elsewhere."""
     here = f'runs_variant({kernel.arguments[0].name}.device, "{family.arch}", "{family.gluon}")'
     if any(each.block for each in kernel.arguments):
         here = f"descriptors and {here}"
@@ -160,8 +155,7 @@ def _instead(family: Family, kernel: Kernel, text: str, ordinary: str) -> str:
 
 
 def _wrapped(opening: str, words: Sequence[str], closing: str) -> str:
-    """One statement, or what continues one, of 112 columns, as some launches stand deeper; further lines are indented
-    by eight. Words are not broken."""
+    """A statement in lines of at most 112 columns, for some launches stand deeper; words are not broken."""
     text = opening + ", ".join(word.replace(" ", "\0") for word in words) + closing
     lines = textwrap.fill(text, 112, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     return lines.replace("\0", " ")

@@ -1,7 +1,6 @@
-"""Plan -> files of the package: which there are, from which templates, with which names in them.
+"""Plan -> the package's files, with their templates and the names in them.
 
-All arithmetic that a template might want is done here. The result holds literals and printed expressions only,
-so that rendering is a pure function of it.
+The names stand for literals and printed expressions: templates compute nothing, and rendering is a pure function.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ SCHEMA_VERSION = 1
 
 
 def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[File]:
-    """The package for a plan made for `profile`. SPEC holds all that is needed to generate it again."""
-    device = _identifier(plan.problem.device_profile)  # ASCII; names of user files enter as a digest
+    """The files of a plan made for `profile`. SPEC holds all that is needed to generate them again."""
+    device = _identifier(plan.problem.device_profile)
     name = f"{_identifier(derivation.spec.name)}_{device}_d{plan.dim}"
     spec = spec_literals(plan, derivation, profile, name)
     package = _package_context(plan, derivation) | {"name": name, "device": device}
@@ -56,7 +55,6 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
 
 def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, name: str) -> dict[str, Any]:
     """SPEC of the package: literals only, in a fixed order."""
-    planned = plan.as_dict()
     return {
         "schema_version": SCHEMA_VERSION,
         "name": name,
@@ -77,13 +75,13 @@ def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, na
             "time_s": plan.predicted_time_s,
             "queued_s": plan.predicted_queued_s,
         },
-        "plan": {key: value for key, value in planned.items() if key != "problem"},  # which stands above
+        "plan": {key: value for key, value in plan.as_dict().items() if key != "problem"},  # which stands above
     }
 
 
 def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile) -> str:
-    """The command that makes such a package for {queries} queries and {keys} keys. A file of the user's is a word in
-    capitals: where it was is not known, and of no use elsewhere."""
+    """The command that makes the package for {queries} queries and {keys} keys. A word in capitals stands for a user's
+    file, whose path means nothing on another machine."""
     builtin = is_builtin(spec_as_dict(derivation.spec))
     shipped = problem.device_profile in profile_names() and load_profile(problem.device_profile) == profile
     flags = [
@@ -104,7 +102,7 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
 
 
 def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, int]]:
-    """Warps and stages of the package's kernels, in the order of kernels.py; none for the torch strategy."""
+    """Warps and stages of the package's kernels, in the order of kernels.py."""
     found = {}
     for kernel in (kernel for family in families(plan) for kernel in family.kernels(plan)):
         launched = plan.blocks[kernel.block] if kernel.block else kernel
@@ -116,7 +114,6 @@ def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, i
 
 
 def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
-    """What the docstring of package/__init__.py.jinja tells."""
     problem, formulas = plan.problem, derivation.formulas()
     return {
         "logit": formulas["logit"],
@@ -135,10 +132,10 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
-    """The names in torch/schedule.py.jinja; dtypes are torch's names."""
     formulas, affine = derivation.formulas(), plan.logit_strips == 0
     in_place = "logits_(z[strip], block.scale, block.bias)"
-    return {
+    panels = {name: getattr(plan, name) for name in ("forward_rows", "forward_keys", "panel_rows", "panel_keys")}
+    return panels | {
         "dim": plan.dim,
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
@@ -158,14 +155,11 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "x2_of_strip": in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E",
         "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * plan.has_keys,
         "most_terms": "max(len(block.q), len(block.k))" if plan.has_keys else "len(block.q)",
-        "forward_rows": plan.forward_rows,
-        "forward_keys": plan.forward_keys,
-        "panel_rows": plan.panel_rows,
-        "panel_keys": plan.panel_keys,
     }
 
 
 def _identifier(name: str) -> str:
+    """ASCII of at most 40 characters; other names, as of users' files, enter as a digest."""
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,39}", name):
         return name
     return "file" + hashlib.sha256(name.encode()).hexdigest()[:8]

@@ -21,7 +21,7 @@ from infcl_gen.kernels import FAMILIES
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-# What a partial package holds: the files that differ from package to package, for a reader.
+# The files of a partial package, which is for a reader: those that differ from package to package.
 SPECIFIC_FILES = {*(family.file for family in FAMILIES), "loss.py", "schedule.py", "spec.py"}
 _LARGEST_FILE_BYTES = 4 << 20
 
@@ -30,8 +30,7 @@ _LARGEST_FILE_BYTES = 4 << 20
 class Package:
     """A generated package as read from its folder: SPEC's literals and the bytes of every file by its path.
 
-    `missing`: paths of the files that a partial package leaves out; none in a whole one. `edited`: paths of files that
-    are not as generated, where such a package was asked for.
+    `missing`: paths that a partial package leaves out. `edited`: paths of files that are not as generated.
     """
 
     path: Path
@@ -42,14 +41,14 @@ class Package:
 
     @property
     def digest(self) -> str:
-        """SPEC's; of an edited package one of its own, by its files."""
+        """SPEC's digest; of an edited package the sha256 of its files."""
         if self.edited:
             return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()
         return str(self.spec["digest"])
 
 
 class Manifest(msgspec.Struct, omit_defaults=True):
-    """manifest.json: what wrote the package, its digest, the sha256 of each file; what a partial package leaves out."""
+    """manifest.json. `files`: path -> sha256; `missing`: what a partial package leaves out."""
 
     generator: str
     schema_version: Any
@@ -59,7 +58,7 @@ class Manifest(msgspec.Struct, omit_defaults=True):
 
 
 class PartialPackageError(InputError):
-    """The folder holds a partial package: it can be read, and neither imported nor run."""
+    """A partial package can be read, and neither imported nor run."""
 
 
 def write_package(
@@ -67,17 +66,15 @@ def write_package(
 ) -> Path:
     """Write `files` and their manifest to the folder `output`, and return its absolute path.
 
-    `missing` makes a partial package: the paths that `specific_part` left out of `files`.
-
-    Everything is written to a folder beside it, synced, and renamed: `output` is complete or absent at every
-    moment. With `force` an existing package is replaced; a folder that holds anything else never is.
-    Raises InputError (the output is not a place to write to), LockTimeoutError (another process is writing there).
+    At every moment `output` is complete or absent: a folder beside it is written, synced, and renamed. With `force` an
+    existing package is replaced, never a folder that holds anything else. `missing`: paths that `specific_part` left
+    out. Raises InputError if `output` is not a place to write to, LockTimeoutError if another process is writing there.
     """
     target = check_output(output, force)
     contents = {path: text.encode() for path, text in files.items()}
     contents[MANIFEST] = manifest_text(files, missing).encode()
     with lock(lock_file_of(target), f"writing {target}"):
-        check_output(output, force)  # again: another process may have written it meanwhile
+        check_output(output, force)  # again: another process may have written there meanwhile
         try:
             write_folder(target, contents)
         except OSError as error:
@@ -86,7 +83,7 @@ def write_package(
 
 
 def specific_part(files: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The files of a partial package, with a digest of their own, and the paths of those that it leaves out."""
+    """The files of a partial package, with a digest of their own, and the paths that it leaves out."""
     kept = {path: text for path, text in files.items() if path in SPECIFIC_FILES}
     return with_digest(kept), tuple(sorted(files.keys() - kept.keys()))
 
@@ -94,9 +91,9 @@ def specific_part(files: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, 
 def read_package(folder: str | Path, partial: bool = False, edited: bool = False) -> Package:
     """Read and check a package without importing anything of it.
 
-    Raises InputError if the folder is not a package, or if a file is missing, edited, truncated or added
-    (bytecode caches aside); with `edited`, only where that is SPEC or a missing file. Unless `partial`,
-    PartialPackageError for an intact partial package.
+    Raises InputError if the folder is not a package, or if a file is missing, edited, truncated or added, bytecode
+    caches aside. With `edited`, only a missing file and an edited spec.py are errors. Raises PartialPackageError for an
+    intact partial package unless `partial`.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -153,7 +150,7 @@ def manifest_text(files: Mapping[str, str], missing: Sequence[str] = ()) -> str:
 
 
 def check_output(output: str | Path, force: bool = False) -> Path:
-    """The absolute output path, if a package may be written there; otherwise raises InputError."""
+    """The absolute output path. Raises InputError unless a package may be written there."""
     if not isinstance(output, str | os.PathLike):
         raise InputError(f"--output {output!r}: not a path")
     if not str(output).strip() or not str(output).isprintable():
@@ -198,7 +195,6 @@ def _check_replaceable(target: Path, force: bool) -> None:
 
 
 def _read_manifest(root: Path) -> Manifest:
-    """The manifest in a folder. Raises InputError unless it is one of ours."""
     file = root / MANIFEST
     if not file.is_file():
         raise InputError(f"{root}: not a generated package (no {MANIFEST})")
@@ -209,7 +205,8 @@ def _read_manifest(root: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: damaged (not JSON); generate the package again") from error
     paths = (*manifest.files, *manifest.missing)
-    if manifest.generator != "infcl_gen" or "spec.py" not in manifest.files or not all(map(_is_inner_path, paths)):
+    leaves = any(os.path.isabs(path) or "\0" in path or ".." in Path(path).parts for path in paths)
+    if manifest.generator != "infcl_gen" or "spec.py" not in manifest.files or leaves:
         raise InputError(f"{file}: not the manifest of a generated package")
     if manifest.schema_version != SCHEMA_VERSION:
         raise InputError(
@@ -219,19 +216,14 @@ def _read_manifest(root: Path) -> Manifest:
     return manifest
 
 
-def _is_inner_path(path: str) -> bool:
-    return not os.path.isabs(path) and "\0" not in path and ".." not in Path(path).parts
-
-
 def _package_files(root: Path) -> list[str]:
-    """Paths of all that is below `root` except Python's bytecode caches. A link, and a folder that holds nothing
-    (written "name/"), count as files."""
+    """Paths of all files, links and empty folders ("name/") below `root`, without Python's bytecode caches."""
     paths = sorted(root.rglob("*"))
     occupied = {path.parent for path in paths}
     found = []
     for path in paths:
         if path.is_symlink() or not path.is_dir():
-            # Python writes to its caches; while it does, under a name that ends in digits.
+            # Python writes a cache under a name that ends in digits, and renames it.
             cached = path.parent.name == "__pycache__" and re.search(r"\.pyc(\.\d+)?$", path.name)
             if path.is_symlink() or not cached:
                 found.append(path.relative_to(root).as_posix())

@@ -23,39 +23,42 @@ _LOG = logging.getLogger("infcl_gen")
 
 
 class Case(NamedTuple):
-    """What a package is generated from: a problem, and the loss and cluster that it names."""
+    """A problem, and the loss and the cluster that it names."""
 
     problem: Problem
     loss: LossSpec
     cluster: Cluster
 
     def resolved(self) -> Problem:
-        """The same problem, with names of what was found: nothing depends on the machine or on a user's file."""
-        profile = self.cluster.profile
-        return dataclasses.replace(
-            self.problem, loss=self.loss.name, target=profile.target, device_profile=profile.name
-        )
+        """The problem with the names of what was found, so that it depends on no machine and no user's file."""
+        profile, loss = self.cluster.profile, self.loss.name
+        return dataclasses.replace(self.problem, loss=loss, target=profile.target, device_profile=profile.name)
 
 
 def case_of(problem: Problem) -> Case:
-    """The problem with its loss and its cluster, found on this machine."""
+    """Loads the loss and detects what the problem leaves to this machine."""
     return Case(problem, load_loss(problem.loss), resolve_cluster(problem))
 
 
 def build(problem: Problem) -> dict[str, str]:
-    """The text of every file of the package for `problem`, without the manifest; a tuning record that fits is used."""
+    """The text of every file of the package for `problem`, by path, without the manifest.
+
+    A tuning record that fits the problem decides its settings.
+    """
     case = case_of(problem)
     return render(lower(*_measured_plan(case), case.cluster.profile))
 
 
 def plan_problem(problem: Problem) -> tuple[Plan, Derivation]:
-    """The plan and the derived gradient; the plan's problem names the loss and device that were found."""
+    """The plan and the derived gradient. The plan's problem names the loss and the device that were found."""
     return _measured_plan(case_of(problem))
 
 
 def simulate_problem(problem: Problem, lead_s: float = LEAD_S, **how: bool) -> tuple[Plan, Timeline]:
-    """The plan, and a step of it as `planning.timeline.execute` simulates it, behind other work; `how` are its
-    keywords."""
+    """The plan, and a simulated step of it, which the host begins `lead_s` seconds ahead of the device.
+
+    `how`: further keywords of `planning.timeline.execute`.
+    """
     case = case_of(problem)
     planned, _ = _measured_plan(case)
     return planned, execute(planned, cost_model(planned, case.cluster), lead_s=lead_s, **how)
@@ -67,22 +70,21 @@ def find_record(case: Case) -> Found | str:
 
 
 def build_for(problem: Problem, loss: LossSpec, cluster: Cluster) -> dict[str, str]:
-    """The text of the package for a problem as it stands: no tuning record is looked up."""
+    """`build` with these settings alone: no tuning record is looked up."""
     return render(lower(*_plan(Case(problem, loss, cluster)), cluster.profile))
 
 
 def rerender(folder: str | Path) -> dict[str, bytes]:
-    """What the package in `folder` would be if generated now, from its SPEC alone; with the manifest.
+    """The files that the package in `folder` has if generated again from its SPEC alone, with the manifest.
 
-    SPEC carries the loss as a formula and the device as figures: files that the user gave are not needed again, nor is
-    the record of measured settings. Of a partial package it is the part that is there. Raises InputError if the folder
-    is not an intact package, and whatever planning its problem raises.
+    SPEC holds the loss as a formula, the device as figures, and measured settings: neither the user's files nor a
+    tuning record are needed. A partial package gives its own part. Raises InputError if the folder is not an intact
+    package, and whatever planning its problem raises.
     """
     package = read_package(folder, partial=True)
     files = build_for(*spec_inputs(package.spec))
     files, missing = specific_part(files) if package.missing else (files, ())
-    written = {**files, MANIFEST: manifest_text(files, missing)}
-    return {path: text.encode() for path, text in written.items()}
+    return {path: text.encode() for path, text in (files | {MANIFEST: manifest_text(files, missing)}).items()}
 
 
 def spec_inputs(spec: dict[str, object]) -> Case:
@@ -102,7 +104,7 @@ def _plan(case: Case) -> tuple[Plan, Derivation]:
 
 
 def _measured_plan(case: Case) -> tuple[Plan, Derivation]:
-    """The plan with the settings of a record that fits, else by the cost model."""
+    """The plan of a tuning record that fits, else the cost model's."""
     found = find_record(case)
     if isinstance(found, Found):
         return found.plan, derive(case.loss)

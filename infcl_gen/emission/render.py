@@ -1,7 +1,6 @@
-"""Files of a package, as templates and the names in them -> source text.
+"""Templates and the names in them -> the text of a package's files.
 
-Templates hold what has to vary and nothing else; runtime files are copied verbatim. The text depends on what is given
-only: no date, no path of this machine, no order of a hash table.
+Runtime files are copied verbatim. The text depends on the arguments only: no date, no path, no order of a hash table.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any, NamedTuple
 import jinja2
 
 LINE_WIDTH = 120  # of a literal
-ABSENT = "\0"  # in a hole: what takes its line with it
+ABSENT = "\0"  # in a hole of a template: its whole line is left out
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DIGEST_LINE = re.compile(r'^    "digest": "[0-9a-f]*",\n', re.MULTILINE)
 
 
 class File(NamedTuple):
-    """One file of the package: its path there, the templates whose text it joins, and the names in them."""
+    """One file of the package: its path, the templates whose text it joins, and the names in them."""
 
     path: str
     templates: Sequence[str]
@@ -32,35 +31,35 @@ class File(NamedTuple):
 
 
 def render(files: Sequence[File]) -> dict[str, str]:
-    """The text of every file of the package by its path in the package, except for the manifest.
+    """The text of every file of the package but the manifest, by path.
 
-    SPEC["digest"] is `content_digest` of the other text, so it identifies the whole package.
+    SPEC["digest"] is the `content_digest` of the text: it identifies the whole package.
     """
     environment, found = _environment(), {}
     for file in files:
         parts = [environment.get_template(name).render(file.names) for name in file.templates]
         found[file.path] = _tidy("\n\n\n".join(part.strip("\n") for part in parts))
-    for source in (_PACKAGE / "runtime").glob("*.py"):  # ships inside every package, verbatim
+    for source in (_PACKAGE / "runtime").glob("*.py"):
         found[f"_runtime/{source.name}"] = source.read_text(encoding="utf-8")
     return with_digest(found)
 
 
 def with_digest(files: Mapping[str, str]) -> dict[str, str]:
-    """The same files, sorted by path; SPEC["digest"] in spec.py is theirs."""
+    """The same files, sorted by path, with their digest in spec.py."""
     line = f'    "digest": "{content_digest(files)}",\n'
     spec = _DIGEST_LINE.sub(line, files["spec.py"], count=1)
     return dict(sorted({**files, "spec.py": spec}.items()))
 
 
 def _tidy(text: str) -> str:
-    """Without what an absent optional piece leaves behind: its line, blanks at the end of one, a third empty line."""
+    """Without the lines of absent pieces, blanks at the end of lines, and more than two empty lines together."""
     text = re.sub(rf"^[ \t]*{ABSENT}\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
 
 
 def content_digest(files: Mapping[str, str]) -> str:
-    """sha256 over the sorted paths and texts, leaving out the digest line of spec.py."""
+    """sha256 over the sorted paths and texts, without the digest line of spec.py."""
     digest = hashlib.sha256()
     for path, text in sorted(files.items()):
         if path == "spec.py":
@@ -88,10 +87,10 @@ def piece(
 
 
 def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
-    """`value` as a readable Python literal, broken over lines where it is longer than LINE_WIDTH.
+    """`value` as a readable Python literal in ASCII, broken over lines where it is longer than LINE_WIDTH.
 
-    `indent` is the column of the enclosing line, `prefix` what already stands on it. Only None, bool, int,
-    finite floats, str, tuple, list and dict are literals; anything else is a TypeError. Text is always ASCII.
+    `indent`: columns before the enclosing line; `prefix`: characters that already stand on it. Raises TypeError for
+    what is not None, bool, int, a finite float, str, tuple, list or dict.
     """
     flat = _flat(value)
     if indent + prefix + len(flat) + 1 <= LINE_WIDTH or not isinstance(value, str | dict | list | tuple) or not value:
@@ -112,14 +111,14 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
 
 
 def broken_literal(value: dict[Any, Any] | list[Any] | tuple[Any, ...], indent: int = 0) -> str:
-    """`literal`, with the outermost container always broken: one line for each of its items."""
+    """`literal` with one line for each item of the outermost container."""
     inner, flat = indent + 4, _flat(value)
     lines = [f"{' ' * inner}{key}{literal(item, inner, len(key))},\n" for key, item in _items(value)]
     return f"{flat[0]}\n{''.join(lines)}{' ' * indent}{flat[-1]}"
 
 
 def _items(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Its items, each behind what stands before it on its line."""
+    """Items, each after the text before it on its line: a dict's key."""
     if isinstance(value, dict):
         return [(f"{_flat(key)}: ", item) for key, item in value.items()]
     return [("", item) for item in value]

@@ -1,4 +1,4 @@
-"""What the templates of a Triton schedule say: its constants, what it computes in, and its launches."""
+"""What the templates of a Triton schedule read: constants, buffers, launches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from infcl_gen.kernels.family import most_strips
 from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.planning.planner import Plan
 
-# With several ranks: communication occupies SMs, and a single wave of programs then costs 1.2 to 1.6 % more.
-RING_WAVES = 4
+RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
 
 def schedule_context(
     name: str, plan: Plan, profile: DeviceProfile, options: Mapping[str, Mapping[str, int]], exponent: int
 ) -> dict[str, Any]:
-    """The names in triton/schedule*.py.jinja. `options`: of each kernel's launch; `exponent`: of the gradient."""
+    """The names in triton/schedule*.py.jinja. `options`: warps and stages by kernel; `exponent`: of the gradient."""
     panels = plan.strategy != "fused"
     variants = [each for family in families(plan) for each in family.kernels(plan) if each.replaces]
     described = any(argument.block for kernel in variants for argument in kernel.arguments)
@@ -57,7 +56,7 @@ def schedule_context(
         "forward_panel": f"{plan.forward_rows} queries x {plan.forward_keys} keys",
         "backward_sweep": sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
         "most_terms": "max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
-        # The constant of kernels.py that says how many rows share a reference.
+        # The constant of kernels.py: how many rows share a reference.
         "visiting_rows": "GRADIENT_KEYS" if panels else "FUSED_KEYS",
         "add_product": "_add_split_product" if plan.split else "_add_product",
         "keys_of_product": "part.k[:, :DIM], part.k[:, DIM : 2 * DIM]" if plan.split else "part.k",
@@ -111,8 +110,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
 
 
 def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
-    """Row blocks that one program walks at most (0: as many as the runtime takes), why, and whether it has a
-    multiprocessor to itself."""
+    """Row blocks that one program walks at most (0: no limit), why, and whether it has an SM to itself."""
     alone = max(family.longest_strip for family in families(plan))
     if alone:
         return alone, "one program an SM hides no other's start", True
@@ -126,7 +124,7 @@ _RATIOS = "room for what `_with_ratios` gives"
 
 
 def _buffer(name: str, note: str, value: str) -> str:
-    """The argument that makes one field of a scratch, below what it is."""
+    """The argument that makes one field of a scratch, below its comment."""
     return f"# {note}\n        {name}={value},"
 
 

@@ -11,19 +11,17 @@ from infcl_gen.kernels.choice import Choice, embedding_parts
 
 @dataclass(frozen=True)
 class Argument:
-    """`type`: in Triton; "{operands}" stands for the dtype that kernels multiply, "{inputs}" for the features' own.
+    """One argument of a kernel.
 
-    multiple  when Triton may take an int32 for a multiple of 16: "sizes" (where rows and keys are), "dim" (where these
-              or the embedding are), "always" or "" (never)
-    block     rows and columns of its tensor descriptor, as constants of the file or numbers; () without a descriptor
-    layout    of that descriptor, a constant of the file
+    `multiple`: when Triton may take an int32 for a multiple of 16: "sizes" (where rows and keys are), "dim" (where
+    these or the embedding are), "always" or "" (never).
     """
 
     name: str
-    type: str
+    type: str  # in Triton; "{operands}" is the dtype that kernels multiply, "{inputs}" the features' own
     multiple: str = ""
-    block: tuple[str, ...] = ()
-    layout: str = ""
+    block: tuple[str, ...] = ()  # of its tensor descriptor: rows and columns, as constants of the file or numbers
+    layout: str = ""  # of that descriptor, a constant of the file
 
 
 # By type and `multiple`: the names that have them in every kernel.
@@ -59,23 +57,17 @@ STRIDES = "q_row_stride q_depth_stride k_row_stride k_depth_stride"
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel. `block` names the tile whose block says how it is launched; without one `warps` and `stages` do.
-
-    wide       holds more registers, and is launched with more warps
-    template   triton/`template`.py.jinja, if it is not the family's
-    registers  of a thread, a constant of the file
-    replaces   of a variant: the kernel of kernels.py
-    """
+    """One kernel. The block of the tile that `block` names says how it is launched, else `warps` and `stages`."""
 
     name: str
     arguments: tuple[Argument, ...]
     block: str = ""
     warps: int = 4
     stages: int = 1
-    wide: bool = False
-    template: str = ""
-    registers: str = ""
-    replaces: str = ""
+    wide: bool = False  # holds more registers, and is launched with more warps
+    template: str = ""  # triton/`template`.py.jinja, if it is not the family's
+    registers: str = ""  # of a thread, a constant of the file
+    replaces: str = ""  # of a variant: the kernel of kernels.py
 
 
 def arguments(*given: str | Argument) -> tuple[Argument, ...]:

@@ -24,39 +24,25 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How a loss is computed on one kind of device; what kernels, their blocks and the cost model depend on.
+    """How a loss is computed on one kind of device; what kernels, their blocks and the cost model depend on."""
 
-    strategy       "panel", "fused", "stash" or "torch"
-    dtype          of the features; with `precision` it decides all other dtypes
-    arch           of the device, as its profile names it: "sm_90"
-    has_keys       keys have statistics, too; positives are then on the diagonal
-    labels         positives are named by labels
-    logit_strips   `Derivation.logit_strips`; 0 where the logit is affine in z
-    products       by the matrix "library", by "triton" or by "torch"
-    replay         steps are recorded as CUDA graphs
-    transport      how keys reach the queries of other ranks: "ring", "gather", or "none" on one device
-    keeps          with a ring: the keys of the last hop of forward stay for backward
-    blocks         of each kernel that has one; none for torch
-    hopper_stages  pipeline stages of the kernels of hopper.py; 0 without them
-    """
-
-    strategy: str
+    strategy: str  # "panel", "fused", "stash" or "torch"
     dim: int
-    dtype: str = "bf16"
+    dtype: str = "bf16"  # of the features; with `precision` it decides all other dtypes
     precision: str = "default"
     target: str = "cuda"
-    arch: str = ""
-    has_keys: bool = True
-    labels: bool = False
-    logit_strips: int = 0
-    products: str = "triton"
+    arch: str = ""  # of the device, as its profile names it: "sm_90"
+    has_keys: bool = True  # keys have statistics, too; positives are then on the diagonal
+    labels: bool = False  # positives are named by labels
+    logit_strips: int = 0  # `Derivation.logit_strips`; 0 where the logit is affine in z
+    products: str = "triton"  # by the matrix "library", by "triton" or by "torch"
     descriptors: bool = False
-    replay: bool = False
+    replay: bool = False  # steps are recorded as CUDA graphs
     world_size: int = 1
-    transport: str = "none"
-    keeps: bool = False
-    blocks: Mapping[str, Block] = dataclasses.field(default_factory=dict, hash=False)
-    hopper_stages: int = 0
+    transport: str = "none"  # how keys reach the queries of other ranks: "ring" or "gather"; "none" on one device
+    keeps: bool = False  # with a ring: the keys that visit last in forward stay for backward
+    blocks: Mapping[str, Block] = dataclasses.field(default_factory=dict, hash=False)  # by tile; none for torch
+    hopper_stages: int = 0  # pipeline stages of the kernels of hopper.py; 0 without them
 
     @property
     def split(self) -> bool:

@@ -36,21 +36,15 @@ BLOCKS = {
 
 
 class Tile:
-    """The block of one kind of kernel, as most have it: its default, its legality, and what the tuner tries.
+    """The block of one kind of kernel, as most have it: its default, its legality, and what the tuner tries."""
 
-    name       in `--set` and in plans
-    tuned      whether `infcl-gen tune` tries other blocks
-    described  whether its kernels read features through tensor descriptors
-    walks      whether its programs walk strips of a panel; small batches then get smaller tiles
-    square     whether rows must equal keys
-    switches   further keys of `--set` that concern its kernels
-    shrinks    fields that may shrink on a small board, of equal ones the first
-    """
-
-    name: str
-    tuned = described = walks = square = False
-    switches: tuple[str, ...] = ()
-    shrinks: tuple[str, ...] = ("stages", "keys", "depth", "rows")
+    name: str  # in `--set` and in plans
+    tuned = False  # whether `infcl-gen tune` tries other blocks
+    described = False  # whether its kernels read features through tensor descriptors
+    walks = False  # whether its programs walk strips of a panel; small batches then get smaller tiles
+    square = False  # whether rows must equal keys
+    switches: tuple[str, ...] = ()  # further keys of `--set` that concern its kernels
+    shrinks: tuple[str, ...] = ("stages", "keys", "depth", "rows")  # on a small board; of equal fields the first
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         """The block for large batches on a family of architectures."""
@@ -179,34 +173,24 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Kernels that are chosen together. They share triton/`template`.py.jinja unless they name another template.
+    """Kernels that are chosen together. A variant's are in a file of their own, and each `replaces` one of kernels.py
+    on the variant's GPU, with the same tiles, strips and results.
 
-    strategies     whose packages have them, where `wanted` agrees
-    tile           of these kernels, where `--set` may change it
-    revision       raised when a change of text or launch may change the fastest settings: older tuning records are then
-                   stale; 0 if no setting matters
-    file           of the package
-
-    A variant has a file of its own. Each of its kernels `replaces` one of kernels.py on its GPU, with the same tiles,
-    strips and results.
-
-    arch           its only architecture, or ""
-    gluon          "module:name" that the installed Triton's Gluon must have; "" for kernels in Triton
-    values         further names in its template
-    longest_strip  row blocks that one program walks at most, where an SM runs one program; else 0
+    `revision` is raised when a change of text or launch may change the fastest settings: older tuning records are then
+    stale. It is 0 if no setting matters.
     """
 
-    template: str
+    template: str  # triton/`template`.py.jinja, for kernels that name no other
     kernels: Callable[[Choice], tuple[Kernel, ...]]
-    strategies: tuple[str, ...] = SWEEPS
+    strategies: tuple[str, ...] = SWEEPS  # whose packages have them, where `wanted` agrees
     wanted: Callable[[Choice], bool] = lambda choice: True
-    tile: Tile | None = None
+    tile: Tile | None = None  # of these kernels, where `--set` may change it
     revision: int = 0
-    file: str = "kernels.py"
-    arch: str = ""
-    gluon: str = ""
-    values: Callable[[Choice], dict[str, Any]] = lambda choice: {}
-    longest_strip: int = 0
+    file: str = "kernels.py"  # of the package
+    arch: str = ""  # a variant's only architecture
+    gluon: str = ""  # "module:name" that the installed Triton's Gluon must have; "" for kernels in Triton
+    values: Callable[[Choice], dict[str, Any]] = lambda choice: {}  # further names in its template
+    longest_strip: int = 0  # row blocks that one program walks at most, where an SM runs one program
 
     def templates(self, choice: Choice) -> tuple[str, ...]:
         """The paths of the kernels' templates, each once."""
