@@ -26,12 +26,11 @@ from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.records import Candidate, Settings, measured_settings
 from infcl_gen.processes import Worker
 
-# A winner is faster than the best so far by more than this, and than both medians are known.
-LEAST_GAIN = 0.01
-GIVE_UP = 1.3  # times the best median, if no time at all is below it after GIVE_UP_ROUNDS
+LEAST_GAIN = 0.01  # by which a winner beats the best so far; and by more than the doubt in both medians
+GIVE_UP = 1.3  # after GIVE_UP_ROUNDS a candidate whose best time exceeds this many times the best median is dropped
 GIVE_UP_ROUNDS = 2
-LEAST_ROUNDS = 5  # whatever the time
-COMPILE_SHARE = 0.3  # of a family's time; to load, check and time the best few takes the rest
+LEAST_ROUNDS = 5  # even when the time is up
+COMPILE_SHARE = 0.3  # of a family's time; loading, checking and timing the best few take the rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Limits:
     """How much is tried, and how long each step of one candidate may take."""
 
     minutes: float = 20.0
-    compiled: int = 48  # candidates of a family that are compiled
+    compiled: int = 48  # candidates of a family
     timed: int = 8
     rounds: int = 15
     repeats: int = 2
@@ -51,7 +50,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is tuned: the problem with the user's own settings only, and its plan by the cost model."""
+    """What is tuned: the problem with only the user's own settings, and its plan by the cost model."""
 
     problem: Problem
     loss: LossSpec
@@ -59,7 +58,7 @@ class Case:
     default: Plan
 
     def plan(self, settings: Settings) -> Plan:
-        """The plan of a candidate. Raises InputError or InfeasibleError if it has none."""
+        """The plan of a candidate. Raises InputError or InfeasibleError if there is none."""
         found = plan(self._with(settings), derive(self.loss), self.cluster)
         if found.strategy != self.default.strategy:
             raise InputError(f"the strategy would be {found.strategy}, not {self.default.strategy}")
@@ -79,7 +78,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass
 class Entry:
-    """A candidate on its way; `status` "" as long as it is in the race."""
+    """A candidate on its way; `status` is "" while it is in the race."""
 
     settings: Settings
     folder: Path
@@ -101,8 +100,8 @@ class Entry:
 
     @property
     def doubt_ms(self) -> float:
-        """Two standard errors of the median, from how the rounds differ (what drifts is alike within one). Estimated
-        from the median deviation: an outlier does not count."""
+        """Two standard errors of the median over rounds, within which drift is alike; by the median deviation, in which
+        outliers do not count."""
         rounds = [statistics.median(values) for values in self.rounds]
         middle = statistics.median(rounds)
         spread = 1.4826 * statistics.median(abs(value - middle) for value in rounds)
@@ -119,17 +118,16 @@ class Entry:
     def end(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process = None
 
 
 def hopeless(racing: Sequence[Entry]) -> list[Entry]:
-    """Those of which not even the best time comes within GIVE_UP of the least median."""
+    """The candidates whose best time is more than GIVE_UP times the least median."""
     limit = GIVE_UP * min((entry.median_ms for entry in racing), default=0.0)
     return [entry for entry in racing if min(entry.times_ms) > limit]
 
 
 def fastest(racing: Sequence[Entry], incumbent: Entry | None) -> Entry:
-    """The one with the least median; the incumbent unless that is faster by LEAST_GAIN and by the doubt in both."""
+    """The least median wins, if it beats the incumbent by LEAST_GAIN and by the doubt in both."""
     best = min(racing, key=lambda entry: entry.median_ms)
     if incumbent is None:
         return best
@@ -152,7 +150,10 @@ class Family:
     entries: list[Entry] = dataclasses.field(default_factory=list)
 
     def run(self, others: Sequence[Settings], deadline: float) -> tuple[Settings, str, tuple[Candidate, ...]]:
-        """The winner's settings, the digest of its package as it was timed, and every candidate with its fate."""
+        """The winner's settings, the digest of its package as it was timed, and every candidate with its fate.
+
+        Raises VerificationError if no candidate is right, or the winner's files changed meanwhile.
+        """
         for index, settings in enumerate(dict.fromkeys([self.best, *others])):
             self.entries.append(Entry(settings, self.scratch / f"candidate{index}"))
         try:
@@ -173,7 +174,7 @@ class Family:
         return [entry for entry in self.entries if not entry.status]
 
     def _judge_legality(self) -> None:
-        """Drops what is illegal, and removes what is the same plan as an earlier candidate."""
+        """Drop illegal candidates, and remove those whose plan is that of an earlier one."""
         entries, self.entries, seen = self.entries, [], []
         for entry in entries:
             try:
@@ -189,10 +190,9 @@ class Family:
             self.entries.append(entry)
 
     def _plan(self, entry: Entry) -> Plan:
-        """Its plan; it learns how far its block is from the default's. Raises InfclError if it is illegal."""
+        """The plan of a candidate, and its distance from the default block. Raises InfclError if it is illegal."""
         default, prefix = self.case.default, f"{self.family}."
-        fields = {key.removeprefix(prefix): int(size) for key, size in entry.settings if key.startswith(prefix)}
-        if fields:
+        if fields := {key.removeprefix(prefix): int(size) for key, size in entry.settings if key.startswith(prefix)}:
             base = default.blocks[self.family]
             block = dataclasses.replace(base, **fields)
             entry.distance = sum(abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS)
@@ -202,21 +202,20 @@ class Family:
         return self.case.plan(entry.settings)
 
     def _rank(self, count: int) -> None:
-        """Keep the best so far, which stays the first, and the `count` - 1 most promising, in that order: if the time
-        is up before all are compiled, the others are left out. Half of what is timed may be what was fast before."""
+        """Keep the best so far as the first, then the `count` - 1 most promising in order. Those that earlier records
+        found fast come first, up to half of what is timed."""
         first, *others = self.entries
         racing = [entry for entry in others if not entry.status]
         racing.sort(key=lambda entry: (entry.predicted_ms, entry.distance))
-        before_ms = [(self.earlier.get(proposed(self.family, entry.settings)), entry) for entry in racing]
-        known = sorted(((ms, entry) for ms, entry in before_ms if ms is not None), key=lambda pair: pair[0])
-        fast = [entry for _, entry in known[: self.limits.timed // 2]]
+        known = [entry for entry in racing if proposed(self.family, entry.settings) in self.earlier]
+        known.sort(key=lambda entry: self.earlier[proposed(self.family, entry.settings)])
+        fast = known[: self.limits.timed // 2]
         racing = [*fast, *(entry for entry in racing if entry not in fast)]
         self.entries = [first, *racing, *(entry for entry in others if entry.status)]
         for entry in racing[count - 1 :]:
             entry.drop("not timed", "others are predicted to be faster, are nearer to the default, or were fast before")
 
     def _start(self, entry: Entry, task: str, *arguments: str) -> None:
-        """A process that does a task of the worker, with the package that is written first."""
         if not entry.digest:
             self._write(entry)
         log = entry.folder.with_suffix(".log")
@@ -228,12 +227,11 @@ class Family:
         entry.digest = content_digest(files)
 
     def _compile(self, until: float) -> None:
-        """Ahead of time on a GPU, each in a process of its own, as many at once as there are jobs; the best so far runs
-        as it is. What has not begun by then is left out."""
+        """For a GPU, ahead of time, all but the best so far; those not begun at `until` are dropped."""
         from infcl_gen.verification.aot import SHARED_BYTES
 
         arch, default = self.case.cluster.profile.arch, self.case.default
-        # The forward of a stash has the gradient's tiles: it may spill, or not fit, where the gradient does.
+        # The forward of a stash has the gradient's tiles, so it may also spill or not fit.
         blocks = (self.family, "forward") if default.stash and self.family == "gradient" else (self.family,)
         compiled = (each for family in families(default) for each in family.kernels(default))
         kernels = [each.name for each in compiled if each.block in blocks]
@@ -251,15 +249,15 @@ class Family:
             self._answers(part, self.limits.compile_s, otherwise="does not compile")
             for entry in part:
                 entry.end()
-            self.progress(f"{self.family}: compile", min(start + len(part), len(todo)), len(todo))
+            self.progress(f"{self.family}: compile", start + len(part), len(todo))
 
     def _gate(self) -> None:
-        """Start them all, each in its process, and let them judge themselves; no times are taken meanwhile."""
+        """Each process runs the numerics gate, all at once; then each compares a step of the planned size."""
         for entry in self._racing():
             self._start(entry, "run")
         self._answers(self._racing(), self.limits.gate_s)
         self.progress(f"{self.family}: check", 1, 2)
-        # Then at the size that is timed, one after the other: against the first, which is the best so far.
+        # One after the other, since their tensors would not fit together; against the first, the best so far.
         file, written = str(self.scratch / "reference.pt"), False
         for entry in self._racing():
             written |= bool(self._answers([entry], self.limits.sample_s, {"file": file, "reference": not written}))
@@ -269,7 +267,7 @@ class Family:
         for round_ in range(self.limits.rounds):
             if round_ >= LEAST_ROUNDS and time.monotonic() > deadline:
                 return
-            racing = self._racing()  # in another order each time: who comes after a pause has a cooler board
+            racing = self._racing()  # in another order each time: the first after a pause has a cooler board
             for entry in random.Random(round_).sample(racing, len(racing)):
                 with timing_lock(self.case.cluster.profile.target, 10 * self.limits.sample_s):
                     answers = self._answers([entry], self.limits.sample_s, {"repeats": self.limits.repeats})
@@ -296,8 +294,7 @@ class Family:
     def _answers(
         self, entries: Sequence[Entry], timeout_s: float, request: Any = None, otherwise: str = "crashed"
     ) -> list[dict[str, Any]]:
-        """The next answer of each, to the request if there is one; who gives none is out, as `otherwise` unless it says
-        itself why."""
+        """The next answer of each, to `request` if there is one. Dropped: who hangs, fails, or ends (`otherwise`)."""
         deadline, found = time.monotonic() + timeout_s, []
         for entry in entries:
             assert entry.process is not None
@@ -316,7 +313,7 @@ class Family:
 
 
 def proposed(family: str, settings: Settings) -> Proposed:
-    """What a candidate changes in its own family, whatever the other families' best was."""
+    """What a candidate changes in its own family."""
     return family, tuple(pair for pair in settings if belongs(pair[0], family))
 
 

@@ -1,15 +1,15 @@
 """`infcl-gen tune`: which settings are the fastest on this machine?
 
-One kernel family after the other, the others at their best so far:
+Kernel families are searched one after the other, with the others at their best so far:
 
-    propose   settings that might be better           illegal ones dropped: no plan, or not within the budget
-    compile   ahead of time, in parallel              those that do not compile, or spill, dropped
-    rank      by what a record found fast, the cost model, and nearness to the default
-    gate      each in a process of its own            wrong, crashed, hung or out of memory: dropped
-    time      in turns, on a cold cache               clearly slower ones dropped after two rounds
-    record    the best so far, in a partial file      so that an interrupted run goes on from there
+    propose   settings that might be better             dropped: no plan, or beyond the budget
+    rank      by earlier records, the cost model, and nearness to the default
+    compile   ahead of time, in parallel                dropped: does not compile, spills
+    gate      each in a process of its own              dropped: wrong, crashed, hung, out of memory
+    time      in turns, on a cold cache                 dropped: clearly slower after two rounds
+    record    the best so far, in a partial file        an interrupted run goes on from there
 
-A candidate is a set of `--set` pairs; it is timed as a whole package, byte for byte what is written at the end.
+A candidate is a set of `--set` pairs. It is timed as a whole package, byte for byte what is written at the end.
 """
 
 from __future__ import annotations
@@ -33,22 +33,8 @@ from infcl_gen.hardware import Cluster
 from infcl_gen.kernels import TILES, tiles
 from infcl_gen.losses import derive
 from infcl_gen.planning import Plan, plan
-from infcl_gen.planning.records import (
-    Key,
-    Record,
-    Settings,
-    fixed_by_user,
-    own_settings,
-    read_records,
-    record_folders,
-    record_key,
-    revisions,
-    staleness,
-    store,
-    timed_settings,
-    user_folder,
-    write_records,
-)
+from infcl_gen.planning import records as measurements
+from infcl_gen.planning.records import Key, Record, Settings
 from infcl_gen.tuning.family import Case, Family, Limits, Progress, Proposed, belongs, proposed
 from infcl_gen.version import __version__, installed
 
@@ -64,7 +50,7 @@ class Outcome:
     package: Path
 
     def as_dict(self) -> dict[str, Any]:
-        """With the median times of the default and of the winner (None: not timed)."""
+        """Literals, with the median times of the default and of the winner in ms (None: not timed)."""
         record, first, last = self.record, self.record.families[0], self.record.families[-1]
         times = {"default_ms": _median_ms(record, first, ()), "best_ms": _median_ms(record, last, record.settings)}
         return {"package": str(self.package), "file": str(self.file), **times, "record": dataclasses.asdict(record)}
@@ -73,18 +59,19 @@ class Outcome:
 def tune(
     folder: str | Path, records: Path | None = None, limits: Limits | None = None, progress: Progress = lambda *_: None
 ) -> Outcome:
-    """Tune the package in `folder` on this machine, write the record to `records` (the user's data folder), and the
-    package again with the winning settings.
+    """Tune the package in `folder` on this machine, and write it again with the winning settings.
 
-    When the time is up, the record holds the families that were finished; the next run goes on from there.
-    Raises InputError (no package, or one with blocks of the user's), ToolchainError (this machine has not the package's
-    device), VerificationError (no candidate is right, or infcl_gen's own files have changed meanwhile).
+    The record goes to `records`, or the user's data folder. When the time is up, it holds the finished families; the
+    next run goes on from there.
+
+    Raises InputError (no package, or one with blocks of the user's), ToolchainError (this machine lacks the package's
+    device), VerificationError (no candidate is right, or infcl_gen's own files changed meanwhile).
     """
     limits = limits or Limits()
     case = _case(read_package(folder).spec)
     check_device(case.cluster)
-    key = record_key(case.problem, case.loss, case.cluster)
-    records = user_folder() if records is None else records
+    key = measurements.record_key(case.problem, case.loss, case.cluster)
+    records = measurements.user_folder() if records is None else records
     check_folder("--records", records)
     check_output(folder, force=True)
     partial = records / f".{key.board}-{key.digest}.partial.json"
@@ -101,21 +88,21 @@ def tune(
             run = Family(case, family, record.settings, limits, Path(scratch), progress, earlier)
             others = proposals(case, family, record.settings)
             settings, digest, candidates = run.run(others, time.monotonic() + left)
-        if content_digest(case.files(settings)) != digest:  # infcl_gen's own files have changed meanwhile
+        if content_digest(case.files(settings)) != digest:  # infcl_gen's own files changed meanwhile
             raise VerificationError(f"{folder}: the package to be written is not the one that was timed")
         done, timed = (*record.families, family), case.plan(settings)
         record = dataclasses.replace(
             record,
             settings=settings,
             digest=digest,
-            timed=timed_settings(timed),
-            revisions=revisions(timed),
+            timed=measurements.timed_settings(timed),
+            revisions=measurements.revisions(timed),
             families=done,
             complete=done == names,
             candidates=(*record.candidates, *candidates),
         )
-        write_records(partial, [record])
-    file = store(record, records)
+        measurements.write_records(partial, [record])
+    file = measurements.store(record, records)
     path = write_package(case.files(record.settings), folder, force=True)
     if record.complete:
         partial.unlink(missing_ok=True)
@@ -123,12 +110,12 @@ def tune(
 
 
 def families(default: Plan) -> tuple[str, ...]:
-    """What is tuned one after the other: kernels by the name of their block; panels for torch."""
+    """The names of what is tuned, in order: the tiles of the strategy's kernels, or the panel for torch."""
     return tuple(tile.name for tile in tiles(default.strategy) if tile.tuned) or ("panel",)
 
 
 def proposals(case: Case, family: str, best: Settings) -> list[Settings]:
-    """Settings to try for a family, the other families' as in `best`; legal or not."""
+    """Settings to try for a family, legal or not; the other families' are as in `best`."""
     others = tuple(pair for pair in best if not belongs(pair[0], family))
     found: list[Settings] = [others]
     default = case.default
@@ -143,7 +130,7 @@ def proposals(case: Case, family: str, best: Settings) -> list[Settings]:
 
 
 def check_device(cluster: Cluster) -> None:
-    """Raises ToolchainError unless this machine has the device that the cluster is made of."""
+    """Raises ToolchainError unless this machine has the cluster's device."""
     from infcl_gen.hardware.detection import find_device, match
 
     profile = cluster.profile
@@ -158,8 +145,8 @@ def check_device(cluster: Cluster) -> None:
 
 def _case(spec: dict[str, Any]) -> Case:
     problem, loss, cluster = spec_inputs(spec)
-    problem = dataclasses.replace(problem, settings=own_settings(problem.settings))
-    if fixed := ", ".join(fixed_by_user(problem.settings)):
+    problem = dataclasses.replace(problem, settings=measurements.own_settings(problem.settings))
+    if fixed := ", ".join(measurements.fixed_by_user(problem.settings)):
         raise InputError(
             f"DIR: the package was generated with --set {fixed}, which tuning chooses; generate it without"
         )
@@ -167,24 +154,26 @@ def _case(spec: dict[str, Any]) -> Case:
 
 
 def _resumed(partial: Path, key: Key, case: Case) -> Record:
-    """What an earlier run has finished for the same problem, kernels and versions; else a record of nothing."""
+    """What an earlier run finished for the same problem, kernels and versions; else an empty record."""
     versions = {"infcl_gen": __version__, **installed("torch", "triton")}
     with contextlib.suppress(InfclError):
-        for record in read_records(partial):
+        for record in measurements.read_records(partial):
             same = (record.key, record.versions) == (key, versions)
-            if same and not staleness(record, case.plan(record.settings)):
+            if same and not measurements.staleness(record, case.plan(record.settings)):
                 _LOG.info("going on after %s", ", ".join(record.families))
                 return record
     return Record(key, (), "", (), {}, False, (), versions, ())
 
 
 def _timed_before(records: Path, key: Key) -> dict[Proposed, float]:
-    """Medians of the candidates that stayed in the race in records of this problem, of whatever kernels and versions:
-    after most changes the same are fast."""
+    """Medians in ms of the candidates that stayed in the race in records of this problem.
+
+    Kernels and versions may differ: after most changes the same candidates are fast.
+    """
     found: dict[Proposed, float] = {}
-    for folder in (records, *record_folders()):
+    for folder in (records, *measurements.record_folders()):
         with contextlib.suppress(InputError):
-            for record in read_records(folder / f"{key.board}.json"):
+            for record in measurements.read_records(folder / f"{key.board}.json"):
                 for each in record.candidates if record.key == key else ():
                     if each.status == "timed":
                         found.setdefault(proposed(each.family, each.settings), statistics.median(each.times_ms))
@@ -192,6 +181,5 @@ def _timed_before(records: Path, key: Key) -> dict[Proposed, float]:
 
 
 def _median_ms(record: Record, family: str, settings: Settings) -> float | None:
-    """Of one candidate; None if it was not timed."""
     times = [c.times_ms for c in record.candidates if (c.family, c.settings) == (family, settings) and c.times_ms]
     return statistics.median(times[0]) if times else None

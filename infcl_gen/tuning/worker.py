@@ -1,4 +1,4 @@
-"""One process of `infcl-gen tune`: one candidate, which can be killed alone."""
+"""One process of `infcl-gen tune`, which can be killed alone: one candidate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from infcl_gen.inputs.text import one_line
 from infcl_gen.processes import Answer, Requests
 
-SAMPLED_ROWS = 512  # rows of the gradients that are compared whole; of the others, the norms
+SAMPLED_ROWS = 512  # of each gradient, compared element by element; all rows are compared by their norms
 
 
 def compile_kernels(requests: Requests, answer: Answer, folder: str, target: str, *kernels: str) -> None:
-    """Answers whether these kernels of the package fit an architecture ("compiled"), as `verify --aot` judges it."""
+    """Answers whether these kernels of the package fit an architecture ("compiled"), as `verify --aot` judges."""
     from infcl_gen.verification.aot import Kernels, judged
 
     with _reported(answer):
@@ -32,7 +32,7 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
     """Import the package, pass the numerics gate ("gated"), then run at the planned size, as requests ask:
 
     {"file": F, "reference": bool}   the first: compare results with those in F, or write them there ("compared")
-    {"repeats": N}                   all others: N times in milliseconds ("sampled")
+    {"repeats": N}                   all others: N times in ms ("sampled")
 
     Answers carry `done`, or `failed` (a status of a record) and `detail`.
     """
@@ -45,14 +45,14 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
     from infcl_gen.verification.properties import check_package
 
     with _reported(answer):
-        module = import_package(Path(folder), "infcl_gen_candidate")  # by name: the manifest is the tuner's affair
+        module = import_package(Path(folder), "infcl_gen_candidate")  # unchecked: the tuner compares the manifest
         device = "cpu" if module.SPEC["device"]["target"] == "cpu" else "cuda"
         for case, rows in check_package(module, device):
             if wrong := failures(rows):
                 answer(failed="wrong", detail=f"{case}: {wrong}"[:500])
                 return
         answer(done="gated")
-        asked = requests.get()  # features come after it, one candidate after the other: all at once would not fit
+        asked = requests.get()  # before features are drawn: those of all candidates at once would not fit
         problem, plan = module.SPEC["problem"], module.SPEC["plan"]
         sizes = (plan["rows_per_rank"], plan["keys_per_rank"])  # of a ring, one hop is timed
         q, k = (features(rows, problem["dim"], problem["dtype"], seed, device) for seed, rows in enumerate(sizes))
@@ -68,7 +68,7 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
         result: dict[str, Any] = {"done": "compared"}
         while True:
             q.grad = k.grad = scale.grad = None
-            if device == "cuda":  # what this one keeps, the next candidate may need
+            if device == "cuda":  # the next candidate needs the memory
                 torch.cuda.empty_cache()
             answer(**result)
             repeats = requests.get()["repeats"]
@@ -107,8 +107,8 @@ def _evidence(result: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _defect(evidence: dict[str, Any], reference: dict[str, Any], dtype: str) -> str | None:
-    """Where results differ by more than roundings do: both passed the gate, on other inputs."""
-    # Two results, each rounded twice to the features' dtype (g and the gradient); fp32 may be split products.
+    """Where two results that passed the gate on other inputs differ by more than roundings, or None."""
+    # Each is rounded twice to the features' dtype (g and the gradient); fp32 may be split products.
     allowed = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 2.0**-13, "fp64": 1e-9}[dtype]
     for name, true in reference.items():
         got = evidence[name]

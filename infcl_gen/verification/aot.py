@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of every kernel of a package for any architecture, without a GPU.
 
-Triton compiles but never compares with a device's limits, so shared memory, registers and spills are checked here; so
-is what Triton up to 3.8 may get wrong of asynchronous products (`races`).
+Triton compiles without comparing with a device's limits, so shared memory and spills are checked here. So are the races
+that Triton up to 3.8 may leave around asynchronous products (`races`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from infcl_gen.emission.package import read_package
-from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.errors import ToolchainError
 from infcl_gen.files import load_file
 from infcl_gen.hardware import load_profile, profile_names
 from infcl_gen.kernels import Argument, Family, Kernel, families
@@ -24,20 +24,21 @@ from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
 
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
-SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # that one block may have
+SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # the most one block may use
 DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
 BRANCHES = {"FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a kernel is compiled for. `aligned`: sizes are multiples of the tiles and of 16, so nothing is masked;
-    `descriptors`: features are read through tensor descriptors, where the kernel can; `other`: the other branch of what
-    a launch decides (accumulators that hold nothing yet, query rows that are not kept).
+    """What a kernel is compiled for.
 
-    Features are taken to be rows of D contiguous elements: the checks speak of these. Other strides, and misaligned
-    features of a package with descriptors, run as well, but element by element: slower, and on most targets with spills
-    (up to 1 KB a thread for 128 x 256 tiles on sm_90).
+    aligned      sizes are multiples of the tiles and of 16, so nothing is masked.
+    descriptors  features are read through tensor descriptors, where the kernel can.
+    other        the other branch of a launch: accumulators that hold nothing yet, query rows that are not kept.
+
+    Features are rows of D contiguous elements. Other strides, or misaligned features where there are descriptors, run
+    element by element. That is slower, and most targets spill (1 KB a thread for 128 x 256 tiles on sm_90).
     """
 
     aligned: bool
@@ -51,8 +52,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes: bytes of shared memory a block, registers a thread, bytes of spills a thread.
-    `races`: how it may overwrite what an asynchronous product still reads (races.py)."""
+    """What one compiled kernel takes: shared memory a block, registers and spills a thread; and its `races`."""
 
     kernel: str
     target: str
@@ -63,15 +63,14 @@ class Resources:
 
 
 class Kernels:
-    """The kernels of a package, to be compiled ahead of time: they need nothing but triton."""
+    """The kernels of a package, to be compiled ahead of time with nothing but triton."""
 
     def __init__(self, package: Path) -> None:
         self.folder, self.spec = package, read_package(package).spec
-        self._modules: dict[str, ModuleType] = {}
+        self._load = cache(load_file)
 
     @cached_property
     def _declared(self) -> dict[str, tuple[Family, Kernel]]:
-        """Each kernel of the package, and its family."""
         plan = self.spec["plan"]
         literals = {field.name: plan[field.name] for field in fields(Choice) if field.name in plan}
         blocks = {name: Block(**sizes) for name, sizes in plan["blocks"].items()}
@@ -79,18 +78,20 @@ class Kernels:
         return {kernel.name: (family, kernel) for family in families(choice) for kernel in family.kernels(choice)}
 
     def names(self, target: str) -> list[str]:
-        """The kernels that this target runs: variants are for one alone."""
+        """The kernels that this target runs: some are for one architecture alone."""
         return [name for name, (family, _) in self._declared.items() if family.arch in ("", target)]
 
     def variants(self, kernel: str, target: str) -> list[Inputs]:
-        """The ways in which a schedule launches a kernel on the inputs that it was planned for: on ragged sizes one may
-        spill that fits on whole tiles."""
+        """How a schedule launches a kernel. One that fits on whole tiles may spill on ragged sizes."""
         descriptors = bool(self.spec["plan"]["descriptors"]) and target in DESCRIPTOR_TARGETS
         branches = (False, True) if BRANCHES & set(getattr(self._module(kernel), kernel).arg_names) else (False,)
         return [Inputs(aligned, descriptors, other) for aligned in (True, False) for other in branches]
 
     def compiled(self, kernel: str, target: str, inputs: Inputs) -> Resources:
-        """Compiles a kernel as its schedule launches it on such inputs and reads the resources off the binary."""
+        """Compile a kernel as its schedule launches it on such inputs, and read the resources off the binary.
+
+        Raises ToolchainError without cuobjdump, or whatever Triton raises.
+        """
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -103,52 +104,42 @@ class Kernels:
         signature: dict[str, str] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
         for index, name in enumerate(function.arg_names):
-            if name not in known:
-                raise InputError(f"{kernel} takes {name}, which kernels of this version of the generator do not")
             kind = self._type(known[name], module, inputs)
             if kind == "constexpr":
                 constants[name] = _constant(name, inputs, module)
             elif kind.startswith("*") or (kind == "i32" and self._divisible(known[name], inputs)):
                 attributes[(index,)] = [["tt.divisibility", 16]]
             signature[name] = kind
-        nvidia = target.startswith("sm_")
-        gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+        gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
         options = {"num_warps": launch["warps"], "num_stages": launch["stages"]}
         if declared.registers:
             options["maxnreg"] = getattr(module, declared.registers)
-        kind_of_source = GluonASTSource if function.is_gluon() else ASTSource
-        source = kind_of_source(function, signature, constants, attributes)
+        source = (GluonASTSource if function.is_gluon() else ASTSource)(function, signature, constants, attributes)
         return _resources(kernel, target, triton.compile(source, target=gpu, options=options), launch["warps"])
 
     def _module(self, kernel: str) -> ModuleType:
-        """The file that holds the kernel of this name, as a module of its own."""
-        file = self._declared[kernel][0].file
-        if file not in self._modules:
-            self._modules[file] = load_file(self.folder / file)
-        return self._modules[file]
+        return self._load(self.folder / self._declared[kernel][0].file)
 
     def _type(self, argument: Argument, module: ModuleType, inputs: Inputs) -> str:
-        """An argument's type in Triton."""
         plan = self.spec["plan"]
         kind = argument.type.format(operands=plan["operand_dtype"], inputs=self.spec["problem"]["dtype"])
         stored = argument.name == "stash" and bool(argument.block)
-        if stored and inputs.other:  # any tensor where nothing is kept
+        if stored and inputs.other:  # nothing is kept
             return "*fp32"
         if argument.block and (plan["descriptors"] if stored else inputs.descriptors):
-            values = (eval(word, {}, vars(module)) for word in argument.block)  # of its constants
+            values = (eval(word, {}, vars(module)) for word in argument.block)  # names of constants
             sizes = ", ".join(str(getattr(value, "value", value)) for value in values)
             layout = f",{getattr(module, argument.layout)!r}" if argument.layout else ""
             return f"tensordesc<{kind[1:]}[{sizes}]{layout}>"
         return kind
 
     def _divisible(self, argument: Argument, inputs: Inputs) -> bool:
-        """Whether Triton may take this argument for a multiple of 16."""
         of_dim = inputs.aligned or self.spec["problem"]["dim"] % 16 == 0
         return {"always": True, "": False, "sizes": inputs.aligned, "dim": of_dim}[argument.multiple]
 
 
 def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
-    """One row (check, passed, detail) for each target (of SHARED_BYTES) and kernel: the largest of its variants."""
+    """One row (check, passed, detail) for each target (of SHARED_BYTES) and kernel, whose variants must all pass."""
     kernels = Kernels(package)
     if not (kernels.folder / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]
@@ -171,7 +162,7 @@ def _row(kernels: Kernels, kernel: str, target: str) -> dict[str, Any]:
 
 
 def judged(variants: list[Resources]) -> tuple[bool, str]:
-    """Whether a kernel fits, does not spill and has no race in any of its variants; and the most that one takes."""
+    """Whether every variant of a kernel fits, does not spill and has no race; and the most that one takes."""
     limit = SHARED_BYTES[variants[0].target]
     shared, registers, spilled = (
         max(getattr(used, name) for used in variants) for name in ("shared_bytes", "registers", "spill_bytes")
@@ -202,11 +193,10 @@ def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources
 
     shared = int(compiled.metadata.shared)
     if target.startswith("gfx"):
-        fields = "vgpr_count|vgpr_spill_count|sgpr_spill_count"
-        found = re.findall(rf"\.({fields}):\s+(\d+)", compiled.asm["amdgcn"])
+        found = re.findall(r"\.([vs]gpr_(?:spill_)?count):\s+(\d+)", compiled.asm["amdgcn"])
         number = {name: int(value) for name, value in found}
-        spilled = 4 * (number.get("vgpr_spill_count", 0) + number.get("sgpr_spill_count", 0))
-        return Resources(kernel, target, shared, number.get("vgpr_count", 0), spilled, ())
+        spilled = 4 * (number["vgpr_spill_count"] + number["sgpr_spill_count"])
+        return Resources(kernel, target, shared, number["vgpr_count"], spilled, ())
     try:
         cuobjdump = triton.knobs.nvidia.cuobjdump.path
     except RuntimeError as error:
@@ -214,10 +204,8 @@ def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [cuobjdump, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.check_output([cuobjdump, "-res-usage", file.name], stderr=subprocess.PIPE, text=True)
     usage = re.search(r"REG:(\d+).*?STACK:(\d+)", text, re.S)
     if usage is None:
         raise ToolchainError("cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton")
-    raced = tuple(races(compiled.asm["ptx"], warps))
-    return Resources(kernel, target, shared, int(usage[1]), int(usage[2]), raced)
+    return Resources(kernel, target, shared, int(usage[1]), int(usage[2]), tuple(races(compiled.asm["ptx"], warps)))

@@ -4,8 +4,8 @@
                                                                   over the whole tensor and for each row
 
 `ref` is the fp64 oracle, `plain` plain torch in the same dtype (see `oracle`), and `bound` a first-order error analysis
-of the data at hand, so that no bare absolute tolerance occurs: gradients are of order 1/M. With u the unit roundoff of
-the features' dtype, v that of the statistics (fp32, or fp64 for fp64), w that of a product's operands, the bound is
+of the data at hand. There is no bare absolute tolerance, because gradients are of order 1/M. With the unit roundoffs u
+of the features' dtype, v of the statistics (fp32, or fp64 for fp64) and w of a product's operands, the bound is
 
     dx_ij = |dx/dz| * (w * sqrt(sum_d q_id^2 k_jd^2) + v * (1 + sqrt(D) / 4) * sum_d |q_id k_jd|)
             + v * (|x_ij| + |r_i| + |c_j| + 4 + sqrt(N) / 8)
@@ -16,16 +16,18 @@ the features' dtype, v that of the statistics (fp32, or fp64 for fp64), w that o
             + u * |dq_i| + half the smallest subnormal of the output
 
 and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). A package with a stash rounds g
-twice: 2 u there. The square roots are the growth of rounding in long sums, with room for equal summands, which all
-round the same way. In words: a logit is wrong by the rounding of its own size; a probability by that, relatively; and
-the difference `probability - positive` of well classified rows is accurate to the terms *before* they cancel, because
-no arithmetic in v can do better, while the rounding of g to the features' dtype is relative to g *after* they cancel.
-So where loss and gradient vanish, the gate asks for an absolute error of v of one query's weight and not of u.
+twice: 2 u there. The square roots are the growth of rounding in long sums. They leave room for equal summands, which
+all round the same way.
 
-Plain torch's error is credited only up to an eighth of the quantity's own magnitude: at scale 1000 plain bf16 is all
-error, and twice that would let anything pass, even zeros.
+In words: a logit is wrong by the rounding of its own size, and a probability by that, relatively. For well classified
+rows, `probability - positive` is accurate to the terms *before* they cancel; no arithmetic in v can do better. Rounding
+g to the features' dtype is relative to g *after* they cancel. Where loss and gradient vanish, the gate therefore asks
+for an absolute error of v of one query's weight, not of u.
 
-What is NaN or infinite in the oracle must be the same in the result, and nothing else may be.
+Plain torch's error is credited only up to an eighth of the quantity's own magnitude. At scale 1000 plain bf16 is all
+error, and twice that would let even zeros pass.
+
+NaN and infinity must be where the oracle has them, and nowhere else.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ PLAIN_CREDIT = 1 / 8
 
 @dataclass(frozen=True)
 class GateRow:
-    """The verdict on one quantity. `ratio`: the error as a part of what is allowed; 0 where nothing is compared."""
+    """The verdict on one quantity. `ratio`: the error over the allowed one; 0 where nothing is compared."""
 
     quantity: str
     passed: bool
@@ -58,7 +60,7 @@ class GateRow:
 
 @dataclass(frozen=True)
 class Truth:
-    """For one input: the oracle, plain torch, and the bounds and magnitudes (same shapes as the oracle's, fp64)."""
+    """For one input: the oracle, plain torch, bounds and magnitudes, in the oracle's shapes and fp64."""
 
     reference: LossAndGrads
     plain: LossAndGrads
@@ -73,14 +75,14 @@ def gate(result: LossAndGrads | tuple[Tensor, ...], truth: Truth) -> list[GateRo
 
 
 def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
-    """Everything the gate needs to judge results of `module` for this input; O(M N) memory, a few fp64 matrices."""
+    """What the gate needs to judge results of `module` for this input; takes a few M x N matrices in fp64."""
     reference = oracle(module, inputs)
     bound, magnitude = _error_bound(module, inputs, reference)
     return Truth(reference, plain_torch(module, inputs), bound, magnitude)
 
 
 def failures(rows: list[GateRow]) -> str:
-    """One line for people on what failed; empty if all passed."""
+    """One line on what failed; empty if all passed."""
     return "; ".join(row.detail for row in rows if not row.passed)
 
 
@@ -96,7 +98,7 @@ def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Te
         return GateRow(name, False, 0.0, detail)
 
     def norms(tensor: Tensor) -> Tensor:
-        """Of the whole, then of each row; a number is one row, and what is not finite does not count."""
+        """Of the whole, then of each row, without the elements that are not finite; a number is one row."""
         kept = torch.where(finite, tensor.to(torch.float64), 0.0)
         squares = kept.reshape(-1, reference.shape[-1] if reference.dim() else 1).square()
         return torch.cat([squares.sum()[None], squares.sum(1)]).sqrt()
@@ -117,7 +119,7 @@ def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Te
 
 @torch.no_grad()
 def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) -> tuple[LossAndGrads, LossAndGrads]:
-    """The bound of the module docstring, and the magnitudes: the sums of the absolute values of what is summed."""
+    """The bound of the module docstring, and the magnitudes: each sum with absolute values for its terms."""
     mathematics, plan = loss_module(module), module.SPEC["plan"]
     dtype = inputs.q.dtype
     out, statistics = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
@@ -141,7 +143,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     dx += v * (x.abs() + sum(each.abs() for each in statistic.values()) + long_sum)
     dx.clamp_(max=1.0)  # a probability is not wronger than by its own size
 
-    # through them the probabilities, the gradient of a logit before positives are subtracted, and the loss
+    # the probabilities and the loss
     probability, dprobability = torch.zeros_like(x), torch.zeros_like(x)
     dloss = abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * x[at_positives].abs()).sum()
     for axis, share in sides:
@@ -154,13 +156,11 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     g[at_positives] += mathematics.POSITIVE_SHARE
     uncancelled[at_positives] += abs(mathematics.POSITIVE_SHARE)
 
-    # the gradient of a logit, without its rounding, which is added where it is summed
-    # g is rounded when it is stored, and before that where a stash keeps its probabilities
-    rounded = max(u * (2 if plan["stash_rows"] else 1), w)
-    stored_exponent = 14 if dtype == torch.float16 else 0
-    underflow = statistics.smallest_normal + out.smallest_normal * u * 2.0**-stored_exponent
+    # The gradient of a logit; its rounding is added where it is summed. A stash also rounds the probabilities it keeps.
+    rounded, tiny = max(u * (2 if plan["stash_rows"] else 1), w), out.smallest_normal * u
+    underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg = dprobability + v * uncancelled + underflow
-    # The slope of a soft-capped logit cancels too (1 - tanh^2): it is accurate to its value at z = 0.
+    # The slope of a soft-capped logit cancels too (1 - tanh^2), and is accurate to its value at z = 0.
     at_zero = mathematics.dlogit_dz(torch.zeros_like(z[:1, :1]), scale, bias).abs()
     dg += 4 * v * at_zero / own_slope.clamp(min=1e-30) * g.abs()
     accumulation = v * min(longest, 4 * math.sqrt(longest))
@@ -175,7 +175,6 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     positive = torch.zeros_like(g).index_put(at_positives, g[at_positives])
     sums = (slope * g, slope * probability, slope * positive, slope * dg)
     bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
-    tiny = out.smallest_normal * out.eps / 2
     dq = _sum_bound(sums, k, accumulation, rounded)
     dk = _sum_bound((part.T for part in sums), q, accumulation, rounded)
     dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
@@ -194,12 +193,11 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
 
 
 def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float) -> Tensor:
-    """The error of g @ other, of g, its probabilities and positives, and dg (slopes included): g is wrong by dg and
-    rounded to `unit`.
+    """The error of g @ other, where g is wrong by dg and rounded to `unit`. `sums`: g, probability, positive, dg.
 
-    Roundings of different elements are independent and add up as a root of squares, except for equal rows of `other`,
-    and for elements that are nearly equal, as probabilities at a small scale and positives are: these amount to a
-    factor of their sum. It is never more than the sum of all.
+    Roundings of different elements are independent, so they add up as a root of squares. Equal rows of `other`, and
+    nearly equal elements (probabilities at a small scale, positives), round alike: they add a factor of their sum.
+    The rounding never exceeds the sum of all.
     """
     g, probability, positive, dg = sums
     size = g.abs() @ other.abs()

@@ -1,9 +1,4 @@
-"""Measuring what a computation allocates, in bytes, beyond what was there before it.
-
-with PeakMeter("cpu") as meter:
-    module.loss_and_grads(q, k)
-meter.peak_bytes
-"""
+"""Measures the peak of what a computation allocates."""
 
 from __future__ import annotations
 
@@ -15,12 +10,12 @@ import torch
 
 
 class PeakMeter:
-    """A context manager; afterwards `peak_bytes` is the most that was allocated at one moment inside it, net of frees.
+    """A context manager. Afterwards `peak_bytes` is the peak inside it, beyond what was allocated before.
 
-    On CUDA the caching allocator counts (it rounds every block up to 512 bytes, and larger ones further); cuBLAS
-    workspaces that exist already are given back first, so that one needed by the block is counted. On the CPU every
-    call of torch's allocator is recorded by its profiler: exact, but slow for many thousands of operations. Memory that
-    is not torch's, such as that of the Triton interpreter or of a gloo transfer, is not seen.
+    On CUDA the caching allocator counts; it rounds every block up to 512 bytes or more. cuBLAS workspaces are given
+    back first, so that one needed inside counts. On the CPU torch's profiler records every call of its allocator:
+    exact, but slow for many thousands of operations. Memory that is not torch's, such as that of the Triton interpreter
+    or of a gloo transfer, is not seen.
     """
 
     def __init__(self, device: torch.device | str) -> None:

@@ -1,7 +1,7 @@
 """What a package's numbers are compared with: the dense loss in fp64, and the same loss in plain torch.
 
-The oracle is the package's `reference`, printed from the loss's formula, differentiated by autograd: it shares neither
-the derived gradient nor any kernel with what it checks.
+The oracle is the package's `reference`, printed from the loss's formula and differentiated by autograd. It shares
+neither the derived gradient nor any kernel with what it checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLICE_ROWS = 2048
 
 
 class Inputs(NamedTuple):
-    """What a loss is computed of: q (M, D), k (N, D), numbers or 0-dim tensors, and the positives of "label" losses."""
+    """The arguments of a loss: q (M, D), k (N, D), numbers or 0-dim tensors; labels (M,) for "label" losses."""
 
     q: Tensor
     k: Tensor
@@ -28,17 +28,16 @@ class Inputs(NamedTuple):
     bias: float | Tensor | None = None
     labels: Tensor | None = None
 
-    def leaves(self, features: torch.dtype, numbers: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Fresh q, k, scale and bias in these dtypes that ask for gradients."""
+    def leaves(self, features: torch.dtype, numbers: torch.dtype) -> list[Tensor]:
+        """Copies of q and k, and of scale and bias, in these dtypes, that require gradients."""
         values = (self.q, self.k, self.scale, 0.0 if self.bias is None else self.bias)
-        q, k, scale, bias = (
+        return [
             torch.as_tensor(value, dtype=dtype, device=self.q.device).detach().clone().requires_grad_()
             for value, dtype in zip(values, (features, features, numbers, numbers), strict=True)
-        )
-        return q, k, scale, bias
+        ]
 
     def positives(self) -> Tensor:
-        """The key of each query."""
+        """The key of each query, (M,)."""
         own = torch.arange(len(self.q)) if self.labels is None else self.labels
         return own.to(self.q.device)
 
@@ -51,10 +50,10 @@ def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
 
 
 def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
-    """The same loss as one would write it in torch, in the features' own dtype; its error sets the tolerance.
+    """The same loss as one would write it in torch, whose error sets the tolerance; as OpenCLIP under autocast.
 
-    What OpenCLIP computes under autocast: the similarities are a product in the features' dtype (so bf16 rounds them),
-    logits and cross-entropy are fp32, and autograd returns through the same dtypes. fp32 and fp64 stay what they are.
+    Similarities are a product in the features' dtype, so bf16 rounds them. Logits and cross-entropy are fp32 (fp64 for
+    fp64 features), and autograd returns through the same dtypes.
     """
     mathematics = loss_module(module)
     statistics = torch.promote_types(inputs.q.dtype, torch.float32)
@@ -67,7 +66,7 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
 def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, labels: Tensor) -> LossAndGrads:
     """The oracle for batches whose similarities do not fit into memory, from a package's loss.py alone.
 
-    A slice of the queries at a time; its similarities are computed again for the gradient, not kept.
+    It takes SLICE_ROWS queries at a time and computes their similarities again for the gradient.
     """
     leaves = q, k, factor, bias = Inputs(q, k, scale).leaves(torch.float64, torch.float64)
 
@@ -90,5 +89,5 @@ def loss_module(module: ModuleType) -> Any:
     return importlib.import_module(f"{module.__name__}.loss")
 
 
-def _gradients(loss: Tensor, leaves: tuple[Tensor, Tensor, Tensor, Tensor]) -> LossAndGrads:
+def _gradients(loss: Tensor, leaves: list[Tensor]) -> LossAndGrads:
     return LossAndGrads(loss.detach(), *torch.autograd.grad(loss, leaves, materialize_grads=True))

@@ -1,7 +1,7 @@
 """Inputs that break contrastive losses, drawn from a seed, and the check of a package against them.
 
-A `Case` says in a few words what an input is like; `tensors` builds it. `random_cases` draws cases with the standard
-library alone (`infcl-gen verify`); tests let hypothesis draw the same fields, so that a failure shrinks.
+`random_cases` draws a `Case` with the standard library alone. Tests let hypothesis draw its fields, so that a failure
+shrinks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,17 @@ ROWS = (1, 2, 17, 63, 64, 65, 100, 127, 129, 130)
 SIZES = {"cpu": ROWS, "interpreter": (1, 17, 64, 65, 130), "cuda": (*ROWS, 1000, 2049, 4096)}
 SCALES = (1e-3, 1.0, 14.3, 100.0, 1000.0)
 BIASES = (None, 0.0, -10.0, 3.5)
+# Random directions; positives almost equal, so loss and gradient nearly vanish; norms over four powers of two; every
+# similarity about -1; few distinct rows; every third row 0; norms about 1e-3.
 FEATURES = ("unit", "matched", "unnormalised", "negative", "duplicate", "zero_rows", "tiny")
+# Row-major; column-major; every second row and column; a slice of something wider, whose rows are not 16-byte aligned;
+# the first row seen M times (stride 0).
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One input: sizes, numbers, and what its features and its memory look like.
-
-    features  unit: random directions. matched: positives almost equal, so loss and gradient nearly vanish.
-              unnormalised: norms over four powers of two. negative: every similarity is about -1. duplicate: few
-              distinct rows. zero_rows: every third row is 0. tiny: norms about 1e-3.
-    layout    how the tensors lie in memory: row-major; column-major; every second row and column; a column slice of
-              something wider (rows not 16-byte aligned); one row seen M times (stride 0).
-    """
+    """One input: sizes, numbers, the kind of features (FEATURES), and the layout in memory (LAYOUTS)."""
 
     queries: int
     keys: int
@@ -53,7 +50,7 @@ class Case:
 
 
 def tensors(case: Case, positives: str = "diagonal", device: torch.device | str = "cpu") -> Inputs:
-    """Build a case's input; for "label" losses with explicit, repeating labels on odd seeds (always if N < M)."""
+    """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M."""
     generator = torch.Generator().manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
 
@@ -83,7 +80,7 @@ def tensors(case: Case, positives: str = "diagonal", device: torch.device | str 
 
 
 def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) -> list[Case]:
-    """`examples` cases, always the same, of these numbers of rows, that an imported package must get right."""
+    """`examples` cases, always the same, within the planned sizes of an imported package."""
     problem, draw = module.SPEC["problem"], random.Random(0)
     largest = min(problem["batch_size"], problem["keys"] or problem["batch_size"])
     sizes = [size for size in rows if size <= largest] or [1]
@@ -99,7 +96,7 @@ def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) 
 
 
 def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> list[GateRow]:
-    """Run one case through a package, by autograd on odd seeds and by `loss_and_grads` on even ones, and judge it."""
+    """Judge one case run through a package, by autograd on odd seeds and by `loss_and_grads` on even ones."""
     inputs = tensors(case, module.SPEC["positives"], device)
     if case.seed % 2:
         results = autograd_results(module, inputs)
@@ -117,7 +114,7 @@ def check_package(
 
 
 def autograd_results(module: ModuleType, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:
-    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd, with all four asking for gradients."""
+    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd."""
     q, k = (x.detach().requires_grad_() for x in inputs[:2])  # as they lie in memory
     *_, scale, bias = inputs.leaves(q.dtype, torch.promote_types(q.dtype, torch.float32))
     loss = module.contrastive_loss(q, k, scale, bias, labels=inputs.labels, **options)
@@ -125,7 +122,6 @@ def autograd_results(module: ModuleType, inputs: Inputs, **options: Any) -> tupl
 
 
 def _laid_out(x: Tensor, layout: str, device: torch.device | str) -> Tensor:
-    """The values of x in another memory layout ("expanded" takes the first row for all)."""
     x = x.to(device)
     rows, columns = x.shape
     if layout == "transposed":

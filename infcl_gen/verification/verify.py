@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from infcl_gen.verification.aot import SHARED_BYTES, aot_checks
 from infcl_gen.version import __version__
 
 EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 56}, "ring": {"cpu": 14, "interpreter": 3, "cuda": 28}}
-# Each input is of other sizes and strides, for which Triton compiles other kernels, a second or two each: 163 of them
-# for 56 inputs of a panel package, 265 of a fused one. More processes would crowd one GPU's memory.
+# Triton compiles kernels anew for each input's sizes and strides, 1 to 2 s each: 163 for 56 inputs of a panel package,
+# 265 for a fused one. More processes would crowd one GPU's memory.
 MOST_PROCESSES = 8
 LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
@@ -32,13 +33,13 @@ def verify_package(
 ) -> list[Row]:
     """Check the package in folder `path`; every check becomes a row, passed or not.
 
-    Bytes first: the files against their manifest, then against what would be generated now from SPEC. If these fail
-    nothing of the package is run. Then the numerics gate over random inputs, on the GPU for GPU targets if there is
-    one, else on the CPU, where Triton kernels are interpreted; and, where that is affordable, the memory peak at the
-    planned size. `ranks`: the gate on a ring of so many processes (NCCL if there are as many GPUs, else gloo). `aot`:
-    compile the kernels for these targets, without a GPU.
+    1. The files against their manifest, and against what SPEC generates today. If these differ, nothing is run.
+    2. The numerics gate over random inputs, on a GPU if there is one for the target, else on the interpreting CPU.
+    3. The memory peak at the planned size, where that is affordable.
+    4. `ranks`: the gate on a ring of so many processes, by NCCL if there are as many GPUs, else by gloo.
+    5. `aot`: the kernels compiled for these targets, without a GPU.
 
-    Package code runs in processes of its own, each killed after TIMEOUT_S seconds, which is a failed check.
+    Package code runs in processes of its own. One killed after TIMEOUT_S seconds is a failed check.
     Raises InputError if `path` is no package, or an argument is wrong; ToolchainError if torch is missing.
     """
     folder = Path(path)
@@ -66,10 +67,8 @@ def verify_package(
 def _byte_checks(folder: Path) -> list[Row]:
     try:
         package = read_package(folder)
-    except PartialPackageError:
-        raise
     except InputError as error:
-        if not (folder / "manifest.json").is_file():
+        if isinstance(error, PartialPackageError) or not (folder / "manifest.json").is_file():
             raise
         return [_row("files", False, str(error))]
     files = _row("files", True, f"{len(package.files)} files as in the manifest")
@@ -86,7 +85,7 @@ def _byte_checks(folder: Path) -> list[Row]:
 
 
 def _place(spec: dict[str, Any], gpus: int) -> str:
-    """Where so many ranks run a package: each on a GPU, or on the CPU, where kernels are interpreted."""
+    """The place of properties.SIZES where so many ranks run a package, each on a GPU of its own or all on the CPU."""
     try:
         import torch
     except ImportError as error:
@@ -107,11 +106,10 @@ def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
 def run(
     task: str, folder: Path, place: str, examples: int = 0, processes: int = 1, timeout_s: float = TIMEOUT_S
 ) -> list[Row]:
-    """A row for each check of a task that so many processes do; or one failed row that says how they ended.
+    """A row for each check of a task of worker.py at a place of properties.SIZES, done by so many processes.
 
-    task   "numerics": the gate on one device, each process for its share of the examples. "memory": the peak at the
-           planned size. "ring": the gate on the ring that the processes are.
-    place  "cpu", "interpreter" (the CPU, with TRITON_INTERPRET=1 in the environment), or "cuda".
+    "numerics" shares the examples among the processes; "ring" has one rank in each. If a process fails, there is one
+    failed row that says how it ended.
     """
     job = {"package": str(folder.resolve()), "place": place, "examples": examples, "timeout_s": timeout_s}
     interpreted = {"TRITON_INTERPRET": str(int(place == "interpreter"))}
@@ -119,14 +117,14 @@ def run(
         parts = run_ranks(f"infcl_gen.verification.worker:{task}", job, processes, timeout_s, interpreted)
     except ProcessError as error:
         return [_row(f"ring of {processes}" if task == "ring" else task, False, str(error))]
-    found = [each for part in parts for each in part]
+    found = list(itertools.chain(*parts))
     if task == "memory":
         return found
     where = f"{processes} {'nccl' if place == 'cuda' else 'gloo'} ranks" if task == "ring" else place
     rows = []
     for check in dict.fromkeys(each["check"] for each in found):
         of_it = [each for each in found if each["check"] == check]
-        bad = [each["failure"] for each in of_it if each["failure"] is not None]
+        bad = [each["failure"] for each in of_it if each["failure"]]
         ratio = max(each["ratio"] for each in of_it)
         detail = f"{len(of_it)} inputs on {where}, largest error {ratio:.2f} of what is allowed"
         if bad:

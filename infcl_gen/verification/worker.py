@@ -1,7 +1,6 @@
 """One process of `infcl-gen verify`: runs a package's code and returns what it found.
 
-A package runs in a process of its own: a crash, a hang, a leak or an environment variable (TRITON_INTERPRET) stays
-out of the process that verifies.
+A crash, a hang, a leak or an environment variable (TRITON_INTERPRET) stays out of the process that verifies.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed)
 
 
 def numerics(job: Job, seat: Seat) -> list[Finding]:
-    """Of each quantity of this process's share of the examples."""
+    """A finding for each quantity and each of this process's examples."""
     share = slice(seat.rank, None, seat.ranks)
     judged = check_package(_package(job, seat), job["place"], job["examples"], share)
     return [_finding(f"numerics {row.quantity}", str(case), [row]) for case, rows in judged for row in rows]
 
 
 def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:
-    """A row: the measured peak at the planned size against the predicted one."""
+    """One row: the measured peak at the planned size against the predicted one."""
     module, device = _package(job, seat), job["place"]
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
     case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
@@ -49,7 +48,7 @@ def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:
 
 
 def ring(job: Job, seat: Seat) -> list[Finding]:
-    """Of each example, on rank 0: the largest of its quantities."""
+    """On rank 0, a finding for each example: all quantities of the ranks together."""
     module, rank, ranks = _package(job, seat), seat.rank, seat.ranks
     device = torch.device("cuda", rank) if job["place"] == "cuda" else torch.device("cpu")
     seat.join_group(device.type, job["timeout_s"])
@@ -58,7 +57,7 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         inputs = tensors(case, module.SPEC["positives"], device)
         q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
         labels = inputs.labels
-        if case.keys > case.queries and labels is None:  # over several ranks they must be given
+        if case.keys > case.queries and labels is None:  # several ranks need them
             labels = torch.arange(case.queries, device=device)
         own = None if labels is None else labels[q_cuts[rank]]
         q, k = inputs.q[q_cuts[rank]], inputs.k[k_cuts[rank]]
@@ -73,7 +72,7 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
 
 
 def _package(job: Job, seat: Seat) -> ModuleType:
-    """The package, imported; the processes share the cores."""
+    """The imported package; the processes share the cores."""
     torch.set_num_threads(max(1, torch.get_num_threads() // seat.ranks))
     return import_package(Path(job["package"]))
 
@@ -85,7 +84,7 @@ def _finding(check: str, where: str, rows: list[GateRow]) -> Finding:
 
 
 def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:
-    """Which rows and keys each rank holds: even on even seeds, else cut anywhere, so that some may be empty."""
+    """Which rows and keys each rank holds: even shares on even seeds, else random cuts, so that some may be empty."""
     draw = random.Random(case.seed)
 
     def cut(total: int) -> list[slice]:
@@ -100,14 +99,9 @@ def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], li
 
 
 def averaged(parts: list[list[Tensor]]) -> LossAndGrads:
-    """The ranks' results as data-parallel training uses them: averaged losses and parameter gradients, rows joined."""
-    loss, dq, dk, dscale, dbias = zip(*parts, strict=True)
-    count = len(parts)
+    """The ranks' results as data-parallel training uses them, fp64: numbers averaged, rows joined, over the ranks."""
 
-    def mean(numbers: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([number.double() for number in numbers]).mean(0)
+    def joined(values: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(values).double() / len(parts) if values[0].dim() else torch.stack(values).double().mean()
 
-    def joined(rows: tuple[Tensor, ...]) -> Tensor:
-        return torch.cat([part.double() for part in rows]) / count
-
-    return LossAndGrads(mean(loss), joined(dq), joined(dk), mean(dscale), mean(dbias))
+    return LossAndGrads(*map(joined, zip(*parts, strict=True)))

@@ -432,7 +432,7 @@ def test_a_run_knows_what_an_older_one_found_fast(
         (folder / "cpu.json").unlink(missing_ok=True)
         where.mkdir(exist_ok=True)
         records.write_records(where / "cpu.json", [stale])
-        monkeypatch.setattr(search, "record_folders", lambda: (installed,))
+        monkeypatch.setattr(records, "record_folders", lambda: (installed,))
         assert search._timed_before(folder, record.key) == expected
     assert search._timed_before(folder, dataclasses.replace(record.key, dim=17)) == {}
     given: list[Any] = []
