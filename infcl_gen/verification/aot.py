@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from infcl_gen.emission.package import read_package
 from infcl_gen.errors import ToolchainError
 from infcl_gen.files import load_file
 from infcl_gen.hardware import load_profile, profile_names
-from infcl_gen.kernels import Argument, Family, Kernel, families
+from infcl_gen.kernels import Argument, families
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
 
@@ -68,14 +68,11 @@ class Kernels:
     def __init__(self, package: Path) -> None:
         self.folder, self.spec = package, read_package(package).spec
         self._load = cache(load_file)
-
-    @cached_property
-    def _declared(self) -> dict[str, tuple[Family, Kernel]]:
         plan = self.spec["plan"]
         literals = {field.name: plan[field.name] for field in fields(Choice) if field.name in plan}
         blocks = {name: Block(**sizes) for name, sizes in plan["blocks"].items()}
         choice = Choice(**literals | {"arch": self.spec["device"]["arch"], "blocks": blocks})
-        return {kernel.name: (family, kernel) for family in families(choice) for kernel in family.kernels(choice)}
+        self._declared = {each.name: (family, each) for family in families(choice) for each in family.kernels(choice)}
 
     def names(self, target: str) -> list[str]:
         """The kernels that this target runs: some are for one architecture alone."""

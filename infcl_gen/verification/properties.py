@@ -52,13 +52,9 @@ class Case:
 def tensors(case: Case, positives: str = "diagonal", device: torch.device | str = "cpu") -> Inputs:
     """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M."""
     generator = torch.Generator().manual_seed(case.seed)
-    dtype = DTYPES[case.dtype]
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q, k = normal(case.queries, case.dim), normal(case.keys, case.dim)
-    q, k = (x / x.norm(dim=1, keepdim=True).clamp(min=1e-6) for x in (q, k))
+    shapes = ((case.queries, case.dim), (case.keys, case.dim))
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q, k = (torch.nn.functional.normalize(x, eps=1e-6) for x in drawn)
     labels = None
     if positives == "label" and (case.seed % 2 or case.keys < case.queries):
         labels = torch.randint(case.keys, (case.queries,), generator=generator)
@@ -75,7 +71,7 @@ def tensors(case: Case, positives: str = "diagonal", device: torch.device | str 
         q[::3], k[1::3] = 0.0, 0.0
     elif case.features == "tiny":
         q, k = 1e-3 * q, 1e-3 * k
-    q, k = (_laid_out(x.to(dtype), case.layout, device) for x in (q, k))
+    q, k = (_laid_out(x.to(DTYPES[case.dtype]), case.layout, device) for x in (q, k))
     return Inputs(q, k, case.scale, case.bias, None if labels is None else labels.to(device))
 
 

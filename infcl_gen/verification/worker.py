@@ -23,13 +23,12 @@ from infcl_gen.verification.oracle import LossAndGrads
 from infcl_gen.verification.properties import ROWS, SIZES, Case, check_package, random_cases, tensors
 
 Job = dict[str, Any]  # package (a folder), place (of SIZES), examples, timeout_s
-Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed), failure (None, or one line)
+Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed), failure (one line, or "")
 
 
 def numerics(job: Job, seat: Seat) -> list[Finding]:
     """A finding for each quantity and each of this process's examples."""
-    share = slice(seat.rank, None, seat.ranks)
-    judged = check_package(_package(job, seat), job["place"], job["examples"], share)
+    judged = check_package(_package(job, seat), job["place"], job["examples"], slice(seat.rank, None, seat.ranks))
     return [_finding(f"numerics {row.quantity}", str(case), [row]) for case, rows in judged for row in rows]
 
 
@@ -56,10 +55,8 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
     for case in random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]]):
         inputs = tensors(case, module.SPEC["positives"], device)
         q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
-        labels = inputs.labels
-        if case.keys > case.queries and labels is None:  # several ranks need them
-            labels = torch.arange(case.queries, device=device)
-        own = None if labels is None else labels[q_cuts[rank]]
+        labelled = inputs.labels is not None or case.keys > case.queries  # then several ranks need labels
+        own = inputs.positives()[q_cuts[rank]] if labelled else None
         q, k = inputs.q[q_cuts[rank]], inputs.k[k_cuts[rank]]
         result = module.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=own)
         parts: list[Any] = [None] * ranks
@@ -79,8 +76,7 @@ def _package(job: Job, seat: Seat) -> ModuleType:
 
 def _finding(check: str, where: str, rows: list[GateRow]) -> Finding:
     failed = failures(rows)
-    failure = f"{where}: {failed}" if failed else None
-    return {"check": check, "ratio": max(row.ratio for row in rows), "failure": failure}
+    return {"check": check, "ratio": max(row.ratio for row in rows), "failure": failed and f"{where}: {failed}"}
 
 
 def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], list[slice]]:
