@@ -17,7 +17,7 @@ import torch
 import infcl_gen
 from infcl_gen.bench.measure import measure_point
 from infcl_gen.bench.point import point_of
-from infcl_gen.bench.results import RESULTS
+from infcl_gen.bench.results import RESULTS, Row, error_texts
 from infcl_gen.cli.text import table_text
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InfclError
@@ -58,10 +58,7 @@ def demo(output: Path) -> bool:
 
     batch = min(flags["batch_size"], CHECKED_ROWS)
     ours, plain = measured(folder, batch, rounds=1, errors=True)
-    lines = []
-    for name, row in (("plain torch, same dtype", plain), ("package", ours)):
-        errors = row["err"] or {}
-        lines.append((name, *(f"{errors[each]:.1e}" if each in errors else "-" for each in RESULTS)))
+    lines = [("plain torch, same dtype", *error_texts(plain)), ("package", *error_texts(ours))]
     print(table_text((f"relative error against fp64, batch {batch}", *RESULTS), lines))
     passed = ours["error"] is None and within(ours["err"], plain["err"], DTYPES[plan.dtype])
 
@@ -74,9 +71,8 @@ def demo(output: Path) -> bool:
     print(table_text((title, f"time, median of {ROUNDS}", "memory"), lines))
 
     if not torch.cuda.is_available():
-        spread = infcl_gen.generate(
-            output=output / "clip_ring", force=True, devices=2, set={"transport": "ring"}, **flags
-        )
+        spread = output / "clip_ring"
+        infcl_gen.generate(output=spread, force=True, devices=2, set={"transport": "ring"}, **flags)
         rows = verify_package(spread, ranks=2, examples=RING_EXAMPLES)
         passed = passed and all(row["passed"] for row in rows)
         print(f"verify --ranks 2: {rows[-1]['check']}: {rows[-1]['detail']}")
@@ -85,7 +81,7 @@ def demo(output: Path) -> bool:
     return passed
 
 
-def measured(folder: Path, batch: int, rounds: int, errors: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def measured(folder: Path, batch: int, rounds: int, errors: bool) -> tuple[Row, Row]:
     """The rows of the package and of plain torch, as `infcl-gen bench` measures them."""
     point = point_of([read_package(folder)], batch, ["torch"], rounds=rounds, errors=errors)
     rows = {row["impl"]: row for _, row in measure_point(point) if row is not None}

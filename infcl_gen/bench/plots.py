@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.bench.results import label
+from infcl_gen.bench.results import Row, label
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import write_file
 from infcl_gen.inputs.text import show
@@ -24,27 +24,26 @@ def check_plot(path: Path) -> None:
         raise ToolchainError("--plot: needs matplotlib, which is not installed; pip install matplotlib")
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     """Two panels for each (loss, dim, dtype): ms of forward and backward, and MiB beyond the inputs; both axes log.
 
     Rows without figures are left out. The file is complete or absent.
     """
     from matplotlib.figure import Figure
 
-    measured = [row for row in rows if row["error"] is None]
-    groups = list(dict.fromkeys((row["loss"], row["dim"], row["dtype"]) for row in measured))
-    names = sorted(set(map(label, measured)))
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["error"] is None:
+            groups.setdefault((row["loss"], row["dim"], row["dtype"]), []).append(row)
+    names = sorted({label(row) for here in groups.values() for row in here})
     figure = Figure(figsize=(11, 1 + 3.8 * max(1, len(groups))), layout="constrained")
     axes = figure.subplots(max(1, len(groups)), 2, squeeze=False)
-    for pair, (loss, dim, dtype) in zip(axes, groups, strict=False):
-        here = [row for row in measured if (row["loss"], row["dim"], row["dtype"]) == (loss, dim, dtype)]
+    for pair, ((loss, dim, dtype), here) in zip(axes, groups.items(), strict=False):
         here.sort(key=lambda row: row["batch"])
         batches = {row["batch"] for row in here}
         sizes = {size: f"{size >> 10}k" if size % 1024 == 0 else str(size) for size in batches}
-        for axis, what, unit, divisor in (
-            (pair[0], "median_ms", "ms, forward + backward", 1.0),
-            (pair[1], "peak_bytes", "MiB beyond the inputs", 2.0**20),
-        ):
+        panels = (("median_ms", "ms, forward + backward", 1.0), ("peak_bytes", "MiB beyond the inputs", 2.0**20))
+        for axis, (what, unit, divisor) in zip(pair, panels, strict=True):
             for name in dict.fromkeys(map(label, here)):
                 points, number = [row for row in here if label(row) == name], names.index(name)
                 axis.plot(

@@ -103,11 +103,10 @@ class Point:
         q, k = (features(n, self.dim, drawn, seed, self.device) for seed, n in enumerate((queries, keys), 2 * rank))
         if self.feature_dtype == ROUNDED:
             q, k = (x.detach().float().requires_grad_() for x in (q, k))
-        dtype = DTYPES[self.dtype]
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(q.dtype, torch.float32)
         scale = torch.tensor(self.scale, dtype=wide, device=self.device, requires_grad=True)
         labels = torch.arange(queries, device=self.device) % keys
-        return Inputs(q, k, scale, labels, self.directions, dtype)
+        return Inputs(q, k, scale, labels, self.directions, DTYPES[self.dtype])
 
 
 def row_precision(precision: str, dtype: str, feature_dtype: str | None) -> str:
@@ -124,28 +123,25 @@ def point_of(
     Raises InputError for packages that differ in these, that are not planned for `ranks` devices or for fewer queries,
     and for a `feature_dtype` that they cannot take.
     """
-    first = packages[0].spec
-    dtype, planned = first["problem"]["dtype"], first["problem"]["batch_size"]
+    first, paths = packages[0], [str(package.path) for package in packages]
+    dtype, planned = first.spec["problem"]["dtype"], first.spec["problem"]["batch_size"]
     narrow = dtype in ("bf16", "fp16")
     if feature_dtype not in (None, dtype) and not (narrow and feature_dtype in ("fp32", ROUNDED)):
         valid = f"{dtype}, or fp32 under autocast to it" if narrow else dtype
         raise InputError(f"--features: {show(feature_dtype)} is not what the packages take; valid: {valid}")
-    queries, shared = batch or planned, _shared(first)
-    for package in packages:
+    queries, shared = batch or planned, _shared(first.spec)
+    for package, path in zip(packages, paths, strict=True):
         for name, value in _shared(package.spec).items():
             if value != shared[name]:
-                raise InputError(
-                    f"--package: {package.path} is for another {name} than {packages[0].path}; give packages for one"
-                )
+                raise InputError(f"--package: {path} is for another {name} than {paths[0]}; give packages for one")
         if (devices := package.spec["plan"]["world_size"]) != ranks:
-            raise InputError(
-                f"--package: {package.path} was planned for {devices} device(s), not {ranks}; give --ranks {devices}"
-            )
+            given = f"{path} was planned for {devices} device(s), not {ranks}"
+            raise InputError(f"--package: {given}; give --ranks {devices}")
         if queries > (most := package.spec["problem"]["batch_size"]):
-            raise InputError(f"--batches: {queries} is more than the {most} that {package.path} is for")
+            raise InputError(f"--batches: {queries} is more than the {most} that {path} is for")
     unedited = [str(package.path) for package in packages if "loss.py" not in package.edited]
     return Point(
-        packages=tuple(str(package.path) for package in packages), peers=tuple(peers), target=shared["device"],
+        packages=tuple(paths), peers=tuple(peers), target=shared["device"],
         loss=shared["loss"]["name"], directions=1 + derive(spec_from_dict(shared["loss"])).has_keys, batch=queries,
         keys=queries if shared["keys"] in (None, planned) else shared["keys"], dim=shared["dim"], dtype=dtype,
         feature_dtype=feature_dtype or dtype, precision=row_precision(shared["precision"], dtype, feature_dtype),

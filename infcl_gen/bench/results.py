@@ -112,12 +112,16 @@ def label(row: Mapping[str, Any]) -> str:
     return row["impl"] if row["package"] in (None, GENERATED) else f"{row['impl']} {row['package']}"
 
 
+def error_texts(row: Mapping[str, Any]) -> list[str]:
+    """The errors of RESULTS in a row, "-" where there is none."""
+    return ["-" if error is None else f"{error:.1e}" for error in map((row["err"] or {}).get, RESULTS)]
+
+
 def _line(row: Row, rows: Rows, more: Iterable[str]) -> tuple[str, ...]:
-    who = label(row) + " (edited)" * ("edited" in row)
+    sizes = (row["loss"], str(row["batch"]), str(row["dim"]), label(row) + " (edited)" * ("edited" in row))
     figures = [_figure(title, name, row, rows) if row["error"] is None else "" for title, name in COLUMNS]
-    errors = [f"{error:.1e}" if error is not None else "-" for error in map((row["err"] or {}).get, RESULTS)]
     others = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (row.get(n, "") for n in more)]
-    return (row["loss"], str(row["batch"]), str(row["dim"]), who, *figures, *errors, *others, row["error"] or "")
+    return (*sizes, *figures, *error_texts(row), *others, row["error"] or "")
 
 
 def _figure(title: str, name: str, row: Row, rows: Rows) -> str:
