@@ -17,8 +17,6 @@ from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
 from infcl_gen.inputs.text import flag_name
 
 BENCH = ("batches", "dims", "package", "against", "scale", "features", "repeats", "ranks", "errors")
-# Rings are not drawn, their errors are not computed, and their features have the package's dtype.
-NOT_OF_RINGS = ("plot", "errors", "features")
 
 
 @command(
@@ -58,25 +56,27 @@ def bench(flags: dict[str, Any]) -> None:
     libraries = [peer.distribution for peer in peers]
     measured = contest.Contest(peers, scale, contest.Limits(rounds, errors_up_to=errors), flags["features"])
 
-    def write(rows: results.Rows) -> None:
+    def document(rows: results.Rows) -> dict[str, Any]:
+        """The rows so far with their origin, written to --output."""
+        found = results.measurement(rows, command, measured.absent, libraries)
         if output is not None:
-            results.write_results(output, results.measurement(rows, command, measured.absent, libraries))
+            results.write_results(output, found)
+        return found
 
     with tempfile.TemporaryDirectory(prefix="infcl-gen-bench-") as scratch:
         work = _work(flags, ranks, Path(scratch))
         if ranks > 1:
             rows = measured.ring([package for packages, _ in work for package in packages], ranks)
-            write(rows)
+            result = document(rows)
         else:
-            points = [measured.point(packages, batch) for packages, batch in work]  # all are checked first
+            points = [measured.point(packages, batch) for packages, batch in work]  # check all points first
             rows = []
             with measured, options.progress(flags) as progress:
                 for index, point in enumerate(points):
                     progress(f"{point.loss}, B {point.batch}, D {point.dim}", index, len(points))
                     rows += measured.rows(point)
-                    write(rows)
+                    result = document(rows)
     _draw(picture, rows, command)
-    result = results.measurement(rows, command, measured.absent, libraries)
     show(flags, result, lambda: text.bench_text(rows, measured.absent, output, picture))
 
 
@@ -112,8 +112,8 @@ def _work(flags: Mapping[str, Any], ranks: int, scratch: Path) -> list[tuple[lis
     from infcl_gen.bench.results import GENERATED
     from infcl_gen.emission import build, write_package
 
-    if ranks > 1:
-        options.refuse(flags, NOT_OF_RINGS, "not with --ranks; leave it out")
+    if ranks > 1:  # features have the package's dtype, errors are not computed, and nothing is drawn
+        options.refuse(flags, ("plot", "errors", "features"), "not with --ranks; leave it out")
     for several, one in (("batches", "batch_size"), ("dims", "dim")):
         if flags[several] is not None and flags[one] is not None:
             raise InputError(f"--{several}: give either --{several} or {flag_name(one)}, not both")

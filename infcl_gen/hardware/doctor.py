@@ -20,7 +20,7 @@ _MINIMUM = {"torch": ((2, 11), "runs packages"), "triton": ((3, 6), "compiles ke
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A line of the report. `state` is "ok", "missing", "old" or "broken"; only an "ok" has no `advice`."""
+    """A line of the report. `state` is "ok", "missing", "old" or "broken"; `advice` is empty for "ok" only."""
 
     subject: str
     state: str

@@ -39,7 +39,7 @@ class DeviceProfile:
     """One kind of device. Sizes in bytes, rates in the units of their names.
 
     shared_bytes_per_block   the opt-in limit.
-    library_workspace_bytes  memory that the matrix product of cuBLAS or rocBLAS keeps allocated.
+    library_workspace_bytes  memory that the BLAS library's matrix product keeps allocated.
     matmul_tflops            by MATMUL_KINDS; "fp32" is without products of reduced precision.
     exp_gops                 1e9 exponentials per second.
     link_gbs, node_link_gbs  of a ring's hop per direction, within a node and between nodes.
@@ -138,8 +138,7 @@ def profile_from_literals(table: dict[str, Any], where: str = "SPEC['device']") 
         check_keys("--device-profile", table, _KEYS, show(where))
         return msgspec.convert(table, DeviceProfile, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        # msgspec wraps an InputError of __post_init__.
-        if isinstance(error.__cause__, InputError):
+        if isinstance(error.__cause__, InputError):  # of __post_init__
             raise error.__cause__ from None
         raise InputError(f"--device-profile: {show(where)}: {error}") from None
 

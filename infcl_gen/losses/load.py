@@ -104,7 +104,7 @@ def _built(node: ast.expr) -> Expr:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_build(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)) if 0 < exponent <= 4:
-            base = _build(left)  # the numbers of ((2 * z)**4)**4 grow without a number as the base
+            base = _build(left)  # with z, too, numbers grow: ((2 * z)**4)**4
             if not all(_moderate(number, _LARGEST_NUMBER**0.25) for number in base.atoms(Number)):
                 raise ValueError(f"a power in it exceeds {_LARGEST_NUMBER:g}")
             return base**exponent

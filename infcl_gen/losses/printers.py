@@ -151,7 +151,7 @@ def temporaries(code: str, variable: str) -> int:
         for operand in ast.iter_child_nodes(node):
             peak, remains = count(operand)
             most, left = max(most, left + peak), left + remains
-        inside = 2 if isinstance(node, ast.Call) and "logsigmoid" in ast.unparse(node.func) else 1  # its buffer
+        inside = 2 if isinstance(node, ast.Call) and "logsigmoid" in ast.unparse(node.func) else 1  # and a buffer
         return max(most, left + inside), 1
 
     return count(ast.parse(code, mode="eval").body)[0]
