@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "1170aa4bb77feff58e985cf6bbf7cf259027dd2216c4fbd0dd4f818991147c2c",
+    "digest": "11171658163cc9a18da064ad49968f8c541e1b0abae00c69b65248eea3c2f0b8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

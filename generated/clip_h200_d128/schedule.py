@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, launch, operands, panel
-from ._runtime.strips import cdiv, strip_blocks
+from ._runtime.launch import INTERPRETED, cdiv, launch, operands, panel, strip_blocks
 
 STATISTICS_DTYPE = torch.float32
 OPERAND_DTYPE = torch.bfloat16  # of what is multiplied

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "7aecf04cabfcf858ac4bbe6ded89f1b17e7cf43f992615819bf1fabf45a06b7f",
+    "digest": "30b4b1e37149642b4a742652a8e4e6189a01635fe3383a8386dde5c148906797",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "01e5c15964f50eb201f712a2de9f0b06d4f141638b7beaafa31edda2562b2341",
+    "digest": "c25d75550a7f4687474c96dc0b6a64b2251babe98e142dc4466c26630b25f23f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from . import kernels
-from ._runtime.launch import INTERPRETED, launch, library_legal, operands, panel, panel_columns
-from ._runtime.strips import cdiv, strip_blocks
+from ._runtime.launch import INTERPRETED, cdiv, launch, library_legal, operands, panel, panel_columns, strip_blocks
 
 STATISTICS_DTYPE = torch.float32
 OPERAND_DTYPE = torch.bfloat16  # of what is multiplied

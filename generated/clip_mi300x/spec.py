@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "d38a35ef770066dd975ed903ebe40901208e93563758c63fc086b6cd70b03d99",
+    "digest": "8a9e624f9c3a03b20ef460dc71583becb8b8333c3a1be09d07815a99a2c30d58",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

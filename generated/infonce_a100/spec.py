@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "44bad143ff6af5c6a79cf3dcb310a820c1dab49e7a385aafe44f456dbac5a211",
+    "digest": "177739bba99410fdd1f5eb9f1be6af159e380f209bf1e86b9bead9a2b58627cd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -31,6 +31,7 @@ def schedule_context(
     ratios = "ratios" in options
     imports = {
         "INTERPRETED": True,
+        "cdiv": True,
         "descriptor": described or (plan.stash and plan.descriptors),
         "launch": True,
         "library_legal": panels,
@@ -38,6 +39,7 @@ def schedule_context(
         "panel": panels or ratios,
         "panel_columns": panels,
         "runs_variant": bool(variants),
+        "strip_blocks": True,
     }
     words = ", ".join(word for word, used in imports.items() if used)
     pieces = {"ratios": ratios, "halves": plan.split}
@@ -65,7 +67,7 @@ def schedule_context(
         # Further arguments of a call.
         "longest_strip": longest,
         "wide_result": "" if plan.exact else "out_dtype=torch.float32, ",
-        "imports": f"(\n    {words},\n)" if variants else words,
+        "imports": f"(\n    {words},\n)" if len(words) > 90 else words,
         "constants": _constants(plan, profile, exponent),
         "forward_buffers": _forward_buffers(plan),
         "backward_buffers": backward_buffers,

@@ -1,6 +1,6 @@
-"""What must be right before anything is computed: sizes and labels; and, in a ring, that all ranks mean the same.
+"""Checks before anything is computed: sizes, labels, and that all ranks of a group make the same call.
 
-Everything is concluded from what all ranks have, so that all raise, or none.
+Conclusions follow from the headers of all ranks, so either every rank raises or none does.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from .group import Group, Layout, find_group
 from .package import Call, Package
 
-# What ranks compare, by kind. A difference of the first kinds may be why a rank rejects its arguments.
+# Header fields that ranks compare. The first two kinds come first: they may explain why a rank rejects its arguments.
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
-_PACKAGE = ("package digest",)  # the plan says what ranks send to each other
 _ORDER = ("phase", "trips finished", "call number")
-_DIFFERENTIATED = ("differentiated",)  # otherwise backward would wait for ranks that never call it
 _PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
+# With check_ranks="never": the plan decides what ranks send, and backward needs every rank.
+_PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
 
-_labels_checked_alone: set[str] = set()  # packages whose labels were looked at once, in a group of one
-_warned: set[str] = set()
+_labels_checked_alone: set[str] = set()  # digests of packages whose device labels were checked once, on one device
+_warned: set[str] = set()  # digests of packages
 
 
 def announce_rejection(package: Package, call: Call) -> None:
-    """Tells the other ranks that this one is about to raise for its own arguments, so that they raise too.
+    """Tells the other ranks that this rank rejects its own arguments, so that all ranks raise.
 
-    Raises RuntimeError if the reason is one that the ranks can name together (such as differing dtypes).
+    Raises RuntimeError where the headers already differ (in dtype, say), which explains more.
     """
     group = find_group(call.options.group_name)
     if group is not None:
@@ -40,9 +40,9 @@ def announce_rejection(package: Package, call: Call) -> None:
 
 
 def layout(package: Package, group: Group | None, call: Call, gradients: int) -> Layout:
-    """Everybody's sizes, after comparing what must be equal and checking what must fit: before anything is sent.
+    """The sizes of all ranks, after the ranks are compared and sizes and labels are checked.
 
-    Raises, on every rank, RuntimeError where ranks disagree and ValueError for sizes or labels that are wrong.
+    Raises on every rank: RuntimeError where ranks disagree, ValueError for wrong sizes or labels.
     """
     checked = _labels_checked_alone if group is None else group.labels_checked
     if group is None:
@@ -64,19 +64,19 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
             where = f" on rank {rank}" if len(ranges) > 1 else ""
             raise ValueError(f"labels{where} range from {first} to {last}; there are {count} keys (0..{count - 1})")
     if labels is not None and labels.numel() and labels.device.type != "cpu":
-        checked.add(package.digest)  # they have been looked at, and were right
+        checked.add(package.digest)
     return found
 
 
 def compare(headers: list[dict[str, Any]]) -> None:
-    """Raises RuntimeError where the ranks must not go on together; on all of them, since all have the same headers.
+    """Raises RuntimeError, on every rank, where the ranks must not go on together.
 
-    The fingerprint is in every header: two packages that both were agreed on may meet in one call.
+    Every header holds the whole fingerprint: ranks may call two different packages, both compared before.
     """
     compared = any(given["ranks compared"] for given in headers)
     problem = _difference(headers, _FINGERPRINT if compared else _PACKAGE, _ORDER)
     rejecting = ", ".join(str(rank) for rank, given in enumerate(headers) if not given["accepted"])
-    if rejecting and problem is None:  # before what else differs: such a rank asks for no gradients, for one
+    if rejecting and problem is None:  # explains other differences: a rejecting rank wants no gradients, for one
         problem = f"the arguments of rank {rejecting} are invalid (see the error there)"
     problem = problem or _difference(headers, _PER_CALL if compared else _DIFFERENTIATED)
     if problem is not None:
@@ -84,10 +84,9 @@ def compare(headers: list[dict[str, Any]]) -> None:
 
 
 def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -> str | None:
-    """What the ranks do not have in common, in words, or None: of the first kind in which they differ, since the
-    others may follow from it."""
-    distinct = {id(header): header for header in headers}.values()
-    for fields in kinds if len(distinct) > 1 else ():  # ranks that say the same share one: its fields take 15 us
+    """The differing fields of the first kind in which headers differ, in words; later kinds may follow from it."""
+    distinct = {id(header): header for header in headers}.values()  # equal ranks share one: comparing takes 15 us
+    for fields in kinds if len(distinct) > 1 else ():
         different = [field for field in fields if any(h[field] != headers[0][field] for h in distinct)]
         if different:
             said = {field: ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) for field in different}
@@ -98,11 +97,8 @@ def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -
 def header(
     package: Package, call: Call, gradients: int = 0, label_range: tuple[int, int] = (0, -1), accepted: bool = True
 ) -> Mapping[str, Any]:
-    """What a rank tells the others of its call, by name: whatever must be equal, and the sizes that may differ.
-
-    Where they were not `accepted`, the call's q and k may be anything.
-    """
-    # Of what is no tensor nothing differs: that the arguments were not accepted is what the others are to hear.
+    """This rank's part of `Group.exchange`: fields that must be equal, and sizes, which may differ."""
+    # Rejected features may be no tensors: these must not differ, so that the other ranks report the rejection.
     options, nothing = call.options, lambda: torch.empty(0, package.dim, dtype=package.dtype)
     features, keys = (x if isinstance(x, Tensor) else nothing() for x in call[:2])
     return {
@@ -126,7 +122,7 @@ def header(
 
 
 def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
-    """From global figures only, so that every rank comes to the same conclusion."""
+    """Raises ValueError. Uses figures of all ranks only, so that every rank concludes the same."""
     queries, keys, ranks = sum(layout.rows), sum(layout.keys), len(layout.rows)
     if not queries or not keys:
         raise ValueError(f"the batch needs at least one query and one key; it has {queries} and {keys}")
@@ -167,15 +163,14 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
 
 
 def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, int]:
-    """Smallest and largest label of this rank; (0, -1) if there is none, or where looking would stall the device.
+    """Smallest and largest label of this rank; (0, -1) for none, or for device labels that were `checked` before.
 
-    Labels on a device are looked at on first use only, unless `check_ranks` is "always"; later an out-of-range label
-    gives NaN.
+    Reading device labels stalls the device. Unchecked, an out-of-range label gives NaN.
     """
-    labels, always = call.labels, call.options.check_ranks == "always"
+    labels = call.labels
     if labels is None or not labels.numel():
         return 0, -1
-    if labels.device.type != "cpu" and package.digest in checked and not always:
+    if labels.device.type != "cpu" and package.digest in checked and call.options.check_ranks != "always":
         return 0, -1
     first, last = torch.aminmax(labels)
     return int(first), int(last)

@@ -1,5 +1,6 @@
-"""The ranks of a process group: who they are, what each says of its call before anything is sent, and how a batch of
-messages starts. What travels when is in table.py, and executed in transport.py.
+"""The ranks of a process group: the exchange of headers before a trip, and the start of a batch of messages.
+
+table.py says what travels when; transport.py executes it.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from torch import Tensor
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
 PROTOCOL = 10  # raise it with every change of what ranks send to each other
 
-# What each rank tells all others before the first hop. Text travels as its first 14 characters, in ASCII. The protocol
-# comes first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
+# The header that each rank sends to all others before a trip. Texts are cut to 14 ASCII characters. The protocol comes
+# first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
 _TEXT_BYTES, _HEADER_BYTES = 14, 256
-_SHORTEST_WAIT_S = 0.1  # for others to take a header, where the timeout has passed
-_CONTROL_TAG = 64  # travelling tensors count from 0
+_SHORTEST_WAIT_S = 0.1  # for peers to take a header after the timeout has passed
+_CONTROL_TAG = 64  # the tags of travelling tensors count from 0
 _TEXTS = ("package digest", "torch version", "loss", "dtype", "phase", "labels", "grad_sync", "reduction")
 _NUMBERS = (
     "embedding dimension", "rows", "keys",
     "trips finished",  # of this process in this group
     "call number",  # trips finished before the forward
     "gradients wanted",  # bits: q, k, scale, bias
-    "first label", "last label",  # smallest and largest; (0, -1) where they were not looked at
+    "first label", "last label",  # smallest and largest; (0, -1) where labels were not read
 )  # fmt: skip
 _ANSWERS = (
-    "accepted",  # False: this rank's own arguments were wrong, and it raises
+    "accepted",  # False: this rank rejects its own arguments
     "ranks compared", "differentiated",  # whether any gradient is wanted
 )  # fmt: skip
 _HEADER = {"protocol": int} | dict.fromkeys(_NUMBERS, int) | dict.fromkeys(_ANSWERS, bool) | dict.fromkeys(_TEXTS, str)
 _FORMAT = struct.Struct("<" + "".join(f"{_TEXT_BYTES}s" if kind is str else "q" for kind in _HEADER.values()))
 
-# A group that is destroyed takes its Group, its threads and its sockets with it: nothing here holds on to it.
+# Weak: a destroyed group takes its Group, its threads and its sockets with it.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
-# Of all packages of this process together. Gloo groups beside NCCL groups: a second one would meet the keys of another.
-# Trips finished in each group: transfers that one package left behind would meet those of the next.
+# Shared by all packages of the process: two gloo groups beside one NCCL group would collide on store keys, and the
+# transfers that one package left behind would meet those of the next.
 _control_groups: Any = vars(dist).setdefault("_infcl_control_groups", weakref.WeakKeyDictionary())
 _trips: Any = vars(dist).setdefault("_infcl_trips", weakref.WeakKeyDictionary())
 
 
 def find_group(group_name: str) -> Group | None:
-    """The ranks of a process group, given by name ("": the default group), or None for a group of one.
+    """The `Group` of a named process group ("": the default group), or None for a group of one.
 
     Raises RuntimeError if there is no such group or this process is not in it.
     """
@@ -69,12 +70,12 @@ def find_group(group_name: str) -> Group | None:
 
 
 def use_group(group: Group) -> None:
-    """Lets this object carry the messages of its process group from now on: one that measures, say."""
+    """Makes this object carry the messages of its process group, to measure them, say."""
     _groups[group.process_group] = group
 
 
 def resolve(group_name: str) -> dist.ProcessGroup:
-    """The group of that name ("": the default one). Operators carry names: a traced graph cannot carry a group."""
+    """The named group ("": the default one). Operators carry names, since a traced graph cannot carry a group."""
     by_name: Any = dist.distributed_c10d._resolve_process_group
     group = by_name(group_name) if group_name else dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
@@ -82,9 +83,9 @@ def resolve(group_name: str) -> dist.ProcessGroup:
 
 
 class Group:
-    """The ranks of one process group, in group-rank order; this process is `rank` of `size` (at least 2)."""
+    """One process group of `size` ranks (at least 2), of which this process is `rank`."""
 
-    overlaps = True  # whether a GPU carries messages beside its work, on a stream of their own
+    overlaps = True  # whether a GPU carries messages on a stream of their own, beside its work
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._process_group = weakref.ref(group)
@@ -92,7 +93,7 @@ class Group:
         self.size = dist.get_world_size(group)
         self.labels_checked: set[str] = set()
         self._backends = _backends(group)
-        self._coalesces: dict[str, bool] = {}  # by type of device: whether messages can be posted as one
+        self._coalesces: dict[str, bool] = {}  # device type -> whether messages can be posted as one batch
         self._connected = False
 
     @property
@@ -114,7 +115,7 @@ class Group:
 
     @property
     def trips(self) -> int:
-        """Trips that this process has finished in the group. Where it differs, ranks are not in the same call."""
+        """Trips that this process has finished in the group. Ranks with different counts are in different calls."""
         return int(_trips.get(self.process_group, 0))
 
     def finish_trip(self) -> None:
@@ -123,18 +124,17 @@ class Group:
     def exchange(
         self, header: Mapping[str, Any], phase: str = "forward", call: int | None = None
     ) -> list[dict[str, Any]]:
-        """Everybody's headers in group-rank order, this rank's among them: a small message between every two hosts, in
-        0.2 ms where they begin together. The device is not involved.
+        """The headers of all ranks, in group-rank order: one host message per pair of ranks, 0.2 ms if all are ready.
 
-        `phase` is that of the trip, `call` in backward the number of trips before its forward. Raises RuntimeError if
-        somebody's header does not come within the group's timeout, or is of another protocol; where somebody has died,
-        once the others have this rank's header, or the timeout has passed.
+        `call`: in backward, the number of trips before its forward. Raises RuntimeError if a header does not arrive
+        within the group's timeout, or has another protocol. If a rank has died, the error waits until the other ranks
+        have this rank's header, or the timeout has passed.
         """
         trips = self.trips
-        order = {"phase": phase, "trips finished": trips, "call number": trips if call is None else call}
-        said = {**header, "protocol": PROTOCOL, **order}
+        said = {**header, "protocol": PROTOCOL, "phase": phase, "trips finished": trips}
+        said["call number"] = trips if call is None else call
         own, failed = _encode(said), list[tuple[str, RuntimeError]]()
-        messages = [bytearray(own) for _ in range(self.size)]  # the others' are received into
+        messages = [bytearray(own) for _ in range(self.size)]  # overwritten by the peers' headers
         gathered = [torch.frombuffer(message, dtype=torch.uint8) for message in messages]
 
         def attempt(step: str, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -146,7 +146,7 @@ class Group:
         control = attempt("connecting", self._control_group)
         began, works = time.monotonic(), []
         for distance in range(1, 1 if failed else self.size):
-            peer = (self.rank - distance) % self.size  # directly, not by an all-gather: whoever is silent can be named
+            peer = (self.rank - distance) % self.size  # no all-gather: a silent rank can be named
             step = f"addressing rank {peer}"
             receive = attempt(step, control.recv, [gathered[peer]], peer, _CONTROL_TAG)
             send = receive and attempt(step, control.send, [gathered[self.rank]], peer, _CONTROL_TAG)
@@ -154,10 +154,10 @@ class Group:
         for peer, receive, _ in works:
             if receive and not failed:
                 attempt(f"waiting for rank {peer}", receive.wait)
-        # Also after a failure: gloo drops a message that nobody waits for, and its receiver would blame this rank.
+        # Also after a failure: gloo drops a message that nobody waits for; its receiver would blame this rank.
         for peer, _, send in works:
             limit = []
-            if failed:  # within the timeout of the whole: a wait would begin it again
+            if failed:  # what is left of the timeout: a plain wait would begin it again
                 left_s = max(began + self._timeout.total_seconds() - time.monotonic(), _SHORTEST_WAIT_S)
                 limit = [datetime.timedelta(seconds=left_s)]
             if send:
@@ -169,18 +169,17 @@ class Group:
                 f"(it has died, hangs, or does not call the loss): {error}"
             ) from error
         received = [bytes(message) for message in messages]
-        if received.count(own) == self.size:  # to decode one takes 20 us
+        if received.count(own) == self.size:
             return [said] * self.size
-        decoded = {message: _decode(message) for message in dict.fromkeys(received)}
-        headers = [decoded[message] for message in received]  # ranks that say the same share one
+        decoded = {message: _decode(message) for message in dict.fromkeys(received)}  # decoding one takes 20 us
+        headers = [decoded[message] for message in received]
         if any(header["protocol"] != PROTOCOL for header in decoded.values()):
             each = ", ".join(f"rank {rank}: {header['protocol']}" for rank, header in enumerate(headers))
             raise RuntimeError(f"ranks disagree: protocol differs ({each})")
         return headers
 
     def connect(self, device: torch.device) -> None:
-        """Lets every rank take part in the group's first batch of messages on a GPU, which NCCL asks for: in a gather a
-        rank with nothing to send would not."""
+        """NCCL needs every rank in a group's first batch; in a gather a rank without keys has nothing to send."""
         if device.type != "cuda" or self._connected:
             return
         self._connected = True
@@ -191,12 +190,12 @@ class Group:
             work.wait()
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
-        """Starts these messages together, at least one. All buffers are busy until waited for, once.
+        """Starts at least one message as one batch. The buffers are busy until the works are waited for, once.
 
-        As `batch_isend_irecv` does, which takes 0.05 to 0.1 ms more of the host to look at them.
+        `batch_isend_irecv` does the same, with 0.05 to 0.1 ms more of host time for its checks.
         """
         group, device = self.process_group, (*sends, *receives)[0].buffer.device
-        if device.type not in self._coalesces:  # to look takes 13 us
+        if device.type not in self._coalesces:  # asking takes 13 us
             able = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
             self._coalesces[device.type] = able
         together = self._coalesces[device.type]
@@ -207,10 +206,10 @@ class Group:
         return [group._end_coalescing(device)] if together else works
 
     def _control_group(self) -> Any:
-        """What carries host tensors between these ranks: the group itself if it can, else gloo beside it.
+        """The group that carries host tensors: the process group itself if it can, else a gloo group beside it.
 
-        Not `new_group`: all processes of the job would have to call it, or (with local synchronisation) all ranks would
-        have to have made equally many groups before; otherwise it hangs.
+        `new_group` could hang: it needs a call by every process of the job or, with local synchronisation, ranks that
+        have made equally many groups before.
         """
         group = self.process_group
         if "cpu" in self._backends:
@@ -222,14 +221,14 @@ class Group:
 
     @property
     def _timeout(self) -> datetime.timedelta:
-        """The group's own, which a group made beside it would not have."""
+        """The group's own timeout, which a gloo group beside it must be given."""
         backend = self.process_group._get_backend(torch.device(next(iter(self._backends))))
         options = getattr(backend, "options", None)  # some backends have none
         return getattr(options, "_timeout", None) or dist.distributed_c10d.default_pg_timeout
 
 
 class Layout(NamedTuple):
-    """Rows and keys of each rank. The batch is their concatenation in group-rank order."""
+    """Queries and keys of each rank. The batch is their concatenation in group-rank order."""
 
     rank: int
     rows: tuple[int, ...]
@@ -237,7 +236,6 @@ class Layout(NamedTuple):
 
     @classmethod
     def alone(cls, q: Tensor, k: Tensor) -> Layout:
-        """That of a group of one."""
         return cls(0, (q.shape[0],), (k.shape[0],))
 
     def key_offset(self, owner: int) -> int:
@@ -245,7 +243,7 @@ class Layout(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One end of a message: a contiguous buffer, the rank at the other end, and what it is, as a number."""
+    """One end of a message: a contiguous buffer, the rank at the other end, and the tag of the tensor."""
 
     buffer: Tensor
     peer: int
@@ -253,7 +251,7 @@ class Message(NamedTuple):
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type -> backend, from torch's own description, such as "cpu:gloo,cuda:nccl"."""
+    """Device type -> backend, from torch's description, such as "cpu:gloo,cuda:nccl"."""
     pairs = (item.split(":") for item in dist.get_backend_config(group).split(",") if ":" in item)
     return {device: backend for device, backend in pairs if backend and backend != "undefined"}
 

@@ -1,5 +1,4 @@
-"""Launch glue between torch tensors and Triton kernels: which rows of a feature matrix are passed, as what, and how a
-kernel starts."""
+"""Glue between torch tensors and Triton kernels: panels, operands, strips, and fast launches."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")  # as triton reads it
-"""Kernels run as numpy on the CPU, where bf16 arithmetic is wrong: tiles are widened to fp32 after they are loaded."""
-
+# As triton reads it. Interpreted kernels run as numpy on the CPU. bf16 arithmetic is wrong there: loaded tiles are
+# widened to fp32.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+LONGEST_STRIP = 32  # row blocks; longer strips are not faster, and visit more keys at a time than L2 holds
 _HIP = bool(torch.version.hip)
 
 
@@ -28,19 +28,16 @@ class Operand(NamedTuple):
 
 def descriptor_legal(x: Tensor) -> bool:
     """Whether a tensor descriptor may address `x` (rows, D): base and row stride in 16 bytes, last stride 1."""
-    return (
-        x.shape[0] > 0
-        and x.stride(1) == 1
-        and x.data_ptr() % 16 == 0
-        and x.stride(0) > 0
-        and x.stride(0) * x.element_size() % 16 == 0
-    )
+    row, column = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and row * x.element_size() % 16 == 0
+    return x.shape[0] > 0 and column == 1 and row > 0 and aligned
 
 
 def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
-    """The tensor descriptor of `x` (rows, columns), for which it must be legal, in blocks of (rows, columns): Triton's,
-    without the dozen checks that making one runs. `layout`: of a block in shared memory, which Gluon's kernels are
-    told."""
+    """Triton's tensor descriptor of `x` (rows, columns), made without its dozen checks; it must be legal.
+
+    `layout`: of a block in shared memory, for Gluon's kernels.
+    """
     if layout is None:
         from triton.tools.tensor_descriptor import TensorDescriptor
     else:
@@ -52,9 +49,10 @@ def descriptor(x: Tensor, block: list[int], layout: Any = None) -> Any:
 
 @functools.cache
 def runs_variant(device: torch.device, arch: str, gluon: str) -> bool:
-    """Whether kernels for GPUs of one architecture run here: on such a GPU; those in Gluon ("module:name" of it, else
-    "") with a Triton that has this name. Elsewhere the kernels of kernels.py do their work. The interpreter runs all
-    but Gluon's."""
+    """Whether the kernels for one architecture run on this device; elsewhere those of kernels.py do their work.
+
+    `gluon`: "module:name" that a Gluon kernel needs of Triton, else "". The interpreter runs all but Gluon's kernels.
+    """
     module, _, path = gluon.partition(":")
     if INTERPRETED or device.type != "cuda":
         return INTERPRETED and not gluon
@@ -71,7 +69,7 @@ def runs_variant(device: torch.device, arch: str, gluon: str) -> bool:
 
 
 def panel(x: Tensor, start: int, rows: int) -> Tensor:
-    """Up to `rows` rows of x from `start` on; x itself if these are all, for a view takes the host up to 13 us."""
+    """Up to `rows` rows of x from `start` on; x itself if these are all: a view takes up to 13 us of host time."""
     return x if start == 0 and rows >= x.shape[0] else x[start : start + rows]
 
 
@@ -83,14 +81,14 @@ def panel_columns(x: Tensor, start: int, count: int) -> Tensor:
 def operands(
     q: Tensor, q_block: list[int], k: Tensor, k_block: list[int], descriptors: bool
 ) -> tuple[Operand, Operand, bool]:
-    """`q` and `k` as kernel operands read in blocks (rows, depth), and whether both go as descriptors."""
+    """`q` and `k` as kernel operands, read in blocks (rows, depth), and whether both are descriptors."""
     if descriptors and descriptor_legal(q) and descriptor_legal(k):
         return Operand(descriptor(q, q_block), q.stride(0), 1), Operand(descriptor(k, k_block), k.stride(0), 1), True
     return Operand(q, q.stride(0), q.stride(1)), Operand(k, k.stride(0), k.stride(1)), False
 
 
 def read_in_place(x: Tensor) -> bool:
-    """Whether a matrix product reads `x` as it is; otherwise torch would copy it, outside the memory plan."""
+    """Whether a matrix product reads `x` in place; else torch would copy it, outside the memory plan."""
     rows, columns = x.shape
     return (x.stride(1) == 1 and x.stride(0) >= max(1, columns)) or (x.stride(0) == 1 and x.stride(1) >= max(1, rows))
 
@@ -100,36 +98,59 @@ def library_legal(x: Tensor) -> bool:
     return x.is_cuda and read_in_place(x)
 
 
-class _Kernel(NamedTuple):
-    """A kernel that was launched before. `compiled`: by what Triton compiles anew for, the compiled kernel, what runs
-    it, and its constants."""
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
-    kernel: Any  # held here, or another one could get its id
+
+@functools.cache
+def strip_blocks(row_blocks: int, key_blocks: int, strips: int, programs: int, longest: int = LONGEST_STRIP) -> int:
+    """Row blocks that one program walks: at most `strips` programs for each block of keys, in few and full rounds.
+
+    A round is `programs` programs: those that run at once, or several times as many in a ring, whose messages occupy
+    SMs. A program takes as long as its row blocks, and about half a block to start and end.
+    """
+    shortest = cdiv(row_blocks, strips)
+    longest = max(shortest, min(row_blocks, longest))
+
+    def cost(strip: int) -> float:
+        return cdiv(key_blocks * cdiv(row_blocks, strip), programs) * (strip + 0.5)
+
+    return min(range(shortest, longest + 1), key=cost)
+
+
+class _Kernel(NamedTuple):
+    kernel: Any  # held, or another kernel could get its id
     arguments: list[str]  # in the kernel's order
     options: list[str]  # constants and launch options
-    compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]]
-    hooks: Any  # Triton's, of a profiler
+    compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]]  # traits -> compiled kernel, its `run`, constants
+    hooks: Any  # Triton's hooks for a profiler
 
 
-_kernels: dict[int, _Kernel] = {}  # by id: a kernel's hash takes long
+_kernels: dict[int, _Kernel] = {}  # by id: hashing a kernel takes long
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
-    """`kernel[grid](**given)` of tensors on the current device, faster from the second time on: small batches wait for
-    the host. Constants have names in capitals; a kernel is launched with the same names each time.
+    """`kernel[grid](**given)` on the current device, faster from the second launch on.
 
-    Triton binds, specialises and looks up anew at every launch; here the compiled kernel is kept for all arguments that
-    it would specialise alike: integers that are 1, divisible by 16 or wider than 32 bits, and type and alignment of
-    pointers (on ROCm also whether 32-bit offsets reach all of it). On the host of an H200 that has waited for its
-    device a launch takes 14 to 40 us; of tensors, and through Triton's hooks, it took 20 to 67.
+    Constants have names in capitals; every launch of a kernel gives the same names. The compiled kernel is kept for all
+    arguments that Triton specialises alike: integers by being 1, divisible by 16 or wider than 32 bits; pointers by
+    dtype and alignment to 16 bytes (on ROCm also by the reach of 32-bit offsets).
+
+    After a wait for the device, a launch takes 14 to 40 us of an H200's host; through Triton's launcher 20 to 67 us.
     """
     if INTERPRETED:
         kernel[grid](**given)
         return
-    known = _kernels.get(id(kernel)) or _first(kernel, given)
+    known = _kernels.get(id(kernel))
+    if known is None:
+        from triton import knobs
+
+        arguments = [name for name in kernel.arg_names if not name.isupper()]
+        options = [name for name in given if name not in arguments]
+        known = _kernels.setdefault(id(kernel), _Kernel(kernel, arguments, options, {}, knobs.runtime))
     device = torch._C._cuda_getDevice()
     traits = [device, *map(given.__getitem__, known.options)]
-    passed = []  # addresses for tensors: a launcher would ask each for it again, and the driver whether it is one
+    passed = []  # addresses of tensors: for a tensor the launcher asks again, and checks with the driver
     for x in map(given.__getitem__, known.arguments):
         kind = type(x)
         if kind is int:
@@ -152,16 +173,8 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
     compiled, run, constants = known.compiled[key]
     size = grid[0], grid[1] if len(grid) > 1 else 1, 1
     enter, leave = known.hooks.launch_enter_hook, known.hooks.launch_exit_hook
-    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # Triton tells a profiler of the launch
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler hears of launches from Triton
         compiled[size](*passed, *constants)
         return
     stream, metadata = torch._C._cuda_getCurrentRawStream(device), compiled.packed_metadata
     run(*size, stream, compiled.function, metadata, None, None, None, *passed, *constants)
-
-
-def _first(kernel: Any, given: dict[str, Any]) -> _Kernel:
-    from triton import knobs
-
-    arguments = [name for name in kernel.arg_names if not name.isupper()]
-    options = [name for name in given if name not in arguments]
-    return _kernels.setdefault(id(kernel), _Kernel(kernel, arguments, options, {}, knobs.runtime))

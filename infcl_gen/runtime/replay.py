@@ -1,13 +1,11 @@
-"""Forward and backward as recorded CUDA graphs, where kernels are shorter than their launches or start late.
+"""Forward and backward as recorded CUDA graphs, for small batches whose steps wait for launches.
 
-The second of two calls alike is recorded, later ones replay it: inputs are copied to where the graph reads them, what
-forward returns to fresh tensors, and gradients are weighted into such, so nothing that a caller holds changes under it.
-A package has one recording per device, and gives it up before another kind of batch runs. Its memory, which is that of
-the plan, is torch's to give to others when that asks the device for more, or when the next recording is made.
+The second of two equal calls is recorded; later ones replay it. Inputs are copied to the graph's tensors, and results
+are written to fresh tensors, so a caller's tensors never change. A package has one recording per device. It gives the
+recording up before another kind of batch runs; torch then reuses the memory when it runs short.
 
-A stash stays in the recording: backward finds that of the last forward there, and has it computed again for an earlier
-one. A call outside that keeps a stash of its own gives the recording up as well, but not in somebody's own graph, which
-would be lost.
+The stash of the last forward stays in the recording; backward of an earlier forward computes it again. An unrecorded
+call with a stash gives the recording up, except while the user captures a graph, which would be lost.
 """
 
 from __future__ import annotations
@@ -27,15 +25,14 @@ from .engine import Gradients
 from .group import find_group
 from .package import Call, Options, Package, Saved
 
-# Equal calls before another recording; it doubles with each, from 1, so that alternating sizes record rarely.
+# Equal calls before another recording, at most. The wait doubles from 1: alternating sizes record rarely.
 LONGEST_WAIT = 64
 
 T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """What a graph depends on: `options` also say whether there are labels. Strides are not in it: the graph reads
-    contiguous copies."""
+    """What a graph depends on. `options` say whether there are labels; strides do not matter: a graph reads copies."""
 
     rows: int
     keys: int
@@ -44,11 +41,11 @@ class Kind(NamedTuple):
 
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
-    """`engine.forward`, recorded where that is planned and possible."""
+    """`engine.forward`, recorded where planned and possible."""
     alone = package.replay and find_group(call.options.group_name) is None
     recorder = _recorder(package, call) if alone else None
-    # Somebody takes care of what is saved for backward: `save_on_cpu` wants the stash itself, and `checkpoint` compares
-    # shapes with those of a call that may not have been recorded.
+    # Hooks on saved tensors: `save_on_cpu` needs the stash itself; `checkpoint` compares shapes between two calls, of
+    # which one may be unrecorded.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     if recorder is None or (hooked and _keeps_tiles(package, call)):
         return unrecorded_forward(package, call, gradients)
@@ -60,7 +57,7 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
 
 
 def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
-    """`engine.forward`. A recording that has a stash is given up for that of this call: the plan has one of them."""
+    """`engine.forward`. A recording with a stash is given up: the plan has memory for one stash."""
     device = call.q.device
     recorder = _recorders.get((package.digest, device.index))
     if recorder is not None and gradients and _keeps_tiles(package, call) and not capturing(device):
@@ -70,7 +67,7 @@ def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Te
 
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
-    """`engine.backward`, recorded if the last forward was recorded for such a batch; that may have been another one."""
+    """`engine.backward`, recorded if the package's recording is of this kind, whichever forward it has run last."""
     if package.replay and not saved.layout.shape[0] and not saved.stash.numel():
         recorder = _recorder(package, call)
         if recorder is not None:
@@ -78,7 +75,7 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gr
                 recording = recorder.found(_kind(call))
                 if recording is not None:
                     return recorder.attempt(lambda: recording.backward(call, saved, upstream))
-        if _keeps_tiles(package, call):  # they went with a recording that was given up
+        if _keeps_tiles(package, call):  # they were lost with a recording
             saved = unrecorded_forward(package, call, 0b1111)[1]
     return engine.backward(package, call, saved, upstream)
 
@@ -86,18 +83,17 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gr
 class _Recording:
     """The graphs of one kind of batch, and the tensors that they read and write."""
 
+    _call: Call  # this and the following are set by the first forward or backward
+    _loss: Tensor
+    _saved: Saved
+    _no_stash: Tensor
+    _sums: tuple[Tensor, Tensor]
+    _handed: Tensor  # the statistics returned to the caller whose batch the graph holds
+
     def __init__(self, package: Package, kind: Kind) -> None:
-        self.kind = kind
-        self._package = package
-        # What the graphs read and write, which is there when they are.
-        self._call: Call
+        self.kind, self._package = kind, package
         self._forward: torch.cuda.CUDAGraph | None = None
-        self._loss: Tensor
-        self._saved: Saved
-        self._no_stash: Tensor
         self._backward: torch.cuda.CUDAGraph | None = None
-        self._sums: tuple[Tensor, Tensor]
-        self._handed: Tensor | None = None  # statistics that came of what the graph's tensors hold now
 
     def forward(self, call: Call) -> tuple[Tensor, Saved]:
         with engine.device_state(self._package, call.q.device, plain_tensors=True):
@@ -111,15 +107,14 @@ class _Recording:
                 )
             self._forward.replay()
             results = [self._loss, *self._saved[:2]]
-            loss, queries, keys = copies = [x.new_empty(x.shape) for x in results]
+            loss, self._handed, keys = copies = [x.new_empty(x.shape) for x in results]
             torch._foreach_copy_(copies, results)
-            self._handed = queries
-            return loss, Saved(queries, keys, self._no_stash, self._saved.layout)
+            return loss, Saved(self._handed, keys, self._no_stash, self._saved.layout)
 
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
         with engine.device_state(self._package, call.q.device, plain_tensors=True):
-            if self._handed is None or saved.query_statistics.data_ptr() != self._handed.data_ptr():
+            if saved.query_statistics.data_ptr() != self._handed.data_ptr():
                 self._load(call)
                 if self._saved.stash.numel():
                     self._forward.replay()
@@ -140,19 +135,16 @@ class _Recording:
 
 
 class _Recorder:
-    """What a package has recorded on one device, and what it has seen lately. `lock` keeps what a call copies, replays
-    and copies back in one piece among threads."""
+    """The recording of a package on one device. A thread holds `lock` from copying inputs to copying results."""
 
     def __init__(self, package: Package) -> None:
-        self.lock = threading.Lock()
+        self.lock, self._package = threading.Lock(), package
         self.recording: _Recording | None = None
-        self._package = package
-        self._kind: Kind | None = None
-        self._equal = 0  # calls alike before this one
-        self._wait = 1
+        self._kind: Kind | None = None  # of the last call
+        self._equal, self._wait = 0, 1  # equal calls before this one, and before the next recording
 
     def next(self, kind: Kind) -> _Recording | None:
-        """The recording for the call of this kind, new where it is time for one; None: not recorded."""
+        """The recording for a call of this kind, a new one if it is time for one, else None."""
         self._equal = self._equal + 1 if kind == self._kind else 0
         self._kind = kind
         self.recording = self.found(kind)
@@ -162,15 +154,14 @@ class _Recorder:
         return self.recording
 
     def found(self, kind: Kind) -> _Recording | None:
-        """The recording, if it is of this kind."""
         return self.recording if self.recording and self.recording.kind == kind else None
 
     def give_up(self) -> None:
-        """No recording, and as many calls alike before the next one as after calls of another kind."""
+        """Drops the recording; the next one waits as after a call of another kind."""
         self.recording, self._kind = None, None
 
     def attempt(self, work: Callable[[], T]) -> T:
-        """Of a recording: without one afterwards if it fails, since its tensors may be of two calls, or missing."""
+        """`work` of the recording, which is given up on errors: its tensors may hold two calls, or be missing."""
         try:
             return work()
         except BaseException:
@@ -179,43 +170,40 @@ class _Recorder:
 
 
 _recorders: dict[tuple[str, int], _Recorder] = {}
-# Recordings of all packages of this process are made one at a time: torch empties no cache while there is one.
+# All packages of the process record one at a time: torch empties no cache during a capture.
 _recording: threading.Lock = vars(torch.cuda).setdefault("_infcl_recording", threading.Lock())
-_streams: dict[int, torch.cuda.Stream] = {}  # by device, to record on: the library keeps a workspace for each
+_streams: dict[int, torch.cuda.Stream] = {}  # one per device to record on: cuBLAS keeps a workspace for each stream
 _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
 
 def _recorder(package: Package, call: Call) -> _Recorder | None:
-    """None where a call cannot be recorded: in somebody's own graph, with labels to look at."""
+    """None where a call cannot be recorded, as with labels that the host reads."""
     device, labels = call.q.device, call.labels
-    if labels is not None and (labels.device != device or call.options.check_ranks == "always"):
-        return None
-    if not _recordable(device):
+    read = labels is not None and (labels.device != device or call.options.check_ranks == "always")
+    if read or not _recordable(device):
         return None
     key = package.digest, device.index
     return _recorders.get(key) or _recorders.setdefault(key, _Recorder(package))
 
 
 def _recordable(device: torch.device) -> bool:
-    """Whether what the device is given can be recorded: its memory must come from torch's cache."""
+    """Whether work on the device can be recorded: torch caches its memory, and the user captures no graph."""
     cached = _clear_workspaces is not None and not _uncached_memory()
     return cached and device.type == "cuda" and not capturing(device)
 
 
-@functools.cache
+@functools.cache  # torch reads it once, too
 def _uncached_memory() -> bool:
-    """As torch looks: once."""
     return any(f"PYTORCH_NO_{name}_MEMORY_CACHING" in os.environ for name in ("CUDA", "HIP"))
 
 
 def _keeps_tiles(package: Package, call: Call) -> bool:
-    """Whether a forward with gradients keeps a stash."""
     shape = package.schedule.stash_shape(call.q.shape[0], call.k.shape[0])
     return bool(shape) and find_group(call.options.group_name) is None
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of a CUDA device is in somebody's graph."""
+    """Whether the current stream of a CUDA device is being captured."""
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
@@ -223,7 +211,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def raw_stream(device: torch.device) -> int:
-    """The handle of the current stream of a CUDA device; an object for it, as torch makes one, takes 20 us."""
+    """The handle of a CUDA device's current stream; torch's object for it takes 20 us."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
@@ -232,16 +220,16 @@ def _kind(call: Call) -> Kind:
 
 
 def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The graph of `work`, which runs once before (kernels compile, libraries start), and its results."""
+    """The graph of `work` and its results. `work` runs once before: kernels compile and libraries start."""
     work()
     device, here, graph = torch.cuda.current_device(), torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream())
     with _recording:
-        # A workspace from outside of the graph's pool might be given back while the graph still uses it.
+        # A workspace from outside the graph's pool might be freed while the graph uses it.
         assert _clear_workspaces is not None
         _clear_workspaces()
-        # While it records torch gives nothing back that it has cached, as the stash of the calls before.
-        with contextlib.suppress(RuntimeError):  # nor while another thread records a graph of its own: without, then
+        # A capture cannot return cached memory, such as the stash of earlier calls, to the device.
+        with contextlib.suppress(RuntimeError):  # another thread is capturing
             torch.cuda.empty_cache()
         stream.wait_stream(here)
         with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""The self-test of a generated package: small batches on one device against the package's own fp64 `reference`."""
+"""The self-test of a generated package: small batches on one device against the package's `reference` in fp64."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .package import Options, Package
 # Queries, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference underflows.
 CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
 BIAS = -0.5
-ROUNDINGS = 4.0  # of a result, in units of its rounding; at most 1.0 was seen
+ROUNDINGS = 4.0  # allowed roundings of a result; at most 1.0 is measured
 TF32_ROUNDOFF = 2.0**-10  # tensor cores cut operands to 10 mantissa bits
-SPLIT_ROUNDOFF = 2.0**-16  # of a product of bf16 halves: each operand cut at 2^-18, and low x low left out
+SPLIT_ROUNDOFF = 2.0**-16  # of a product of bf16 halves: operands are cut at 2^-18, low x low is left out
 
 
 class Results(NamedTuple):
@@ -31,7 +31,7 @@ class Results(NamedTuple):
 
 
 def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..., Any]) -> dict[str, Any]:
-    """The report of `selftest` in api.py, which gives its `loss_and_grads`."""
+    """The report of a package's `selftest`; `loss_and_grads` is that of api.py."""
     cases: list[dict[str, Any]] = []
     repeatable = True
     for rows, keys, scale in CASES:
@@ -58,30 +58,29 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
 
 
 def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
-    """The relative error of an element that a matrix product reads, beyond the rounding of the features."""
+    """Relative error of an operand in a matrix product, beyond the rounding of the features."""
     if dtype == torch.float32 and tf32:
         return TF32_ROUNDOFF
-    if split:
-        return SPLIT_ROUNDOFF
-    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
+    return SPLIT_ROUNDOFF if split else torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
 
 
-def _errors(
-    package: Package, found: Results, q: Tensor, k: Tensor, scale: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Relative norm errors, and the largest allowed: twice what dense torch loses in the statistics' dtype, a few
-    roundings of the result, and the rounding of the products in the logits, whose terms are about scale / sqrt(D)."""
+def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float) -> tuple[dict[str, float], ...]:
+    """Relative norm errors of the `Results`, and the largest allowed ones.
+
+    Allowed are twice the error of dense torch in the statistics dtype, ROUNDINGS of the result, and the rounding of
+    the products in the logits, whose terms are about scale / sqrt(D).
+    """
     exact = _dense(package, q, k, scale, torch.float64)
     plain = _dense(package, q, k, scale, package.schedule.STATISTICS_DTYPE)
     product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
     errors, allowed = {}, {}
     for name, truth in exact._asdict().items():
-        if name == "dscale":  # a sum of terms of either sign: relative to the sum of their sizes
+        if name == "dscale":  # terms of either sign: relative to the sum of their absolute values
             size = float((q.double() * exact.dq).abs().sum()) / scale
         else:
             size = 0.0 if name == "dbias" else float(torch.linalg.vector_norm(truth))
-        size = size or 1.0  # of one pair alone all gradients are 0
-        # g is rounded to the features' dtype; the loss and the bias's gradient stay in the statistics'
+        size = size or 1.0  # one pair has no gradients
+        # g is rounded to the features' dtype; the loss and dbias stay in the statistics dtype.
         rounded = 0.0 if name in ("loss", "dbias") else torch.finfo(package.dtype).eps
         rounding = ROUNDINGS * max(rounded, product) + scale / math.sqrt(package.dim) * product
         errors[name] = _distance(getattr(found, name), truth) / size
@@ -90,7 +89,7 @@ def _errors(
 
 
 def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Results:
-    """What the dense reference gives in `dtype`; the gradient of what a loss does not use is 0."""
+    """The results of the package's `reference` in `dtype`; unused inputs have gradient 0."""
     numbers = (torch.tensor(number, dtype=dtype, device=q.device) for number in (scale, BIAS))
     leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
     loss = package.loss.reference(*leaves, dtype=dtype)

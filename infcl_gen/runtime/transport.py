@@ -1,7 +1,7 @@
-"""The table of communication, executed: where tensors are that travel, when messages start, and who waits for them.
+"""The table of communication, executed: where travelling tensors are, when messages start, and what waits for them.
 
-All that is sent and received is in this file. On CUDA the host waits for no message: they run on the backend's stream,
-behind what they depend on, and the current stream waits for them where the table says so.
+On CUDA the host waits for no message: messages run on the backend's stream, behind the work that they depend on, and
+the current stream waits for them where the table says so.
 """
 
 from __future__ import annotations
@@ -17,67 +17,58 @@ from .launch import panel, panel_columns
 from .table import HERE, KEPT, OWN, RECEIVED, Place, Step, Table, Transfer
 
 T = TypeVar("T")
-_Ends = tuple[set[str], list[Message], list[Message]]  # a batch on this rank: roles, what it sends and receives
-_streams: dict[int, torch.cuda.Stream] = {}  # by device: what messages are started on
+_Agree = Callable[[], None]
+_Ends = tuple[set[str], list[Message], list[Message]]  # a batch on this rank: roles, sends and receives
+_streams: dict[int, torch.cuda.Stream] = {}  # by device: where messages are started
 
 
 class Tensors(NamedTuple):
-    """What a trip is given, by the names of the table.
+    """The tensors of a trip, by their names in the table.
 
-    own     of this rank's keys
-    kept    what forward leaves for backward. Of a ring, the keys that forward ends with: as many as the largest shard
-            has. Of a gather, those of all ranks, in rank order; also where sums go that everybody gets
-    dtypes  torch's dtypes of "features" and "statistics"
-    add_up  add_up(parts, total): writes to `total`, of all keys, what `parts` (ranks, ...) holds of each rank with
-            queries, added up in this order
+    kept    left by forward for backward. Ring: of the last keys of forward, as long as the largest shard. Gather: of
+            the keys of all ranks, in rank order; sums that all ranks get are written there
+    dtypes  of "features" and "statistics"
+    add_up  add_up(parts, total): writes the sum of `parts` (ranks with queries, ...), in this order, to `total`
     """
 
-    own: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]  # of this rank's keys
     kept: Mapping[str, Tensor]
     dtypes: Mapping[str, torch.dtype]
     add_up: Callable[[Tensor, Tensor], None] | None = None
 
 
 class Trip:
-    """One phase of the table, on this rank. Iterating yields the ranks whose keys are worked on, in the table's order.
+    """One phase of the table on this rank. Iterating yields the owners of visiting keys; the loop's body works on them.
 
-    The work goes into the loop's body. It reads `trip[name]` of the unchanged tensors and adds to that of the summed
-    ones, after `arrive()`: of the visited rank, as many keys as it has. Messages start when the work calls `arrive`
-    (where the host computes: before the work), and wait for the work of earlier steps only. Afterwards `home(name)` are
-    the sums for the own keys, with the contributions of all ranks.
+    The work reads unchanged tensors as `trip[name]` and, after `arrive()`, adds to summed tensors. `arrive` starts the
+    step's messages, behind the work of earlier steps only; on a CPU they start before the work. After the loop
+    `home(name)` holds the sums of all ranks for this rank's keys.
 
-    `agree` is called once, before anything is sent. Where a transfer fails RuntimeError names phase, hop and peers.
+    `agree` is called once, before anything is sent. A failed transfer raises RuntimeError with phase, hop and peers.
     """
 
     def __init__(
-        self,
-        group: Group,
-        table: Table,
-        phase: str,
-        layout: Layout,
-        tensors: Tensors,
-        agree: Callable[[], None] | None = None,
+        self, group: Group, table: Table, phase: str, layout: Layout, tensors: Tensors, agree: _Agree | None = None
     ) -> None:
         self._group, self._table, self._phase, self._layout, self._agree = group, table, phase, layout, agree
         kind: type[_Shards | _Slots] = _Shards if table.transport == "gather" else _Slots
         self._rooms = kind(table, phase, layout, tensors)
         self._device = next(iter(tensors.own.values())).device
         self._step, self._hop, self._owner = Step(None), -1, layout.rank
-        self.fresh = True  # whether nothing was added to the visited rank's sums: work may replace what they hold
-        self._pending: tuple[int, list[_Ends], Moment] | None = None  # messages of this step that have not started
-        self._under_way: dict[tuple[int, str], Batch] = {}  # by the step that has started it, and the role
+        self.fresh = True  # nothing was added to this step's sums: work may overwrite them
+        self._pending: tuple[int, list[_Ends], Moment] | None = None  # messages of this step, not started
+        self._under_way: dict[tuple[int, str], Batch] = {}  # by the step that has started them, and the role
 
     def __iter__(self) -> Iterator[int]:
         for number, step in enumerate(self._table.steps(self._phase)):
             self._step, self.fresh = step, step.fresh
             for name, source, target in step.copies:
-                given = self._rooms.of(name, source, self._owner)
-                self._rooms.of(name, target, self._owner).copy_(given)
+                self._rooms.of(name, target, self._owner).copy_(self._rooms.of(name, source, self._owner))
             self._wait(step.unchanged_from, "unchanged")
             if step.owner is not None:
                 self._hop, self._owner = self._hop + 1, self._table.rank(self._layout.rank, step.owner)
             if step.sends:
-                # Buffers first: what is launched to make them is not launched beside the work.
+                # Buffers first: the launches that make them must not run beside the work.
                 self._pending = number, list(self._ends(step)), Moment(self._device, self._group.overlaps)
                 if step.owner is None or self._device.type != "cuda":
                     self._start()
@@ -92,17 +83,15 @@ class Trip:
         return self._rooms.of(name, self._step.sums if summed else self._step.unchanged, self._owner)
 
     def arrive(self) -> None:
-        """Starts this step's messages, behind the work of earlier steps; then waits for the sums. Does so once."""
+        """Starts this step's messages, then waits for its sums; further calls do nothing."""
         self._start()
         self._wait(self._step.sums_from, "summed")
 
     def home(self, name: str) -> Tensor:
-        """The sums for this rank's keys, when all have been worked on."""
         self._wait(self._step.sums_from, "summed")
         return self._rooms.home(name, self._step.sums)
 
     def _start(self) -> None:
-        """Starts this step's messages if they have not started: behind `_pending`, and not behind the work since."""
         if self._pending is None:
             return
         (number, batches, moment), self._pending = self._pending, None
@@ -117,27 +106,25 @@ class Trip:
                 self._under_way |= {(number, role): batch for role in roles}
 
     def _ends(self, step: Step) -> Iterator[_Ends]:
-        """This rank's ends of a step's batches, by the roles of what travels."""
         for batch in self._table.batches(self._phase, step, self._rooms.size):
             ends = [self._rooms.ends(sent) for sent in batch]
             sends, receives = ([message for message in some if message is not None] for some in zip(*ends, strict=True))
             yield {self._table.role(sent.name, self._phase) for sent in batch}, sends, receives
 
     def _wait(self, number: int, role: str) -> None:
-        """For what step `number` has started in this role."""
         batch = self._under_way.pop((number, role), None)
         if batch is not None:
             batch.wait()
 
 
 class _Rooms:
-    """Where the tensors of a trip are. Of each kind:
+    """The buffers of a trip. Subclasses have:
 
-    of       what is in a place of the owner's keys, as many as it has
+    of       the tensor of the owner's keys in a place
     size     bytes of a transfer
-    ends     what is sent, and received; None: nothing
-    home     the finished sums of the own keys, at the end in this place
-    release  gives up everything but the finished sums, which are, or will be, in this place: memory for the results
+    ends     the message that is sent, and the one received; None for nothing
+    home     the finished sums of the own keys, from this place
+    release  frees all but the finished sums in this place: memory for the results
     """
 
     def __init__(self, table: Table, phase: str, layout: Layout, tensors: Tensors) -> None:
@@ -146,7 +133,6 @@ class _Rooms:
         self._tags = {name: tag for tag, name in enumerate(self._items)}
 
     def _new(self, name: str, keys: int, ranks: int | None = None, zero: bool = False) -> Tensor:
-        """Room for so many keys, from each of so many ranks."""
         item, like = self._items[name], next(iter(self._tensors.own.values()))
         each = (item.columns, keys) if item.across else (keys, item.columns)
         shape = each if ranks is None else (ranks, *each)
@@ -158,12 +144,11 @@ class _Rooms:
         return found
 
     def _first(self, name: str, x: Tensor, keys: int) -> Tensor:
-        """The part of the first keys."""
         return panel_columns(x, 0, keys) if self._items[name].across else panel(x, 0, keys)
 
 
 class _Slots(_Rooms):
-    """Of a ring: buffers for the largest shard, used by turns."""
+    """A ring's buffers for the largest shard, used by turns."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -190,29 +175,30 @@ class _Slots(_Rooms):
         self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] == place}
 
     def _slot(self, name: str, place: Place, whole: bool = False) -> Tensor:
-        """`whole`: as it is sent, in one piece."""
+        """`whole`: contiguous, to be sent."""
         slot = self._slots.get((name, place))
-        if slot is None:
-            if place == OWN:
-                slot = self._tensors.own[name]
-            elif place == KEPT:
-                slot = self._tensors.kept.get(name)  # backward does not read all that forward ends with
-        if slot is None:  # a rank without queries adds nothing to what the first work would replace
+        if slot is None and place == OWN:
+            slot = self._tensors.own[name]
+        elif slot is None and place == KEPT:
+            slot = self._tensors.kept.get(name)  # None where backward does not read it
+        if slot is None:  # zero on a rank without queries, whose first work does not overwrite it
             slot = self._new(name, self._largest, zero=not self._layout.rows[self._layout.rank])
         self._slots[name, place] = slot.contiguous() if whole else slot
         return self._slots[name, place]
 
 
 class _Shards(_Rooms):
-    """Of a gather: the tensors of all ranks' keys, of which each has as many as its owner has keys. A message goes only
-    where one end has queries and the other keys; sums of all keys, to whom has queries or keys."""
+    """A gather's tensors of all ranks' keys.
+
+    A message needs queries at one end and keys at the other. Sums of all keys go to every rank with queries or keys.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         rows, keys, here = self._layout.rows, self._layout.keys, self._layout.rank
         self._workers = [rank for rank, count in enumerate(rows) if count]
-        self._guests = [rank for rank in self._workers if keys[here] and rank != here]  # add to the own sums
-        # Whose sums of all keys everybody gets.
+        self._guests = [rank for rank in self._workers if keys[here] and rank != here]  # send sums for the own keys
+        # The sums that all ranks get, of all keys.
         self._shared = {sent.name for sent in self._table.steps(self._phase)[-1].sends if sent.of is None}
         self._read, self._sums = dict[str, Sequence[Tensor]](), dict[str, Sequence[Tensor]]()
         self._received: dict[str, Tensor] = {}
@@ -224,7 +210,7 @@ class _Shards(_Rooms):
         return (self._own_sums(name) if role == "summed" else self._all(name))[owner]
 
     def size(self, name: str) -> int:
-        return 0  # of one kind in each batch
+        return 0  # no batch mixes sums and unchanged tensors
 
     def ends(self, sent: Transfer) -> tuple[Message | None, Message | None]:
         here, tag = self._layout.rank, self._tags[sent.name]
@@ -245,7 +231,7 @@ class _Shards(_Rooms):
             self._sums.pop(name, None)
             return self._all(name)[here]
         own = self._own_sums(name)[here]
-        del self._sums[name]  # the memory of what was sent is for the results
+        del self._sums[name]  # sums that were sent leave their memory to the results
         for part in () if received is None else received:
             own.add_(part)
         return own
@@ -257,7 +243,6 @@ class _Shards(_Rooms):
         return bool(self._layout.rows[rank] or self._layout.keys[rank])
 
     def _is_sent(self, sent: Transfer, sender: int) -> bool:
-        """Whether there is anything in what this rank sends."""
         rows, receiver = self._layout.rows, self._table.rank(sender, sent.to)
         if sent.of is None:
             return bool(rows[sender]) and self._is_concerned(receiver)
@@ -265,7 +250,7 @@ class _Shards(_Rooms):
         return bool(rows[worker] and self._layout.keys[owner])
 
     def _buffer(self, sent: Transfer, sender: int, receives: bool) -> Tensor:
-        """What a rank has sent, or where it is received."""
+        """The buffer that a rank sends, or in which its message is received."""
         name, owner = sent.name, self._table.rank(sender, sent.of or HERE)
         if sent.target != RECEIVED:
             return self._all(name)[owner]
@@ -274,28 +259,27 @@ class _Shards(_Rooms):
         return self._parts(name)[(self._workers if name in self._shared else self._guests).index(sender)]
 
     def _all(self, name: str) -> Sequence[Tensor]:
-        """What is read of each owner."""
+        """The unchanged tensor of each owner's keys."""
         if name not in self._read:
             self._read[name] = self._split(name, self._tensors.kept[name])
         return self._read[name]
 
     def _own_sums(self, name: str) -> Sequence[Tensor]:
-        """What this rank has added for each owner."""
+        """This rank's sums for each owner's keys."""
         if name not in self._sums:
             layout, here = self._layout, self._layout.rank
             if name in self._shared:
                 added = self._parts(name)[self._workers.index(here)] if layout.rows[here] else self._new(name, 0)
                 self._sums[name] = self._split(name, added)
-            else:  # apart: the own ones stay when those of others have been sent
+            else:  # the own sums are apart: they outlive those that are sent
                 own = self._new(name, layout.keys[here], zero=not layout.rows[here])
                 counts = [count if layout.rows[here] and rank != here else 0 for rank, count in enumerate(layout.keys)]
-                shards = list(self._new(name, sum(counts)).split(counts))
-                shards[here] = own
-                self._sums[name] = shards
+                shards = self._new(name, sum(counts)).split(counts)
+                self._sums[name] = (*shards[:here], own, *shards[here + 1 :])
         return self._sums[name]
 
     def _parts(self, name: str) -> Tensor:
-        """Room for the sums of each rank that has added: where they are shared of all keys, else of the own ones."""
+        """Room for the sums of each contributing rank: of all keys if all ranks get them, else of the own keys."""
         if name not in self._received:
             keys, ranks = self._layout.keys[self._layout.rank], self._guests
             if name in self._shared:
@@ -304,7 +288,7 @@ class _Shards(_Rooms):
         return self._received[name]
 
     def _split(self, name: str, x: Tensor) -> Sequence[Tensor]:
-        """The part of each rank's keys, all at once: a view takes the host up to 13 us."""
+        """The part of each rank's keys, by one `split`: a single view takes up to 13 us of the host."""
         axis = 1 if self._items[name].across else 0
         keys = self._layout.keys if x.shape[axis] else [0] * len(self._layout.keys)
         shards: tuple[Tensor, ...] = x.split((*keys, x.shape[axis] - sum(keys)), axis)
@@ -312,8 +296,10 @@ class _Shards(_Rooms):
 
 
 class Batch:
-    """Messages that travel together, from now on. Errors, here and at `wait`, begin with `what` and name the peers: the
-    very one where the backend tells messages apart (gloo)."""
+    """Messages that travel together, started here.
+
+    Errors begin with `what` and name the peers; only the failing peer where the backend tells messages apart (gloo).
+    """
 
     def __init__(self, group: Group, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self._start = f"{what}: rank {group.rank} failed"
@@ -323,12 +309,12 @@ class Batch:
         self._works = self._named(lambda: group.post(sends, receives), self._ends) if self._ends else []
 
     def wait(self) -> None:
-        """Until all of them have arrived: on CUDA the current stream waits, and not the host."""
+        """Waits for all messages: on CUDA the current stream waits, not the host."""
         works, self._works = self._works, []
         apart = len(works) == len(self._ends)
         for work, end in zip(works, self._ends, strict=False):
             self._named(work.wait, [end] if apart else self._ends)
-        self._buffers = []  # they were busy
+        self._buffers = []
 
     def _named(self, step: Callable[[], T], ends: Sequence[str]) -> T:
         try:
@@ -338,22 +324,20 @@ class Batch:
 
 
 class Moment:
-    """A context in which transfers wait for what the device has been given up to now, and not for what comes later;
-    unless `beside` the work, for both."""
+    """A context in which messages wait for the work launched before its making; unless `beside`, for later work too."""
 
-    def __init__(self, device: torch.device, beside: bool = True) -> None:
-        self._device = device if device.type == "cuda" and beside else None
-        if self._device is not None:
-            self._stream = torch.cuda.current_stream(device)
+    def __init__(self, device: torch.device, beside: bool) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" and beside else None
+        if self._stream is not None:
             self._event = self._stream.record_event()
 
     def __enter__(self) -> None:
-        if self._device is not None:
+        if self._stream is not None:
             index = self._stream.device.index
-            stream = _streams.get(index) or _streams.setdefault(index, torch.cuda.Stream(self._device))
+            stream = _streams.get(index) or _streams.setdefault(index, torch.cuda.Stream(index))
             stream.wait_event(self._event)
-            torch.cuda.set_stream(stream)  # torch.cuda.stream takes the host 40 us to look at devices first
+            torch.cuda.set_stream(stream)  # `torch.cuda.stream` takes 40 us more of the host
 
     def __exit__(self, *_: object) -> None:
-        if self._device is not None:
+        if self._stream is not None:
             torch.cuda.set_stream(self._stream)

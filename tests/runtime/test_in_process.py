@@ -698,7 +698,7 @@ MORE_BUGS = {
     ),
     "a buffer is used before its message has arrived": Bug((KEYS_ARE_THERE,), rows=(40, 40)),
     "keys stay on their side when they change the node": Bug(
-        ((TABLE, "+ [(1, 1)]", "+ [(1, 0)]"),), rows=(5, 0, 9, 1, 2, 3), nodes=2
+        ((TABLE, "turn[-1] = (1, 1)", "turn[-1] = (1, 0)"),), rows=(5, 0, 9, 1, 2, 3), nodes=2
     ),
     "keys are not where backward begins": Bug(
         ((TABLE, "Step(None, sends=away, ", "Step(None, "),), rows=(5, 2, 9), keeps=False

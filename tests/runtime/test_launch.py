@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from infcl_gen.runtime import launch
-from infcl_gen.runtime.launch import descriptor, descriptor_legal, library_legal, operands
-from infcl_gen.runtime.strips import strip_blocks
+from infcl_gen.runtime.launch import descriptor, descriptor_legal, library_legal, operands, strip_blocks
 
 pytest.importorskip("triton")
 

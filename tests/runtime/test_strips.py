@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infcl_gen.runtime.strips import LONGEST_STRIP, cdiv, strip_blocks
+from infcl_gen.runtime.launch import LONGEST_STRIP, cdiv, strip_blocks
 
 counts = st.integers(1, 300)
 

@@ -1,8 +1,7 @@
-"""The loss and autograd: two opaque operators per package, the whole forward and the whole backward over all hops.
+"""The loss under autograd: two opaque operators per package, the whole forward and the whole backward.
 
-Opaque, so that torch.compile neither looks inside nor reorders hops; functional, so that it may trace around them. The
-namespace comes from the package's digest: importing the same package twice finds the operators of the first import.
-Outside of tracing `differentiable` does the same by an autograd function, without the dispatcher's 0.3 ms a call.
+torch.compile traces around the operators and cannot reorder hops inside them. The package's digest names them: a second
+import finds the operators of the first. Outside of traces an autograd function saves the dispatcher's 0.3 ms per call.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from . import agreement, engine, replay
 from .group import find_group
 from .package import Call, Options, Package, Saved
 
-# Schemas of the operators: the fields of Call, Options (what else there is follows from the features' dtype) and Saved.
+# Schemas of the operators: the fields of Call, of Options but `unrounded`, which follows from dtypes, and of Saved.
 _CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels"
 _OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
 _SAVED = "Tensor query_statistics, Tensor key_statistics, Tensor stash, Tensor layout"
@@ -26,12 +25,11 @@ _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
 _BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
 
-_libraries: list[torch.library.Library] = []  # operators live as long as theirs
+_libraries: list[torch.library.Library] = []  # keeps the operators registered
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of plain tensors, differentiable in q, k, scale and bias, once. Inputs: a `Call`'s, the package, and
-    bits of the gradients wanted. It says what to do instead of what it cannot."""
+    """The loss, differentiable once in q, k, scale and bias. Inputs: a `Call`'s, the package, the bits of gradients."""
 
     @staticmethod
     def vmap(*_: object) -> Any:
@@ -43,7 +41,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        # With `ctx` here, and no setup_context, torch does not look up this signature at each call: 65 us of the host.
+        # With setup_context torch would inspect this signature at each call: 65 us of host time.
         package, gradients = inputs[6:]
         loss, saved = replay.forward(package, Call(*inputs[:6]).cast(package), gradients)
         ctx.set_materialize_grads(False)
@@ -63,13 +61,12 @@ class _Loss(torch.autograd.Function):
 
 
 def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """A gradient for each input that needs one."""
     needed = ctx.needs_input_grad
     return (*[g if need else None for g, need in zip(gradients, needed, strict=False)], *[None] * (len(needed) - 4))
 
 
 class _TransformedLoss(_Loss):
-    """The same under torch.func, which asks for a forward without `ctx`."""
+    """The same for torch.func, which requires a forward without `ctx`."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -86,7 +83,7 @@ class _TransformedLoss(_Loss):
 
 
 class _Gradients(_TransformedLoss):
-    """The gradients of the loss, which have none of their own. Inputs: upstream, a `Call`'s, the package, `Saved`."""
+    """The gradients of the loss, not differentiable. Inputs: upstream, a `Call`'s, the package, `Saved`."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -107,8 +104,7 @@ def _twice(name: str) -> RuntimeError:
 
 
 def differentiable(package: Package, call: Call) -> Tensor:
-    """The loss of an accepted call. Features of another dtype than the package's are cast, and have their gradients in
-    their own, not rounded to the package's in between."""
+    """The loss of an accepted call. Features are cast to the package's dtype; gradients have the features' dtype."""
     gradients = 0
     if torch.is_grad_enabled():
         for bit, tensor in enumerate(call[:4]):
@@ -118,7 +114,7 @@ def differentiable(package: Package, call: Call) -> Tensor:
         loss = package.operators.forward(*call[:5], *call.options[:5], gradients)[0]
     elif torch._C._are_functorch_transforms_active():
         loss = _TransformedLoss.apply(*call, package, gradients)[0]
-    elif gradients or forward_ad._current_level >= 0:  # the function refuses forward-mode derivatives
+    elif gradients or forward_ad._current_level >= 0:  # `_Loss` refuses forward-mode derivatives
         loss = _Loss.apply(*call, package, gradients)
     else:
         loss = replay.forward(package, call.cast(package), gradients)[0]
@@ -126,25 +122,22 @@ def differentiable(package: Package, call: Call) -> Tensor:
 
 
 def traced(*tensors: Tensor) -> bool:
-    """Whether somebody records operators, or the tensors stand for others: then only an operator is right."""
+    """Whether operators are recorded, or a tensor is of a subclass: only the opaque operator is then right."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or is_in_torch_dispatch_mode():
         return True
     return not all([type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors])
 
 
 def register(package: Package) -> Any:
-    """The operators of a package, with arguments as in the schemas above, registered at its first import. `forward` is
-    differentiable in q, k, scale and bias, once. `refuse` raises, when a graph runs, what was wrong with the arguments
-    at its tracing."""
-    namespace = f"infcl_{package.digest[:16]}"
+    """The operators of a package, registered at its first import, with the schemas above.
+
+    `forward` is differentiable once in q, k, scale and bias. `refuse` raises, when a graph runs, the error that its
+    trace has found in the arguments.
+    """
+    namespace, statistics = f"infcl_{package.digest[:16]}", package.schedule.STATISTICS_DTYPE
     operators = getattr(torch.ops, namespace)
-    if not hasattr(operators, "forward"):
-        _define(package, namespace)
-    return operators
-
-
-def _define(package: Package, namespace: str) -> None:
-    statistics = package.schedule.STATISTICS_DTYPE
+    if hasattr(operators, "forward"):
+        return operators
 
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         call = Call(*(*inputs[:5], Options(*inputs[5:10])))
@@ -165,7 +158,7 @@ def _define(package: Package, namespace: str) -> None:
         return (q.new_empty((), dtype=statistics), *saved)
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:
-        scalars = (q.new_empty((), dtype=statistics), q.new_empty((), dtype=statistics))
+        scalars = (q.new_empty((), dtype=statistics) for _ in range(2))
         return (q.new_empty(q.shape), k.new_empty(k.shape), *scalars)
 
     def refuse_arguments(error: str, message: str, group_name: str) -> Tensor:
@@ -173,7 +166,7 @@ def _define(package: Package, namespace: str) -> None:
         agreement.announce_rejection(package, Call(*unknown))
         raise {"TypeError": TypeError, "ValueError": ValueError}[error](message)
 
-    # By hand: `torch.library.custom_op` checks every result for aliases, which takes 1.4 ms a call in torch 2.11.
+    # Not `torch.library.custom_op`: it checks every result for aliases, 1.4 ms per call in torch 2.11.
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries.append(library)
     for name, schema, implementation, shapes in (
@@ -184,13 +177,12 @@ def _define(package: Package, namespace: str) -> None:
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", shapes, lib=library)
-    operators = getattr(torch.ops, namespace)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _TransformedLoss.setup_context(ctx, (*inputs[:5], inputs[5:10], package), output)
 
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # torch's own error for a second backward without retain_graph
+        tensors = ctx.saved_tensors  # first: raises torch's own error for a second backward without retain_graph
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
         return _wanted(ctx, operators.backward(upstream, *tensors, *ctx.options))
@@ -200,3 +192,4 @@ def _define(package: Package, namespace: str) -> None:
 
     torch.library.register_autograd(f"{namespace}::forward", differentiate, setup_context=save, lib=library)
     torch.library.register_autograd(f"{namespace}::backward", refuse, lib=library)
+    return operators

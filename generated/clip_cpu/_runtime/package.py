@@ -1,5 +1,4 @@
-"""What a generated package is to the runtime, what a call is given, what backward needs of forward, and what the device
-sweep is given."""
+"""The records that the runtime passes around: the package, a call, what forward saves, and a block of the sweep."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from .table import Table
 
 @dataclass(frozen=True)
 class Package:
-    """One generated package: what it was made for, its derived mathematics and its device sweep."""
+    """One generated package: its problem and plan, its loss.py and its device sweep (schedule.py)."""
 
     name: str
     digest: str
@@ -25,37 +24,33 @@ class Package:
     dim: int
     batch_size: int
     key_count: int
-    table: Table  # of what as many ranks as planned send to each other
+    table: Table  # of communication, for the planned number of ranks
     rows_per_rank: int
     keys_per_rank: int
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
     replay: bool  # recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
-    labelled: bool  # a query's positive is what a label says, and not the key of its row
+    labelled: bool  # labels may name the positives
     split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
     loss: Any
     schedule: Any
-    operators: Any = None  # of `ops.register`, which are made of the rest
+    operators: Any = None  # of `ops.register`
 
 
 class Options(NamedTuple):
-    """How a call wants its result: `grad_sync` "mean" or "sum" (docstring of engine.py); `reduction` "mean" or "sum"
-    (times M); `check_ranks` "first", "always" or "never" (`contrastive_loss`); `labelling`: a query's positive is the
-    key of its global row ("none"), of its row of this rank ("own"), or what a tensor of labels says ("given");
-    `unrounded`: dq and dk in the statistics dtype, as they are accumulated, for features that were wider before
-    autocast."""
+    """The options of a call; the first four are those of `contrastive_loss`."""
 
     group_name: str = ""
     grad_sync: str = "mean"
     reduction: str = "mean"
     check_ranks: str = "first"
-    labelling: str = "none"
-    unrounded: bool = False
+    labelling: str = "none"  # a query's positive: "none" its global row, "own" its row on this rank, "given" by labels
+    unrounded: bool = False  # dq and dk stay in the statistics dtype, for features wider than the package's dtype
 
 
 class Call(NamedTuple):
-    """What a call is given on this rank. At first whatever the user has passed; `api.accepted` makes it what follows.
+    """A call on this rank: at first what the user has passed, after `api.accepted` as follows.
 
     q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`
     scale, bias          0-dim, in the statistics dtype, on that device
@@ -70,8 +65,7 @@ class Call(NamedTuple):
     options: Options = Options()
 
     def cast(self, package: Package) -> Call:
-        """The call with features in the package's dtype. Gradients of features that were wider are not rounded to it.
-        By `to` also where they have that dtype: it undoes what torch.func may have left wrapped."""
+        """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped."""
         q, k, scale, bias, labels, options = self
         dtype = package.dtype
         if not q.dtype == k.dtype == dtype:
@@ -80,15 +74,15 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward needs of forward, besides the inputs.
+    """What forward saves for backward, besides the inputs.
 
-    query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa; z of the positive and what else is kept of it
-    key_statistics    (2, n) of this rank's keys, (2, 0) if the loss has none; where gradients are wanted, of a gather
-                      (2, planned keys): those of all ranks come first; of a ring those of `stash` follow
-    stash             what the sweep keeps of the tile matrix; of a gather the keys of all ranks, of a ring those that
-                      visit last; (0,) if nothing, or if it stayed in a recording (replay.py)
-    layout            int64 (W, 3) on the host: rows and keys of each rank and the number of the call, by which backward
-                      is compared; for a group of one (0, 3), on the device
+    query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it
+    key_statistics    (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather (2, planned
+                      keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
+    stash             one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for
+                      none, or if it stays in a recording (replay.py)
+    layout            int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3),
+                      on that device
     """
 
     query_statistics: Tensor
@@ -98,14 +92,14 @@ class Saved(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Queries and keys that the device sweep brings together, and what belongs to them.
+    """Queries and keys for the device sweep.
 
-    q (m, D), k (n, D)  features, any strides; m and n are at least 1 in a sweep
+    q (m, D), k (n, D)  features, any strides; m and n are at least 1
     scale, bias         0-dim, in the statistics dtype
-    positives           global key index of each query's positive, int64 (m,); or of row 0's, and row i's is i further
+    positives           global key index of each query's positive: int64 (m,), or that of row 0, counted up by row
     first_key           global index of k's first row
-    queries, keys       statistics (m,) and (n,), merged in place; None for keys that have none
-    positive            (POSITIVE_PARTS, m): what is kept of each query's positive
+    queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none for keys
+    positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts
     """
 
     q: Tensor
@@ -119,7 +113,7 @@ class Block(NamedTuple):
     positive: Tensor
 
     def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
-        """Up to `rows` queries from `row0` on and up to `keys` keys from `key0` on: itself, if these are all."""
+        """Up to `rows` queries from `row0` on, and up to `keys` keys from `key0` on; itself if these are all."""
         q, k = panel(self.q, row0, rows), panel(self.k, key0, keys)
         if q is self.q and k is self.k:
             return self

@@ -1,19 +1,16 @@
 """The communication of a training step as a table: at each step who works on whose keys, and what travels meanwhile.
 
-Pure data, and the same for every rank: another rank is named by how far it is, (nodes on, devices on), modulo both.
-Ranks stand in node order, rank = node * devices_per_node + device. The runtime executes this table, the cost model
-prices it, the timeline simulates it and verification walks it.
+Pure data, the same for every rank: a rank names another by its distance (nodes on, devices on), modulo both, with
+rank = node * devices_per_node + device. The runtime executes the table; the planner prices, simulates and explains it.
 
-Queries stay; what belongs to keys travels. A loss declares it as `Travelling` tensors: some are only read by the work
-on these keys ("unchanged"), to others that work adds ("summed").
+Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" tensors, and adds to "summed" ones.
 
-    ring      Keys go round. At each step a rank works on visiting keys, while those of the next step are on their way.
-              Sums follow one step later, and are home after W steps. Backward is the same way back: it begins with the
-              keys that forward has ended with (kept, or sent there once more), and the own keys, which come last, do
-              not travel. A ring over several nodes moves devices - 1 times inside the nodes, then everybody sends to
-              the next node at once: one step of as many as a node has devices crosses the network.
-    gather    Everybody sends the own keys to everybody, beside the work on them. Sums go to their owner, or, where
-              backward reads them, to everybody. Backward works on the own keys last, while sums for others go home.
+    ring      Each step works on visiting keys while the keys of the next step travel. Sums follow one step later, and
+              are home after W steps. Backward goes back: it begins with the last keys of forward (kept, or sent once
+              more) and ends with the own keys, which do not travel. Over several nodes, devices - 1 moves stay inside
+              the nodes; then all ranks send to the next node at once.
+    gather    Each rank sends its keys to all others, beside the work on them. Sums go to their owner, or to all ranks
+              if backward reads them. Backward works on the own keys last, while sums for others go home.
     none      One device.
 """
 
@@ -28,30 +25,25 @@ from typing import Any, NamedTuple
 Move = tuple[int, int]  # (nodes on, devices on)
 HERE: Move = (0, 0)
 
-# A batch of messages takes 0.1 ms of an H200's host and 0.08 ms to start, in which a link carries 60 MB. Sums do not
-# wait for larger tensors than this, but travel in a batch of their own.
+# A batch of messages takes 0.1 ms of an H200's host and 0.08 ms to start, in which a link carries 60 MB. Beside more
+# bytes than this, sums travel in a batch of their own.
 TOGETHER_BYTES = 64 << 20
 
-# Where a tensor is. A number: a buffer for the largest shard, one of those that are used by turns.
-Place = int | str
-OWN = "own"  # of this rank's keys, as many as it has
-KEPT = "kept"  # what forward leaves for backward: the keys that it ends with
-ALL = "all"  # the owner's part of what is of all ranks' keys
-RECEIVED = "received"  # one buffer for each sender
+Place = int | str  # where a tensor is; a number: one of the buffers used by turns, as long as the largest shard
+OWN = "own"  # of this rank's keys
+KEPT = "kept"  # left by forward for backward: the keys that it ends with
+ALL = "all"  # the owner's part of a tensor of all ranks' keys
+RECEIVED = "received"  # one buffer per sender
 
 
 @dataclasses.dataclass(frozen=True)
 class Travelling:
-    """A tensor with `columns` numbers for each key: (keys, columns), or (columns, keys) if it lies `across`.
-
-    dtype              "features", "statistics", or a dtype of torch by name
-    forward, backward  "unchanged": work on the keys reads it; "summed": adds to it; "absent"
-    """
+    """A tensor with `columns` numbers for each key: (keys, columns), or (columns, keys) if it lies `across`."""
 
     name: str
     columns: int
-    dtype: str
-    forward: str = "absent"
+    dtype: str  # "features", "statistics", or a dtype of torch by name
+    forward: str = "absent"  # its role: "unchanged", "summed" or "absent"
     backward: str = "absent"
     across: bool = False
 
@@ -60,8 +52,10 @@ class Travelling:
 
 
 class Transfer(NamedTuple):
-    """What each rank sends: the tensor `name` of the keys of the rank at `of` (None: of all keys), to the rank at `to`.
-    It receives the same from the rank as far in the other direction, in the place `target`."""
+    """Each rank sends the tensor `name` of the keys of the rank at `of` (None: of all keys) to the rank at `to`.
+
+    It receives the same in `target`, from the rank as far in the other direction.
+    """
 
     name: str
     of: Move | None
@@ -71,43 +65,28 @@ class Transfer(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A tensor that is copied on a rank, before the step's transfers."""
-
     name: str
     source: Place
     target: Place
 
 
 class Step(NamedTuple):
-    """One row of the table.
-
-    owner           whose keys are worked on; None: nothing is
-    unchanged       where their unchanged tensors are
-    sums            where their summed tensors are; after the last step, those of the own keys
-    fresh           whether nothing was added to them before
-    sends           they start beside this step's work, behind the work of all steps before
-    unchanged_from  the step with whose transfers the unchanged tensors arrive, before the work; -1: they are here
-    sums_from       the same of the summed ones, before the work adds to them
-    """
-
-    owner: Move | None
-    unchanged: Place = OWN
-    sums: Place = OWN
-    fresh: bool = True
-    sends: tuple[Transfer, ...] = ()
-    unchanged_from: int = -1
-    sums_from: int = -1
-    copies: tuple[Copy, ...] = ()
+    owner: Move | None  # whose keys are worked on; None: no work
+    unchanged: Place = OWN  # where their unchanged tensors are
+    sums: Place = OWN  # where their summed tensors are; after the last step, those of the own keys
+    fresh: bool = True  # nothing was added to the sums before
+    sends: tuple[Transfer, ...] = ()  # start beside this step's work, behind the work of earlier steps
+    unchanged_from: int = -1  # the step whose transfers the work waits for; -1: the unchanged tensors are here
+    sums_from: int = -1  # the same for the summed tensors
+    copies: tuple[Copy, ...] = ()  # made on each rank before the transfers
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """How a package's ranks communicate. `keeps`: of a ring, the keys that forward ends with stay for backward."""
-
-    transport: str
+    transport: str  # "ring", "gather" or "none"
     nodes: int
     devices_per_node: int
-    keeps: bool
+    keeps: bool  # of a ring: the keys that forward ends with stay for backward
     travelling: tuple[Travelling, ...]
 
     @property
@@ -115,8 +94,7 @@ class Table:
         return self.nodes * self.devices_per_node
 
     def over(self, size: int) -> Table:
-        """This table where there are as many ranks as planned, else that of the flat ring: every rank comes to the same
-        from the package and the size of its group. Nodes are a matter of speed alone."""
+        """This table for the planned number of ranks, else a flat ring; every rank concludes the same from the size."""
         if size == self.world_size:
             return self
         if size == 1:
@@ -124,29 +102,37 @@ class Table:
         return dataclasses.replace(self, transport="ring", nodes=1, devices_per_node=size)
 
     def named(self, role: str, phase: str) -> tuple[Travelling, ...]:
-        """The tensors with this role."""
         return tuple(item for item in self.travelling if item.role(phase) == role)
 
     def role(self, name: str, phase: str) -> str:
         return next(item.role(phase) for item in self.travelling if item.name == name)
 
     def rank(self, start: int, move: Move, back: bool = False) -> int:
-        """The rank that is `move` on from `start`, or as far `back`."""
+        """The rank at distance `move` from `start`, or as far `back`."""
         (node, device), sign = divmod(start, self.devices_per_node), -1 if back else 1
         node, device = (node + sign * move[0]) % self.nodes, (device + sign * move[1]) % self.devices_per_node
         return node * self.devices_per_node + device
 
     def level(self, move: Move) -> str:
-        """What a move crosses: "node" if it leaves the node, else "device"."""
+        """The link that a move crosses: "node" if it leaves the node, else "device"."""
         return "node" if move[0] % self.nodes else "device"
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - tables are few, and as long-lived as their packages
     def steps(self, phase: str) -> tuple[Step, ...]:
-        """The rows of "forward" or "backward"; none where nothing is worked on."""
-        return _steps(self, phase)
+        """The rows of "forward" or "backward"; none where no tensor is read."""
+        if not self.named("unchanged", phase):
+            return ()
+        if self.world_size == 1:
+            return (Step(HERE),)
+        if self.transport == "gather":
+            return _gather_forward(self) if phase == "forward" else _gather_backward(self)
+        return _ring_forward(self) if phase == "forward" else _ring_backward(self)
 
     def batches(self, phase: str, step: Step, size: Callable[[str], int]) -> list[tuple[Transfer, ...]]:
-        """A step's transfers as batches of messages: sums first, and apart from large unchanged tensors. `size`: bytes
-        of what a transfer of a tensor of this name carries."""
+        """A step's transfers as batches of messages: sums first, and apart from large unchanged tensors.
+
+        `size(name)`: bytes that a transfer of this tensor carries.
+        """
         sums = tuple(sent for sent in step.sends if self.role(sent.name, phase) == "summed")
         rest = tuple(sent for sent in step.sends if sent not in sums)
         if sums and sum(size(sent.name) for sent in rest) > TOGETHER_BYTES:
@@ -160,23 +146,12 @@ def planned_table(literals: Mapping[str, Any]) -> Table:
     return Table(**{**literals, "travelling": travelling})
 
 
-@functools.lru_cache(maxsize=16)
-def _steps(table: Table, phase: str) -> tuple[Step, ...]:
-    if not table.named("unchanged", phase):
-        return ()
-    if table.world_size == 1:
-        return (Step(HERE),)
-    if table.transport == "gather":
-        return _gather_forward(table) if phase == "forward" else _gather_backward(table)
-    return _ring_forward(table) if phase == "forward" else _ring_backward(table)
-
-
 def _moves(table: Table) -> list[Move]:
-    """After each step of a ring forward, how far the visiting keys go on."""
-    cycle: list[Move] = [(0, 1)]
-    if table.nodes > 1:  # with the device's 1 as many moves as a node has devices are a whole turn inside it
-        cycle = [(0, 1)] * (table.devices_per_node - 1) + [(1, 1)]
-    return list(itertools.islice(itertools.cycle(cycle), table.world_size))
+    """How far the visiting keys move after each step of a ring forward."""
+    turn: list[Move] = [(0, 1)] * table.devices_per_node
+    if table.nodes > 1:  # the move to the next node completes a turn inside the node
+        turn[-1] = (1, 1)
+    return turn * table.nodes
 
 
 def _owners(table: Table) -> list[Move]:
@@ -251,7 +226,7 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
     others = _others(table)
     sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in names for to in others)
     steps = [Step(HERE, ALL, ALL, True, sends, copies=tuple(Copy(name, OWN, ALL) for name in names))]
-    # In the order of a ring, in which no two ranks work on the same keys.
+    # In the order of a ring: no two ranks work on the same keys.
     steps += [Step(_back(to), ALL, ALL, True, unchanged_from=0) for to in others]
     if home := _home(table, "forward"):
         steps.append(Step(None, OWN, OWN, False, home, -1, len(steps)))
@@ -259,14 +234,13 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
 
 
 def _gather_backward(table: Table) -> tuple[Step, ...]:
-    steps = [Step(_back(to), ALL, ALL) for to in _others(table)]
-    home = _home(table, "backward")
+    steps, home = [Step(_back(to), ALL, ALL) for to in _others(table)], _home(table, "backward")
     steps.append(Step(HERE, ALL, ALL, True, home))
     return (*steps, Step(None, sums_from=len(steps) - 1)) if home else tuple(steps)
 
 
 def _home(table: Table, phase: str) -> tuple[Transfer, ...]:
-    """Sums to the owners of their keys; those of all keys to everybody where backward reads them."""
+    """Transfers of sums to the owners of their keys; sums that backward reads go to all ranks."""
     shared = {item.name for item in table.named("unchanged", "backward")} if phase == "forward" else set()
     return tuple(
         Transfer(item.name, None if item.name in shared else to, to, ALL, RECEIVED)

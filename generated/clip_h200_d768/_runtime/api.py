@@ -1,4 +1,4 @@
-"""What a generated package exports, for any package: argument checks, the functions, the module, the self-test."""
+"""What every generated package exports: argument checks, the functions, the module and the self-test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Package:
-    """The package of this SPEC, loss.py and schedule.py (the device sweep), as the runtime sees it."""
+    """The runtime's record of a package, from its SPEC, loss.py and schedule.py; registers its operators."""
     problem, plan = spec["problem"], spec["plan"]
     package = Package(
         name=spec["name"],
@@ -60,7 +60,7 @@ def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
         return differentiable(package, _agreed(package, call))
     try:
         call = accepted(package, call)
-    except (TypeError, ValueError) as error:  # torch's own error for it names neither argument nor remedy
+    except (TypeError, ValueError) as error:  # raised in a trace, torch's error would name no argument and no remedy
         kind, message = "TypeError" if isinstance(error, TypeError) else "ValueError", error.args[0]
         refused: Tensor = package.operators.refuse(kind, message, call.options.group_name)
         return refused
@@ -84,7 +84,7 @@ def selftest(package: Package, device: torch.device | str | None) -> dict[str, A
 
 
 class ContrastiveLoss(nn.Module):
-    """The module of any package: each has a class of its own, with its documentation, that says which."""
+    """Base of each package's own `ContrastiveLoss`, which sets `_package` and has the documentation."""
 
     _package: ClassVar[Package]
 
@@ -141,17 +141,19 @@ class ContrastiveLoss(nn.Module):
 
 
 def _agreed(package: Package, call: Call) -> Call:
-    """`accepted`. In a group the other ranks learn of a rejection, so that none of them waits for this one."""
+    """`accepted`; the other ranks of a group hear of a rejection, so that none of them waits for this rank."""
     try:
         return accepted(package, call)
-    except Exception:  # also torch's own, such as RuntimeError for a device or for want of memory
+    except Exception:  # also torch's own, such as RuntimeError for lack of memory
         announce_rejection(package, call)
         raise
 
 
 def accepted(package: Package, call: Call) -> Call:
-    """The call with its arguments as the engine wants them, converted differentiably, features of any dtype that can be
-    cast. Raises one clear TypeError or ValueError."""
+    """The call as described at `Call`, converted differentiably; features keep their dtype until `Call.cast`.
+
+    Raises TypeError or ValueError for the first wrong argument.
+    """
     q, k, scale, bias, labels, options = call
     _check_choices(options)
     _check_features(package, call)
@@ -173,7 +175,7 @@ def _check_choices(options: Options) -> None:
 
 def _check_features(package: Package, call: Call) -> None:
     for name, value in zip(Call._fields[:5], call, strict=False):
-        if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # its module takes long to import
+        if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # importing DTensor takes long
             whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
             rows = f"the rows of this rank, {name}.to_local(), and its mesh as group"
             raise TypeError(f"{name} is a DTensor: pass {whole if name in ('scale', 'bias') else rows}")
@@ -212,7 +214,7 @@ def _check_features(package: Package, call: Call) -> None:
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
-    """In numbers, also of a graph that is traced for any."""
+    """In integers, also where a graph is traced for symbolic sizes."""
     return tuple(map(operator.index, x.shape))
 
 
@@ -234,7 +236,7 @@ def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
 
 
 def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Tensor:
-    """A number or a tensor of one as a 0-dim tensor of the statistics dtype beside q; differentiable."""
+    """`value` as a 0-dim tensor in the statistics dtype on q's device, differentiably."""
     dtype = package.schedule.STATISTICS_DTYPE
     if isinstance(value, Tensor):
         if value.shape not in ((), (1,)) or value.is_complex() or value.dtype == torch.bool:
@@ -242,11 +244,10 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
             raise ValueError(f"{real}, not {value.dtype} of shape {_shape(value)}")
         value = value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
         return value.reshape(()) if value.dim() else value
-    if type(value) is not float and (  # asking for a real number in general takes 5 us
-        isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
-    ):
+    kinds = (numbers.Real, torch.SymFloat, torch.SymInt)
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, kinds)):  # `Real` takes 5 us
         raise TypeError(f"{name} must be a number or a tensor of one, not {type(value).__name__}")
-    # Not kept: what is made under a transform of torch.func, or in somebody's graph, is of no use outside of it.
+    # Uncached: a tensor made under torch.func, or in a graph being captured, is invalid outside of it.
     if traced(q) or torch._C._are_functorch_transforms_active() or (q.is_cuda and replay.capturing(q.device)):
         return torch.full((), value, dtype=dtype, device=q.device)
     stream = replay.raw_stream(q.device) if q.is_cuda else 0
@@ -260,14 +261,13 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
 
 @functools.lru_cache(maxsize=64)
 def _constant(value: float, dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
-    """A number on the device, which nobody writes to: it takes a launch to put it there, of which other streams do not
-    know."""
+    """A number on the device, never written to. Filling it takes a launch, which only its own stream waits for."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
 
 
 def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks: str = "first") -> Options:
-    """How a call wants its result. Raises TypeError or ValueError for what is no group of this process."""
+    """The options of a call. Raises TypeError or ValueError where `group` is no group of this process."""
     if group is None:
         return Options("", grad_sync, reduction, check_ranks)
     if not dist.is_available():
@@ -278,17 +278,16 @@ def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks:
         if group.get_coordinate() is None:
             raise ValueError("this process is not a member of the DeviceMesh that was passed as group")
         group = group.get_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this process is not a member of the process group that was passed as group")
-    if not isinstance(group, dist.ProcessGroup):
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}")
-    if dist.get_rank(group) < 0:
+    if outside or dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the process group that was passed as group")
     return Options(group.group_name, grad_sync, reduction, check_ranks)
 
 
 def _place(group_name: str) -> tuple[int, int]:
-    """This process's (rank, number of ranks) in a group given by name."""
+    """(rank, number of ranks) of this process in a named group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     group = resolve(group_name)
