@@ -37,10 +37,9 @@ RING_EXAMPLES = 4
 @click.option("-o", "--output", type=Path, default="build/demo", show_default=True, help="Folder for the packages.")
 def main(output: Path) -> None:
     try:
-        passed = demo(output)
+        sys.exit(0 if demo(output) else 5)
     except InfclError as error:
         sys.exit(f"demo: {error}")
-    sys.exit(0 if passed else 5)
 
 
 def demo(output: Path) -> bool:

@@ -134,10 +134,10 @@ def run_ranks(
         logs = [folder / f"log{rank}" for rank in range(ranks)]
         waiting: dict[int, Worker] = {}
         for rank, log in enumerate(logs):
-            seat = [task, str(rank), str(ranks), str(folder)]
-            waiting[rank] = Worker("infcl_gen.processes:sit", seat, log, environment)
-            running.callback(waiting[rank].kill)
-            waiting[rank].send({"argument": argument})
+            words = [task, str(rank), str(ranks), str(folder)]
+            worker = waiting[rank] = Worker("infcl_gen.processes:sit", words, log, environment)
+            running.callback(worker.kill)
+            worker.send({"argument": argument})
         results: dict[int, Any] = {}
         failing = False
         while True:

@@ -188,7 +188,7 @@ def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: A
 
 
 def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
-    """cuBLAS's products of a plan, panel by panel: z twice (once for stashed rows), dq and dk.
+    """The plan's matrix products by torch, panel by panel: z twice (once for stashed rows), dq and dk.
 
     For fp32 features that the plan splits, products are as many and as deep as those of their bf16 terms.
     """
@@ -199,7 +199,7 @@ def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
     terms = SPLIT_TERMS if plan["split"] else 1
     if plan["split"]:
         q, k = (x.bfloat16().repeat(1, SPLIT_TERMS) for x in (q, k))
-    # torch adds 16-bit products up in fp32 on GPUs only.
+    # With out_dtype torch adds 16-bit products up in fp32; it can do so on GPUs only.
     wide: dict[str, Any] = {"out_dtype": torch.float32} if q.is_cuda and q.element_size() == 2 else {}
     sums = wide.get("out_dtype", q.dtype)
 

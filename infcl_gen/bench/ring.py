@@ -129,7 +129,7 @@ class RanksTimer(Timer):
         return queued_ms, bool(late)
 
     def gather(self) -> None:
-        """Devices wait for each other, hosts do not: no rank's lead ends before every rank's has."""
+        """Devices wait for each other, hosts do not: the leads of all ranks end together."""
         torch.distributed.all_reduce(torch.zeros(1, device=self.device))
 
 
