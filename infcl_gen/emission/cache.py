@@ -56,8 +56,7 @@ def import_package(folder: Path, name: str | None = None, edited: bool = False) 
         specification = importlib.util.spec_from_file_location(
             name, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )
-        if specification is None or specification.loader is None:
-            raise InputError(f"{folder}: cannot be imported as a package")
+        assert specification and specification.loader  # as for each .py
         module = importlib.util.module_from_spec(specification)
         sys.modules[name] = module
         try:

@@ -123,8 +123,7 @@ def gradient_exponent(plan: Plan, derivation: Derivation) -> int:
 def _sides(labels: bool) -> tuple[dict[str, str], dict[str, str]]:
     """The two fused sweeps: the side whose rows a program owns, and the other side, which it walks.
 
-    own              "query" or "key", which begin the names of statistics
-    features         "q" or "k"
+    own              begins the names of the side's statistics
     product          what is added to the total
     sign             of the positive's place against the own row's
     place            expression: the other side's row that is each own row's positive

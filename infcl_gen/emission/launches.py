@@ -5,13 +5,14 @@ The tables hold the schedule's expression for each argument. An argument without
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
-from infcl_gen.emission.render import ABSENT, literal
+from infcl_gen.emission.render import ABSENT, literal, wrapped
 from infcl_gen.kernels import Family, Kernel, families
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import Choice, embedding_parts
+
+WIDTH = 112  # of a line: some launches stand deeper
 
 _ALL = {
     "scale_ptr": "scale", "bias_ptr": "bias", "queries": "m", "keys": "n",
@@ -97,7 +98,7 @@ def openings(choice: Choice) -> Callable[..., str]:
         module, constant = ("gluon", ": gl.constexpr") if gluon else ("triton", ": tl.constexpr")
         options = f"(do_not_specialize_on_alignment={literal(list(unaligned))})" if unaligned else ""
         words = [each.name + constant * each.name.isupper() for each in taken.arguments]
-        return f"@{module}.jit{options}\n" + _wrapped(f"def {name}(", words, "):")
+        return f"@{module}.jit{options}\n" + wrapped(f"def {name}(", words, "):", WIDTH, 8)
 
     return kernel
 
@@ -125,7 +126,7 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
             words.append(f"num_warps={options[kernel.name]['warps']}")
             stages = f"num_stages={options[kernel.name]['stages']}"
             words.append(f"maxnreg={family.module}.{kernel.registers}" if kernel.registers else stages)
-            text = f"launch({family.module}.{kernel.name}, {grid},\n" + _wrapped(" " * 8, words, ")")
+            text = f"launch({family.module}.{kernel.name}, {grid},\n" + wrapped(" " * 8, words, ")", WIDTH, 8)
             found[replaced] = _instead(family, kernel, text, found[replaced]) if kernel.replaces else text
     return found
 
@@ -152,10 +153,3 @@ def _instead(family: Family, kernel: Kernel, text: str, ordinary: str) -> str:
         here = f"descriptors and {here}"
     inner, other = (each.replace("\n", "\n    ") for each in (text, ordinary))
     return f"if {here}:\n        from . import {family.module}\n\n        {inner}\n    else:\n        {other}"
-
-
-def _wrapped(opening: str, words: Sequence[str], closing: str) -> str:
-    """A statement in lines of at most 112 columns, for some launches stand deeper; words are not broken."""
-    text = opening + ", ".join(word.replace(" ", "\0") for word in words) + closing
-    lines = textwrap.fill(text, 112, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
-    return lines.replace("\0", " ")

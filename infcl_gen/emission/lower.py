@@ -115,37 +115,30 @@ def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, i
 
 def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     problem, formulas = plan.problem, derivation.formulas()
-    return {
+    of_plan = {field: getattr(plan, field) for field in ("dim", "dtype", "strategy", "rows_per_rank")}
+    return of_plan | {
         "logit": formulas["logit"],
         "loss": formulas["loss"],
         "queries": problem.batch_size,
         "keys": problem.total_keys,
-        "dim": plan.dim,
-        "dtype": plan.dtype,
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
-        "strategy": plan.strategy,
         "kernels": "kernels.py computes tiles, " * (plan.strategy != "torch"),
         "mib": f"{plan.predicted_peak_bytes / 2**20:.1f}",
-        "rows_per_rank": plan.rows_per_rank,
     }
 
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     formulas, affine = derivation.formulas(), plan.logit_strips == 0
     in_place = "logits_(z[strip], block.scale, block.bias)"
-    panels = {name: getattr(plan, name) for name in ("forward_rows", "forward_keys", "panel_rows", "panel_keys")}
-    return panels | {
-        "dim": plan.dim,
+    of_plan = ("dim", "has_keys", "labels", "logit_strips", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
+    return {field: getattr(plan, field) for field in of_plan} | {
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
         "feature_dtype": TORCH_DTYPES[plan.dtype],
         "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
         "upcast": plan.separate,  # features are converted panel by panel
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
-        "logit_strips": plan.logit_strips,
-        "has_keys": plan.has_keys,
-        "labels": plan.labels,
         "positive_parts": 5 if plan.has_keys else 3,
         "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if affine else "M * dL/dx * dx/dz",

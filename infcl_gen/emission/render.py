@@ -75,7 +75,7 @@ def piece(
     context: jinja2.runtime.Context, name: str, each: Sequence[Any] = (None,), when: bool = True, **more: Any
 ) -> str:
     """The text of triton/pieces/`name`.py.jinja with the caller's names and `more`; once for `each` one, as `part`.
-    Unless `when`, what takes its line with it.
+    Unless `when`, its line is left out.
 
     For `    {{ piece("name") | indent(4) }}`: statements that several kernels have in common.
     """
@@ -102,12 +102,15 @@ def literal(value: Any, indent: int = 0, prefix: int = 0) -> str:
     words = [key + _flat(item) for key, item in _items(value)]
     if prefix or len(words) < 2 or "{" in flat[1:] or max(map(len, words)) > LINE_WIDTH - indent - 4:
         return broken_literal(value, indent)
-    filled = textwrap.fill(  # a record, as in a table
-        flat[0] + ", ".join(word.replace(" ", "\0") for word in words) + flat[-1],
-        LINE_WIDTH - 1, initial_indent=" " * indent, subsequent_indent=" " * (indent + 1), break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-    return filled.strip().replace("\0", " ")
+    record = " " * indent + flat[0]  # as in a table
+    return wrapped(record, words, flat[-1], LINE_WIDTH - 1, indent + 1).strip()
+
+
+def wrapped(opening: str, words: Sequence[str], closing: str, width: int, indent: int) -> str:
+    """A bracket of words in lines of at most `width` columns, the further ones indented. Words are not broken."""
+    text = opening + ", ".join(word.replace(" ", "\0") for word in words) + closing
+    lines = textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
 
 
 def broken_literal(value: dict[Any, Any] | list[Any] | tuple[Any, ...], indent: int = 0) -> str:

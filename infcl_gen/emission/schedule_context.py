@@ -78,6 +78,7 @@ def schedule_context(
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
     panels, (longest, why, alone) = plan.strategy != "fused", _longest_strip(plan)
+    slow = "others run on kernels for old GPUs, up to 6 times as slow"
     found: list[tuple[str, Any, str, bool]] = [
         ("GRADIENT_EXPONENT", exponent, "gradients of logits are kept times 2 to this power", True),
         ("DIM", plan.dim, "of the embedding", True),
@@ -93,10 +94,9 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("DESCRIPTORS", plan.descriptors, "tensor descriptors, where address and strides allow them", True),
         ("LIBRARY_PRODUCTS", plan.library, "g times features, where the matrix library takes the strides", panels),
         ("EXACT_DEPTH", EXACT_DEPTH, "of one product: tensor cores cut what they add to a long sum", plan.split),
+        ("LIBRARY_MULTIPLE", LIBRARY_MULTIPLE, f"of keys in a library product: {slow}", plan.library),
+        ("LIBRARY_MULTIPLE", 1, "no library products", not plan.library),
     ]
-    multiple = "of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow"
-    multiple = multiple if plan.library else "no library products"
-    found.append(("LIBRARY_MULTIPLE", LIBRARY_MULTIPLE if plan.library else 1, multiple, True))
     at_once = "that run at once"
     if plan.world_size > 1:
         at_once = f"{RING_WAVES} times as many as run at once: messages take multiprocessors from them"
@@ -122,55 +122,52 @@ def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
 
 
 _WIDE_RANGE = "of each strip, whether its range is wide"
+_HALVES = "of the features of queries and keys"
+_KEPT = "tiles and references of this panel, if they are kept"
 _RATIOS = "room for what `_with_ratios` gives"
 
 
-def _buffer(name: str, note: str, value: str) -> str:
-    """The argument that makes one field of a scratch, below its comment."""
-    return f"# {note}\n        {name}={value},"
+def _fields(found: list[tuple[str, str, str, bool]]) -> list[str]:
+    """What makes the fields of a scratch, each below its comment. `found`: name, comment, value, whether it exists."""
+    return [f"# {note}\n        {name}={value}," for name, note, value, wanted in found if wanted]
 
 
 def _new(shape: str, dtype: str = "torch.float32") -> str:
     return f"torch.empty({shape}, dtype={dtype}, device=device)"
 
 
-_KEPT = _buffer("kept", "tiles and references of this panel, if they are kept", "None")
-
-
 def _forward_buffers(plan: Plan) -> list[str]:
     strips = "min(tiles[0], FORWARD_STRIPS)"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in ("tiles[1], rows", f"{strips}, keys"))
-    found = [_buffer("row_parts", "exponents and sums (key blocks, rows)", row_parts)]
-    if plan.has_keys:
-        found.append(_buffer("key_parts", "the same (strips, keys)", key_parts))
-    if not plan.exact:
-        found.append(_buffer("reference", "of each block of keys", _new("tiles[1]")))
-        found.append(_buffer("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32")))
-    if plan.split:
-        found.append(_buffer("halves", "of the features of queries and keys", "_halves(rows, keys, device)"))
-    return [*found, _KEPT] if plan.stash else found
+    found = [
+        ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
+        ("key_parts", "the same (strips, keys)", key_parts, plan.has_keys),
+        ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact),
+        ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
+        ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
+        ("kept", _KEPT, "None", plan.stash),
+    ]
+    return _fields(found)
 
 
 def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[str]:
     strips = "FORWARD_STRIPS" if plan.stash else "GRADIENT_STRIPS"
     shape, what = ("2, *shape", "halves of a panel's") if plan.split else ("shape", "of a panel")
-    note = f"{what}, in whole tiles: no store needs a mask"
-    found = [_buffer("g", note, _new(shape, "OPERAND_DTYPE"))]
-    if flagged:
-        flags = _new(f"min(tiles[0], {strips}) * tiles[1]", "torch.int32")
-        found.append(_buffer("flags", _WIDE_RANGE, flags))
-    if plan.split:
-        made = "_halves(panel_rows, panel_keys, device)"
-        found.append(_buffer("halves", "of the features of queries and keys", made))
-    if plan.stash:
-        return [*found, _KEPT]
-    return [*found, _buffer("ratios", _RATIOS, "_ratios_scratch(keys, device)")] if ratios else found
+    found = [
+        ("g", f"{what}, in whole tiles: no store needs a mask", _new(shape, "OPERAND_DTYPE"), True),
+        ("flags", _WIDE_RANGE, _new(f"min(tiles[0], {strips}) * tiles[1]", "torch.int32"), flagged),
+        ("halves", _HALVES, "_halves(panel_rows, panel_keys, device)", plan.split),
+        ("kept", _KEPT, "None", plan.stash),
+        ("ratios", _RATIOS, "_ratios_scratch(keys, device)", ratios and not plan.stash),
+    ]
+    return _fields(found)
 
 
 def _fused_buffers(ratios: bool) -> list[str]:
     flags = _new("cdiv(max(rows, keys), kernels.FUSED_ROWS.value)", "torch.int32")
-    found = [_buffer("positive_g", "of each query", _new("rows"))]
-    if ratios:
-        found.append(_buffer("flags", "of each block of rows, whether its range is wide", flags))
-        found.append(_buffer("ratios", _RATIOS, "_ratios_scratch(max(rows, keys), device)"))
-    return found
+    found = [
+        ("positive_g", "of each query", _new("rows"), True),
+        ("flags", "of each block of rows, whether its range is wide", flags, ratios),
+        ("ratios", _RATIOS, "_ratios_scratch(max(rows, keys), device)", ratios),
+    ]
+    return _fields(found)

@@ -12,8 +12,7 @@ SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low hig
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Tile of one program: `rows` queries x `keys` keys, `depth` of the embedding at a time, unless its `Tile` says
-    otherwise."""
+    """Tile of one program: `rows` queries x `keys` keys, `depth` of the embedding at a time; else its `Tile` says."""
 
     rows: int
     keys: int
@@ -82,11 +81,6 @@ class Choice:
     @property
     def library(self) -> bool:
         return self.products == "library"
-
-    @property
-    def ring(self) -> bool:
-        """Whether there are several ranks, which exchange keys by a ring or by a gather."""
-        return self.world_size > 1
 
     @property
     def gather(self) -> bool:

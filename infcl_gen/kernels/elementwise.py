@@ -41,12 +41,12 @@ class ProductTile(Tile):
 
     def proposals(self, base: Block, choice: Choice, given: Overrides) -> Iterator[tuple[tuple[str, str], ...]]:
         """Both values of `products` unless the user gives one; blocks of the Triton kernels."""
-        asked = given.products is None
-        if asked:
-            yield from ((("products", word),) for word in ("library", "triton"))
-        if asked or choice.products != "library":
+        triton = () if given.products else (("products", "triton"),)
+        if triton:
+            yield from ((("products", "library"),), triton)
+        if given.products != "library":
             for pairs in super().proposals(base, choice, given):
-                yield ((("products", "triton"),) if asked else ()) + pairs
+                yield triton + pairs
 
 
 class FinishTile(Tile):
@@ -67,21 +67,14 @@ class FinishTile(Tile):
         return block.rows * block.depth
 
 
-PRODUCT = Kernel(
-    "product",
-    arguments("g x total rows inner g_row_stride g_inner_stride x_inner_stride x_depth_stride FRESH WIDEN"),
-    "product",
-)
-FINISH = Kernel(
-    "finish",
-    arguments("total", X, OUT, "dots", SCALARS, "upstream weight rows x_row_stride x_depth_stride DOTS"),
-    "finish",
-)
+_PRODUCT = arguments("g x total rows inner g_row_stride g_inner_stride x_inner_stride x_depth_stride FRESH WIDEN")
+_FINISH = arguments("total", X, OUT, "dots", SCALARS, "upstream weight rows x_row_stride x_depth_stride DOTS")
+_COPY_INPUTS = arguments(Q, K, SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES)
+PRODUCT = Kernel("product", _PRODUCT, "product")
+FINISH = Kernel("finish", _FINISH, "finish")
 SCALAR_GRADIENTS = Kernel("scalars", arguments("dots dscale dbias", SCALARS, "upstream weight parts rows BLOCK"))
 SPLIT = Kernel("split", arguments(X, "out rows x_row_stride x_depth_stride out_stride KEYS"), "finish")
-COPY_INPUTS = Kernel(
-    "copy_inputs", arguments(Q, K, SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES), "finish"
-)
+COPY_INPUTS = Kernel("copy_inputs", _COPY_INPUTS, "finish")
 MERGE_RANKS = Kernel("merge_ranks", arguments("part_exponent part_sum exponent mantissa keys ranks part_stride"))
 
 

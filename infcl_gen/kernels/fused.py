@@ -86,9 +86,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     found = [RATIOS] * choice.has_keys + [Kernel("fused_positives", positives, template="fused_positives")]
     template = "fused" if choice.has_keys else "fused_rows"
     rest = "positive_g total", "flags" * choice.has_keys, "queries keys", STRIDES, "FRESH MASKED"
-    for own, other, q_rows, k_rows in (
-        ("queries", "key", "FUSED_ROWS", "FUSED_KEYS"), ("keys", "query", "FUSED_KEYS", "FUSED_ROWS"),
-    ):  # fmt: skip
+    sides = ("queries", "key", "FUSED_ROWS", "FUSED_KEYS"), ("keys", "query", "FUSED_KEYS", "FUSED_ROWS")
+    for own, other, q_rows, k_rows in sides:
         described = *features("q", q_rows, choice.dim), *features("k", k_rows, choice.dim)
         ratios = f"{other}_ratio {other}_reference {other}_lowest" * choice.has_keys
         taken = arguments(*described, places(choice), SCALARS, sums, ratios, *rest, "DESCRIPTORS WIDEN")

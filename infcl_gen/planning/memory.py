@@ -98,7 +98,7 @@ class BufferTerm(NamedTuple):
 def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     """The buffers that one rank computes with, in order of allocation."""
     v = choice
-    ring, both, forward, backward, finish = v.ring, "both", "forward", "backward", "finish"
+    ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
     positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)

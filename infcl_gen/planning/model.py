@@ -140,7 +140,8 @@ class CostModel:
             start_s, step_s, launch_s = host_times(self.choice)
             step_s += launch_s * sum(launches for *_, launches in work)
             alone_s = max(start_s, step_s - HIDDEN * math.fsum(phase.time_s for phase in found))
-            found.append(PhaseTime(HOST, _rounded(alone_s + RANKS_HOST_S * self.choice.ring), "launches", 0, 0))
+            alone_s += RANKS_HOST_S * (self.choice.world_size > 1)
+            found.append(PhaseTime(HOST, _rounded(alone_s), "launches", 0, 0))
         return (*found, *self._exposed(found, sizes))
 
     def launches(self, phase: str, sizes: Sizes) -> float:

@@ -28,7 +28,7 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
     found = [*_transport_reasons(problem, best, candidates), strategy]
     if choice.strategy == "fused":
         rows, why = model.rows, "gradients of logits never leave the multiprocessor"
-        if not choice.ring:
+        if choice.world_size == 1:
             rows, why = sizes.panel_rows, f"{why}; these rows of dq accumulate at once"
         found.append(Reason(2, f"{rows} query rows x all keys", why))
     else:

@@ -93,7 +93,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         TimeTerm("statistics", "forward", bytes=partials + 2 * W * m * D * e, launches=launches),
     ]
     if v.strategy == "fused":
-        rows, slices = (m, W) if v.ring else (Min(R, m), ceil_div(m, R))
+        rows, slices = (m, W) if v.world_size > 1 else (Min(R, m), ceil_div(m, R))
         for name, part, owned, other in (("fused dq", "first", rows, n), ("fused dk", "rest", n, rows)):
             programs = ceil_div(owned, Bu)
             terms.append(
@@ -114,7 +114,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         reached = EFFICIENCY[f"{hopper}gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg)
         # For each panel g, and its positives or, where keys have statistics, a second look. Key statistics also need
         # ratios at each hop (on one rank: each row of panels) and the positives of panels on the diagonal.
-        once = (W if v.ring else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
+        once = (W if v.world_size > 1 else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
         terms.append(
             TimeTerm(
                 "gradient",

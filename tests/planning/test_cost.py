@@ -28,8 +28,10 @@ CHOICES = [
     for keys, labels, ring, library in itertools.product([True, False], repeat=4)
 ]  # fmt: skip
 CHOICES += [Choice(strategy="stash", dim=8), Choice(strategy="panel", dim=8, dtype="fp32", replay=True)]
-CHOICES += [dataclasses.replace(choice, transport="gather") for choice in CHOICES if choice.ring]
-CHOICES += [dataclasses.replace(choice, keeps=True) for choice in CHOICES if choice.ring and not choice.gather]
+CHOICES += [dataclasses.replace(choice, transport="gather") for choice in CHOICES if choice.world_size > 1]
+CHOICES += [
+    dataclasses.replace(choice, keeps=True) for choice in CHOICES if choice.world_size > 1 and not choice.gather
+]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
