@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "11171658163cc9a18da064ad49968f8c541e1b0abae00c69b65248eea3c2f0b8",
+    "digest": "86ea0a0d1894fcd4a4594c8a1bf89dbbb25170b84c6be81c054039d076a81f8d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

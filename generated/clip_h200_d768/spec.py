@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c25d75550a7f4687474c96dc0b6a64b2251babe98e142dc4466c26630b25f23f",
+    "digest": "cf47aeb23b1ebf09195de31bec28905064059e345ccfecf2c6cb742d3efb8dec",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -24,6 +24,7 @@ from .selftest import selftest as run_selftest
 from .table import planned_table
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
+_REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -244,8 +245,7 @@ def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Te
             raise ValueError(f"{real}, not {value.dtype} of shape {_shape(value)}")
         value = value.to(device=q.device, dtype=dtype, non_blocking=q.is_cuda)
         return value.reshape(()) if value.dim() else value
-    kinds = (numbers.Real, torch.SymFloat, torch.SymInt)
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, kinds)):  # `Real` takes 5 us
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, _REAL)):  # `Real` takes 5 us
         raise TypeError(f"{name} must be a number or a tensor of one, not {type(value).__name__}")
     # Uncached: a tensor made under torch.func, or in a graph being captured, is invalid outside of it.
     if traced(q) or torch._C._are_functorch_transforms_active() or (q.is_cuda and replay.capturing(q.device)):

@@ -181,7 +181,7 @@ class _Slots(_Rooms):
             slot = self._tensors.own[name]
         elif slot is None and place == KEPT:
             slot = self._tensors.kept.get(name)  # None where backward does not read it
-        if slot is None:  # zero on a rank without queries, whose first work does not overwrite it
+        if slot is None:  # zeros where no work of this rank overwrites them, for want of queries
             slot = self._new(name, self._largest, zero=not self._layout.rows[self._layout.rank])
         self._slots[name, place] = slot.contiguous() if whole else slot
         return self._slots[name, place]
@@ -305,7 +305,7 @@ class Batch:
         self._start = f"{what}: rank {group.rank} failed"
         self._ends = [f"sending to rank {message.peer}" for message in sends]
         self._ends += [f"receiving from rank {message.peer}" for message in receives]
-        self._buffers = [message.buffer for message in (*sends, *receives)]
+        self._buffers = [message.buffer for message in (*sends, *receives)]  # kept alive until waited for
         self._works = self._named(lambda: group.post(sends, receives), self._ends) if self._ends else []
 
     def wait(self) -> None:
@@ -324,7 +324,7 @@ class Batch:
 
 
 class Moment:
-    """A context in which messages wait for the work launched before its making; unless `beside`, for later work too."""
+    """A context in which messages wait for the work launched before it was made; later work too unless `beside`."""
 
     def __init__(self, device: torch.device, beside: bool) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" and beside else None
