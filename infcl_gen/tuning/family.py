@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -196,8 +197,7 @@ class Family:
             base = default.blocks[self.family]
             block = dataclasses.replace(base, **fields)
             entry.distance = sum(abs(math.log2(getattr(block, n) / getattr(base, n))) for n in BLOCK_FIELDS)
-            found = TILES[self.family].violations(block, default, self.case.cluster.profile)
-            if found:
+            if found := TILES[self.family].violations(block, default, self.case.cluster.profile):
                 raise InputError("; ".join(found))
         return self.case.plan(entry.settings)
 
@@ -283,13 +283,10 @@ class Family:
             fate = f"the default: {first.status} {first.detail}"
             raise VerificationError(f"no candidate of {self.family} gives right results; {fate}")
         best = fastest(racing, None if first.status else first)
-        try:
-            changed = read_package(best.folder).digest != best.digest
-        except InputError:
-            changed = True
-        if changed:
-            raise VerificationError("the files of the winner changed while it was timed")
-        return best
+        with contextlib.suppress(InputError):
+            if read_package(best.folder).digest == best.digest:
+                return best
+        raise VerificationError("the files of the winner changed while it was timed")
 
     def _answers(
         self, entries: Sequence[Entry], timeout_s: float, request: Any = None, otherwise: str = "crashed"

@@ -75,8 +75,8 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
             step()
             timer = Timer(device)
             times = [timer.times(step) for _ in range(repeats)]
-            behind = [each.idle_ms if each.queued_ms is None else each.queued_ms for each in times]
-            result = {"done": "sampled", "times_ms": behind}
+            times_ms = [each.idle_ms if each.queued_ms is None else each.queued_ms for each in times]
+            result = {"done": "sampled", "times_ms": times_ms}
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def _evidence(result: tuple[Any, ...]) -> dict[str, Any]:
     import torch
 
     loss, dq, dk, dscale = result
-    numbers = {"loss": loss, "dscale": dscale}  # no dscale: a loss without a scale
+    numbers = {"loss": loss, "dscale": dscale}  # dscale is None for a loss without a scale
     found = {name: x.double().cpu().reshape(1) for name, x in numbers.items() if x is not None}
     for name, rows in (("dq", dq), ("dk", dk)):
         found[f"norms of {name}"] = torch.cat([part.double().norm(dim=1).cpu() for part in rows.split(1 << 16)])

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 WARP_GROUP = 128  # threads
 SIZE = 1024  # of every 32-bit argument: rows, keys, strides; also the limit of branches on loaded values
-LONGEST_RUN = 1_000_000  # instructions; the kernels of today end after at most 100 000
+LONGEST_RUN = 1_000_000  # instructions; kernels end after at most 100 000
 _WRITES = re.compile(r"cp\.async\.c[ag]\.shared|cp\.async\.bulk\S*\.shared::c\w+\.global|st\.\S*shared|stmatrix")
 _EVENTS = ("bra", "ret", "bar", "barrier", "wgmma")
 _REGISTER = re.compile(r"%\w+(?:\.\w+)?")
