@@ -96,10 +96,9 @@ class Choices:
         names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash")
         reasons = {name: self._impossible(name, keys) for name in ((wanted,) if wanted else names)}
         possible = [name for name, reason in reasons.items() if not reason]
-        if wanted and not possible:
-            raise InputError(f"--set strategy: {wanted} {reasons[wanted]}")
         if not possible:
-            raise InputError(f"--loss: {self._profile.name} {reasons['panel']}")
+            flag = f"--set strategy: {wanted}" if wanted else f"--loss: {self._profile.name}"
+            raise InputError(f"{flag} {reasons[wanted or 'panel']}")
         usable = [name for name in possible if given <= _settings_of(name)]
         if not usable:
             name = possible[0] if len(possible) == 1 else "panel"
@@ -197,8 +196,7 @@ class Choices:
             blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
         for kernel, field, _ in problem.settings.blocks:
             for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
-                found = TILES[changed].violations(blocks[changed], choice, profile)
-                if found:
+                if found := TILES[changed].violations(blocks[changed], choice, profile):
                     raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
         choice = dataclasses.replace(choice, blocks=blocks)
         return dataclasses.replace(choice, hopper_stages=hopper.stages(choice))
@@ -241,8 +239,7 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
     """The sizes to consider with their peaks, or only those of the smallest panel."""
     strategy = model.choice.strategy
     row_unit, key_unit = _units(model.choice)
-    cap = {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
-    cap = SPLIT_CAP if model.choice.split else cap
+    cap = SPLIT_CAP if model.choice.split else {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
     all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap, smallest)
     all_keys = [_padded(model.keys, key_unit)]  # a fused program walks all keys
     if strategy != "fused":

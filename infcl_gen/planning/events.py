@@ -16,9 +16,6 @@ class Task:
     for. `Events.run` sets `start`, `end`, `cause` (the predecessor that ended last) and, for kernels, `slowed_by`, the
     resource of the rank's last message."""
 
-    __slots__ = ("cause", "end", "followers", "kind", "left", "name", "pipe", "rank", "rate", "resource", "since",
-                 "slowed_by", "start", "version", "waits", "work")  # fmt: skip
-
     def __init__(self, rank: int, kind: str, resource: str, name: str, work: float, pipe: Pipe | None) -> None:
         self.rank, self.kind, self.resource, self.name, self.pipe = rank, kind, resource, name, pipe
         self.work = self.left = work

@@ -24,7 +24,7 @@ from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Copy, Place, Table
 MIB = 2**20
 ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
 STRIP_ROWS = 64  # rows at a time where the torch strategy needs temporaries
-# In the order of `CostModel._values`: symbols that differ between sizes of one choice come last.
+# In the order of `CostModel._values`.
 LEGEND = {
     "m": "query rows of this rank",
     "n": "key rows of this rank",

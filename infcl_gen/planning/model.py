@@ -131,7 +131,7 @@ class CostModel:
 
     def phases(self, sizes: Sizes) -> tuple[PhaseTime, ...]:
         """Time by phase: kernels, the host where kernels wait for it, and communication that is not hidden."""
-        work = self._work(sizes)
+        work = self._kind.work(*self._values(sizes))
         found = [self._phase(*each) for each in zip(self._kind.terms, work, strict=True)]
         if self.choice.strategy != "torch":
             faster = 1 + COOL * math.exp(-math.fsum(phase.time_s for phase in found) / COOL_S)
@@ -146,7 +146,7 @@ class CostModel:
 
     def launches(self, phase: str, sizes: Sizes) -> float:
         """Number of kernels that the host launches in "forward" or "backward", over all hops."""
-        work = zip(self._kind.terms, self._work(sizes), strict=True)
+        work = zip(self._kind.terms, self._kind.work(*self._values(sizes)), strict=True)
         return math.fsum(launches for term, (*_, launches) in work if term.phase == phase)
 
     def hop_s(self, phase: str, times: Sequence[PhaseTime], sizes: Sizes) -> tuple[float, float]:
@@ -180,23 +180,6 @@ class CostModel:
     @functools.cached_property
     def _travelling(self) -> list[tuple[Buffer, int]]:
         return memory.travelling_buffers(self.table, self.choice, self.keys)
-
-    @functools.cached_property
-    def _given(self) -> tuple[int, ...]:
-        """The values of the symbols before "F", which do not depend on sizes."""
-        choice = self.choice
-        forward, gradient, fused, finish = (
-            choice.blocks.get(name, NO_BLOCK) for name in ("forward", "gradient", "fused", "finish")
-        )
-        padded = -(-choice.inner_dim // forward.depth) * forward.depth
-        if choice.strategy == "fused":
-            padded = sum(embedding_parts(choice.dim))
-        return (
-            *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
-            *(memory.ELEMENT_BYTES[choice.dtype], memory.ELEMENT_BYTES[choice.statistics_dtype]),
-            *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
-            *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
-        )
 
     @functools.cached_property
     def _rates(self) -> dict[str, float]:
@@ -243,20 +226,24 @@ class CostModel:
         return found
 
     def _values(self, sizes: Sizes) -> tuple[int, ...]:
-        panels = sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys
-        blocks = self.choice.blocks
+        choice, names = self.choice, ("forward", "gradient", "fused", "finish")
+        forward, gradient, fused, finish = (choice.blocks.get(name, NO_BLOCK) for name in names)
+        padded = -(-choice.inner_dim // forward.depth) * forward.depth
+        if choice.strategy == "fused":
+            padded = sum(embedding_parts(choice.dim))
         return (
-            *(*self._given, *panels, sizes.stash_rows),
-            most_strips(*panels[:2], blocks.get("forward", NO_BLOCK)),
-            most_strips(*panels[2:], blocks.get("gradient", NO_BLOCK)),
+            *(self.rows, self.keys, self.table.world_size, choice.dim, padded),
+            *(memory.ELEMENT_BYTES[choice.dtype], memory.ELEMENT_BYTES[choice.statistics_dtype]),
+            *(forward.rows, forward.keys, gradient.rows, gradient.keys, fused.rows, fused.keys, finish.rows),
+            *(self.profile.multiprocessors, self.profile.library_workspace_bytes),
+            *(sizes.forward_rows, sizes.forward_keys, sizes.panel_rows, sizes.panel_keys, sizes.stash_rows),
+            most_strips(sizes.forward_rows, sizes.forward_keys, forward),
+            most_strips(sizes.panel_rows, sizes.panel_keys, gradient),
         )
 
     def _own(self, sizes: Sizes) -> Iterator[tuple[BufferTerm, tuple[int, list[int]]]]:
         """The buffers that do not travel, each with its bytes and its shape."""
         return zip(self._kind.buffers, self._kind.shapes(*self._values(sizes)), strict=True)
-
-    def _work(self, sizes: Sizes) -> list[list[float]]:
-        return self._kind.work(*self._values(sizes))
 
     def _phase(self, term: TimeTerm, quantities: Sequence[float]) -> PhaseTime:
         flops, moved, exponentials, efficiency, launches = quantities
@@ -313,14 +300,10 @@ def kinds(table: Table, phase: str) -> Mapping[Step, int]:
 @functools.cache
 def _expressions(choice: Choice) -> _Expressions:
     buffers, terms = memory.buffer_terms(choice), time_terms(choice)
-    shapes = [(term.bytes, list(term.shape)) for term in buffers]
-    functions = (
-        sympy.lambdify(
-            tuple(memory.SYMBOLS.values()), each, modules=[{"Min": min, "Max": max}, "math"], docstring_limit=0
-        )
-        for each in (shapes, [list(term.quantities) for term in terms])
-    )
-    return _Expressions(buffers, terms, *functions)
+    values = [(term.bytes, list(term.shape)) for term in buffers], [list(term.quantities) for term in terms]
+    symbols, modules = tuple(memory.SYMBOLS.values()), [{"Min": min, "Max": max}, "math"]
+    shapes, work = (sympy.lambdify(symbols, each, modules=modules, docstring_limit=0) for each in values)
+    return _Expressions(buffers, terms, shapes, work)
 
 
 def _rounded(time_s: float) -> float:

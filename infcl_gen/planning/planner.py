@@ -131,8 +131,7 @@ def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate
     """
     if any(c.model.choice.gather for c in candidates):
         ring_s = min((c.time_s for c in everything if not c.model.choice.gather), default=math.inf)
-        worthwhile = (1 - GATHER_GAIN) * ring_s
-        rest = [c for c in candidates if not c.model.choice.gather or c.time_s <= worthwhile]
+        rest = [c for c in candidates if not c.model.choice.gather or c.time_s <= (1 - GATHER_GAIN) * ring_s]
         candidates = rest or candidates  # only gathers may keep the budget, or be allowed by --set
     limit = min(candidate.time_s for candidate in candidates) * _TOLERANCE
     return min(

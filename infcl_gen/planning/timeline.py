@@ -105,8 +105,7 @@ def execute(
 
 def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     """The work of "forward" and of "backward", from the phases of the cost model."""
-    times = {phase.name: phase.time_s for phase in plan.phases}
-    found = {}
+    times, found = {phase.name: phase.time_s for phase in plan.phases}, {}
     for phase in ("forward", "backward"):
         hop_s, first_s = model.hop_s(phase, plan.phases, plan)
         launches = model.launches(phase, plan) / plan.world_size
@@ -131,9 +130,8 @@ class _Step:
     ) -> None:
         cluster, table = model.cluster, model.table
         self._table, self._model, self._works = table, model, phase_works(plan, model)
-        self._communicate, self._overlap = communicate, overlap
+        self._communicate, self._overlap, self._everybody, self._lead_s = communicate, overlap, everybody, lead_s
         self._ranks = range(table.world_size if everybody else 1)
-        self._everybody = everybody
         self._copy = 2 / (cluster.profile.bandwidth_gbs.value * 1e9)  # seconds a byte: read and written
         each = table.devices_per_node
         self._latency = {"device": cluster.latency_us.value * 1e-6, "node": cluster.node_latency_us.value * 1e-6}
@@ -148,7 +146,6 @@ class _Step:
         self._events = Events(len(self._ranks), SLOWDOWN)
         self._nothing: Streams = [[] for _ in self._ranks]
         self._host, self._kernels, self._messages = (list(self._nothing) for _ in range(3))
-        self._lead_s = lead_s
         for stream in (self._kernels, self._messages) if lead_s else ():
             self._enqueue(stream, "lead", "other work", lead_s)
 
@@ -245,22 +242,21 @@ class _Step:
         return list(stream)
 
     def _timeline(self, last: Task, forward_s: float) -> Timeline:
-        critical = dict.fromkeys(RESOURCES, 0.0)
+        lead_s, critical = self._lead_s, dict.fromkeys(RESOURCES, 0.0)
         task: Task | None = last.cause
-        while task is not None and task.end > self._lead_s:
-            spent = task.end - max(task.start, self._lead_s)
+        while task is not None and task.end > lead_s:
+            spent = task.end - max(task.start, lead_s)
             slowed = max(0.0, spent - task.work) if task.kind == "compute" and task.slowed_by else 0.0
             critical[task.resource] += spent - slowed
             critical[task.slowed_by or task.resource] += slowed
             task = task.cause
         intervals = [
-            Interval(task.rank, task.resource, task.name, max(0.0, task.start - self._lead_s), task.end - self._lead_s)
+            Interval(task.rank, task.resource, task.name, max(0.0, task.start - lead_s), task.end - lead_s)
             for task in self._events.tasks
-            if task.kind in ("host", "compute", "transfer") and task.end > max(task.start, self._lead_s)
+            if task.kind in ("host", "compute", "transfer") and task.end > max(task.start, lead_s)
         ]
         busy = [dict.fromkeys(RESOURCES, 0.0) for _ in self._ranks]
         for interval in intervals:
             busy[interval.rank][interval.resource] += interval.end_s - interval.start_s
-        step_s, bound = last.end - self._lead_s, max(RESOURCES, key=lambda name: critical[name])
-        forward_s -= self._lead_s
-        return Timeline(step_s, forward_s, step_s, busy[last.rank], critical, bound, tuple(intervals))
+        step_s, bound = last.end - lead_s, max(RESOURCES, key=lambda name: critical[name])
+        return Timeline(step_s, forward_s - lead_s, step_s, busy[last.rank], critical, bound, tuple(intervals))
