@@ -1,7 +1,5 @@
-"""The candidates for a plan: strategies with their blocks and transports, and the sizes of their panels.
-
-Settings that are impossible, or that apply to no strategy, are refused here.
-"""
+"""The candidates for a plan: strategies with their blocks and transports, and the sizes of their panels. Settings that
+are impossible, or that apply to no strategy, are refused."""
 
 from __future__ import annotations
 
@@ -134,7 +132,6 @@ class Choices:
         return None
 
     def _make_variants(self, name: str, rows: int, keys: int) -> list[Choice]:
-        """A strategy by each transport, and with CUDA graphs if its kernels run on one NVIDIA GPU."""
         transports, choice = self._transports, self._choice(name, rows, keys)
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
         if name != "torch" and self._profile.target == "cuda" and self._cluster.devices == 1:
@@ -252,7 +249,8 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
         # Near-square panels do the most work per byte; one side is longer only where the other cannot grow.
         lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
         if not lean or (rows, keys) == least or strategy == "fused":
-            yield from _stashes(model, settings, rows, keys, smallest)
+            for stash_rows in _stashes(model, settings, rows, smallest):
+                yield _with_forward(model, rows, keys, stash_rows)
 
 
 def _units(choice: Choice) -> tuple[int, int]:
@@ -266,22 +264,17 @@ def _units(choice: Choice) -> tuple[int, int]:
     return rows, max(b["gradient"].keys, b["product"].rows, b["product"].depth)
 
 
-def _stashes(model: CostModel, settings: Overrides, rows: int, keys: int, least: bool) -> Iterator[tuple[Sizes, int]]:
-    """A backward panel with each stash to consider, or only the least, and their peaks."""
+def _stashes(model: CostModel, settings: Overrides, rows: int, smallest: bool) -> list[int]:
+    """Rows of the stash to consider with panels of `rows`, or only the smallest stash; 0 for other strategies."""
     if model.choice.strategy != "stash":
-        yield _with_forward(model, rows, keys, 0)
-        return
+        return [0]
     slices, stash = -(-model.rows // rows), settings.stash_rows
     if stash is None:
-        counts = {1} if least else {slices * step // 6 or 1 for step in range(7)}
-        for count in sorted(counts):
-            yield _with_forward(model, rows, keys, count * rows)
-        return
+        return sorted({rows * (slices * step // 6 or 1) for step in range(1 if smallest else 7)})
     asked = settings.panel_rows or rows  # `rows` are cut to the problem
-    if stash % asked == 0:
-        yield _with_forward(model, rows, keys, min(stash, slices * rows))
-    elif least:
+    if smallest and stash % asked:
         raise InputError(f"--set stash_rows: {stash} must be a multiple of the panel rows, {asked}")
+    return [] if stash % asked else [min(stash, slices * rows)]
 
 
 def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tuple[Sizes, int]:

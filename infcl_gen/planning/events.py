@@ -64,7 +64,6 @@ class Events:
         return task
 
     def run(self) -> None:
-        """Run all tasks."""
         for task in self.tasks:
             if not task.waits:
                 self._start(task)
@@ -114,7 +113,6 @@ class Events:
             self._change(task, pipe.rate)
 
     def _change(self, task: Task | None, rate: float) -> None:
-        """Set the rate of a task that runs or starts."""
         if task is not None and (rate != task.rate or not task.version):
             task.left -= (self._now - task.since) * task.rate
             task.since, task.rate = self._now, rate

@@ -158,7 +158,7 @@ class CostModel:
         return hop_s, first_s / self.panels(phase, sizes)
 
     def panels(self, phase: str, sizes: Sizes) -> int:
-        """Number of panels of a hop."""
+        """Number of panels of a hop in "forward" or "backward"."""
         if phase == "backward" and self.choice.strategy == "fused":
             return 1
         forward = phase == "forward"
@@ -307,5 +307,4 @@ def _expressions(choice: Choice) -> _Expressions:
 
 
 def _rounded(time_s: float) -> float:
-    """Six digits, which are equal on machines whose last digit differs."""
-    return float(f"{time_s:.6g}")
+    return float(f"{time_s:.6g}")  # the last digit of a double differs between machines

@@ -125,11 +125,9 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
 
 
 def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate:
-    """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order.
-
-    A gather is compared with the fastest ring of any budget, so that more budget never gives a slower plan.
-    """
+    """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order."""
     if any(c.model.choice.gather for c in candidates):
+        # Of any budget, so that more budget never gives a slower plan.
         ring_s = min((c.time_s for c in everything if not c.model.choice.gather), default=math.inf)
         rest = [c for c in candidates if not c.model.choice.gather or c.time_s <= (1 - GATHER_GAIN) * ring_s]
         candidates = rest or candidates  # only gathers may keep the budget, or be allowed by --set

@@ -36,11 +36,11 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
         larger = any(c.order == best.order and c.sizes.panel_rows * c.sizes.panel_keys > area for c in candidates)
         why = "larger ones are not faster" if larger else "larger ones exceed the budget, the problem or the cap"
         why = by_setting if problem.settings.panel_rows or problem.settings.panel_keys else why
-        tiles = model.panels("backward", sizes)
-        why = f"{tiles} panel(s) a hop, peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}; {why}"
+        peak = f"peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}"
+        why = f"{model.panels('backward', sizes)} panel(s) a hop, {peak}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
-    own = choice.strategy in ("panel", "fused")
-    why = "its partial sums fit where backward needs more" if own else "as the backward panel"
+    shared = choice.strategy in ("torch", "stash")
+    why = "as the backward panel" if shared else "its partial sums fit where backward needs more"
     found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
     if sizes.stash_rows:
         why = "kept tiles need no recomputation in backward"

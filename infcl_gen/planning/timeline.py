@@ -105,13 +105,14 @@ def execute(
 
 def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
     """The work of "forward" and of "backward", from the phases of the cost model."""
-    times, found = {phase.name: phase.time_s for phase in plan.phases}, {}
+    found = {}
     for phase in ("forward", "backward"):
         hop_s, first_s = model.hop_s(phase, plan.phases, plan)
         launches = model.launches(phase, plan) / plan.world_size
-        last_s, added_s = (times["finish"], times.get("additions", 0.0)) if phase == "backward" else (0.0, 0.0)
-        # After the last hop queries are finished, then keys, each in half the time.
-        found[phase] = Work(first_s, max(0.0, hop_s - first_s), last_s / 2, last_s / 2 + added_s, launches)
+        found[phase] = Work(first_s, max(0.0, hop_s - first_s), 0.0, 0.0, launches)
+    times = {phase.name: phase.time_s for phase in plan.phases}
+    half_s = times["finish"] / 2  # queries are finished before the sums of keys are home, keys after
+    found["backward"] = found["backward"]._replace(last_s=half_s, home_s=half_s + times.get("additions", 0.0))
     return found
 
 
@@ -160,7 +161,6 @@ class _Step:
         return self._timeline(last, max(task.end for task in forward))
 
     def _phase(self, phase: str) -> None:
-        """The steps of the table, as the runtime's `Trip` takes them."""
         work = self._works[phase]
         self._enqueue(self._host, "host", f"{phase}, start", self._host_s[phase])
         hop, home = 0, self._nothing
