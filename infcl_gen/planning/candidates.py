@@ -180,8 +180,7 @@ class Choices:
             world_size=self._cluster.devices,
         )
         choice = dataclasses.replace(choice, descriptors=self._descriptors(choice))
-        chosen = {kernel for kernel, _, _ in problem.settings.blocks}
-        blocks = default_blocks(profile, choice, rows, keys, chosen)
+        blocks = default_blocks(profile, choice, rows, keys, {kernel for kernel, _, _ in problem.settings.blocks})
         for kernel, field, count in problem.settings.blocks:
             blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: count})
         if name == "stash":  # the forward keeps the backward's tiles
@@ -227,13 +226,8 @@ def _settings_of(name: str) -> frozenset[str]:
     return frozenset(keys | {"stash_rows"} if name == "stash" else keys)
 
 
-def smallest_peak(model: CostModel, settings: Overrides) -> int:
-    """The least memory of any sizes: the peak grows with each size."""
-    return min(peak for _, peak in sizes_of(model, settings, smallest=True))
-
-
 def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> Iterator[tuple[Sizes, int]]:
-    """The sizes to consider with their peaks, or only those of the smallest panel."""
+    """The sizes to consider with their peaks, or only the smallest: the peak grows with each size."""
     strategy = model.choice.strategy
     row_unit, key_unit = _units(model.choice)
     cap = SPLIT_CAP if model.choice.split else {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)

@@ -116,8 +116,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         terms.append(BufferTerm("stash", both, shape, "kept tiles and the reference of each", "features"))
     if v.strategy == "torch":
         if v.gather and v.has_keys:
-            shape = (3 * W + 7, Min(G, kept_keys))
-            terms.append(BufferTerm("merged_statistics", forward, shape, "what adds them up"))
+            terms.append(BufferTerm("merged_statistics", forward, (3 * W + 7, Min(G, kept_keys)), "what adds them up"))
         terms.append(BufferTerm("loss_terms", forward, (8, Min(F, Max(m, n))), "temporaries of the loss's terms"))
         for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
             terms += [
@@ -146,15 +145,14 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
                 terms.append(BufferTerm("split_operands", phase, (a + b, row), why, "bf16"))
     ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
-        tiles = (ceil_div(rows, Bg), ceil_div(keys, Kg))
-        tiled: tuple[Any, ...] = (tiles[0] * Bg, tiles[1] * Kg)
-        strips = (Min(tiles[0], V), tiles[1])
+        row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
+        tiled: tuple[Any, ...] = (row_blocks * Bg, key_blocks * Kg)
         why, dtype = "gradients of one panel's logits", "features"
         if v.split:
             tiled, why, dtype = (2, *tiled), f"{why}, high and low half", "bf16"
         terms += [
             BufferTerm("gradient_panel", backward, tiled, why, dtype),
-            BufferTerm("gradient_flags", backward, strips, "strips of wide range", "int32"),
+            BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
             v.has_keys and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
         ]
     if v.strategy == "fused":
@@ -215,8 +213,7 @@ def places_of(table: Table, phase: str) -> Mapping[str, set[Place]]:
 def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Buffer, int]]:
     """The buffers of tensors that travel, each with its number of allocations. Statistics that stay for backward are
     part of `key_statistics`."""
-    found: list[tuple[Buffer, int]] = []
-    ranks = table.world_size
+    found, ranks = list[tuple[Buffer, int]](), table.world_size
 
     def add(name: str, phase: str, why: str, *counts: int, pieces: int = 1) -> None:
         shape = (*counts, item.columns, keys) if item.across else (*counts, keys, item.columns)

@@ -29,8 +29,8 @@ VENDOR_FRACTION = 0.77  # of a vendor's peak, which no product reaches: 765 of 9
 # Products of fp32 operands on NVIDIA that are not split: whose peak, and the fractions that Triton and the library
 # reach. ieee uses no tensor cores (1 TFLOP/s measured in a Triton kernel).
 FP32_MODES: dict[str, tuple[str, float, float]] = {"tf32": ("tf32", 1.0, 1.0), "exact": ("fp32", 0.02, 0.8)}
-# Host of an H200: time before the first kernel, and time of a step that never hides the host; by single launches or by
-# two CUDA graphs. Fitted to h200-grid.json: all rows but one within 14 %; hosts differ from 0.7 to 1.2 ms.
+# Host of an H200: time before the first kernel, and time of a step that the host bounds; by single launches, or by two
+# CUDA graphs. Fitted to h200-grid.json: all rows but one within 14 %, of hosts that take 0.7 to 1.2 ms for equal work.
 HOST_START_S, HOST_STEP_S, HOST_LAUNCH_S = 0.35e-3, 1.6e-3, 12e-6
 REPLAY_START_S, REPLAY_STEP_S = 0.3e-3, 1.05e-3
 # A forward with a stash prepares more. The model then predicts that CUDA graphs save 0.4 ms; at B = 32 768 they save
@@ -194,11 +194,8 @@ class CostModel:
 
     @functools.cached_property
     def _sent(self) -> dict[str, list[tuple[int, bool, float, float, int]]]:
-        """What the table sends in each phase, by kind of step; empty on one device.
-
-        Of each kind: how many steps, whether a rank works meanwhile, seconds of all messages, seconds until the sums
-        arrive that this work adds to, bytes.
-        """
+        """By phase, of each kind of step: how many there are, whether a rank works meanwhile, seconds of all messages,
+        seconds until the sums arrive that this work adds to, and bytes. Empty on one device."""
         table, cluster = self.table, self.cluster
         node_gbs = cluster.node_link_gbs.value * min(1.0, cluster.links_per_node / cluster.devices_per_node)
         links = {
@@ -258,11 +255,10 @@ class CostModel:
         return PhaseTime(term.name, _rounded(work_s + launch_s), bound, flops, moved)
 
     def _exposed(self, kernels: Sequence[PhaseTime], sizes: Sizes) -> Iterator[PhaseTime]:
-        """The communication of each phase that is not hidden.
+        """The communication of each phase that is not hidden beside work, which it slows down.
 
-        A step's messages travel beside its work, and slow it down. The work waits for messages that take longer than
-        it does, and for sums that take longer than the work before it adds to them (a panel's forward product; in
-        backward its gradient and dq). A step without work waits for all its messages.
+        Work waits for messages that take longer than it does, and for sums that take longer than the work before it
+        adds to them (a panel's forward product; in backward its gradient and dq). A step without work waits for all.
         """
         for phase, steps in self._sent.items():
             hop_s, first_s = self.hop_s(phase, kernels, sizes)
@@ -285,15 +281,13 @@ def host_times(choice: Choice) -> tuple[float, float, float]:
 
 @functools.lru_cache(maxsize=64)
 def kinds(table: Table, phase: str) -> Mapping[Step, int]:
-    """The number of steps of each kind: with equal transfers over equal levels, and so of equal cost. `unchanged_from`
-    and `sums_from` are relative to the step: 0 for its own transfers."""
+    """The number of steps of each kind (equal transfers over equal levels). `sums_from` is relative: 0 is the step."""
     counts: Counter[Step] = Counter()
     for number, step in enumerate(table.steps(phase)):
         over = ((sent, ACROSS[table.level(sent.to)]) for sent in step.sends)
         sends = tuple(sent._replace(of=sent.of and HERE, to=to, source=0, target=0) for sent, to in over)
         waits = [number - start if start >= 0 else -1 for start in (step.unchanged_from, step.sums_from)]
-        owner = step.owner and HERE
-        counts[Step(owner, sends=sends, unchanged_from=waits[0], sums_from=waits[1])] += 1
+        counts[Step(step.owner and HERE, sends=sends, unchanged_from=waits[0], sums_from=waits[1])] += 1
     return counts
 
 

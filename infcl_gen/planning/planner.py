@@ -19,7 +19,7 @@ from infcl_gen.inputs.problem import MAX_BATCH, Problem
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.losses import Derivation
-from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of, smallest_peak
+from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of
 from infcl_gen.planning.memory import Buffer
 from infcl_gen.planning.model import HOST, CostModel, PhaseTime, Sizes
 from infcl_gen.planning.reasons import Reason, reasons_of
@@ -74,7 +74,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
     ceiling = cluster.profile.memory_bytes // AUTO_FRACTION if budget is None else budget
     choices = Choices(problem, derivation, cluster)
     models = choices.models(problem.batch_size, problem.total_keys)
-    smallest = min(smallest_peak(model, problem.settings) for model in models)
+    smallest = min(peak for model in models for _, peak in sizes_of(model, problem.settings, smallest=True))
     largest = _largest_batch(problem, choices, ceiling)
     if smallest > ceiling:
         raise InfeasibleError(_infeasible_message(problem, cluster, ceiling, smallest, largest), smallest, largest)
@@ -147,8 +147,8 @@ def _largest_batch(problem: Problem, choices: Choices, ceiling: int) -> int | No
         except InputError:  # a setting forbids this batch: a stash of too many keys
             return False
         for model in models:
-            with contextlib.suppress(InputError):  # the panel that is set is too large for this batch
-                if smallest_peak(model, problem.settings) <= ceiling:
+            with contextlib.suppress(InputError):  # a panel that is set does not suit this batch's blocks
+                if any(peak <= ceiling for _, peak in sizes_of(model, problem.settings, smallest=True)):
                     return True
         return False
 

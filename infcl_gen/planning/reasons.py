@@ -79,10 +79,9 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
 def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candidate]) -> tuple[Reason, Reason]:
     """Levels 0 and 1: how keys reach the queries."""
     model, cluster, way = best.model, best.model.cluster, best.model.choice.transport
-    world, nodes = cluster.devices, cluster.nodes
+    world, nodes, inside = cluster.devices, cluster.nodes, cluster.devices_per_node
     outer = Reason(0, "one node", "nothing crosses the network")
     if nodes > 1:
-        inside = cluster.devices_per_node
         why = f"the network is crossed at one hop of {inside}, by all {inside} devices of a node at once"
         why = why if inside > 1 else "each device is a node"
         outer = Reason(0, f"ring of {nodes} nodes; keys visit, queries stay", why)
@@ -103,7 +102,7 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
         why = f"{choice}3 batches of messages a step at most, {hidden}"
         return outer, Reason(1, f"gather among {world} devices: all keys at once", why)
     why = f"{choice}keys travel beside the work, {model.keys} at a time, and sums after it: {hidden}"
-    return outer, Reason(1, f"ring of {cluster.devices_per_node} devices, {world} hops in all", why)
+    return outer, Reason(1, f"ring of {inside} devices, {world} hops in all", why)
 
 
 def _strategy_why(problem: Problem, best: Candidate, candidates: list[Candidate]) -> str:

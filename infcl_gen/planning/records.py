@@ -1,8 +1,7 @@
 """Tuning records: what was measured on each board, in <folder>/<board>.json.
 
-A candidate is a set of `--set` pairs. A record is applied by adding its settings to the user's, with the pair
-`records=measured`. A record is stale when a plan with its settings would run kernels of another `revision`, or decides
-anything else that their time depends on (`timed_settings`).
+A record's settings are added to the user's, with the pair `records=measured`. It is stale when a plan with them runs
+kernels of another `revision`, or decides anything else that their time depends on (`timed_settings`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from infcl_gen.losses import LossSpec, spec_as_dict
 from infcl_gen.planning.planner import Plan
 
 SCHEMA_VERSION = 3
-SWEEP_REVISION = 1  # of the torch strategy, which has no kernel `Family`
+SWEEP_REVISION = 1  # as `Family.revision`, of the torch strategy, which runs no kernel of a family
 STATUSES = (
     *("timed", "illegal", "does not compile", "spills", "wrong", "crashed", "hung", "out of memory"),
     *("slower", "not timed"),  # slower after two rounds; ranked too low, or the time was up

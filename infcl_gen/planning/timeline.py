@@ -29,10 +29,8 @@ from infcl_gen.planning.model import BATCH_S, SLOWDOWN, CostModel, host_times
 from infcl_gen.planning.planner import Plan
 from infcl_gen.runtime.table import Transfer
 
-# Time of a host for communication, traced on two H200s.
-HOST_MESSAGE_S = 100e-6  # a batch of sends and receives
-HOST_PEER_S = 20e-6  # each further peer in a batch
-# Exchange of calls with each other rank: to post, to read and compare, and until the other host has it.
+HOST_MESSAGE_S, HOST_PEER_S = 100e-6, 20e-6  # host time of a batch of messages and of each further peer (2 H200s)
+# Exchange of calls with each other rank: to post, to read and compare, and until the other host has it (2 H200s).
 TELL_PEER_S, READ_PEER_S, HEARD_S = 80e-6, 50e-6, 200e-6
 BEFORE_BACKWARD = 0.6  # of the host's time after its start: between the launches of forward and those of backward
 FIRST_LAUNCHES = 0.6  # of a hop's launches: before those that add to travelling sums (in forward 3 of 4 or 5)
@@ -137,10 +135,9 @@ class _Step:
         each = table.devices_per_node
         self._latency = {"device": cluster.latency_us.value * 1e-6, "node": cluster.node_latency_us.value * 1e-6}
         device, node = cluster.link_gbs.value * 1e9, cluster.node_link_gbs.value * 1e9
-        ports = [Pipe(device, device, 1) for _ in self._ranks]
         nodes, weight = (table.nodes, 1) if everybody else (1, each)
         uplinks = [Pipe(node, node * cluster.links_per_node, weight) for _ in range(nodes)]
-        self._pipes = [{"device": ports[rank], "node": uplinks[rank // each]} for rank in self._ranks]
+        self._pipes = [{"device": Pipe(device, device, 1), "node": uplinks[rank // each]} for rank in self._ranks]
         start_s, step_s, self._launch_s = host_times(plan)
         between_s = (step_s - start_s) * BEFORE_BACKWARD
         self._host_s = {"forward": start_s, "backward": between_s, "end": step_s - start_s - between_s}
@@ -197,8 +194,7 @@ class _Step:
 
     def _agree(self, phase: str) -> None:
         """Every host tells all others of its call, and reads theirs."""
-        others = (self._table.world_size - 1) * self._communicate
-        if others:
+        if others := (self._table.world_size - 1) * self._communicate:
             tell = f"{phase}, tell"
             told = self._enqueue(self._host, "host", tell, TELL_PEER_S * others)
             heard = [self._events.task(task.rank, "heard", "host", tell, HEARD_S, [task]) for (task,) in told]
