@@ -27,7 +27,7 @@ $(STAMP): requirements.lock pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m infcl_gen.demo
+	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal

@@ -4,8 +4,6 @@ Messages say what was wrong, where, and what would be valid. Any other exception
 code 1).
 """
 
-from __future__ import annotations
-
 
 class InfclError(Exception):
     """Base of all errors meant for the user."""

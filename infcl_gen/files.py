@@ -1,7 +1,5 @@
 """Files and folders that are complete or absent at every moment, and locks between processes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -7,8 +7,6 @@ Requests, answers, arguments and results are JSON. A process that crashes or han
 whose parent is gone ends by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

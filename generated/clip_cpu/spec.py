@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "86ea0a0d1894fcd4a4594c8a1bf89dbbb25170b84c6be81c054039d076a81f8d",
+    "digest": "ec1d2523a4cefb8f3c9c80996e21e4d57dc20488f0801d9da00259fb1ced0786",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "cf47aeb23b1ebf09195de31bec28905064059e345ccfecf2c6cb742d3efb8dec",
+    "digest": "ac3cba393bcaf26bf9707e8ec5674e0cb7ce6a2d265cf89c1edf420145f1c263",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

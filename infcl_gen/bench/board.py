@@ -1,7 +1,5 @@
 """The GPU's own meters for a step: power and clock (NVIDIA's management library), kernel counters (ncu)."""
 
-from __future__ import annotations
-
 import csv
 import io
 import statistics

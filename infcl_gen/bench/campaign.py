@@ -17,8 +17,6 @@ A later table replaces an earlier one at the same point. A point is skipped if t
 of all peers that are wanted and installed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

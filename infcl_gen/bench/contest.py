@@ -4,8 +4,6 @@ One process measures all contestants of a point, in turns. A contestant that cra
 a row that says so; a fresh process measures the others without it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

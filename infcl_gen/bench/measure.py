@@ -4,8 +4,6 @@ Every contestant gets the same features and runs once a round, so that a ratio o
 runs twice: `median_ms` begins on an idle device, `queued_ms` behind other work (`timing`).
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import re

@@ -6,8 +6,6 @@ package's dtype and cross-entropy in fp32; for fp32 and fp64 features there is n
 autocast on fp32 features (`Point.feature_dtype`), libraries for 16-bit features get them cast.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Time and memory against the batch size, drawn from measured rows by matplotlib (the `plot` extra)."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One size: its contestants, their features, and what is timed: a forward and backward, or bare products."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -4,8 +4,6 @@ Times are in milliseconds, sizes in bytes beyond the inputs, errors are norms re
 A row whose `error` is not None has no figures of time or memory.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence

@@ -11,8 +11,6 @@ its slowest rank. A package is measured in three ways:
 Rows have `ranks` > 1, the global `batch`, the largest peak of any rank, and the plan's `transport`.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ behind its towers, the host has run ahead: the time is the device's alone, unles
 LONGEST_LEAD_MS of other work.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

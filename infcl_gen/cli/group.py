@@ -3,8 +3,6 @@
 Results go to stdout (with `--json` as one object), messages to stderr. `-v` adds the traceback of an internal error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

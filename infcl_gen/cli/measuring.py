@@ -1,7 +1,5 @@
 """Commands that measure or examine this machine: bench, doctor."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import tempfile

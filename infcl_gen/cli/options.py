@@ -1,7 +1,5 @@
 """Options of commands, and how their values are read. Heavy imports wait until a command needs them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

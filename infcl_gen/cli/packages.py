@@ -1,7 +1,5 @@
 """Commands for plans and packages: plan, generate, inspect, verify, tune."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A row has the problem's sizes and FIGURES. `alone_ms` is a step without communic
 the inputs, `critical_ms` the longest chain of events by resource, `error` why no plan fits (else None).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Packages in the user's cache folder: generated when missing, imported from there."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import shutil

@@ -3,8 +3,6 @@
 The tables hold the schedule's expression for each argument. An argument without one is a variable of its own name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from infcl_gen.emission.render import ABSENT, literal, wrapped

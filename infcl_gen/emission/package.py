@@ -1,7 +1,5 @@
 """A package as a folder: written atomically, read without importing it, checked against its manifest."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The pipeline: problem -> derivation -> plan -> specification -> text."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from pathlib import Path

@@ -3,8 +3,6 @@
 Runtime files are copied verbatim. The text depends on the arguments only: no date, no path, no order of a hash table.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -1,7 +1,5 @@
 """The cluster of a problem: its devices, and the links between them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from infcl_gen.errors import InputError

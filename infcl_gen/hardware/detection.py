@@ -1,7 +1,5 @@
 """The profile of this machine's device."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

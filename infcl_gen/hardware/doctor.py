@@ -1,7 +1,5 @@
 """The report of `infcl-gen doctor`: devices, links, versions, what works here, and advice for the rest."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import platform

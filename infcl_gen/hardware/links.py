@@ -1,7 +1,5 @@
 """Bandwidth between the GPUs of this machine: each ordered pair alone, and all of them as a ring."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

@@ -4,8 +4,6 @@ Every peak names its source: "measured: ...", "vendor: dense ..." (never with sp
 and counts) or "assumed: ...".
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

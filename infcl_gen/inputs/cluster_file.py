@@ -1,7 +1,5 @@
 """Cluster files: nodes, devices, the links between them, and the source of each figure."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """What `--set` decides instead of the planner: its text becomes typed values here, and only here."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_type_hints

@@ -4,8 +4,6 @@
 `Problem` refuses values out of range, so that every later stage can rely on them. Each message names the flag.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

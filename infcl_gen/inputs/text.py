@@ -1,7 +1,5 @@
 """Text from users and for users: sizes, counts, small files, and messages of one line that name the flag."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

@@ -1,7 +1,5 @@
 """Named and typed arguments of kernels: the source of signatures, launches and ahead-of-time compilation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

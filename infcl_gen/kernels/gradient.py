@@ -1,7 +1,5 @@
 """gradient, gradient_wide, ratios, gradient_positives: the gradient g of one panel's logits."""
 
-from __future__ import annotations
-
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile

@@ -1,7 +1,5 @@
 """forward_hopper, gradient_hopper: what `forward` and `gradient` compute, for Hopper GPUs, in Gluon."""
 
-from __future__ import annotations
-
 from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, arguments
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family

@@ -1,7 +1,5 @@
 """merge, positives, loss_terms, total_loss: from partial sums to the loss."""
 
-from __future__ import annotations
-
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile

@@ -1,7 +1,5 @@
 """The built-in losses as formulas."""
 
-from __future__ import annotations
-
 from infcl_gen.losses.language import (
     LossSpec,
     bias,

@@ -8,8 +8,6 @@ log-sum-exps of one logit x = f(z, scale, bias), and p is the positive's logit. 
 From it follow dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j and dk_j = sum_i dL/dz_ij q_i.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

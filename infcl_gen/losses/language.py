@@ -30,8 +30,6 @@ products with gradients fp32 holds. A formula has at most LARGEST_FORMULA parts.
 language; `derive` refuses the rest with a reason.
 """
 
-from __future__ import annotations
-
 import keyword
 import math
 import re

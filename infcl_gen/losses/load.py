@@ -1,7 +1,5 @@
 """Losses by name: built in, or `FILE.py:NAME` from the user's own file. Losses as literals, written and read."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import operator

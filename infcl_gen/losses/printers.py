@@ -5,8 +5,6 @@ A printer raises LossError for anything else. Terms and factors are sorted, so t
 Numbers are printed with `repr`, so that they read back exactly.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

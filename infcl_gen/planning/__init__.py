@@ -10,8 +10,6 @@
 `timeline` executes a plan's table of communication over `events`. `records` finds plans that were measured.
 """
 
-from __future__ import annotations
-
 from infcl_gen.planning.planner import Plan, Reason, plan
 
 __all__ = ["Plan", "Reason", "plan"]

@@ -4,8 +4,6 @@ Buffers of one rank's computation are SymPy expressions of a plan's sizes; buffe
 the table of communication. `model` evaluates both, plans list them, and `make golden` prints the expressions.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The work of a step as SymPy expressions of a plan's sizes, and the fraction of the peak that kernels reach."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from sympy import Expr, Integer, Rational

@@ -3,8 +3,6 @@
 Conclusions follow from the headers of all ranks, so either every rank raises or none does.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What every generated package exports: argument checks, the functions, the module and the self-test."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import numbers

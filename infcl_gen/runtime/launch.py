@@ -1,7 +1,5 @@
 """Glue between torch tensors and Triton kernels: panels, operands, strips, and fast launches."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import operator

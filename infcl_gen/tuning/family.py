@@ -1,7 +1,5 @@
 """The search in one family of kernels: candidates are judged, compiled, checked and timed, each in its own process."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -12,8 +12,6 @@ Kernel families are searched one after the other, with the others at their best 
 A candidate is a set of `--set` pairs. It is timed as a whole package, byte for byte what is written at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """One process of `infcl-gen tune`, which can be killed alone: one candidate."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

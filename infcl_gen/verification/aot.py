@@ -4,8 +4,6 @@ Triton compiles without comparing with a device's limits, so shared memory and s
 that Triton up to 3.8 may leave around asynchronous products (`races`).
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -30,8 +30,6 @@ error, and twice that would let even zeros pass.
 NaN and infinity must be where the oracle has them, and nowhere else.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The oracle is the package's `reference`, printed from the loss's formula and dif
 neither the derived gradient nor any kernel with what it checks.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ Only the warps of the first role are followed. Kernels with `warp_specialize` re
 counts the arrival of every reader, so the kernel orders it and not Triton.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -1,7 +1,5 @@
 """`infcl-gen verify`: is a package what this generator writes, and are its numbers right on this machine?"""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A crash, a hang, a leak or an environment variable (TRITON_INTERPRET) stays out of the process that verifies.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

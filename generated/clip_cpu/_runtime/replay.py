@@ -8,8 +8,6 @@ The stash of the last forward stays in the recording; backward of an earlier for
 call with a stash gives the recording up, except while the user captures a graph, which would be lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

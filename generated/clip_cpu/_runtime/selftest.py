@@ -1,7 +1,5 @@
 """The self-test of a generated package: small batches on one device against the package's `reference` in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ On CUDA the host waits for no message: messages run on the backend's stream, beh
 the current stream waits for them where the table says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
