@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "ec1d2523a4cefb8f3c9c80996e21e4d57dc20488f0801d9da00259fb1ced0786",
+    "digest": "9b0249b9af2eb1ed8c544eb7cbe081e78fc9330a9861cccf283cc3e2cd7f24e5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "ac3cba393bcaf26bf9707e8ec5674e0cb7ce6a2d265cf89c1edf420145f1c263",
+    "digest": "2d818679f9eb5ce15a7ee37b636f834bfea99e912260ad45e82661bf3f262c65",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -244,14 +244,66 @@ def test_autocast_casts_features_and_rounds_nothing_else(packages: Packages) -> 
             assert a.dtype == torch.float32 and torch.equal(a.bfloat16(), b.bfloat16())
     truth = package.reference(q.bfloat16(), k.bfloat16(), 100.0)
     assert inside.item() == pytest.approx(truth.item(), rel=1e-5)
-    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="dtype"):
-        package.contrastive_loss(q, k, scale)
+    for wrong in (torch.float64, torch.int64):
+        with pytest.raises(ValueError, match=f"q has dtype {wrong}"):
+            package.contrastive_loss(q.to(wrong), k, scale)
     exact = packages("clip", dtype="fp32")
     with torch.autocast("cpu", torch.bfloat16):
         q32, k32 = q.detach(), k.detach()
         assert float(exact.contrastive_loss(q32, k32, 100.0)) == pytest.approx(
             float(exact.reference(q32, k32, 100.0)), rel=1e-5
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_features_of_any_dtype_enter_any_package(packages: Packages, dtype: torch.dtype) -> None:
+    for planned in ("fp32", "bf16"):
+        package = packages("clip", dtype=planned)
+        q, k = features(12, dtype=dtype)
+        loss = package.contrastive_loss(q, k, torch.tensor([4.0]))
+        dq, dk = torch.autograd.grad(loss, (q, k))
+        assert dq.dtype == dk.dtype == dtype
+        computed = package.SPEC["problem"]["dtype"]
+        cast = [x.detach().to(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[computed])) for x in (q, k)]
+        assert loss.item() == pytest.approx(float(package.reference(*cast, 4.0)), rel=1e-3)
+
+
+def test_a_group_of_its_own_is_this_device_alone(packages: Packages) -> None:
+    package = packages("clip", dtype="fp32")
+    q, k = features(dtype=torch.float32)
+    assert torch.equal(package.contrastive_loss(q, k, 2.0, group="local"), package.contrastive_loss(q, k, 2.0))
+    assert package.ContrastiveLoss(group="local", rank=0, world_size=1)(q, k, 2.0).isfinite()
+
+
+def test_arguments_of_open_clip_are_attributes(packages: Packages) -> None:
+    package = packages("clip", dtype="fp32")
+    with pytest.warns(UserWarning, match="gather_with_grad"):
+        criterion = package.ContrastiveLoss(local_loss=True, cache_labels=True, rank=0, world_size=1)
+    assert (criterion.local_loss, criterion.gather_with_grad, criterion.cache_labels) == (True, False, True)
+    assert (criterion.rank, criterion.world_size, criterion.use_horovod) == (0, 1, False)
+
+
+def test_flops_are_counted(packages: Packages) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    package = packages("clip", dtype="fp32")
+    q, k = features(12, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        package.contrastive_loss(q, k, 2.0).backward()
+    assert counter.get_total_flops() == 4 * 2 * len(q) * len(k) * q.shape[1]
+
+
+def test_numbers_as_scale_make_two_graphs_at_most(packages: Packages) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    package = packages("clip", dtype="fp32")
+    q, k = features(dtype=torch.float32)
+    graphs = CompileCounter()
+    step = torch.compile(lambda scale: package.contrastive_loss(q, k, scale), fullgraph=True, backend=graphs)
+    for index in range(12):
+        scale = 1.0 + 0.37 * index
+        torch.testing.assert_close(step(scale), package.contrastive_loss(q, k, scale))
+    assert graphs.frame_count <= 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import numbers
 import operator
+import warnings
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import replay
+from .agreement import BatchTooLargeError as BatchTooLargeError
 from .agreement import announce_rejection
-from .group import resolve
+from .group import ALONE, resolve
 from .launch import INTERPRETED
 from .ops import differentiable, register, traced
 from .package import Call, Options, Package
@@ -23,6 +25,7 @@ from .table import planned_table
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
+_CAST = (torch.bfloat16, torch.float16, torch.float32)  # features that are cast to a package's dtype, unless it is fp64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -103,8 +106,15 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         if use_horovod:
             raise ValueError("use_horovod=True is not supported: ranks communicate through torch.distributed")
+        if local_loss and not gather_with_grad:
+            warnings.warn(
+                "local_loss=True without gather_with_grad=True: open_clip then leaves out the gradients of other "
+                "ranks' losses in this rank's features; here they are complete",
+                stacklevel=2,
+            )
         self.options = options_of(group, grad_sync, "mean", check_ranks)
-        self.expected_rank, self.expected_world_size = rank, world_size
+        self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
+        self.rank, self.world_size, self.use_horovod = rank, world_size, use_horovod
         _check_choices(self.options)
         self._check_world()
 
@@ -119,24 +129,26 @@ class ContrastiveLoss(nn.Module):
         labels: Tensor | str | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
-        if self.expected_world_size is not None or self.expected_rank is not None:
+        if self.world_size is not None or self.rank is not None:
             self._check_world()
-        arguments = (image_features, text_features, logit_scale, logit_bias, labels, self.options)
-        loss = differentiable_loss(self._package, *arguments)
+        loss = self._loss(image_features, text_features, logit_scale, logit_bias, labels, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def _loss(self, *arguments: Any) -> Tensor:
+        return differentiable_loss(self._package, *arguments)
 
     def extra_repr(self) -> str:
         return f"{self._package.name}, grad_sync={self.options.grad_sync!r}"
 
     def _check_world(self) -> None:
         rank, size = _place(self.options.group_name)
-        if self.expected_world_size not in (None, size):
+        if self.world_size not in (None, size):
             raise ValueError(
-                f"wrong world size: world_size={self.expected_world_size} was given, but the process group has {size} "
+                f"wrong world size: world_size={self.world_size} was given, but the process group has {size} "
                 f"rank(s); leave it out, or pass the group"
             )
-        if self.expected_rank not in (None, rank):
-            raise ValueError(f"wrong rank: rank={self.expected_rank} was given, but this process has rank {rank}")
+        if self.rank not in (None, rank):
+            raise ValueError(f"wrong rank: rank={self.rank} was given, but this process has rank {rank}")
 
 
 def _agreed(package: Package, call: Call) -> Call:
@@ -204,8 +216,7 @@ def _check_features(package: Package, call: Call) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dtype == package.dtype:
             continue
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == package.dtype
-        if not (autocast and x.is_floating_point()):
+        if x.dtype not in _CAST or package.dtype == torch.float64:
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "regenerate the package with another --dtype"
@@ -266,8 +277,8 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device, stream: in
 
 def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks: str = "first") -> Options:
     """The options of a call. Raises TypeError or ValueError where `group` is no group of this process."""
-    if group is None:
-        return Options("", grad_sync, reduction, check_ranks)
+    if group is None or group == "local":
+        return Options(ALONE if group else "", grad_sync, reduction, check_ranks)
     if not dist.is_available():
         raise ValueError("group was given, but this torch has no torch.distributed")
     if isinstance(group, dist.DeviceMesh):
@@ -286,7 +297,7 @@ def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks:
 
 def _place(group_name: str) -> tuple[int, int]:
     """(rank, number of ranks) of this process in a named group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if group_name == ALONE or not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     group = resolve(group_name)
     return dist.get_rank(group), dist.get_world_size(group)

@@ -24,6 +24,14 @@ _labels_checked_alone: set[str] = set()  # digests of packages whose device labe
 _warned: set[str] = set()  # digests of packages
 
 
+class BatchTooLargeError(ValueError):
+    """The batch of all ranks has more queries or keys than the package was generated for. All ranks raise it."""
+
+    def __init__(self, message: str, queries: int, keys: int) -> None:
+        super().__init__(message)
+        self.queries, self.keys = queries, keys
+
+
 def announce_rejection(package: Package, call: Call) -> None:
     """Tells the other ranks that this rank rejects its own arguments, so that all ranks raise.
 
@@ -126,9 +134,11 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
         raise ValueError(f"the batch needs at least one query and one key; it has {queries} and {keys}")
     if queries > package.batch_size or keys > package.key_count:
         sizes = {"queries": max(queries, package.batch_size), "keys": max(keys, package.key_count)}
-        raise ValueError(
+        raise BatchTooLargeError(
             f"{package.name} was generated for at most {package.batch_size} queries and {package.key_count} keys, but "
-            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(**sizes)}"
+            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(**sizes)}",
+            queries,
+            keys,
         )
     if not package.labelled and queries != keys:
         raise ValueError(
