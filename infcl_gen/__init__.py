@@ -1,14 +1,14 @@
 """A compiler for contrastive losses: from a problem to a verified, importable loss package.
 
-    import infcl_gen
-    module = infcl_gen.load(loss="clip", batch_size="64k", dim=768, memory_budget="1GiB")
-    loss = module.ContrastiveLoss()
+    from infcl_gen import ContrastiveLoss
+    loss = ContrastiveLoss()(image_features, text_features, logit_scale)
 
 `import infcl_gen` is cheap: torch, triton and SymPy are imported when they are needed.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.errors import (
@@ -26,23 +26,32 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
+    from infcl_gen.lazy import ContrastiveLoss, contrastive_loss, global_value
     from infcl_gen.losses.language import LossSpec
     from infcl_gen.planning.planner import Plan
     from infcl_gen.planning.timeline import Timeline
 
 __all__ = [
+    "ContrastiveLoss",
     "InfclError", "InfeasibleError", "InputError", "LockTimeoutError", "LossSpec", "Problem", "ToolchainError",
-    "VerificationError", "__version__", "generate", "load", "plan", "simulate",
+    "VerificationError", "__version__", "contrastive_loss", "generate", "global_value", "load", "plan", "simulate",
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name != "LossSpec":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Imported on demand, since it needs SymPy.
-    from infcl_gen.losses.language import LossSpec
+# What needs torch or SymPy, and the module that it is found in when it is first asked for.
+_LATER = {
+    "ContrastiveLoss": "infcl_gen.lazy",
+    "contrastive_loss": "infcl_gen.lazy",
+    "global_value": "infcl_gen.lazy",
+    "LossSpec": "infcl_gen.losses.language",
+}
 
-    return LossSpec
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
+    return found
 
 
 def plan(problem: Problem | None = None, **flags: Any) -> Plan:

@@ -163,3 +163,16 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def cache_folder() -> Path:
+    """The folder of cached packages: in $INFCL_GEN_CACHE, or below the user's cache directory."""
+    import platformdirs
+
+    moved = os.environ.get("INFCL_GEN_CACHE")
+    root = (
+        Path(moved).expanduser().absolute()
+        if moved
+        else Path(platformdirs.user_cache_dir("infcl_gen", appauthor=False))
+    )
+    return root / "packages"

@@ -26,7 +26,7 @@ from infcl_gen.inputs.problem import make_problem
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--batch-size", "256", "--dim", "16", "--target", "cpu")
-COMMANDS = ("plan", "generate", "inspect", "verify", "tune", "bench", "scale", "doctor")
+COMMANDS = ("plan", "generate", "inspect", "verify", "tune", "bench", "scale", "cache", "doctor")
 
 
 def run(*arguments: str) -> Result:
@@ -426,3 +426,23 @@ def test_the_command_for_another_size_makes_such_a_package(tmp_path: Path) -> No
     assert "--loss FILE.py:NAME " in read_package(mine).spec["regenerate"]
     with pytest.raises(InputError, match="pairs query i with key i"):
         infcl_gen.plan(loss=f"{tmp_path}/mine.py:MINE", batch_size=96, keys=100, **flags)
+
+
+def test_the_cache_is_listed_and_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFCL_GEN_CACHE", str(tmp_path))
+    assert run("cache", "path").stdout == f"{tmp_path / 'packages'}\n"
+    assert json.loads(run("cache", "list", "--json").stdout)["packages"] == []
+    for dim in (16, 32):
+        infcl_gen.load(batch_size=8, dim=dim, dtype="fp32", target="cpu")
+    listed = json.loads(run("cache", "list", "--json").stdout)["packages"]
+    assert [found["dim"] for found in listed] == [32, 16] and all(found["bytes"] > 10_000 for found in listed)
+    assert json.loads(run("cache", "prune", "--json").stdout)["packages"] == []
+    old = tmp_path / "packages" / listed[1]["package"]
+    os.utime(old, (0, 0))
+    assert [found["dim"] for found in json.loads(run("cache", "prune", "--json").stdout)["packages"]] == [16]
+    (tmp_path / "packages" / listed[0]["package"] / "loss.py").write_text("")
+    assert "damaged" in run("cache", "list").stdout
+    assert "removed 1" in run("cache", "prune").stdout and not list((tmp_path / "packages").glob("p*/"))
+    infcl_gen.load(batch_size=8, dim=16, dtype="fp32", target="cpu")
+    assert "removed 1" in run("cache", "prune", "--all").stdout
+    assert run("cache", "nonsense").exit_code == 2

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "infcl_gen"
 # A part may import itself and what stands before it. Modules at the bottom may be used by all.
-BOTTOM = ("version", "errors", "files", "processes")
+BOTTOM = ("version", "errors", "files", "packages", "processes")
 ORDER = (
     "inputs",
     "hardware",
@@ -22,6 +22,7 @@ ORDER = (
     "planning",
     "emission",
     "runtime",
+    "lazy",
     "verification",
     "bench",
     "tuning",
@@ -176,5 +177,7 @@ def test_generate_takes_under_three_seconds(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """What plans, emits, runs, verifies, measures and tunes fits into 14 000 lines."""
-    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 14_000
+    """What plans, emits, runs, verifies, measures and tunes fits into 14 000 lines; the loss without sizes into 400."""
+    lines = {path: len(path.read_text().splitlines()) for path in MODULES}
+    lazy = sum(lines[SOURCE / name] for name in ("lazy.py", "packages.py", "cli/cache.py"))
+    assert sum(lines.values()) - lazy <= 14_000 and lazy <= 400

@@ -2,18 +2,21 @@
 
 import hashlib
 import importlib.util
+import os
 import shutil
 import sys
 import threading
+import time
 from dataclasses import asdict, astuple
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from infcl_gen.emission.package import read_package, write_package
 from infcl_gen.emission.pipeline import build, case_of, find_record
 from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.files import lock
+from infcl_gen.files import cache_folder, lock
 from infcl_gen.inputs.problem import Problem
 from infcl_gen.losses import spec_as_dict
 from infcl_gen.planning.records import Found
@@ -29,7 +32,7 @@ def load_cached(problem: Problem) -> ModuleType:
     Of several processes one generates, the others wait. Raises LockTimeoutError if another holds the lock for too long,
     InputError or InfeasibleError if there is no such package.
     """
-    key = cache_key(problem)
+    key = f"p{cache_key(problem)}"
     folder = cache_folder() / key
     if not _intact(folder):
         with lock(folder.with_name(f"{key}.lock"), f"generating {folder}"):
@@ -37,7 +40,39 @@ def load_cached(problem: Problem) -> ModuleType:
                 files = build(problem)
                 _remove(folder)  # damaged: no process imports it, for each checks before it imports
                 write_package(files, folder)
-    return import_package(folder, f"infcl_gen_package_{key}")
+    os.utime(folder)  # `entries` tells when a package was last used
+    return import_package(folder, f"infcl_gen.packages.{key}")
+
+
+class Entry(NamedTuple):
+    """A package in the cache; `used` is when it was last loaded, in seconds since the epoch."""
+
+    folder: Path
+    problem: dict[str, Any]
+    bytes: int
+    used: float
+
+
+def entries() -> list[Entry]:
+    """The packages in the cache, the one used last first. A damaged one has an empty problem."""
+    found = []
+    for folder in cache_folder().glob("p*/"):
+        try:
+            problem = read_package(folder).spec["problem"]
+        except InputError:
+            problem = {}
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        found.append(Entry(folder, problem, size, folder.stat().st_mtime))
+    return sorted(found, key=lambda entry: -entry.used)
+
+
+def prune(days: float) -> list[Entry]:
+    """Remove the packages that were not used for so many days, and damaged ones; they are returned."""
+    old = [entry for entry in entries() if not entry.problem or time.time() - entry.used >= 86400 * days]
+    for entry in old:
+        with lock(entry.folder.with_name(f"{entry.folder.name}.lock"), f"removing {entry.folder}"):
+            _remove(entry.folder)
+    return old
 
 
 def import_package(folder: Path, name: str | None = None, edited: bool = False) -> ModuleType:
@@ -66,12 +101,6 @@ def import_package(folder: Path, name: str | None = None, edited: bool = False) 
                 for entry in [other for other in sys.modules if other == name or other.startswith(f"{name}.")]:
                     del sys.modules[entry]
         return module
-
-
-def cache_folder() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("infcl_gen", appauthor=False)) / "packages"
 
 
 def cache_key(problem: Problem) -> str:

@@ -1,0 +1,155 @@
+"""The loss without sizes: packages are made at the first call, grown for larger batches, and shared by ranks."""
+
+import copy
+import io
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infcl_gen
+from infcl_gen import lazy
+from infcl_gen.processes import run_ranks
+from tests import lazy_rank
+
+
+@pytest.fixture(autouse=True)
+def _nothing_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy, "_packages", {})
+
+
+def features(rows: int, dim: int = 16, dtype: torch.dtype = torch.float32, keys: int | None = None) -> list[Any]:
+    generator = torch.Generator().manual_seed(rows)
+    sizes = (rows, rows if keys is None else keys)
+    return [
+        torch.nn.functional.normalize(torch.randn(n, dim, generator=generator), dim=1).to(dtype).requires_grad_()
+        for n in sizes
+    ]
+
+
+def planned() -> list[int]:
+    return [package.SPEC["problem"]["batch_size"] for package in lazy._packages.values()]
+
+
+def value(loss: torch.Tensor) -> float:
+    return loss.detach().item()
+
+
+def truth(q: Any, k: Any, scale: float) -> float:
+    x = scale * q.detach().double() @ k.detach().double().T
+    each = torch.arange(len(q))
+    entropy = torch.nn.functional.cross_entropy
+    return float((entropy(x, each) + entropy(x.T, each)) / 2)
+
+
+def test_it_grows_and_does_not_shrink(caplog: pytest.LogCaptureFixture) -> None:
+    criterion = infcl_gen.ContrastiveLoss()
+    with caplog.at_level(logging.INFO, "infcl_gen"):
+        for rows, size in ((5, 8), (20, 32), (3, 32), (32, 32), (33, 64)):
+            q, k = features(rows)
+            loss = criterion(q, k, 10.0)
+            loss.backward()
+            assert value(loss) == pytest.approx(truth(q, k, 10.0), rel=1e-5)
+            assert planned() == [size]
+    assert len([line for line in caplog.messages if "batches of up to" in line]) == 3
+
+
+def test_each_kind_has_a_package() -> None:
+    criterion = infcl_gen.ContrastiveLoss()
+    for dim, dtype in ((16, torch.float32), (8, torch.float32), (16, torch.bfloat16), (16, torch.float32)):
+        q, k = features(9, dim, dtype)
+        criterion(q, k, torch.tensor([10.0])).backward()
+        assert q.grad.dtype == dtype
+    assert planned() == [16, 16, 16]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q, k = features(9)
+        criterion(q, k, 10.0).backward()
+    assert q.grad.dtype == torch.float32 and planned() == [16, 16, 16]
+
+
+def test_more_keys_than_queries() -> None:
+    q, k = features(6, keys=30)
+    loss = infcl_gen.contrastive_loss(q, k, 5.0, loss="infonce", labels="own")
+    x = 5.0 * q.double() @ k.double().T
+    expected = torch.nn.functional.cross_entropy(x, torch.arange(6))
+    assert value(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_wrong_arguments_say_what_is_right() -> None:
+    q, k = features(4)
+    with pytest.raises(TypeError, match="q must be a tensor"):
+        infcl_gen.contrastive_loss([1.0], k)
+    with pytest.raises(ValueError, match="int64"):
+        infcl_gen.contrastive_loss(q.long(), k)
+    with pytest.raises(infcl_gen.InfeasibleError, match="budget"):
+        infcl_gen.contrastive_loss(q, k, memory_budget="1KiB")
+    with pytest.raises(infcl_gen.InputError, match="nonsense"):
+        infcl_gen.contrastive_loss(q, k, loss="nonsense")
+
+
+def test_a_warm_loss_is_one_graph_and_a_cold_one_says_what_to_do() -> None:
+    criterion = infcl_gen.ContrastiveLoss()
+
+    def step(q: Any, k: Any) -> Any:
+        return criterion(q, k, 10.0)
+
+    q, k = features(12)
+    with pytest.raises(Exception, match=r"call it once outside of torch\.compile"):
+        torch.compile(step, fullgraph=True, backend="eager")(q, k)
+    expected = criterion(q, k, 10.0)
+    torch._dynamo.reset()
+    explanation = torch._dynamo.explain(step)(q, k)
+    assert explanation.graph_count == 1 and explanation.graph_break_count == 0
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(q, k), expected)
+
+
+def test_modules_are_copied_and_pickled() -> None:
+    q, k = features(7)
+    criterion = infcl_gen.ContrastiveLoss()
+    expected = value(criterion(q, k, 10.0))
+    saved = io.BytesIO()
+    torch.save(criterion, saved)
+    saved.seek(0)
+    copies = (copy.deepcopy(criterion), pickle.loads(pickle.dumps(criterion)), torch.load(saved, weights_only=False))
+    assert [value(other(q, k, 10.0)) for other in copies] == [expected] * 3
+
+
+def test_a_loaded_module_unpickles_in_another_process(tmp_path: Path) -> None:
+    package = infcl_gen.load(batch_size=8, dim=16, dtype="fp32", target="cpu")
+    (tmp_path / "criterion").write_bytes(pickle.dumps(package.ContrastiveLoss(grad_sync="sum")))
+    code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).options.grad_sync)"
+    command = [sys.executable, "-c", code, str(tmp_path / "criterion")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "sum\n"
+
+
+def test_uneven_ranks_grow_together(tmp_path: Path) -> None:
+    argument = {"cache": str(tmp_path), "rows": [(5, 3), (20, 3), (1, 0), (4, 4)], "cold": [1]}
+    first, second = run_ranks("tests.lazy_rank:batches", argument, 2, 120.0)
+    assert first["digests"] == second["digests"] and first["sizes"] == [32]
+    for index, rows in enumerate(argument["rows"]):
+        parts = [lazy_rank._features(count, 16, 10 * index + rank) for rank, count in enumerate(rows)]
+        q, k = (torch.cat(side) for side in zip(*parts, strict=True))
+        for found in (first, second):
+            assert found["steps"][index][0] == pytest.approx(truth(q, k, lazy_rank.SCALE), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "zero", "one"),
+    [
+        ("unwritable", "rank 1", "InputError|NotADirectory|not a folder"),
+        ("budget", "InfeasibleError", "rank 0 cannot plan|InfeasibleError"),
+        ("dim", "embedding dimension differs", "embedding dimension differs"),
+    ],
+)
+def test_a_rank_that_cannot_load_stops_all_of_them(case: str, zero: str, one: str, tmp_path: Path) -> None:
+    import re
+
+    found = run_ranks("tests.lazy_rank:failing", {"cache": str(tmp_path), "case": case}, 2, 120.0)
+    for answer, pattern in zip(found, (zero, one), strict=True):
+        assert re.search(pattern, answer["error"]), answer
+        assert answer["after"][0] == pytest.approx(found[0]["after"][0])
