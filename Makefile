@@ -11,7 +11,7 @@ JOBS ?= 4
 # Processes of the GPU suite: they share one GPU, and spend their time compiling kernels.
 GPU_JOBS ?= 8
 
-.PHONY: demo test test-long test-gpu lint format golden clean venv
+.PHONY: demo docs test test-long test-gpu lint format golden clean venv
 
 venv: $(STAMP)
 
@@ -43,6 +43,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, in docs/_build/html; a warning is an error.
+docs: $(STAMP)
+	$(BIN)/python docs/tables.py --check
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,7 +1,7 @@
-"""The README's tables of measured and simulated rows, written from the .json files of tune/bench between markers.
+"""Tables of measured and simulated rows, written from the .json files of tune/bench between markers of pages.
 
-python docs/tables.py            rewrites README.md
-python docs/tables.py --check    exits with 1 if it does not show what the files hold
+python docs/tables.py            rewrites README.md and docs/benchmarks.md
+python docs/tables.py --check    exits with 1 if they do not show what the files hold
 """
 
 from __future__ import annotations
@@ -19,26 +19,37 @@ from infcl_gen.files import checksum
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
 COMPARED = (65536, 768)  # batch and dim
+PAGES = {"README.md": ("compared",), "docs/benchmarks.md": ("measured", "simulated")}
+SHOWN = (
+    "infcl", "open_clip-compiled", "liger-kernel", "cut-cross-entropy", "open_clip", "memeff", "inf_cl",
+)  # fmt: skip
 BESIDE_PEERS = ("h200-grid.json", "h200-scale100.json", "h200-autocast-speed.json")
 MIB = 2**20
 
 
 def main() -> int:
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    fresh = text
-    for kind in ("measured", "simulated"):
-        begin, end = f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
-        before, _, rest = fresh.partition(begin)
-        fresh = f"{before}{begin}\n{tables(kind)}{end}{rest.partition(end)[2]}"
-    if "--check" in sys.argv[1:]:
-        return int(fresh != text)
-    readme.write_text(fresh, encoding="utf-8")
-    return 0
+    stale = 0
+    for name, kinds in PAGES.items():
+        page = ROOT / name
+        text = page.read_text(encoding="utf-8")
+        fresh = text
+        for kind in kinds:
+            begin, end = f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
+            before, _, rest = fresh.partition(begin)
+            fresh = f"{before}{begin}\n{tables(kind)}{end}{rest.partition(end)[2]}"
+        stale |= fresh != text
+        if "--check" not in sys.argv[1:]:
+            page.write_text(fresh, encoding="utf-8")
+    return int(stale and "--check" in sys.argv[1:])
 
 
 def tables(kind: str) -> str:
-    """Those of each measured or simulated file, in the order of their names. Raises ValueError for a wrong checksum."""
+    """Those of each measured or simulated file, in the order of their names; or the one of the README ("compared").
+
+    Raises ValueError for a wrong checksum.
+    """
+    if kind == "compared":
+        return compared(json.loads((ROOT / "tune" / "bench" / BESIDE_PEERS[0]).read_text(encoding="utf-8"))["rows"])
     parts = []
     for path in sorted((ROOT / "tune" / "bench").glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -74,6 +85,16 @@ def _table(head: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
     head = list(head)
     rows = [head, ["---"] * len(head), *lines]
     return "\n" + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+def compared(rows: Rows) -> str:
+    """The README's table: packages and the best-known peers at the point to compare at."""
+    shown = [row for row in rows if (row["batch"], row["dim"]) == COMPARED and row["impl"] in SHOWN]
+    lines = [
+        (_who(row), f"{row['queued_ms']:.1f}", f"{row['peak_bytes'] / MIB:,.0f}")
+        for row in sorted(shown, key=lambda row: row["queued_ms"])
+    ]
+    return _table(("who", "ms", "MiB"), lines)
 
 
 def beside_peers(rows: Rows) -> str:

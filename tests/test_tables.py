@@ -1,4 +1,4 @@
-"""docs/tables.py: the README's tables are those of the committed measurements."""
+"""docs/tables.py: the tables of docs/benchmarks.md are those of the committed measurements."""
 
 import importlib.util
 import subprocess
@@ -9,18 +9,18 @@ from typing import Any
 from tests.bench.rows import rows_of_several_points
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
 SPEC = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs" / "tables.py")
 assert SPEC is not None and SPEC.loader is not None
 tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tables)
 
 
-def test_measured_figures_are_those_of_the_files() -> None:
-    assert README.index("<!-- measured:begin -->") < README.index("<!-- measured:end -->")
-    for kind in ("measured", "simulated"):
-        shown = README.partition(f"<!-- {kind}:begin -->\n")[2].partition(f"<!-- {kind}:end -->")[0]
-        assert shown == tables.tables(kind), "run python docs/tables.py"
+def test_pages_show_what_the_files_hold() -> None:
+    for name, kinds in tables.PAGES.items():
+        page = (ROOT / name).read_text()
+        for kind in kinds:
+            shown = page.partition(f"<!-- {kind}:begin -->\n")[2].partition(f"<!-- {kind}:end -->")[0]
+            assert shown and shown == tables.tables(kind), "run python docs/tables.py"
 
 
 def test_the_command_checks() -> None:
@@ -28,7 +28,7 @@ def test_the_command_checks() -> None:
     assert done.returncode == 0
 
 
-def test_comparisons_as_tables_of_the_readme() -> None:
+def test_comparisons_as_tables() -> None:
     text = tables.comparisons(rows_of_several_points(), {"memeff": "memeff is not installed"})
     assert "| clip, D = 64, bf16, scale 14.3: ms (queued), MiB | 1024 | 4096 | 6000 | error of dq |" in text
     assert "| infcl | 1024.00 ± 0.50, 1024 | 4096.00 ± 0.50, 4096 |" in text and "| 2.0e-03 |" in text

@@ -1,0 +1,144 @@
+"""README and documentation show commands, files, code and outputs that exist, in sentences that can be read."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from infcl_gen.cli import main
+from tests.documents import PAGES, ROOT, blocks, commands, links, sentences, without_generated
+
+PYTHON = blocks("python")
+README = PAGES["README.md"]
+# After the example's last line. A gloo thread that is left when Python ends may abort the process as it lets go of what
+# it has reduced (https://github.com/pytorch/pytorch/issues/190489).
+GROUP_IS_GONE = """
+from pathlib import Path
+names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+assert not [name for name in names if "gloo" in name], names
+"""
+
+
+def named(block: tuple[str, str]) -> str:
+    page, code = block
+    return f"{page}:{code.partition(chr(10))[0]}"
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(commands()) > 15 and len(PYTHON) > 6 and len(PAGES) > 12
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 220
+    assert len(README.encode()) <= 14 << 10
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short(page: str) -> None:
+    long = [found for found in sentences(PAGES[page]) if len(found.split()) > 35]
+    assert not long
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    missing = [target for target in links(page) if not (ROOT / page).parent.joinpath(target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("line", [line for _, line in commands() if line.startswith("infcl-gen ")])
+def test_commands_exist_with_their_flags(line: str) -> None:
+    _, name, *arguments = shlex.split(line)
+    command = main.commands[name]
+    with click.Context(main, obj={}) as parent:
+        command.make_context(name, arguments, parent=parent)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for _, line in commands():
+        if line.startswith("make "):
+            assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE), line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_exist(page: str) -> None:
+    found = re.findall(
+        r"\b((?:generated|tests|infcl_gen|templates|tune|docs)/[\w./-]*\w)", without_generated(PAGES[page])
+    )
+    missing = sorted({name for name in found if not (ROOT / name).exists()} - {"tune/campaigns/NAME.toml"})
+    assert not missing
+
+
+def test_every_command_is_described() -> None:
+    for name in main.commands:
+        assert f"| `infcl-gen {name}" in README, name
+
+
+def test_the_cluster_file_is_one() -> None:
+    import msgspec
+
+    from infcl_gen.inputs.problem import make_problem
+
+    ((_, text),) = blocks("toml")
+    problem = make_problem(batch_size="4M", dim=1024, cluster=msgspec.toml.decode(text))
+    assert (problem.devices, problem.nodes, problem.device_profile) == (512, 64, "h200")
+    assert problem.links is not None and problem.links.node_latency_us is not None
+
+
+@pytest.mark.parametrize("block", [found for found in PYTHON if "dist." not in found[1]], ids=named)
+def test_examples_run(block: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block[1])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INFCL_GEN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "example.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_on_two_processes_prints_the_losses_it_names(tmp_path: Path) -> None:
+    (code,) = (code for _, code in PYTHON if code.startswith("# train.py"))
+    (tmp_path / "train.py").write_text(code + GROUP_IS_GONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INFCL_GEN_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    promised = re.findall(r"# ([\d., ]+)\n", code)[0].split(", ")
+    assert re.findall(r"step \d: loss (\S+)", done.stdout) == promised and len(promised) == 3
+
+
+def test_a_loss_of_ones_own_has_the_gradient_shown(tmp_path: Path) -> None:
+    from infcl_gen.losses import derive, load_loss
+
+    file = tmp_path / "weighted.py"
+    file.write_text(next(code for page, code in PYTHON if page == "docs/losses.md"))
+    derivation = derive(load_loss(f"{file}:weighted"))
+    assert f"g_ij = {derivation.formulas()['dL/dx'].removeprefix('g_ij = ')}" in PAGES["docs/losses.md"]
+
+
+def test_the_sample_of_a_plan_is_what_plan_prints() -> None:
+    """What the page shows of a plan, line by line; lines that end in "..." up to there."""
+    sample = next(text for page, text in blocks("text") if page == "docs/clusters.md").splitlines()
+    flags = next(line for page, line in commands() if page == "docs/clusters.md" and line.startswith("infcl-gen plan"))
+    command = [sys.executable, "-m", "infcl_gen", *shlex.split(flags)[1:]]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [" ".join(line.split()) for line in printed.splitlines()]
+    assert len(sample) >= 4
+    for line in sample:
+        shown = " ".join(line.removesuffix("...").split())
+        assert any(real.startswith(shown) for real in found), f"plan does not print {shown!r}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", str(tmp_path / "html")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    pages = {page for page in PAGES if page.startswith("docs/")}
+    assert all((tmp_path / "html" / Path(page).with_suffix(".html").name).exists() for page in pages)
