@@ -88,7 +88,7 @@ class Contest(contextlib.ExitStack):
         worker.send(dataclasses.asdict(point) | left)
         found: dict[str, Row] = {}
         turn = None
-        while len(found) < len(waiting):
+        while True:
             patience_s = self.limits.silent_s if turn else max(self.limits.silent_s, START_S)
             answer = worker.answer(patience_s)
             if answer is None or "ended" in answer:
@@ -101,11 +101,12 @@ class Contest(contextlib.ExitStack):
                 return found | {turn: {**point.row(turn), "error": failure}}
             if "refused" in answer:
                 raise ToolchainError(answer["refused"])
+            if "done" in answer:
+                return found
             if answer["row"] is None:
                 turn = answer["name"]
             else:
                 found[answer["name"]] = answer["row"]
-        return found
 
     def ring(self, packages: Sequence[Path], ranks: int, only: Sequence[str] | None = None, once: bool = False) -> Rows:
         """Rows on several devices at the packages' batch sizes; peers run beside the first package of each batch size.
@@ -133,13 +134,14 @@ class Contest(contextlib.ExitStack):
 def work(requests: Requests, answer: Answer) -> None:
     """The worker's task: one point after the other, with the libraries loaded once.
 
-    A request has the fields of a Point. Answers are what `measure_point` yields, as {"name": NAME, "row": ROW}, or
-    {"refused": why} if this machine cannot measure the point.
+    A request has the fields of a Point. Answers are what `measure_point` yields, as {"name": NAME, "row": ROW},
+    then {"done": true}; or {"refused": why} if this machine cannot measure the point.
     """
     warnings.simplefilter("ignore")  # peers warn their own users; the log is for failures
     while True:
         try:
             for name, row in measure_point(Point(**requests.get())):
                 answer(name=name, row=row)
+            answer(done=True)
         except ToolchainError as error:
             answer(refused=str(error))

@@ -32,7 +32,7 @@ def load_cached(problem: Problem) -> ModuleType:
     Of several processes one generates, the others wait. Raises LockTimeoutError if another holds the lock for too long,
     InputError or InfeasibleError if there is no such package.
     """
-    key = f"p{cache_key(problem)}"
+    key = cache_key(problem)
     folder = cache_folder() / key
     if not _intact(folder):
         with lock(folder.with_name(f"{key}.lock"), f"generating {folder}"):
@@ -114,7 +114,7 @@ def cache_key(problem: Problem) -> str:
         for file in sorted(root.rglob("*")):
             if file.suffix in (".py", ".jinja", ".toml", ".json"):
                 digest.update(f"{file.relative_to(root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:24]
+    return f"p{digest.hexdigest()[:24]}"  # a name that can be imported
 
 
 def _remove(entry: Path) -> None:

@@ -76,6 +76,8 @@ convert_any = interpreter._convert_float
 
 def convert(x: Any, source: Any, target: Any, rounding: Any) -> Any:
     """bf16 is the upper half of fp32. The interpreter cuts the lower one off, where GPUs round."""
+    if rounding is not None:
+        return convert_any(x, source, target, rounding)
     if source == tl.bfloat16 and target == tl.float32:
         return x.view(np.uint16).astype(np.uint32) << 16
     if source == tl.float32 and target == tl.bfloat16:
