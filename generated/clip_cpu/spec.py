@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9b0249b9af2eb1ed8c544eb7cbe081e78fc9330a9861cccf283cc3e2cd7f24e5",
+    "digest": "6ba38193dfe096aebf7eeda97f6f2ecbc1692cdbc6aff8b274a4e3f74bc11e43",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

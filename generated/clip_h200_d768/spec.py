@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "2d818679f9eb5ce15a7ee37b636f834bfea99e912260ad45e82661bf3f262c65",
+    "digest": "5d07282f523a9d7320f46b2e05973817e4a1f78ca32b308b191d11e81ff4e742",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

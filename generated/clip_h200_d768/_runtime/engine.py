@@ -358,13 +358,14 @@ class _Precision:
             if not self._users:
                 self._before = self._switch.fp32_precision
             self._users += 1
-            self._switch.fp32_precision = precision
+            if self._switch.fp32_precision != precision:  # setting it would pin a value that follows the global one
+                self._switch.fp32_precision = precision
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
-                if not self._users:
+                if not self._users and self._switch.fp32_precision != self._before:
                     self._switch.fp32_precision = self._before
 
 
