@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -679,6 +679,21 @@ def test_users_of_the_precision_switch_that_overlap_give_back_the_processs_own(p
     assert switch.fp32_precision == "ieee", "the second is still at work"
     second.__exit__(None, None, None)
     assert switch.fp32_precision == "bf16"
+
+
+@pytest.mark.parametrize("held", ["ieee", "tf32"])
+def test_the_precision_switch_goes_on_following_the_global_one(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    """Planted: the switch is set to a value that it already has, or back to the value that it has followed."""
+    engine = sys.modules[f"{packages('clip').__name__}._runtime.engine"]
+    library, everything = torch.backends.mkldnn, cast(Any, torch.backends)
+    monkeypatch.setattr(everything, "fp32_precision", "ieee")
+    with engine._Precision(library).of_products(held):
+        assert library.matmul.fp32_precision == held
+    assert library.matmul.fp32_precision == "ieee"
+    everything.fp32_precision = "tf32"
+    assert library.matmul.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
