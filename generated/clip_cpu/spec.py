@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "6ba38193dfe096aebf7eeda97f6f2ecbc1692cdbc6aff8b274a4e3f74bc11e43",
+    "digest": "a754016cae9766239cf4432f73ea60792b9a6a591ae8cff46e8189f66cfda725",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "5d07282f523a9d7320f46b2e05973817e4a1f78ca32b308b191d11e81ff4e742",
+    "digest": "f92a876714bc354b9eef2e18aad11612f3eaf79ef997c5d51e621fe080d1be9e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -10,7 +10,7 @@ A transport may do anything to a buffer between `post` and `wait`, and this one 
     send       must hold at the wait what it held at the post
     matching   the n-th send along an edge meets the n-th receive there, as with NCCL: same tag, same size, or it fails
     waiting    both ends wait until the other end has posted: nothing is buffered
-    the first  messages of a group need every rank, as with NCCL: who has none connects before
+    the first  messages of a group need every rank, as with NCCL: a gather's have others before them
     the end    a message that nobody takes, or that nobody waits for, is an error
 """
 
@@ -181,7 +181,7 @@ class Group:
         self.headers: dict[int, dict[str, Any]] = {}  # of the exchange in progress
         # (to whom, tag, bytes) of what each rank has sent
         self.posted: list[Counter[tuple[int, int, int]]] = [Counter() for _ in members]
-        self.met: set[int] = set()  # who has taken part in the first batch, or connected
+        self.met: set[int] = set()  # who has taken part in the first batch, or in the messages before it
         module = importlib.import_module(f"{world.package.__name__}._runtime.group")
         self.trips: Counter[int] = Counter()
         self.as_received = lambda header: module._decode(module._encode(header))
@@ -259,8 +259,9 @@ class Ring:
         if device.type != "cpu":
             raise ValueError(f"the in-process transport cannot carry {device.type} tensors")
 
-    def connect(self, device: torch.device) -> None:
+    def first_messages(self, device: torch.device) -> tuple[list[Any], list[Any]]:
         self.group.met.add(self.rank)
+        return [], []
 
     @property
     def trips(self) -> int:
@@ -312,8 +313,8 @@ class Echo(Ring):
 
     trips = 0
 
-    def connect(self, device: torch.device) -> None:
-        """Alone."""
+    def first_messages(self, device: torch.device) -> tuple[list[Any], list[Any]]:
+        return [], []
 
     def finish_trip(self) -> None:
         pass

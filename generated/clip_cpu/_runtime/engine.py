@@ -366,7 +366,9 @@ class _Precision:
             with self._lock:
                 self._users -= 1
                 if not self._users and self._switch.fp32_precision != self._before:
-                    self._switch.fp32_precision = self._before
+                    self._switch.fp32_precision = "none"  # follows the global one, if that is what was there
+                    if self._switch.fp32_precision != self._before:
+                        self._switch.fp32_precision = self._before
 
 
 _UNCHANGED = contextlib.nullcontext()

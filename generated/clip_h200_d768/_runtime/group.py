@@ -178,16 +178,16 @@ class Group:
             raise RuntimeError(f"ranks disagree: protocol differs ({each})")
         return headers
 
-    def connect(self, device: torch.device) -> None:
-        """NCCL needs every rank in a group's first batch; in a gather a rank without keys has nothing to send."""
+    def first_messages(self, device: torch.device) -> tuple[list[Message], list[Message]]:
+        """What each rank sends and receives before a gather, once: NCCL needs every rank in a group's first batch, and
+        a rank without keys has nothing to send."""
         if device.type != "cuda" or self._connected:
-            return
+            return [], []
         self._connected = True
         word = torch.zeros(2, device=device)
-        sends = [Message(word[:1], (self.rank + 1) % self.size, 0)]
-        receives = [Message(word[1:], (self.rank - 1) % self.size, 0)]
-        for work in self.post(sends, receives):
-            work.wait()
+        ends = (word[:1], (self.rank + 1) % self.size), (word[1:], (self.rank - 1) % self.size)
+        send, receive = (Message(*end, 0) for end in ends)
+        return [send], [receive]
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
         """Starts at least one message as one batch. The buffers are busy until the works are waited for, once.

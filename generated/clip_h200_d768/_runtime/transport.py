@@ -96,8 +96,9 @@ class Trip:
         if self._agree is not None:
             self._agree()
             self._agree = None
-        self._group.connect(self._device)
         what = f"{self._phase} {self._table.transport}, hop {max(self._hop, 0)} of {self._table.world_size}"
+        if self._table.transport == "gather":  # in a ring's first batch every rank has messages
+            Batch(self._group, what, *self._group.first_messages(self._device)).wait()
         with moment:
             for roles, sends, receives in batches:
                 batch = Batch(self._group, what, sends, receives)
