@@ -2,28 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from infcl_gen.kernels.choice import Choice, embedding_parts
+
+# When Triton may take an int32 for a multiple of 16: where rows and keys are; where these or the embedding are; always;
+# never.
+Multiple = Literal["sizes", "dim", "always", ""]
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a kernel.
-
-    `multiple`: when Triton may take an int32 for a multiple of 16: "sizes" (where rows and keys are), "dim" (where
-    these or the embedding are), "always" or "" (never).
-    """
+    """One argument of a kernel."""
 
     name: str
     type: str  # in Triton; "{operands}" is the dtype that kernels multiply, "{inputs}" the features' own
-    multiple: str = ""
+    multiple: Multiple = ""
     block: tuple[str, ...] = ()  # of its tensor descriptor: rows and columns, as constants of the file or numbers
     layout: str = ""  # of that descriptor, a constant of the file
 
 
 # By type and `multiple`: the names that have them in every kernel.
-_NAMES = {
+_NAMES: dict[str | tuple[str, Multiple], str] = {
     "*{operands}": "q k x g g_low out",
     "*{inputs}": "q_out k_out",
     "*fp32": "scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total "
@@ -36,17 +36,19 @@ _NAMES = {
     "*i32": "flags",
     "*i64": "labels",
     "i64": "first_positive first_key",
-    "i32 sizes": "queries keys rows count inner queries_written keys_written rows_stride keys_stride "
+    ("i32", "sizes"): "queries keys rows count inner queries_written keys_written rows_stride keys_stride "
     "reference_stride g_inner_stride part_stride",
-    "i32 dim": "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
-    "i32 always": "g_stride g_row_stride stash_stride",
+    ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
+    ("i32", "always"): "g_stride g_row_stride stash_stride",
     "i32": "strip parts row_parts key_parts ranks",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "BLOCK DESCRIPTORS DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
 }
 _ARGUMENTS = {
-    name: Argument(name, *words.partition(" ")[::2]) for words, names in _NAMES.items() for name in names.split()
+    name: Argument(name, kind) if isinstance(kind, str) else Argument(name, *kind)
+    for kind, names in _NAMES.items()
+    for name in names.split()
 }
 
 SCALARS = "scale_ptr bias_ptr"

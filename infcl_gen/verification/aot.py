@@ -85,7 +85,8 @@ class Kernels:
     def compiled(self, kernel: str, target: str, inputs: Inputs) -> Resources:
         """Compile a kernel as its schedule launches it on such inputs, and read the resources off the binary.
 
-        Raises ToolchainError without cuobjdump, or whatever Triton raises.
+        Raises ToolchainError without cuobjdump, ValueError for an argument that kernels of this version do not have,
+        or whatever Triton raises.
         """
         import triton
         from triton.backends.compiler import GPUTarget
@@ -99,6 +100,8 @@ class Kernels:
         signature: dict[str, str] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
         for index, name in enumerate(function.arg_names):
+            if name not in known:
+                raise ValueError(f"{kernel} takes {name}, which kernels of this version do not; generate it again")
             kind = self._type(known[name], module, inputs)
             if kind == "constexpr":
                 constants[name] = _constant(name, inputs, module)

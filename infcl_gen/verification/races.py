@@ -86,7 +86,7 @@ class Instruction:
 def races(ptx: str, warps: int) -> list[str]:
     """One line of text for each write that may hit data which a product of any warp group still reads.
 
-    Raises ValueError if the address of a write or of a product's operand is unknown.
+    Raises ValueError if the address of a write or of a product's operand is unknown, or a thread does not end.
     """
     threads = 32 * warps
     if "wgmma.mma_async" not in ptx or threads < 2 * WARP_GROUP:
@@ -153,9 +153,11 @@ def _run(code: list[Instruction], labels: dict[str, int], thread: int, threads: 
     steps = [(item, _step(item)) for item in code]
     groups: list[list[Read]] = [[]]  # reads by commit group; the last group is open
     barriers = place = 0
-    for count in range(LONGEST_RUN):
+    for count in itertools.count():
         if place >= len(steps):
             break
+        if count == LONGEST_RUN:
+            raise ValueError(f"thread {thread} has not ended after {count} instructions; races are unknown")
         item, step = steps[place]
         place += 1
         if item.predicate:

@@ -1,11 +1,14 @@
 """A kernel passes ahead-of-time checks within the board's shared memory, without spills and without races."""
 
+import dataclasses
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import infcl_gen
 from infcl_gen.verification import aot
 
 FITS = aot.Resources("forward", "sm_90", 232448, 255, 0, ())
@@ -28,3 +31,13 @@ def test_one_bad_variant_fails_a_kernel(change: dict[str, object], passed: bool,
     row = aot._row(kernels, "forward", "sm_90")
     assert row["check"] == "aot sm_90 forward" and row["passed"] == passed
     assert re.search(words, row["detail"])
+
+
+def test_an_argument_that_kernels_of_this_version_do_not_have_is_named(tmp_path: Path) -> None:
+    kernels = aot.Kernels(infcl_gen.generate(output=tmp_path / "p", batch_size=1024, dim=64, device_profile="h200"))
+    family, declared = kernels._declared["forward"]
+    arguments = tuple(each for each in declared.arguments if each.name != "scale_ptr")
+    kernels._declared["forward"] = family, dataclasses.replace(declared, arguments=arguments)
+    row = aot._row(kernels, "forward", "sm_90")
+    assert not row["passed"]
+    assert row["detail"].endswith(": forward takes scale_ptr, which kernels of this version do not; generate it again")

@@ -120,6 +120,12 @@ def test_writes_that_end_where_a_buffer_begins(size: int, store: str) -> None:
         assert bool(races(loop(write=write), 8)) == raced
 
 
+def test_a_thread_that_does_not_end_is_an_error_and_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infcl_gen.verification.races.LONGEST_RUN", 100)
+    with pytest.raises(ValueError, match="thread 0 has not ended after 100 instructions"):
+        races(loop(behind=BARRIER), 8)
+
+
 def test_addresses_that_cannot_be_known_are_an_error_and_no_pass() -> None:
     with pytest.raises(ValueError, match="the address of a write to shared memory is unknown"):
         races(loop(write="ld.global.b32 %r17, [%rd9];\n\t" + COPY), 8)
