@@ -574,42 +574,6 @@ def test_compiles_under_autocast(packages: Packages) -> None:
     assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(q, k), step(q, k))
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
-def test_operators_are_well_formed(packages: Packages, loss: str) -> None:
-    """Also of features that were wider before autocast: each gradient is in the dtype of its own."""
-    package = packages(loss, dtype="bf16" if loss == "infonce" else "fp64")
-    q, k = features()
-    number = package._schedule.STATISTICS_DTYPE
-    if loss == "infonce":
-        q, k = q.detach().float().requires_grad_(), k.detach().bfloat16().requires_grad_()
-    labels = torch.arange(20) if loss == "infonce" else None
-    forward = _bound(package).operators.forward
-    # The gradient formula is checked above; "aot_dispatch" also differentiates the statistics, which have none.
-    torch.library.opcheck(
-        forward, (q, k, scalar(2.0, number), scalar(0.0, number), labels, "", "mean", "mean", "first", "given", 15),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )  # fmt: skip
-    with torch.no_grad():
-        loss_value, *saved = forward(
-            q,
-            k,
-            torch.tensor(2.0, dtype=number),
-            torch.zeros((), dtype=number),
-            labels,
-            "",
-            "mean",
-            "mean",
-            "first",
-            "given",
-            15,
-        )
-    plain = [x.detach() for x in (loss_value, q, k, scalar(2.0, number), scalar(0.0, number))]
-    torch.library.opcheck(
-        _bound(package).operators.backward, (*plain, labels, *saved, "", "mean", "mean", "first", "given"),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-
-
 def test_the_same_package_may_be_imported_twice(
     packages: Packages, folder_of: Callable[[ModuleType], Path], tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""What a tracer records is what a plain call does: every option arrives, and gradients have the features' dtype."""
+"""What a tracer records is what a plain call does: operators are well formed, every option arrives, and gradients have
+the features' dtype."""
 
 from __future__ import annotations
 
@@ -11,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from tests.kernels.planted import Edit
 
 Packages = Callable[..., ModuleType]
 OPS = "_runtime/ops.py"
+# Texts that only one place is followed by.
+SAVED = ", *saved)\n\n    def backward(*inputs"
+NOTHING = "\n            return (None,) * len(ctx.needs_input_grad)\n        return _wanted(ctx, operators"
 
 
 def drawn(*dtypes: torch.dtype) -> list[Tensor]:
@@ -58,10 +63,39 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
         assert not any(rounded), "gradients of wider features are not rounded to the package's dtype in between"
 
 
+def operators_are_well_formed(package: ModuleType) -> None:
+    """All of torch's own checks: schema, shapes of fake tensors, registration, and dispatch through AOTAutograd with
+    symbolic sizes. Features are wider than the package, as before autocast; each gradient has the dtype of its own."""
+    operators, labelled = package.ContrastiveLoss._package.operators, package.SPEC["problem"]["loss"] == "infonce"
+    labels = torch.arange(20).flip(0) if labelled else None
+    options = ("", "mean", "mean", "first", "given" if labelled else "none")
+    bias = torch.tensor(0.0, requires_grad=True)
+    for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+        call = (*drawn(*dtypes), bias)
+        for gradients in (0, 15):  # 0: called under no_grad, nothing is kept
+            wanted = [x.detach().requires_grad_(bool(gradients)) for x in call]
+            torch.library.opcheck(operators.forward, (*wanted, labels, *options, gradients))
+        with torch.no_grad():
+            loss, *saved = operators.forward(*call, labels, *options, 15)
+            arguments = (torch.ones_like(loss), *(x.detach() for x in call), labels, *saved, *options)
+        torch.library.opcheck(operators.backward, arguments)
+    # The other checks of `refuse` call it, and it does nothing but raise.
+    torch.library.opcheck(operators.refuse, ("ValueError", "wrong", ""), test_utils="test_autograd_registration")
+
+
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
-    "options": options_arrive, "dtypes": gradients_have_the_dtype_of_their_features,
+    "form": operators_are_well_formed, "options": options_arrive, "dtypes": gradients_have_the_dtype_of_their_features,
 }  # fmt: skip
 BUGS: dict[str, tuple[str, Edit]] = {
+    "an operator writes to its input": (
+        "form", (OPS, "loss, saved = replay.unrecorded", "call.scale.mul_(2)\n        loss, saved = replay.unrecorded"),
+    ),
+    "a result is an input": ("form", (OPS, f"return (loss{SAVED}", f"return (call.scale{SAVED}")),
+    "a fake loss has a row": ("form", (OPS, "q.new_empty((), dtype=statistics), *s", "q.new_empty((1,)), *s")),
+    "a fake gradient has the other's dtype": ("form", (OPS, "k.new_empty(k.shape), *s", "q.new_empty(k.shape), *s")),
+    "the gradient formula branches on a value": (
+        "form", (OPS, f"if upstream is None:{NOTHING}", f"if upstream is None or not upstream:{NOTHING}"),
+    ),
     "a traced call drops the reduction": (
         "options", (OPS, "*call.options[:5], gradients", '*call.options[:2], "mean", *call.options[3:5], gradients'),
     ),
@@ -86,9 +120,13 @@ def test_operators(packages: Packages, check: str) -> None:
     CHECKS[check](packages("clip", dtype="bf16"))
 
 
+def test_operators_with_labels_are_well_formed(packages: Packages) -> None:
+    operators_are_well_formed(packages("infonce", dtype="bf16"))
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_the_operators_is_noticed(planted: Callable[..., str], bug: str) -> None:
     check, edit = BUGS[bug]
     package = importlib.import_module(planted(bug, "clip", (edit,), dtype="bf16"))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, OpCheckError)):
         CHECKS[check](package)
