@@ -55,13 +55,28 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
     loss           a built-in loss, or FILE.py:NAME
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
+    open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
+                   use_horovod; by name
     The other arguments, the results and the errors are those of a package's `ContrastiveLoss`.
 
     Raises what `infcl_gen.load` raises, on every rank, where there is no package for the batch.
     """
 
-    def __init__(self, loss: str = "clip", *, memory_budget: str | int = "auto", **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(
+        self,
+        loss: str = "clip",
+        *positional: Any,
+        memory_budget: str | int = "auto",
+        group: Any = None,
+        grad_sync: str = "mean",
+        check_ranks: str = "first",
+        **open_clip: Any,
+    ) -> None:
+        if positional or isinstance(loss, bool):
+            raise TypeError(
+                "ContrastiveLoss(loss) takes open_clip's arguments by name: ContrastiveLoss(local_loss=True)"
+            )
+        super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
         self.loss, self.memory_budget = loss, memory_budget
 
     def extra_repr(self) -> str:

@@ -92,6 +92,18 @@ def test_wrong_arguments_say_what_is_right() -> None:
         infcl_gen.contrastive_loss(q, k, loss="nonsense")
 
 
+def test_open_clips_arguments_are_taken_by_name() -> None:
+    q, k = features(4)
+    criterion = infcl_gen.ContrastiveLoss("clip", local_loss=True, gather_with_grad=True, rank=0, world_size=1)
+    assert (criterion.loss, criterion.local_loss, criterion.world_size) == ("clip", True, 1)
+    assert torch.equal(criterion(q, k, 10.0, None, True)["contrastive_loss"], criterion(q, k, 10.0))
+    for arguments in ((True,), (True, True, False, 0, 1, False), ("clip", True, True)):
+        with pytest.raises(TypeError, match=r"^ContrastiveLoss\(loss\) takes open_clip's arguments by name: "):
+            infcl_gen.ContrastiveLoss(*arguments)
+    with pytest.raises(TypeError, match="local_los"):
+        infcl_gen.ContrastiveLoss(local_los=True)
+
+
 def test_a_warm_loss_is_one_graph_and_a_cold_one_says_what_to_do() -> None:
     criterion = infcl_gen.ContrastiveLoss()
 

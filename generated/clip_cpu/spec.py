@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "a754016cae9766239cf4432f73ea60792b9a6a591ae8cff46e8189f66cfda725",
+    "digest": "d4542e37ab7cec8f59c5ef4a5ec5960a7d54c3afb291bc0423577a8cd6253652",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

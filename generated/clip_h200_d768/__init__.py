@@ -41,9 +41,10 @@ class ContrastiveLoss(_api.ContrastiveLoss):
     """The loss of a global batch as a module, with the arguments and results of open_clip's ClipLoss:
     `ContrastiveLoss(group=None)(image_features, text_features, logit_scale, logit_bias=None, labels=None)`.
 
-    group, grad_sync, check_ranks as for `contrastive_loss`. The remaining arguments are those of open_clip: rank and
-    world_size, if given, must be the group's; local_loss, gather_with_grad and cache_labels are accepted and have no
-    effect (nothing is gathered, gradients are always exact, positives need no label tensor); use_horovod is refused.
+    group, grad_sync, check_ranks as for `contrastive_loss`. The remaining arguments are those of open_clip, in its
+    order. rank and world_size, if given, must be the group's. local_loss, gather_with_grad and cache_labels are
+    accepted and have no effect (nothing is gathered, gradients are always exact, positives need no label tensor).
+    use_horovod is refused.
     The result is the loss (0-dim), or {"contrastive_loss": loss} with output_dict.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f92a876714bc354b9eef2e18aad11612f3eaf79ef997c5d51e621fe080d1be9e",
+    "digest": "eaf3a4fb7e8284dd5f62c2f4266079cf2b293aab6f4113be439e096f70ecc2bf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -275,12 +275,20 @@ def test_a_group_of_its_own_is_this_device_alone(packages: Packages) -> None:
     assert package.ContrastiveLoss(group="local", rank=0, world_size=1)(q, k, 2.0).isfinite()
 
 
+# The arguments of open_clip's ClipLoss (open_clip_torch 3.3), and of its forward, in their order.
+CLIP_LOSS = ["local_loss", "gather_with_grad", "cache_labels", "rank", "world_size", "use_horovod"]
+CLIP_FORWARD = ["image_features", "text_features", "logit_scale", "logit_bias", "output_dict"]
+
+
 def test_arguments_of_open_clip_are_attributes(packages: Packages) -> None:
     package = packages("clip", dtype="fp32")
     with pytest.warns(UserWarning, match="gather_with_grad"):
         criterion = package.ContrastiveLoss(local_loss=True, cache_labels=True, rank=0, world_size=1)
-    assert (criterion.local_loss, criterion.gather_with_grad, criterion.cache_labels) == (True, False, True)
-    assert (criterion.rank, criterion.world_size, criterion.use_horovod) == (0, 1, False)
+    assert [getattr(criterion, name) for name in CLIP_LOSS] == [True, False, True, 0, 1, False]
+    criterion = package.ContrastiveLoss(True, True, False, 0, 1, False)
+    assert [getattr(criterion, name) for name in CLIP_LOSS] == [True, True, False, 0, 1, False]
+    with pytest.raises(ValueError, match="wrong world size: world_size=2"):
+        package.ContrastiveLoss(True, True, False, 0, 2, False)
 
 
 def test_flops_are_counted(packages: Packages) -> None:
@@ -395,6 +403,7 @@ def test_module_is_a_drop_in_for_open_clip(packages: Packages) -> None:
     )
     loss = module(q, k, torch.tensor(2.0), logit_bias=torch.tensor(-10.0))
     assert torch.equal(loss, package.contrastive_loss(q, k, 2.0, -10.0))
+    assert torch.equal(module(q, k, 2.0, -10.0, True)["contrastive_loss"], loss)
     result = module(image_features=q, text_features=k, logit_scale=2.0, logit_bias=-10.0, output_dict=True)
     assert list(result) == ["contrastive_loss"] and torch.equal(result["contrastive_loss"], loss)
     assert copy.deepcopy(module)(q, k, 2.0).isfinite()
@@ -415,7 +424,9 @@ def test_an_editor_shows_what_a_package_exports(packages: Packages) -> None:
     assert list(inspect.signature(package.contrastive_loss).parameters) == [
         "q", "k", "scale", "bias", "labels", "group", "grad_sync", "reduction", "check_ranks"
     ]  # fmt: skip
-    assert list(inspect.signature(package.ContrastiveLoss).parameters)[:3] == ["group", "grad_sync", "check_ranks"]
+    parameters = list(inspect.signature(package.ContrastiveLoss).parameters)
+    assert parameters == [*CLIP_LOSS, "group", "grad_sync", "check_ranks"]
+    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-1] == CLIP_FORWARD
 
 
 BAD_MODULES = [

@@ -92,16 +92,16 @@ class ContrastiveLoss(nn.Module):
 
     def __init__(
         self,
-        *,
-        group: Any = None,
-        grad_sync: str = "mean",
-        check_ranks: str = "first",
         local_loss: bool = False,
         gather_with_grad: bool = False,
         cache_labels: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
         use_horovod: bool = False,
+        *,
+        group: Any = None,
+        grad_sync: str = "mean",
+        check_ranks: str = "first",
     ) -> None:
         super().__init__()
         if use_horovod:
