@@ -176,3 +176,16 @@ def cache_folder() -> Path:
         else Path(platformdirs.user_cache_dir("infcl_gen", appauthor=False))
     )
     return root / "packages"
+
+
+def record_folders() -> tuple[Path, ...]:
+    """The user's folder of tuning records, and the folder that comes with infcl_gen."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_records"  # in a wheel; in a checkout they stand beside the package
+    return user_records(), installed if installed.is_dir() else package.parent / "tune" / "records"
+
+
+def user_records() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl_gen.emission import load_cached
-from infcl_gen.emission.pipeline import case_of
 from infcl_gen.errors import InfclError, InputError, ToolchainError
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem, make_problem
 from infcl_gen.runtime import api
@@ -169,11 +168,14 @@ def _check(q: Any, k: Any, options: Options) -> None:
         raise
 
 
-@torch.compiler.assume_constant_result
 def _warm_name(*kind: Any) -> str:
     """The module of the package at hand, for a graph that is traced."""
     package = _packages.get(Kind(*kind))
     return "" if package is None else package.__name__
+
+
+# As torch.compiler.assume_constant_result does, which imports the whole compiler for it: 1 to 3 s of a first call.
+vars(_warm_name)["_dynamo_marked_constant"] = True
 
 
 def _load(given: tuple[Any, ...] | None, q: Any, k: Any, options: Options, queries: int, keys: int) -> ModuleType:
@@ -230,6 +232,8 @@ def _decided(group: Group, problem: Problem) -> Problem:
     place = f"{group.process_group.group_name}/{group.trips}"
     store = dist.PrefixStore("infcl/problem", dist.distributed_c10d._get_default_store())
     if group.rank == 0:
+        from infcl_gen.emission.pipeline import case_of
+
         try:
             found = dataclasses.replace(case_of(problem).resolved(), loss=problem.loss)
         except InfclError as error:

@@ -177,7 +177,7 @@ def test_generate_takes_under_three_seconds(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """What plans, emits, runs, verifies, measures and tunes fits into 14 000 lines; the loss without sizes into 400."""
+    """What plans, emits, runs, verifies, measures and tunes fits into 14 000 lines; the first call into 600."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
-    lazy = sum(lines[SOURCE / name] for name in ("lazy.py", "packages.py", "cli/cache.py"))
-    assert sum(lines.values()) - lazy <= 14_000 and lazy <= 400
+    first_call = sum(lines[SOURCE / name] for name in ("lazy.py", "packages.py", "cli/cache.py", "runtime/warmup.py"))
+    assert sum(lines.values()) - first_call <= 14_000 and first_call <= 600

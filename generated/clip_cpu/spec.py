@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d4542e37ab7cec8f59c5ef4a5ec5960a7d54c3afb291bc0423577a8cd6253652",
+    "digest": "462c0f77a30cc8222d65daddb854cb19204ccc221358368d382733a0d4609542",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

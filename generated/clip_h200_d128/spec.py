@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "30b4b1e37149642b4a742652a8e4e6189a01635fe3383a8386dde5c148906797",
+    "digest": "b6fd5f540f67542e20c341dd52fd4d1f6feb4d9017a75f93bb26f115661d2a2e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

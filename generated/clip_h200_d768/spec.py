@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "eaf3a4fb7e8284dd5f62c2f4266079cf2b293aab6f4113be439e096f70ecc2bf",
+    "digest": "5795eb940fff00d694c30b83ff6618848e1f09e0aaae3a3f041648365a1535fa",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

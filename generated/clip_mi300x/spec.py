@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "8a9e624f9c3a03b20ef460dc71583becb8b8333c3a1be09d07815a99a2c30d58",
+    "digest": "e071f00426f5aedecfab4b1ee9e0c56c494b3454076aa2d33bf8150ff1315eaf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

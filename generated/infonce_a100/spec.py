@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "177739bba99410fdd1f5eb9f1be6af159e380f209bf1e86b9bead9a2b58627cd",
+    "digest": "81507d2b318357eaac4cb14e70a7a6a91d9f440c4c059ee250f351686bebf821",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -10,11 +10,24 @@ load_cached          Problem -> imported module, through the user's cache folder
 import_package       folder -> imported module
 """
 
+from typing import TYPE_CHECKING, Any
+
 from infcl_gen.emission.cache import import_package, load_cached
 from infcl_gen.emission.package import read_package, write_package
-from infcl_gen.emission.pipeline import build, plan_problem, rerender, simulate_problem
+
+if TYPE_CHECKING:
+    from infcl_gen.emission.pipeline import build, plan_problem, rerender, simulate_problem
 
 __all__ = [
     "build", "import_package", "load_cached", "plan_problem", "read_package", "rerender", "simulate_problem",
     "write_package",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The pipeline when it is first asked for: it imports SymPy, which a package in the cache does not need."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from infcl_gen.emission import pipeline
+
+    return getattr(pipeline, name)

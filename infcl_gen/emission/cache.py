@@ -1,4 +1,7 @@
-"""Packages in the user's cache folder: generated when missing, imported from there."""
+"""Packages in the user's cache folder: generated when missing, imported from there.
+
+What is in the cache is found without SymPy, whose import takes half a second or more, and without planning.
+"""
 
 import hashlib
 import importlib.util
@@ -13,13 +16,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from infcl_gen.emission.package import read_package, write_package
-from infcl_gen.emission.pipeline import build, case_of, find_record
 from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InputError, ToolchainError
-from infcl_gen.files import cache_folder, lock
+from infcl_gen.files import cache_folder, lock, record_folders
+from infcl_gen.hardware import resolve_cluster, resolved
 from infcl_gen.inputs.problem import Problem
-from infcl_gen.losses import spec_as_dict
-from infcl_gen.planning.records import Found
 from infcl_gen.version import __version__
 
 SOURCE = Path(__file__).resolve().parent.parent
@@ -37,6 +38,8 @@ def load_cached(problem: Problem) -> ModuleType:
     if not _intact(folder):
         with lock(folder.with_name(f"{key}.lock"), f"generating {folder}"):
             if not _intact(folder):
+                from infcl_gen.emission.pipeline import build
+
                 files = build(problem)
                 _remove(folder)  # damaged: no process imports it, for each checks before it imports
                 write_package(files, folder)
@@ -104,16 +107,20 @@ def import_package(folder: Path, name: str | None = None, edited: bool = False) 
 
 
 def cache_key(problem: Problem) -> str:
-    """The digest of what decides the text: the resolved problem, the files it names, and the generator's source."""
-    case = case_of(problem)
-    record = find_record(case)
-    measured = record.record.settings if isinstance(record, Found) else None
-    found = (astuple(case.resolved()), spec_as_dict(case.loss), asdict(case.cluster.profile), measured)
-    digest = hashlib.sha256(repr((__version__, found)).encode())
-    for root in (SOURCE, template_folder()):
-        for file in sorted(root.rglob("*")):
-            if file.suffix in (".py", ".jinja", ".toml", ".json"):
-                digest.update(f"{file.relative_to(root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    """The digest of what decides the text: problem, device, a loss of the user's own, tuning records, the generator."""
+    profile, loss, formula = resolve_cluster(problem).profile, problem.loss, None
+    if ":" in loss:  # a built-in loss is part of the generator
+        from infcl_gen.losses import load_loss, spec_as_dict
+
+        own = load_loss(loss)
+        loss, formula = own.name, spec_as_dict(own)
+    found = (__version__, astuple(resolved(problem, loss, profile)), formula, asdict(profile))
+    digest = hashlib.sha256(repr(found).encode())
+    sources = [(root, file) for root in (SOURCE, template_folder()) for file in sorted(root.rglob("*"))]
+    records = [(folder, folder / f"{profile.name}.json") for folder in record_folders()]
+    for root, file in [*sources, *records]:
+        if file.suffix in (".py", ".jinja", ".toml", ".json") and file.is_file():
+            digest.update(f"{file.relative_to(root)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     return f"p{digest.hexdigest()[:24]}"  # a name that can be imported
 
 

@@ -94,9 +94,12 @@ def openings(choice: Choice) -> Callable[..., str]:
         """`unaligned`: pointers to any element, as to a panel's part of a vector."""
         taken, gluon = kernels[name]
         module, constant = ("gluon", ": gl.constexpr") if gluon else ("triton", ": tl.constexpr")
-        options = f"(do_not_specialize_on_alignment={literal(list(unaligned))})" if unaligned else ""
+        general = [each.name for each in taken.arguments if each.type in ("i32", "i64") and not each.multiple]
+        words = [f"do_not_specialize={literal(general)}"] * bool(general)
+        words += [f"do_not_specialize_on_alignment={literal(list(unaligned))}"] * bool(unaligned)
+        decorator = f"@{module}.jit" + (wrapped("(", words, ")", WIDTH, 8) if words else "")
         words = [each.name + constant * each.name.isupper() for each in taken.arguments]
-        return f"@{module}.jit{options}\n" + wrapped(f"def {name}(", words, "):", WIDTH, 8)
+        return f"{decorator}\n" + wrapped(f"def {name}(", words, "):", WIDTH, 8)
 
     return kernel
 

@@ -1,6 +1,5 @@
 """The pipeline: problem -> derivation -> plan -> specification -> text."""
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +8,7 @@ from infcl_gen.emission.lower import lower
 from infcl_gen.emission.package import MANIFEST, manifest_text, read_package, specific_part
 from infcl_gen.emission.render import render
 from infcl_gen.errors import InputError
-from infcl_gen.hardware import Cluster, cluster_of, profile_from_literals, resolve_cluster
+from infcl_gen.hardware import Cluster, cluster_of, profile_from_literals, resolve_cluster, resolved
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
@@ -29,8 +28,7 @@ class Case(NamedTuple):
 
     def resolved(self) -> Problem:
         """The problem with the names of what was found, so that it depends on no machine and no user's file."""
-        profile, loss = self.cluster.profile, self.loss.name
-        return dataclasses.replace(self.problem, loss=loss, target=profile.target, device_profile=profile.name)
+        return resolved(self.problem, self.loss.name, self.cluster.profile)
 
 
 def case_of(problem: Problem) -> Case:

@@ -51,3 +51,8 @@ def resolve_cluster(problem: Problem) -> Cluster:
     if target not in ("auto", profile.target):
         raise InputError(f"--target: {target} contradicts --device-profile {profile.name} (a {profile.target} device)")
     return cluster_of(problem, profile)
+
+
+def resolved(problem: Problem, loss: str, profile: DeviceProfile) -> Problem:
+    """The problem with the names of what was found, so that it depends on no machine and no user's file."""
+    return dataclasses.replace(problem, loss=loss, target=profile.target, device_profile=profile.name)

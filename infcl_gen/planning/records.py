@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.errors import InfclError, InputError
-from infcl_gen.files import checksum, lock, lock_file_of, write_file
+from infcl_gen.files import checksum, lock, lock_file_of, record_folders, write_file
 from infcl_gen.hardware import Cluster
 from infcl_gen.inputs.overrides import Overrides, parse_overrides
 from infcl_gen.inputs.problem import Problem
@@ -141,19 +141,6 @@ def timed_settings(plan: Plan) -> Settings:
 def revisions(plan: Plan) -> dict[str, int]:
     """The revision of each family of kernels that a plan runs."""
     return {each.template: each.revision for each in families(plan) if each.revision} or {"sweep": SWEEP_REVISION}
-
-
-def record_folders() -> tuple[Path, ...]:
-    """The user's folder of records, and the folder that comes with infcl_gen."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "_records"  # in a wheel; in a checkout they stand beside the package
-    return user_folder(), installed if installed.is_dir() else package.parent / "tune" / "records"
-
-
-def user_folder() -> Path:
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"
 
 
 def lookup(problem: Problem, key: Key, plan_of: Callable[[Problem], Plan]) -> Found | str:

@@ -22,6 +22,7 @@ from .ops import differentiable, register, traced
 from .package import Call, Options, Package
 from .selftest import selftest as run_selftest
 from .table import planned_table
+from .warmup import warm_up
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
@@ -152,9 +153,12 @@ class ContrastiveLoss(nn.Module):
 
 
 def _agreed(package: Package, call: Call) -> Call:
-    """`accepted`; the other ranks of a group hear of a rejection, so that none of them waits for this rank."""
+    """`accepted`, with its kernels compiled. The other ranks of a group hear of an error: none waits for this rank."""
     try:
-        return accepted(package, call)
+        call = accepted(package, call)
+        if not (traced(*call[:4]) or torch._C._are_functorch_transforms_active()):
+            warm_up(package, call)
+        return call
     except Exception:  # also torch's own, such as RuntimeError for lack of memory
         announce_rejection(package, call)
         raise

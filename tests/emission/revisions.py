@@ -47,7 +47,7 @@ def current() -> dict[str, dict[str, Any]]:
 
 
 def code_of(kernel: str, text: str) -> str:
-    """A kernel and all helpers that it calls, without docstrings, comments, and the names of its own variables."""
+    """A kernel and all helpers that it calls, without decorators, docstrings, comments and its own names."""
     functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     wanted, seen = [kernel], {kernel}
     for name in wanted:
@@ -58,6 +58,7 @@ def code_of(kernel: str, text: str) -> str:
 
 
 def _without_names(function: ast.FunctionDef) -> str:
+    function.decorator_list = []
     if ast.get_docstring(function) is not None:
         function.body = function.body[1:]
     own: dict[str, str] = {}

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +19,6 @@ from infcl_gen.emission.render import template_folder
 from infcl_gen.errors import InfclError, InputError, LockTimeoutError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.problem import make_problem
-from infcl_gen.planning.records import Found
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = {"batch_size": 256, "dim": 32, "dtype": "fp32", "target": "cpu"}
@@ -223,15 +221,37 @@ def test_cache_key_follows_the_figures_of_the_device(tmp_path: Path) -> None:
     assert len(keys) == 2
 
 
-def test_cache_key_follows_measured_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_follows_tuning_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a key without them, or without those of one folder."""
     problem = make_problem(**SMALL)
+    folders = (tmp_path / "users", tmp_path / "installed")
+    monkeypatch.setattr(cache, "record_folders", lambda: folders)
     keys = {cache.cache_key(problem)}
-    for stages in ("2", "3"):
-        settings = (("gradient.stages", stages),)
-        found = Found(SimpleNamespace(settings=settings), Path("cpu.json"), plan=None)
-        monkeypatch.setattr(cache, "find_record", lambda _, found=found: found)
+    for folder in folders:
+        folder.mkdir()
+        (folder / "cpu.json").write_text('{"records": []}')
         keys.add(cache.cache_key(problem))
+        (folder / "h200.json").write_text('{"records": []}')  # of another board
+        assert cache.cache_key(problem) in keys
     assert len(keys) == 3
+
+
+def test_a_package_in_the_cache_is_found_without_sympy(tmp_path: Path) -> None:
+    """Which takes half a second or more of a process's first call."""
+    code = (
+        "import sys\n"
+        "from infcl_gen import load\n"
+        "load(batch_size=64, dim=16, dtype='fp32', target='cpu')\n"
+        "print(sorted({'sympy', 'infcl_gen.planning', 'torch._dynamo'} & set(sys.modules)))\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
+            env={**os.environ, "INFCL_GEN_CACHE": str(tmp_path)},
+        ).stdout.strip()
+        for _ in range(2)
+    ]  # fmt: skip
+    assert "sympy" in found[0] and found[1] == "[]"
 
 
 def test_cache_key_follows_the_generator_and_its_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

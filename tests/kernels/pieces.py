@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -10,7 +12,7 @@ import torch
 
 from infcl_gen.runtime.package import Block
 from infcl_gen.runtime.statistics import Statistics
-from infcl_gen.verification.properties import Case
+from infcl_gen.verification.properties import Case, tensors
 from tests.kernels import checks
 from tests.kernels.packages import Made, module
 
@@ -127,3 +129,33 @@ def cancelling_products(made: Made) -> None:
                 total, x, *(torch.ones((), **number) for _ in range(3)), 1.0, torch.empty_like(x), dots=dots
             )
         assert float(dots) == 1.0, f"products in rows {first} and {last} cancel to {float(dots)}, not 1"
+
+
+def rehearsal(made: Made, device: str = "cpu") -> None:
+    """Before its first step a package compiles what that step launches: the same kernels with the same constants."""
+    package: Any = module(made)
+    schedule, runtime = package._schedule, importlib.import_module(f"{package.__name__}._runtime.warmup")
+    case = Case(70, 70, made.dim, made.dtype, 14.3, seed=1)
+    inputs = tensors(case, package.SPEC["positives"], device)
+    one, zero = (torch.tensor(number, device=device) for number in (14.3, 0.0))
+    labels = inputs.labels
+
+    def described(launches: Iterable[Any]) -> set[Any]:
+        return {
+            (kernel.fn.__name__, *((name, x) for name, x in given.items() if name.isupper() or name.startswith("num")))
+            for kernel, _, given in launches
+        }
+
+    call = runtime.Call(inputs.q, inputs.k, one, zero, labels)
+    noted, made_launches = runtime.rehearsed(package._package, call), []
+    launched = schedule.launch
+
+    def launch(kernel: Any, grid: Any, **given: Any) -> None:
+        made_launches.append((kernel, grid, given))
+        launched(kernel, grid, **given)
+
+    with mock.patch.object(schedule, "launch", launch):
+        package.loss_and_grads(inputs.q, inputs.k, one, zero, labels=labels)
+    assert made_launches and described(made_launches) == described(noted) - {
+        each for each in described(noted) if each[0] == "copy_inputs"
+    }

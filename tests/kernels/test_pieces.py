@@ -38,3 +38,11 @@ def test_lines_without_a_term(dtype: str) -> None:
 
 def test_cancelling_products() -> None:
     pieces.cancelling_products(Made("torch", dtype="fp32"))
+
+
+@pytest.mark.parametrize(
+    "made", [Made("panel"), Made("panel", "infonce"), Made("fused"), Made("stash"), Made("panel", dtype="fp32")]
+)
+def test_a_rehearsal_notes_the_launches_of_a_step(interpreted: Interpreter, made: Made) -> None:
+    """Planted: a rehearsal without backward, or of other constants."""
+    interpreted(pieces.rehearsal, made)

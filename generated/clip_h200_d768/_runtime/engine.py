@@ -41,18 +41,24 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     wanted. Raises as `agreement.layout`.
     """
     group = find_group(call.options.group_name)
-    layout = agreement.layout(package, group, call, gradients)
+    return forward_over(package, call, group, agreement.layout(package, group, call, gradients), bool(gradients))
+
+
+def forward_over(
+    package: Package, call: Call, group: Group | None, layout: Layout, gradients: bool
+) -> tuple[Tensor, Saved]:
+    """`forward` for a layout that the ranks have agreed on."""
     with device_state(package, call.q.device):
         if group is None:
             sizes = call.q.new_empty((0, 3), dtype=torch.int64)
         else:
             each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
             sizes = torch.tensor(list(each), dtype=torch.int64)
-        saved = new_saved(package, call.q, call.k, sizes, bool(gradients))
+        saved = new_saved(package, call.q, call.k, sizes, gradients)
         sweep = _Sweep(package, call, layout, saved)
         if package.labelled:
             sweep.positive.fill_(math.nan)
-        keys = _forward(sweep, group, bool(gradients))
+        keys = _forward(sweep, group, gradients)
         if package.labelled:
             # A label that names no key leaves NaN in `positive`, which must reach the gradients.
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)

@@ -1,9 +1,12 @@
 """Glue between torch tensors and Triton kernels: panels, operands, strips, and fast launches."""
 
+import contextlib
 import functools
 import importlib
 import operator
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +127,27 @@ class _Kernel(NamedTuple):
     hooks: Any  # Triton's hooks for a profiler
 
 
+class Launch(NamedTuple):
+    """What `launch` was called with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    given: dict[str, Any]
+
+
 _kernels: dict[int, _Kernel] = {}  # by id: hashing a kernel takes long
+_noted: ContextVar[list[Launch] | None] = ContextVar("infcl_launches", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[list[Launch]]:
+    """Launches of this thread go to the list, and not to the device."""
+    launches: list[Launch] = []
+    token = _noted.set(launches)
+    try:
+        yield launches
+    finally:
+        _noted.reset(token)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
@@ -136,6 +159,9 @@ def launch(kernel: Any, grid: tuple[int, ...], **given: Any) -> None:
 
     After a wait for the device, a launch takes 14 to 40 us of an H200's host; through Triton's launcher 20 to 67 us.
     """
+    if (noted := _noted.get()) is not None:
+        noted.append(Launch(kernel, grid, given))
+        return
     if INTERPRETED:
         kernel[grid](**given)
         return

@@ -1,0 +1,68 @@
+"""Kernels of a first step, compiled side by side: one after the other they take 10 s on an H200's host, so 2 to 3 s.
+
+A rehearsal runs forward and backward on a few rows of the call and notes the launches instead of making them. Threads
+then compile what was noted, and build and load what launches it.
+"""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from . import engine, launch, replay
+from .group import ALONE, Layout
+from .package import Call, Package
+
+# Rows of a rehearsal. They are divisible by what divides the call's rows, up to the largest tile: kernels are compiled
+# for such divisors, and for ragged tiles. 2048 rows have two parts of a loss, as every larger batch.
+ROWS, LARGEST_TILE = 2048, 256
+MOST_THREADS = 16
+
+_done: set[tuple[str, torch.device]] = set()  # package and device
+_lock = threading.Lock()
+
+
+def warm_up(package: Package, call: Call) -> None:
+    """Compile what a step of this package needs, unless that was done on this device, or a graph is being captured.
+
+    Raises what compiling raises.
+    """
+    place = package.digest, call.q.device
+    if place in _done or not call.q.is_cuda or not (len(call.q) and len(call.k)) or replay.capturing(call.q.device):
+        return
+    with _lock:  # a second thread waits for the first, instead of compiling the same
+        if place not in _done and not package.any_device:
+            _compile(rehearsed(package, call), call.q.device)
+        _done.add(place)
+
+
+def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
+    """The launches of a step on some rows of the call, none of which is made. Products of the library run."""
+    rows = (min(len(call.q), len(call.k)),) * 2 if not package.labelled else (len(call.q), len(call.k))
+    q, k = (x[: min(count, ROWS + count % LARGEST_TILE)] for x, count in zip(call[:2], rows, strict=True))
+    labels = None if call.labels is None else torch.arange(len(q), device=q.device) % len(k)
+    options = call.options._replace(group_name=ALONE)
+    with engine.device_state(package, q.device), launch.noting() as launches:
+        sample = Call(q, k, call.scale, call.bias, labels, options).cast(package)
+        _, saved = engine.forward_over(package, sample, None, Layout.alone(q, k), gradients=True)
+        engine.backward(package, sample, saved, torch.ones((), device=q.device))
+        if package.replay:
+            package.schedule.copy_inputs(*sample[:4], *(torch.empty_like(x) for x in sample[:4]))
+    return launches
+
+
+def _compile(launches: list[launch.Launch], device: torch.device) -> None:
+    """One thread for each kernel: Triton's tables of a kernel are not made for several."""
+    kernels: dict[int, list[launch.Launch]] = {}
+    for each in launches:
+        kernels.setdefault(id(each.kernel), []).append(each)
+
+    def compile_all(of_kernel: list[launch.Launch]) -> None:
+        with torch.cuda.device(device):
+            for kernel, grid, given in of_kernel:
+                # `run` builds the launcher with a C compiler (0.4 s) and loads the kernel.
+                _ = kernel.warmup(grid=grid, **given).run
+
+    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        list(pool.map(compile_all, kernels.values()))
