@@ -395,6 +395,33 @@ def test_an_unchecked_wrong_label_gives_nan_everywhere(packages: Packages) -> No
     assert dq[7].isnan().all()
 
 
+def test_which_calls_look_at_labels_on_a_device(packages: Packages) -> None:
+    """The first call of each package, and every call with check_ranks="always".
+
+    Planted: check_ranks ignored; a package that counts as checked by another one's call.
+    """
+    package = packages("infonce")
+    runtime = {name: sys.modules[f"{package.__name__}._runtime.{name}"] for name in ("agreement", "package")}
+    record = package.ContrastiveLoss._package
+
+    class OnADevice(Tensor):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda")
+
+    labels = torch.tensor([3, 1, 2]).as_subclass(OnADevice)
+    for checked, check_ranks, seen in (
+        (set(), "first", (1, 3)),
+        ({"of another package"}, "first", (1, 3)),
+        ({record.digest}, "first", (0, -1)),
+        ({record.digest}, "never", (0, -1)),
+        ({record.digest}, "always", (1, 3)),
+    ):
+        options = runtime["package"].Options(check_ranks=check_ranks)
+        call = runtime["package"].Call(*[torch.zeros(())] * 4, labels, options)
+        assert runtime["agreement"]._label_range(record, call, checked) == seen, (checked, check_ranks)
+
+
 def test_module_is_a_drop_in_for_open_clip(packages: Packages) -> None:
     package = packages("clip")
     q, k = features()
