@@ -68,6 +68,13 @@ def check_loss_parts(rows: int) -> None:
     assert planned <= measured <= planned + 64, (planned, measured)
 
 
+def check_ratios(made: Made) -> None:
+    """By themselves: the slack of a step is larger than what is kept for each block."""
+    package = module(made)
+    (planned,) = (buffer["bytes"] for buffer in package.SPEC["plan"]["buffers"] if buffer["name"] == "ratios")
+    assert package._schedule._ratios_scratch(ROWS, "cpu").nbytes == planned
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -93,3 +100,9 @@ def test_a_schedule_allocates_what_is_planned(interpreted: Interpreter, case: Ma
 
 def test_partial_sums_of_the_loss_are_planned(interpreted: Interpreter) -> None:
     interpreted(check_loss_parts, 1 << 20)
+
+
+@pytest.mark.parametrize("strategy", ["panel", "fused"])
+def test_ratios_are_planned(interpreted: Interpreter, strategy: str) -> None:
+    """Planted: the two numbers of each block are left out."""
+    interpreted(check_ratios, made(strategy))

@@ -85,11 +85,14 @@ def test_strides_that_no_matrix_product_reads_cost_no_memory(layout: str, dtype:
         torch.testing.assert_close(value / unit, expected / unit, rtol=1e-4, atol=error)
 
 
-@pytest.mark.parametrize("keys", [512, 3000, 16384])
-def test_unrounded_gradients_under_autocast_take_no_more_than_planned(keys: int) -> None:
-    """Beyond the casts, which are not promised; with few keys for many queries too."""
-    dim = 64
-    package = infcl_gen.load(target="cpu", loss="infonce", batch_size=3000, keys=keys, dim=dim, dtype="bf16")
+@pytest.mark.parametrize(("keys", "panels"), [(512, {"panel_rows": "256"}), (3000, {}), (16384, {})])
+def test_unrounded_gradients_under_autocast_take_no_more_than_planned(keys: int, panels: dict[str, str]) -> None:
+    """Beyond the casts, which are not promised; with few keys for many queries too, in panels of few rows.
+
+    Planted: room for the rows of a panel alone.
+    """
+    dim, sizes = 64, {"batch_size": 3000, "keys": keys}
+    package = infcl_gen.load(target="cpu", loss="infonce", **sizes, dim=dim, dtype="bf16", set=panels)
     leaves = [torch.randn(rows, dim).requires_grad_() for rows in (3000, keys)]
     labels = torch.arange(3000) % keys
 
