@@ -203,17 +203,21 @@ def test_verify_reports_rows(package: Path, monkeypatch: pytest.MonkeyPatch, pas
 
     seen = {}
 
-    def fake(path: str, ranks: int | None = None, aot: list[str] | None = None) -> list[Any]:
-        seen.update(ranks=ranks, aot=aot)
+    def fake(path: str, **given: Any) -> list[Any]:
+        seen.update(given)
         bytes_row = {"check": "bytes", "passed": True, "detail": "-"}
-        return [bytes_row, {"check": "loss", "passed": passed, "detail": "x"}]
+        marked = {"edited": True} if given["edited"] else {}
+        return [bytes_row, {"check": "loss", "passed": passed, "detail": "x", **marked}]
 
     monkeypatch.setattr(module, "verify_package", fake)
     done = run("verify", str(package), "--ranks", "2", "--aot", "sm_90, gfx942,sm_90", "--json")
-    assert seen == {"ranks": 2, "aot": ["sm_90", "gfx942"]}
+    assert seen == {"ranks": 2, "aot": ["sm_90", "gfx942"], "edited": False}
     assert done.exit_code == (0 if passed else 5)
     assert json.loads(done.stdout)["passed"] is passed
     assert done.stderr == ("" if passed else "infcl-gen: error: 1 of 2 checks failed: loss\n")
+    done = run("verify", str(package), "--edited")
+    assert "loss (edited)" in done.stdout and seen["edited"]
+    assert done.stderr == ("" if passed else "infcl-gen: error: 1 of 2 checks failed: loss (edited)\n")
 
 
 def test_verify_for_real(package: Path) -> None:

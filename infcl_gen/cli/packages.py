@@ -55,6 +55,7 @@ def inspect(flags: dict[str, Any]) -> None:
     options.directory,
     option("--ranks", "N", "Check on a ring of N processes as well.", COUNT),
     option("--aot", "ARCH,...", "Compile every kernel for these targets: sm_90,gfx942,...", NAMES),
+    option("--edited", None, "Check the code of an edited package, too; the package fails all the same.", bool),
 )
 def verify(flags: dict[str, Any]) -> None:
     """Re-render a package and compare bytes, then check its numbers on this machine against fp64."""
@@ -64,9 +65,10 @@ def verify(flags: dict[str, Any]) -> None:
     folder = options.directory_name(flags["directory"])
     from infcl_gen.verification.verify import verify_package
 
-    rows = verify_package(folder, ranks=ranks, aot=targets)
-    lines = [("ok" if row["passed"] else "FAILED", row["check"], row["detail"]) for row in rows]
-    failed = [row["check"] for row in rows if not row["passed"]]
+    rows = verify_package(folder, ranks=ranks, aot=targets, edited=flags["edited"])
+    names = [row["check"] + " (edited)" * ("edited" in row) for row in rows]
+    lines = [("ok" if row["passed"] else "FAILED", name, row["detail"]) for name, row in zip(names, rows, strict=True)]
+    failed = [name for name, row in zip(names, rows, strict=True) if not row["passed"]]
     result = {"package": str(Path(folder)), "passed": not failed, "rows": rows}
     show(flags, result, lambda: text.table_text(("", "check", "detail"), lines))
     if failed:

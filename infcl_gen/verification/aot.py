@@ -63,8 +63,8 @@ class Resources:
 class Kernels:
     """The kernels of a package, to be compiled ahead of time with nothing but triton."""
 
-    def __init__(self, package: Path) -> None:
-        self.folder, self.spec = package, read_package(package).spec
+    def __init__(self, package: Path, edited: bool = False) -> None:
+        self.folder, self.spec = package, read_package(package, edited=edited).spec
         self._load = cache(load_file)
         plan = self.spec["plan"]
         literals = {field.name: plan[field.name] for field in fields(Choice) if field.name in plan}
@@ -136,9 +136,12 @@ class Kernels:
         return {"always": True, "": False, "sizes": inputs.aligned, "dim": of_dim}[argument.multiple]
 
 
-def aot_checks(package: Path, targets: list[str]) -> list[dict[str, Any]]:
-    """One row (check, passed, detail) for each target (of SHARED_BYTES) and kernel, whose variants must all pass."""
-    kernels = Kernels(package)
+def aot_checks(package: Path, targets: list[str], edited: bool = False) -> list[dict[str, Any]]:
+    """One row (check, passed, detail) for each target (of SHARED_BYTES) and kernel, whose variants must all pass.
+
+    `edited`: as in `read_package`. Warps and stages are those of SPEC.
+    """
+    kernels = Kernels(package, edited)
     if not (kernels.folder / "kernels.py").exists():
         return [{"check": "aot", "passed": True, "detail": "the torch strategy has no kernels to compile"}]
     return [_row(kernels, name, target) for target in targets for name in kernels.names(target)]

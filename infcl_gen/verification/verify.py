@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infcl_gen.emission import read_package, rerender
-from infcl_gen.emission.package import PartialPackageError
+from infcl_gen.emission.package import Package, PartialPackageError
 from infcl_gen.errors import InfclError, InputError, ToolchainError
 from infcl_gen.inputs.text import check_word
 from infcl_gen.processes import ProcessError, run_ranks
@@ -27,39 +27,57 @@ Row = dict[str, Any]  # check (name), passed, detail (one line)
 
 
 def verify_package(
-    path: str | Path, ranks: int | None = None, aot: Sequence[str] | None = None, examples: int | None = None
+    path: str | Path,
+    ranks: int | None = None,
+    aot: Sequence[str] = (),
+    examples: int | None = None,
+    edited: bool = False,
 ) -> list[Row]:
     """Check the package in folder `path`; every check becomes a row, passed or not.
 
-    1. The files against their manifest, and against what SPEC generates today. If these differ, nothing is run.
+    1. The files against their manifest, and against what SPEC generates today. If these differ, nothing is run, except
+       with `edited`: the further rows are then marked `"edited": True`.
     2. The numerics gate over random inputs, on a GPU if there is one for the target, else on the interpreting CPU.
     3. The memory peak at the planned size, where that is affordable.
     4. `ranks`: the gate on a ring of so many processes, by NCCL if there are as many GPUs, else by gloo.
     5. `aot`: the kernels compiled for these targets, without a GPU.
 
     Package code runs in processes of its own. One killed after TIMEOUT_S seconds is a failed check.
-    Raises InputError if `path` is no package, or an argument is wrong; ToolchainError if torch is missing.
+    Raises InputError if `path` is no package (`edited`: as `read_package`), or an argument is wrong; ToolchainError if
+    torch is missing.
     """
     folder = Path(path)
     if ranks is not None and not 1 <= ranks <= LARGEST_RANKS:
         raise InputError(f"--ranks {ranks}: expected 1 to {LARGEST_RANKS}")
-    for target in aot or ():
+    for target in aot:
         check_word("--aot", target, tuple(sorted(SHARED_BYTES)))
     rows = _byte_checks(folder)
-    if not all(row["passed"] for row in rows):
-        return rows
-    spec = read_package(folder).spec
+    if all(row["passed"] for row in rows):
+        return rows + _code_checks(read_package(folder), ranks, aot, examples)
+    if not edited:
+        why = "nothing was compiled: the files are not as generated; --edited compiles them all the same"
+        return [*rows, _row("aot", False, why)] if aot else rows
+    package = read_package(folder, edited=True)
+    return rows + [{**row, "edited": True} for row in _code_checks(package, ranks, aot, examples)]
+
+
+def _code_checks(package: Package, ranks: int | None, aot: Sequence[str], examples: int | None) -> list[Row]:
+    """The rows of what compiles or runs the package's code."""
+    rows, spec, folder, edited = list[Row](), package.spec, package.path, bool(package.edited)
+    compiled = aot_checks(folder, list(aot), edited) if aot else []
+    if "loss.py" in package.edited:
+        return [_row("numerics", False, "loss.py was edited, and with it what numbers are compared with"), *compiled]
     place = _place(spec, 1)
     drawn = examples or EXAMPLES["numerics"][place]
     cores = len(os.sched_getaffinity(0)) if place == "cuda" else 1  # kernels are compiled for each input
     processes = max(1, min(MOST_PROCESSES, cores // 2, drawn))
-    rows += run("numerics", folder, place, drawn, processes)
+    rows += run("numerics", folder, place, drawn, processes, edited=edited)
     if _memory_is_affordable(spec, place):
-        rows += run("memory", folder, place)
+        rows += run("memory", folder, place, edited=edited)
     if ranks is not None:
         place = _place(spec, ranks)
-        rows += run("ring", folder, place, examples or EXAMPLES["ring"][place], ranks)
-    return rows + aot_checks(folder, list(aot)) if aot else rows
+        rows += run("ring", folder, place, examples or EXAMPLES["ring"][place], ranks, edited=edited)
+    return rows + compiled
 
 
 def _byte_checks(folder: Path) -> list[Row]:
@@ -102,14 +120,21 @@ def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
 
 
 def run(
-    task: str, folder: Path, place: str, examples: int = 0, processes: int = 1, timeout_s: float = TIMEOUT_S
+    task: str,
+    folder: Path,
+    place: str,
+    examples: int = 0,
+    processes: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    edited: bool = False,
 ) -> list[Row]:
     """A row for each check of a task of worker.py at a place of properties.SIZES, done by so many processes.
 
     "numerics" shares the examples among the processes; "ring" has one rank in each. If a process fails, there is one
     failed row that says how it ended.
     """
-    job = {"package": str(folder.resolve()), "place": place, "examples": examples, "timeout_s": timeout_s}
+    job: dict[str, Any] = {"package": str(folder.resolve()), "edited": edited, "place": place}
+    job |= {"examples": examples, "timeout_s": timeout_s}
     interpreted = {"TRITON_INTERPRET": str(int(place == "interpreter"))}
     try:
         parts = run_ranks(f"infcl_gen.verification.worker:{task}", job, processes, timeout_s, interpreted)

@@ -20,7 +20,7 @@ from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import LossAndGrads
 from infcl_gen.verification.properties import ROWS, SIZES, Case, check_package, random_cases, tensors
 
-Job = dict[str, Any]  # package (a folder), place (of SIZES), examples, timeout_s
+Job = dict[str, Any]  # package (a folder), whether it is edited, place (of SIZES), examples, timeout_s
 Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed), failure (one line, or "")
 
 
@@ -69,7 +69,7 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
 def _package(job: Job, seat: Seat) -> ModuleType:
     """The imported package; the processes share the cores."""
     torch.set_num_threads(max(1, torch.get_num_threads() // seat.ranks))
-    return import_package(Path(job["package"]))
+    return import_package(Path(job["package"]), edited=job["edited"])
 
 
 def _finding(check: str, where: str, rows: list[GateRow]) -> Finding:
