@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "462c0f77a30cc8222d65daddb854cb19204ccc221358368d382733a0d4609542",
+    "digest": "bbdc7327ee314ed2cb4e14eabef21120676d4572289f6cc1e53a6ccef3f586f0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

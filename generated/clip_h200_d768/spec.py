@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "5795eb940fff00d694c30b83ff6618848e1f09e0aaae3a3f041648365a1535fa",
+    "digest": "e1905113021cd21c75b6367f30b844d391eb6203b4262a2ebfa654581425b447",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

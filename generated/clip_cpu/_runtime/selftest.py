@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from .group import ALONE
+from .launch import INTERPRETED
 from .package import Options, Package
 
 # Queries, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference underflows.
 CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
 BIAS = -0.5
-ROUNDINGS = 4.0  # allowed roundings of a result; at most 1.0 is measured
+FEW = 16  # rows or keys whose largest rounding may decide
+ROUNDINGS = 4.0  # of a product or of the statistics dtype, allowed in a result; at most 1.0 is measured
 TF32_ROUNDOFF = 2.0**-10  # tensor cores cut operands to 10 mantissa bits
 SPLIT_ROUNDOFF = 2.0**-16  # of a product of bf16 halves: operands are cut at 2^-18, low x low is left out
 
@@ -65,11 +67,13 @@ def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
 def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float) -> tuple[dict[str, float], ...]:
     """Relative norm errors of the `Results`, and the largest allowed ones.
 
-    Allowed are twice the error of dense torch in the statistics dtype, ROUNDINGS of the result, and the rounding of
-    the products in the logits, whose terms are about scale / sqrt(D).
+    Allowed are twice the error of dense torch in the statistics dtype, twice what the features' dtype rounds
+    (`_rounded`), ROUNDINGS of a product, and the rounding of the products in the logits, whose terms are about
+    scale / sqrt(D).
     """
     exact = _dense(package, q, k, scale, torch.float64)
     plain = _dense(package, q, k, scale, package.schedule.STATISTICS_DTYPE)
+    rounded = _rounded(package, exact, q, k, scale)
     product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
     errors, allowed = {}, {}
     for name, truth in exact._asdict().items():
@@ -78,12 +82,37 @@ def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float
         else:
             size = 0.0 if name == "dbias" else float(torch.linalg.vector_norm(truth))
         size = size or 1.0  # one pair has no gradients
-        # g is rounded to the features' dtype; the loss and dbias stay in the statistics dtype.
-        rounded = 0.0 if name in ("loss", "dbias") else torch.finfo(package.dtype).eps
-        rounding = ROUNDINGS * max(rounded, product) + scale / math.sqrt(package.dim) * product
         errors[name] = _distance(getattr(found, name), truth) / size
-        allowed[name] = 2.0 * _distance(getattr(plain, name), truth) / size + rounding
+        unavoidable = _distance(getattr(plain, name), truth) + rounded.get(name, 0.0)
+        allowed[name] = 2.0 * unavoidable / size + (ROUNDINGS + scale / math.sqrt(package.dim)) * product
     return errors, allowed
+
+
+def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: float) -> dict[str, float]:
+    """Norms of the error in dq, dk and dscale where g, the gradient of the similarities, is rounded to the features'
+    dtype, and then dq and dk. A stash rounds g twice. The loss and dbias stay in the statistics dtype.
+
+    Roundings of different elements are independent, so that their squares add up, in long norms to a third of the
+    largest at most. Triton's interpreter cuts bf16 instead of rounding: its errors have one sign.
+    """
+    rows, keys = q.shape[0], k.shape[0]
+    unit, typical = torch.finfo(package.dtype).eps / 2, math.sqrt(3) if min(rows, keys) > FEW else 1.0
+    times = 2 if package.schedule.stash_shape(rows, keys) else 1
+    q, k = q.double(), k.double()
+    z = (q @ k.T).requires_grad_()
+    x = package.loss.logit(z, *(torch.tensor(number, dtype=z.dtype, device=z.device) for number in (scale, BIAS)))
+    labels = (torch.arange(rows, device=z.device),) if package.labelled else ()
+    (g,) = torch.autograd.grad(package.loss.loss_of_logits(x, *labels), z)
+    squares, terms = g.square(), g * z.detach()
+    total = torch.linalg.vector_norm(terms)
+    if INTERPRETED and package.dtype == torch.bfloat16:
+        positives = terms.diagonal().sum()
+        total += (positives.abs() + (terms.sum() - positives).abs()) / typical
+    found = {"dscale": unit * times * float(total) / scale}
+    for name, squared, other in (("dq", squares, k), ("dk", squares.T, q)):
+        spread = (squared @ other.square()).sum().sqrt() * times + torch.linalg.vector_norm(getattr(exact, name))
+        found[name] = unit / typical * float(spread)
+    return found
 
 
 def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Results:
