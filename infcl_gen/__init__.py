@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from infcl_gen.errors import (
     InfclError,
@@ -19,6 +19,7 @@ from infcl_gen.errors import (
     ToolchainError,
     VerificationError,
 )
+from infcl_gen.inputs.flags import Flags, python_function
 from infcl_gen.inputs.problem import Problem, make_problem
 from infcl_gen.version import __version__
 
@@ -54,7 +55,8 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-def plan(problem: Problem | None = None, **flags: Any) -> Plan:
+@python_function
+def plan(problem: Problem | None = None, **flags: Unpack[Flags]) -> Plan:
     """The plan for a `Problem`, or for its flags as keywords (`batch_size="64k"`).
 
     Raises InputError (a flag is wrong) or InfeasibleError (no plan fits the memory budget).
@@ -64,8 +66,10 @@ def plan(problem: Problem | None = None, **flags: Any) -> Plan:
     return emission.plan_problem(_problem(problem, flags))[0]
 
 
-def simulate(problem: Problem | None = None, **flags: Any) -> Timeline:
-    """A simulated step of the plan, on one rank: its time behind other work, efficiency, bound and events.
+@python_function
+def simulate(problem: Problem | None = None, **flags: Unpack[Flags]) -> Timeline:
+    """A simulated step of the plan for a `Problem`, or for its flags as keywords, on one rank: its time behind other
+    work, efficiency, bound and events.
 
     Raises what `plan` raises.
     """
@@ -74,10 +78,11 @@ def simulate(problem: Problem | None = None, **flags: Any) -> Timeline:
     return emission.simulate_problem(_problem(problem, flags))[1]
 
 
+@python_function
 def generate(
-    problem: Problem | None = None, output: str | Path | None = None, force: bool = False, **flags: Any
+    problem: Problem | None = None, output: str | Path | None = None, force: bool = False, **flags: Unpack[Flags]
 ) -> Path:
-    """Write the package for a problem to the folder `output` and return its path.
+    """Write the package for a `Problem`, or for its flags as keywords, to the folder `output` and return its path.
 
     The folder is complete or absent. An existing package is replaced only with `force`; anything else that is there is
     never touched. Raises InputError, InfeasibleError, LockTimeoutError.
@@ -89,17 +94,19 @@ def generate(
     return emission.write_package(emission.build(_problem(problem, flags)), output, force)
 
 
-def load(problem: Problem | None = None, **flags: Any) -> ModuleType:
-    """Import the package from the user's cache folder, after generating it if it is missing.
+@python_function
+def load(problem: Problem | None = None, **flags: Unpack[Flags]) -> ModuleType:
+    """Import the package for a `Problem`, or for its flags as keywords, after generating it if it is missing.
 
-    Safe to call from many processes at once. Raises InputError, InfeasibleError, LockTimeoutError.
+    It is in the user's cache folder. Safe to call from many processes at once. Raises InputError, InfeasibleError,
+    LockTimeoutError.
     """
     from infcl_gen import emission
 
     return emission.load_cached(_problem(problem, flags))
 
 
-def _problem(problem: Problem | None, flags: dict[str, Any]) -> Problem:
+def _problem(problem: Problem | None, flags: Flags) -> Problem:
     if problem is None:
         return make_problem(**flags)
     if flags:

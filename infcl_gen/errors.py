@@ -1,8 +1,15 @@
 """The errors of infcl_gen, each with the exit code of the command line.
 
-Messages say what was wrong, where, and what would be valid. Any other exception is a defect of the program (exit
-code 1).
+Messages say what was wrong, where, and what would be valid. They name flags ("--batch-size"), which `in_python_words`
+turns into keywords ("batch_size") for callers in Python. Any other exception is a defect of the program (exit code 1).
 """
+
+import contextlib
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+on_command_line: ContextVar[bool] = ContextVar("on_command_line", default=False)  # the reader has typed flags
 
 
 class InfclError(Exception):
@@ -50,3 +57,19 @@ class LockTimeoutError(InfclError):
     """Another process held a lock for too long."""
 
     exit_code = 6
+
+
+@contextlib.contextmanager
+def in_python_words() -> Iterator[None]:
+    """Errors that pass name keywords instead of flags, except on the command line and in commands (infcl-gen ...)."""
+    try:
+        yield
+    except InfclError as error:
+        if not on_command_line.get() and error.args:
+            words = re.sub(r"infcl-gen [^;,]*|(?<![\w-])--([a-z][a-z-]*)", _keyword, str(error.args[0]))
+            error.args = (words, *error.args[1:])
+        raise
+
+
+def _keyword(found: re.Match[str]) -> str:
+    return found[1].replace("-", "_") if found[1] else found[0]

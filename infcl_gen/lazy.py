@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl_gen.emission import load_cached
-from infcl_gen.errors import InfclError, InputError, ToolchainError
+from infcl_gen.errors import InfclError, InputError, ToolchainError, in_python_words
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem, make_problem
 from infcl_gen.runtime import api
 from infcl_gen.runtime.agreement import compare, header
@@ -186,7 +186,7 @@ def _load(given: tuple[Any, ...] | None, q: Any, k: Any, options: Options, queri
     _check(q, k, options)
     assert given is not None
     kind = Kind(*given)
-    with _loading:
+    with _loading, in_python_words():
         began_s = time.perf_counter()
         group = find_group(kind.group_name)
         if group is None:

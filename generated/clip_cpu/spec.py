@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "bbdc7327ee314ed2cb4e14eabef21120676d4572289f6cc1e53a6ccef3f586f0",
+    "digest": "163d6fb0abca7deac5e94d7d6d3e4dfc13a7421c2e18644b30db16a2ad0cd05f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "e1905113021cd21c75b6367f30b844d391eb6203b4262a2ebfa654581425b447",
+    "digest": "4e695e4b4c54fb78bc48382c96fbbe928f6dd7f02a96de279df418e452fb6ac2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

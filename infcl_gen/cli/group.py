@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from infcl_gen.errors import InfclError, InfeasibleError
+from infcl_gen.errors import InfclError, InfeasibleError, on_command_line
 from infcl_gen.inputs.text import clean
 from infcl_gen.version import __version__
 
@@ -59,6 +59,7 @@ class _Group(click.Group):
         shown = {"json": "--json" in arguments, "verbose": bool({"-v", "--verbose"} & set(arguments))}
         started = time.monotonic()
         code = 1
+        reader = on_command_line.set(True)
         try:
             try:
                 with self.make_context("infcl-gen", arguments, obj=shown) as context:
@@ -72,6 +73,8 @@ class _Group(click.Group):
         except OSError:  # the reader (head, less) has ended, or the disk is full: drop the rest of the output
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = code or 1
+        finally:
+            on_command_line.reset(reader)
         return code
 
 

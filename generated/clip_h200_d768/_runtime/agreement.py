@@ -165,7 +165,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
         warnings.warn(
             f"{package.name} was planned for {planned} rank(s) of at most {package.rows_per_rank} queries "
             f"and {package.keys_per_rank} keys; {ranks} of up to {max(layout.rows)} and {max(layout.keys)} may take "
-            "more memory than predicted (--devices plans a ring)",
+            "more memory than predicted (a plan for more devices has room for a ring)",
             stacklevel=2,
         )
 

@@ -206,7 +206,7 @@ def _check_features(package: Package, call: Call) -> None:
             dim = operator.index(x.shape[1])
             raise ValueError(
                 f"{name} has embedding dimension {dim}, but {package.name} was generated for {package.dim}; "
-                f"regenerate it with --dim {dim}"
+                f"generate one for dim {dim}"
             )
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, not {x.layout}")
@@ -216,14 +216,14 @@ def _check_features(package: Package, call: Call) -> None:
     if device == "meta" and not torch.compiler.is_compiling():
         raise ValueError("q and k are on the meta device, which holds no values: move them to a device that does")
     if device != "cuda" and not package.any_device:
-        raise ValueError(f"{package.name} holds GPU kernels, but q and k are on {device}; generate with --target cpu")
+        raise ValueError(f"{package.name} holds GPU kernels, but q and k are on {device}: generate one for target cpu")
     for name, x in (("q", q), ("k", k)):
         if x.dtype == package.dtype:
             continue
         if x.dtype not in _CAST or package.dtype == torch.float64:
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
-                "regenerate the package with another --dtype"
+                "generate one for another dtype"
             )
 
 
