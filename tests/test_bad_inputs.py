@@ -225,6 +225,7 @@ BENCH = [
     *([f"--errors={value}"] for value in ("-1", "all", "1.5")),
     *([f"--output={value}"] for value in ("", "rows.txt", "rows", "/proc/nowhere/rows.json", "\n.json", "/")),
     *([f"--plot={value}"] for value in ("", "plot", "plot.gif", "/proc/nowhere/plot.svg", "\x00.svg")),
+    *([f"--html={value}"] for value in ("", "page", "page.htm", "/proc/nowhere/page.html", "\x00.html", "/")),
     *([f"--package={value}"] for value in ("", "absent", "/dev/null", "\n")),
     ["--devices=2"],
 ]  # fmt: skip
@@ -236,6 +237,21 @@ def test_bench(words: list[str]) -> None:
     replaced = {"--batches": "--batch-size", "--dims": "--dim"}.get(flag)
     problem = [] if flag == "--package" else [f"{name}={value}" for name, value in GOOD.items() if name != replaced]
     refuse(["bench", *problem, *words], flag)
+
+
+@pytest.mark.parametrize("value", ["", "page", "page.htm", "/proc/nowhere/page.html", "\x00.html", "/"])
+def test_pages_of_plans(value: str) -> None:
+    refuse(["plan", *arguments({}), f"--html={value}"], "--html")
+
+
+@pytest.mark.parametrize("value", ["", "absent.json", "/dev/null", "/", "\x00.json"])
+def test_results_that_are_none(value: str) -> None:
+    refuse(["bench", f"--results={value}"], "--results")
+
+
+def test_nothing_is_measured_with_results() -> None:
+    for flag in ("--dim=16", "--package=x", "--ranks=2", "--campaign=x.toml", "--output=x.json"):
+        refuse(["bench", "--results=rows.json", flag], flag.split("=")[0], "--results")
 
 
 SCALE = [

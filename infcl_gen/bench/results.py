@@ -12,6 +12,7 @@ from typing import Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.files import checksum, write_file
+from infcl_gen.inputs.text import check_text, show
 from infcl_gen.version import __version__, installed
 
 Row = dict[str, Any]
@@ -27,6 +28,7 @@ FIELDS = (  # in the order of a row
     *("median_ms", "mean_ms", "std_ms", "repeats", "queued_ms", "queued_std_ms"),
     *("peak_bytes", "floor_ms", "queued_floor_ms", "err", "error"),
 )
+ORIGIN = {"board", "versions", "command"}
 COLUMNS = (  # titles in a table, and their fields
     *(("median ms", "median_ms"), ("mean", "mean_ms"), ("std", "std_ms"), ("runs", "repeats"), ("ratio", "median_ms")),
     *(("floor ms", "floor_ms"), ("queued ms", "queued_ms"), ("std", "queued_std_ms"), ("ratio", "queued_ms")),
@@ -50,6 +52,20 @@ def planned_figures(spec: Mapping[str, Any], times: bool) -> Row:
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write a `measurement` or `document` atomically. Raises ValueError for NaN or infinity, OSError."""
     write_file(path, f"{json.dumps(results, indent=1, allow_nan=False)}\n".encode())
+
+
+def read_results(name: str) -> dict[str, Any]:
+    """The `measurement` or `document` in a file. Raises InputError unless the file is whole and unchanged."""
+    try:
+        found = json.loads(Path(check_text("--results", name)).read_text(encoding="utf-8"))
+        whole = found["schema_version"] == SCHEMA_VERSION and found["checksum"] == checksum(found["rows"])
+        if whole and all(row.keys() >= set(FIELDS) for row in found["rows"]) and found.keys() >= ORIGIN:
+            return dict(found)
+    except OSError as error:
+        raise InputError(f"--results: cannot read {show(name)} ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise InputError(f"--results: {show(name)} is not an unchanged file that infcl-gen bench --output wrote")
 
 
 def measured_before(path: Path, command: str, libraries: Iterable[str] = ()) -> tuple[Rows, dict[str, str], str]:

@@ -3,11 +3,11 @@
 import dataclasses
 import itertools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.cli import options, text
+from infcl_gen.cli import options, pages, text
 from infcl_gen.cli.group import show
 from infcl_gen.cli.options import COUNT, COUNTS, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
@@ -30,6 +30,8 @@ BENCH = ("batches", "dims", "package", "against", "scale", "features", "repeats"
     option("--errors", "N", "Largest batch whose errors are computed, in fp64 [32k].", COUNT),
     option("--campaign", "FILE.toml", "Measure what this file describes; goes on where it stopped."),
     option("--plot", "FILE", "Draw time and memory against the batch size: .svg, .png, .pdf."),
+    options.html,
+    option("--results", "FILE.json", "Draw this earlier --output by --plot and --html; measures nothing."),
     option("-o --output", "FILE", "Write the measurements to this .json file."),
 )
 def bench(flags: dict[str, Any]) -> None:
@@ -38,6 +40,10 @@ def bench(flags: dict[str, Any]) -> None:
     A package is generated for every batch size and dimension, or those of --package are taken, also edited ones. Who is
     not installed is named as absent.
     """
+    if flags["results"] is not None:
+        options.refuse(flags, (*options.PROBLEM, *BENCH, "campaign", "output"), "nothing is measured with --results")
+        pages.results(flags)
+        return
     if flags["campaign"] is not None:
         _campaign(flags)
         return
@@ -49,7 +55,7 @@ def bench(flags: dict[str, Any]) -> None:
     errors = options.count(flags, "errors", 32768, 0, 2**40)
     scale = options.number(flags, "scale", 14.3, 1e6, "scale")
     peers = chosen_peers(flags["against"], ranks)
-    output, picture = options.result_file(flags, "output"), options.result_file(flags, "plot")
+    output, *drawn = (options.result_file(flags, name) for name in ("output", *pages.DRAWN))
     command = options.command_line("bench", flags, (*options.PROBLEM, *BENCH))
     libraries = [peer.distribution for peer in peers]
     measured = contest.Contest(peers, scale, contest.Limits(rounds, errors_up_to=errors), flags["features"])
@@ -74,8 +80,8 @@ def bench(flags: dict[str, Any]) -> None:
                     progress(f"{point.loss}, B {point.batch}, D {point.dim}", index, len(points))
                     rows += measured.rows(point)
                     result = document(rows)
-    _draw(picture, rows, command)
-    show(flags, result, lambda: text.bench_text(rows, measured.absent, output, picture))
+    pages.draw(result, *drawn)
+    show(flags, result, lambda: text.bench_text(rows, measured.absent, output, *drawn))
 
 
 def _campaign(flags: dict[str, Any]) -> None:
@@ -84,22 +90,14 @@ def _campaign(flags: dict[str, Any]) -> None:
     options.refuse(flags, (*options.PROBLEM, *BENCH), "stands in the file of --campaign; leave it out")
     campaign = read_campaign(flags["campaign"])
     output = options.result_file({"output": flags["output"] or str(campaign.output)}, "output") or campaign.output
-    picture = options.result_file(flags, "plot")
+    drawn = [options.result_file(flags, name) for name in pages.DRAWN]
     command = options.command_line("bench", flags, ("campaign",))
     with options.progress(flags) as progress:
         result = run_campaign(dataclasses.replace(campaign, output=output), command, progress)
-    _draw(picture, result["rows"], command)
-    show(flags, result, lambda: text.campaign_text(result, output, picture))
+    pages.draw(result, *drawn)
+    show(flags, result, lambda: text.campaign_text(result, output, *drawn))
     if broken := result["broken"]:
         raise VerificationError(f"{len(broken)} guarantees are broken: {broken[0]}")
-
-
-def _draw(picture: Path | None, rows: Sequence[dict[str, Any]], command: str) -> None:
-    if picture is not None:
-        from infcl_gen.bench.plots import plot
-        from infcl_gen.bench.results import board
-
-        plot(rows, picture, f"{board()}; {command}")
 
 
 def _work(flags: Mapping[str, Any], ranks: int, scratch: Path) -> list[tuple[list[Path], int | None]]:

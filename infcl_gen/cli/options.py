@@ -58,6 +58,7 @@ device = (
 )
 problem = (loss, batch_size, keys, dim, devices, nodes, *device)
 PROBLEM = tuple(FLAGS)
+html = option("--html", "FILE", "Write a page with figures to this .html file.")
 common = (
     option("--json", None, "One JSON object on stdout.", bool),
     option("-q --quiet", None, "Print errors only.", bool),
@@ -181,15 +182,15 @@ def parts(value: object) -> list[Any]:
 
 
 def result_file(flags: Mapping[str, Any], name: str) -> Path | None:
-    """The file of --output or --plot. Raises InputError, before a long run, if it cannot be written."""
+    """The file of --output, --plot or --html. Raises InputError, before a long run, if it cannot be written."""
     if flags[name] is None:
         return None
     flag, path = flag_name(name), Path(check_text(flag_name(name), flags[name])).absolute()
     if path.is_dir():
         raise InputError(f"{flag}: {show(flags[name])} is a folder; give a file in a folder of yours")
     check_folder(flag, path.parent)
-    if name == "output" and path.suffix != ".json":
-        raise InputError(f"{flag}: {path} must end in .json")
+    if (suffix := {"output": ".json", "html": ".html"}.get(name, path.suffix)) != path.suffix:
+        raise InputError(f"{flag}: {path} must end in {suffix}")
     if name == "plot":
         from infcl_gen.bench.plots import check_plot
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from infcl_gen.cli import options, text
+from infcl_gen.cli import options, pages, text
 from infcl_gen.cli.group import show
 from infcl_gen.cli.options import COUNT, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, VerificationError
@@ -11,14 +11,17 @@ from infcl_gen.inputs.text import check_text
 from infcl_gen.kernels import FAMILIES
 
 
-@command(*options.problem)
+@command(*options.problem, options.html)
 def plan(flags: dict[str, Any]) -> None:
     """Print the plan: tiles with reasons, memory by buffer, time by phase, the largest batch for the budget."""
     import infcl_gen
 
-    problem = options.problem_of(flags)
+    problem, file = options.problem_of(flags), options.result_file(flags, "html")
     result = infcl_gen.plan(problem)
-    show(flags, {"plan": result.as_dict()}, lambda: f"{text.plan_text(result)}\n\n{text.record_text(problem)}")
+    if file is not None:
+        pages.write_plan(file, problem, options.command_line("plan", flags, options.PROBLEM))
+    lines = (f"{text.plan_text(result)}\n", text.record_text(problem), *text.wrote(file))
+    show(flags, {"plan": result.as_dict()}, lambda: "\n".join(lines))
 
 
 @command(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.inputs.problem import Problem
-from infcl_gen.inputs.text import bytes_text, clean
+from infcl_gen.inputs.text import bytes_text, clean, count_text, time_text
 
 if TYPE_CHECKING:
     from infcl_gen.planning.planner import Plan
@@ -141,14 +141,3 @@ def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  (none)"
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def time_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def count_text(value: float) -> str:
-    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
-        if value >= 10**power:
-            return f"{value / 10**power:.3g} {unit}"
-    return f"{value:.3g} "

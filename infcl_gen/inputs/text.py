@@ -84,6 +84,17 @@ def bytes_text(size: int) -> str:
     return f"{size} B"
 
 
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def count_text(value: float) -> str:
+    for power, unit in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {unit}"
+    return f"{value:.3g} "
+
+
 def read_toml(flag: str, path: str | os.PathLike[str]) -> dict[str, Any]:
     """The table in a regular TOML file of at most 1 MiB. Raises InputError naming `flag`.
 

@@ -181,14 +181,25 @@ class CostModel:
     def _travelling(self) -> list[tuple[Buffer, int]]:
         return memory.travelling_buffers(self.table, self.choice, self.keys)
 
+    @property
+    def product_kind(self) -> str:
+        """The key of `DeviceProfile.matmul_tflops` whose peak bounds the products."""
+        kind = self.choice.operand_dtype
+        return FP32_MODES[self.choice.precision][0] if self._reduced else kind
+
+    @property
+    def _reduced(self) -> bool:
+        unsplit = self.choice.operand_dtype == "fp32" and self.choice.strategy != "torch"
+        return unsplit and self.profile.vendor == "nvidia"
+
     @functools.cached_property
     def _rates(self) -> dict[str, float]:
         """Peak FLOP/s by `TimeTerm.rate`."""
-        choice, kind, by_triton, by_library = self.choice, self.choice.operand_dtype, 1.0, 1.0
-        if kind == "fp32" and choice.strategy != "torch" and self.profile.vendor == "nvidia":
-            kind, by_triton, by_library = FP32_MODES[choice.precision]
+        choice, by_triton, by_library = self.choice, 1.0, 1.0
+        if self._reduced:
+            _, by_triton, by_library = FP32_MODES[choice.precision]
         product = by_triton * TRITON_PRODUCT_FRACTION if choice.products == "triton" else by_library
-        peak = self.profile.matmul_tflops[kind]
+        peak = self.profile.matmul_tflops[self.product_kind]
         reached = VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0
         return {"triton": peak.value * 1e12 * by_triton * reached, "product": peak.value * 1e12 * product * reached}
 

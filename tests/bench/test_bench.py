@@ -401,10 +401,13 @@ def test_the_command_end_to_end(tmp_path: Path) -> None:
     output = tmp_path / "rows.json"
     words = ["bench", "--batches", "64,96", "--dims", "16", "--dtype", "fp32", "--target", "cpu", "--scale", "5"]
     words += ["--against", "torch,memeff", "--repeats", "2", "--errors", "64", "-o", str(output)]
-    done = CliRunner().invoke(cli.main, [*words, "--json"])
+    done = CliRunner().invoke(cli.main, [*words, "--json", "--html", str(tmp_path / "page.html")])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert json.loads(output.read_text()) == result
+    later = ["bench", "--results", str(output), "--json", "--html", str(tmp_path / "later.html")]
+    assert json.loads(CliRunner().invoke(cli.main, later).stdout) == result
+    assert (tmp_path / "later.html").read_bytes() == (tmp_path / "page.html").read_bytes()
     assert result["schema_version"] == 1 and result["command"].startswith("infcl-gen bench --dtype fp32")
     installed = importlib.util.find_spec("memeff") is not None
     names = ["infcl", "torch", *(["memeff"] if installed else [])]

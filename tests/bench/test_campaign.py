@@ -113,7 +113,17 @@ def test_a_memory_plan_that_does_not_hold_is_told(
         return [{**row, "peak_bytes": row["predicted_peak_bytes"] + 1} for row in measured_here(point)]
 
     monkeypatch.setattr(Contest, "rows", larger)
-    done = CliRunner().invoke(cli.main, ["bench", "--campaign", str(file), "-o", str(tmp_path / "again.json")])
+    words = [
+        "bench",
+        "--campaign",
+        str(file),
+        "-o",
+        str(tmp_path / "again.json"),
+        "--html",
+        str(tmp_path / "again.html"),
+    ]
+    done = CliRunner().invoke(cli.main, words)
+    assert "MiB beyond the inputs" in (tmp_path / "again.html").read_text()
     assert done.exit_code == 5 and "3 guarantees are broken" in done.stderr
     assert done.stdout.count("clip 300 x 16: within ") == 3
 

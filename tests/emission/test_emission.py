@@ -110,7 +110,7 @@ def test_lowered_package_is_complete_and_names_are_read(profile: str) -> None:
     assert {"__init__.py", "spec.py", "loss.py", "schedule.py"} == files.keys() - {"kernels.py"}
     spec = files["spec.py"].names["spec"]
     assert (spec["name"], spec["problem"]["device_profile"]) == (f"clip_{profile}_d32", profile)
-    templates = "".join(path.read_text() for path in template_folder().rglob("*.jinja"))
+    templates = "".join(path.read_text() for path in template_folder().rglob("*.py.jinja"))
     read = set(re.findall(r"\w+", " ".join(re.findall(r"\{[{%].*?[}%]\}", templates, re.DOTALL))))
     assert {name for file in files.values() for name in file.names} <= read
 
