@@ -1,6 +1,6 @@
 """Tables of measured and simulated rows, written from the .json files of tune/bench between markers of pages.
 
-python docs/tables.py            rewrites README.md and docs/benchmarks.md
+python docs/tables.py            rewrites the tables of PAGES
 python docs/tables.py --check    exits with 1 if they do not show what the files hold
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,18 @@ from infcl_gen.files import checksum
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
 COMPARED = (65536, 768)  # batch and dim
-PAGES = {"README.md": ("compared",), "docs/benchmarks.md": ("measured", "simulated")}
+PAGES = {
+    "README.md": ("compared",),
+    "docs/benchmarks.md": ("measured", "simulated"),
+    "docs/gradients.md": ("conventions",),
+}
+CONVENTIONS = "cpu-conventions.json"  # by docs/conventions.py
 SHOWN = (
     "infcl", "open_clip-compiled", "liger-kernel", "cut-cross-entropy", "open_clip", "memeff", "inf_cl",
 )  # fmt: skip
 BESIDE_PEERS = ("h200-grid.json", "h200-scale100.json", "h200-autocast-speed.json")
 MIB = 2**20
+SAME = 1e-4  # of the true loss: ranks whose values differ by less return the same
 
 
 def main() -> int:
@@ -44,7 +50,8 @@ def main() -> int:
 
 
 def tables(kind: str) -> str:
-    """Those of each measured or simulated file, in the order of their names; or the one of the README ("compared").
+    """Those of each measured or simulated file, in the order of their names; or that of one file, for the README
+    ("compared") and for "conventions".
 
     Raises ValueError for a wrong checksum.
     """
@@ -56,14 +63,22 @@ def tables(kind: str) -> str:
         rows = results["rows"]
         if checksum(rows) != results["checksum"]:
             raise ValueError(f"{path.name}: its rows do not match its checksum")
+        if path.name == CONVENTIONS or kind == "conventions":
+            if path.name == CONVENTIONS and kind == "conventions":
+                parts.append(conventions(rows, results["absent"]) + _origin(path, results))
+            continue
         if results.get("simulated", False) != (kind == "simulated"):
             continue
-        versions = (f"{name} {version}" for name, version in sorted(results["versions"].items()))
-        parts.append(f"\n`tune/bench/{path.name}`: {results['board']}; {', '.join(versions)}; `{results['command']}`\n")
+        parts.append(_origin(path, results))
         if path.name in BESIDE_PEERS:
             parts.append(beside_peers(rows))
         parts += _tables(rows, results.get("absent", {}), kind == "simulated")
     return "".join(parts)
+
+
+def _origin(path: Path, results: dict[str, Any]) -> str:
+    versions = (f"{name} {version}" for name, version in sorted(results["versions"].items()))
+    return f"\n`tune/bench/{path.name}`: {results['board']}; {', '.join(versions)}; `{results['command']}`\n"
 
 
 def _tables(rows: Rows, absent: dict[str, str], simulated: bool) -> list[str]:
@@ -232,6 +247,33 @@ def accuracies(rows: Rows) -> str:
         (row["loss"], row["batch"], row["dim"], row["scale"], _who(row), *(f"{row['err'][name]:.1e}" for name in names))
         for row in rows
     ))  # fmt: skip
+
+
+def conventions(rows: Rows, absent: dict[str, str]) -> str:
+    """A line for each loss of a library; cells have a figure for each number of ranks."""
+    calls: dict[tuple[str, str, str], Rows] = {}
+    for row in rows:
+        calls.setdefault((row["impl"], row["call"], row["loss"]), []).append(row)
+
+    def each(own: Rows, figure: Callable[[dict[str, Any]], float]) -> str:
+        return ", ".join("-" if row["error"] else f"{figure(row):.3g}" for row in own)
+
+    lines, failed = [], []
+    for (who, call, loss), own in calls.items():
+        ran = [row for row in own if not row["error"]]
+        failed += [f"{who}, W = {row['ranks']} ({row['error']})" for row in own if row["error"]]
+        learned = any(row["dscale"] for row in ran)
+        alike = all(max(row["values"]) - min(row["values"]) < SAME for row in ran)
+        lines.append((
+            who, f"`{call}`", loss, each(own, lambda row: row["features"]["ratio"]),
+            f"{max(row['features']['error'] for row in ran):.0e}" if ran else "",
+            each(own, lambda row: row["dscale"]["ratio"]) if learned else "",
+            each(own, lambda row: statistics.fmean(row["values"])), "the whole" if alike else "its share",
+        ))  # fmt: skip
+    ranks = ", ".join(map(str, sorted({row["ranks"] for row in rows})))
+    head = ("library", "call", "loss", f"features, W = {ranks}", "error", "scale", "mean of values", "a rank returns")
+    missing = [f"{name} ({why})" for name, why in sorted(absent.items())] + failed
+    return _table(head, lines) + (f"\nAbsent: {'; '.join(missing)}.\n" if missing else "")
 
 
 def budgets(rows: Rows) -> str:
