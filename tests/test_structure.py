@@ -30,7 +30,10 @@ ORDER = (
     "cli",
     "__main__",
 )
-DOOR = ("__init__.py", "lazy.py", "packages.py", "cli/cache.py", "inputs/flags.py", "runtime/warmup.py")
+DOOR = (  # what users meet first
+    *("__init__.py", "errors.py", "inputs/flags.py"),
+    *("lazy.py", "packages.py", "cli/cache.py", "runtime/warmup.py"),
+)
 MODULES = sorted(path for path in SOURCE.rglob("*.py"))
 
 
@@ -180,8 +183,7 @@ def test_generate_takes_under_three_seconds(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """What plans, emits, runs, verifies, measures and tunes fits into 14 000 lines; what users meet first into 700; pages
-    of plans and measurements into 850."""
+    """14 000 lines plan, emit, run, verify, measure and tune; 700 are what users meet first; 850 make pages."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
