@@ -398,6 +398,7 @@ def test_shown_sizes_suffice() -> None:
 def test_counts_and_times_are_short() -> None:
     assert (text.count_text(2.5e15), text.count_text(3e12), text.count_text(10)) == ("2.5 P", "3 T", "10 ")
     assert (text.time_text(0.0123), text.time_text(4e-6)) == ("12.3 ms", "4 us")
+    assert (text.time_text(3.4712), text.time_text(12345.6)) == ("3.47 s", "12346 s")
 
 
 def test_kernels_are_found_by_parsing() -> None:

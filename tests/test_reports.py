@@ -241,8 +241,11 @@ def test_the_timeline_has_every_event(shown: dict[str, Shown], name: str) -> Non
     near = "The turn from forward to backward"
     assert (near in drawn) == (here.plan.world_size > 6)
     if near in drawn:
-        starts = [float(each.attrib["x"]) for each in marked(drawn[near], "start")]
+        near_events = marked(drawn[near], "start")
+        starts = [float(each.attrib["x"]) for each in near_events]
         assert 0 < len(starts) < len(events) and min(starts) >= 0 and max(starts) <= 400
+        kernels = [each for each in near_events if each.attrib["data-resource"] == "compute"]
+        assert float(kernels[0].attrib["x"]) == 0 and 6 <= len(kernels) <= 24
 
 
 def test_a_step_of_very_many_events_is_not_drawn_whole(

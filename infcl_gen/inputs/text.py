@@ -85,6 +85,8 @@ def bytes_text(size: int) -> str:
 
 
 def time_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.0f} s" if seconds >= 1000 else f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 

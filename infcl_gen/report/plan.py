@@ -14,7 +14,7 @@ from infcl_gen.planning.timeline import RESOURCES, Timeline
 from infcl_gen.version import __version__
 
 from infcl_gen.report.figures import (  # isort: skip
-    WIDTH, Axes, Bar, Figure, Mark, Page, Section, Series, Table, bars, dot, line, lines, rect, size_text, stacked,
+    WIDTH, Axes, Bar, Figure, Mark, Page, Section, Series, Table, bars, dot, line, lines, rect, stacked,
     text, ticks, tone,
 )  # fmt: skip
 
@@ -275,8 +275,9 @@ def _step(plan: Plan, step: Timeline) -> Section:
         notes.append(f"The step has {len(step.intervals)} events; only the turn is drawn.")
     if plan.world_size > 2 * NEAR_HOPS:
         last, first = f"forward, hop {plan.world_size - NEAR_HOPS}", f"backward, hop {NEAR_HOPS - 1}"
-        begin = min(each.start_s for each in step.intervals if each.name == last)
-        end = max(each.end_s for each in step.intervals if each.name == first)
+        kernels = [each for each in step.intervals if each.resource == "compute"]
+        begin = min(each.start_s for each in kernels if each.name == last)
+        end = max(each.end_s for each in kernels if each.name == first)
         words = f"The last {NEAR_HOPS} hops of forward and the first {NEAR_HOPS} of backward."
         figures.append(_lanes("The turn from forward to backward", words, step, used, begin, end))
     rows = [(name, time_text(step.busy_s[name]), time_text(step.critical_s[name])) for name in used]
@@ -307,7 +308,7 @@ def _scaling(rows: Sequence[Mapping[str, Any]] | str) -> Section:
     if isinstance(rows, str):
         return Section("Scaling", (rows,))
     good = [row for row in rows if row["error"] is None]
-    sizes = {row["devices"]: size_text(row["devices"]) for row in good}
+    sizes = {row["devices"]: str(row["devices"]) for row in good}
     figures = []
     if len(good) > 1:
         steps, shares = ([(row["devices"], row[name]) for row in good] for name in ("step_ms", "efficiency"))
