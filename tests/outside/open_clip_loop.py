@@ -49,6 +49,7 @@ class Case:
     what: str  # "plain", or what differs
     flags: tuple[str, ...] = ()
     shaped_scale: bool = False  # of shape (1,)
+    warm: bool = False  # the loss was called before it is compiled, and is then part of the graph
     divided: bool = False  # a hook divides the scale's gradient by k
     ours: bool = True  # False: open_clip's own loss, exact by its flags
 
@@ -90,8 +91,10 @@ def all_cases(newer: bool, device: str) -> list[Case]:
             each = variants | (sharded if ranks > 1 else {})
             found += [Case(ranks, precision, what, flags) for what, flags in each.items()]
             found.append(Case(ranks, precision, "scale of shape (1,)", shaped_scale=True))
-            divided = variants["accumulated"]
-            found.append(Case(ranks, precision, "accumulated, scale divided", divided, divided=True))
+            flags = variants["accumulated"]
+            found.append(Case(ranks, precision, "accumulated, scale divided", flags, divided=True))
+            if newer:
+                found.append(Case(ranks, precision, "compiled, warm", variants["compiled"], warm=True))
     return found
 
 
@@ -204,17 +207,24 @@ def run_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
             original = parallel.__init__
             replace(patches, parallel, "__init__", lambda self, module, device_ids, **o: original(self, module, **o))
         if case.ours:
-            put_in(main, patches)
+            put_in(main, patches, case)
         main.main(words)
     return {"gradients": seen["gradients"], "losses": seen["losses"]}
 
 
-def put_in(main: Any, patches: contextlib.ExitStack) -> None:
-    """This loss in place of open_clip's, as documentation/training says."""
+def put_in(main: Any, patches: contextlib.ExitStack, case: Case) -> None:
+    """This loss in place of open_clip's, as docs/training.md says."""
+    import torch
+
     from infcl_gen import ContrastiveLoss
 
     def create_loss(args: Any) -> Any:
-        return ContrastiveLoss(rank=args.rank, world_size=args.world_size)
+        criterion = ContrastiveLoss(rank=args.rank, world_size=args.world_size)
+        if case.warm:
+            dtype = {"amp_bf16": torch.bfloat16, "amp": torch.float16}.get(case.precision, torch.float32)
+            features = torch.ones(ROWS, WIDTH, dtype=dtype, device=args.device)
+            criterion(features, features, 1.0)
+        return criterion
 
     if not hasattr(main, "create_task"):
         replace(patches, main, "create_loss", create_loss)
