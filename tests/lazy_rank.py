@@ -66,3 +66,14 @@ def failing(argument: Any, seat: Seat) -> Any:
     after = step(8, seat.rank)
     dist.barrier()
     return {"error": message, "after": after}
+
+
+def ranges(argument: Any, seat: Seat) -> list[str]:
+    """The names of this package's ranges that a profiler sees of a step, in order."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 60.0)
+    step(4, seat.rank)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(4, seat.rank)
+    seen = [event for event in profile.events() if event.name.startswith("infcl ")]
+    return [event.name for event in sorted(seen, key=lambda event: event.time_range.start)]

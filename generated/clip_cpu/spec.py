@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "163d6fb0abca7deac5e94d7d6d3e4dfc13a7421c2e18644b30db16a2ad0cd05f",
+    "digest": "00e162532ba8d58bb8031a7da2e2c39192b13fada295db82304039a6f0fe407a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4e695e4b4c54fb78bc48382c96fbbe928f6dd7f02a96de279df418e452fb6ac2",
+    "digest": "9d82ca77282b9916af45022ab4969bcbe5593b073ec24b89e5db5a8892b6b3e1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

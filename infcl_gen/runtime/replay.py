@@ -94,7 +94,7 @@ class _Recording:
         self._backward: torch.cuda.CUDAGraph | None = None
 
     def forward(self, call: Call) -> tuple[Tensor, Saved]:
-        with engine.device_state(self._package, call.q.device, plain_tensors=True):
+        with engine.device_state(self._package, call.q.device, "forward", plain_tensors=True):
             if self._forward is None:
                 tensors: list[Any] = [None if x is None else x.new_empty(x.shape) for x in call[:5]]
                 self._call, self._no_stash = Call(*(*tensors, call.options)), call.q.new_empty(0)
@@ -111,7 +111,7 @@ class _Recording:
 
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
-        with engine.device_state(self._package, call.q.device, plain_tensors=True):
+        with engine.device_state(self._package, call.q.device, "backward", plain_tensors=True):
             if saved.query_statistics.data_ptr() != self._handed.data_ptr():
                 self._load(call)
                 if self._saved.stash.numel():

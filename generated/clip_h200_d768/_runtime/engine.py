@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from . import agreement
 from .group import Group, Layout, find_group
@@ -48,7 +49,7 @@ def forward_over(
     package: Package, call: Call, group: Group | None, layout: Layout, gradients: bool
 ) -> tuple[Tensor, Saved]:
     """`forward` for a layout that the ranks have agreed on."""
-    with device_state(package, call.q.device):
+    with device_state(package, call.q.device, "forward"):
         if group is None:
             sizes = call.q.new_empty((0, 3), dtype=torch.int64)
         else:
@@ -78,7 +79,7 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gr
         assert group is not None
         rows, keys, _ = zip(*saved.layout.tolist(), strict=True)
         layout = Layout(group.rank, rows, keys)
-    with device_state(package, call.q.device):
+    with device_state(package, call.q.device, "backward"):
         weighting = _Weighting(package, call, layout, upstream)
         sweep = _Sweep(package, call, layout, saved)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
@@ -323,9 +324,10 @@ def _weight(layout: Layout, options: Options) -> float:
 
 
 def device_state(
-    package: Package, device: torch.device, plain_tensors: bool = False
+    package: Package, device: torch.device, phase: str, plain_tensors: bool = False
 ) -> contextlib.AbstractContextManager[Any]:
-    """No autograd, no autocast (it rounds inside the sweep), `device` current; `plain_tensors`: no inference mode.
+    """No autograd, no autocast (it rounds inside the sweep), `device` current; `plain_tensors`: no inference mode. A
+    profiler sees it as a range with the name of the phase.
 
     Every change costs microseconds on the host, which the device waits for, so only necessary changes are made.
     """
@@ -341,6 +343,8 @@ def device_state(
         changes.append(torch.autocast(device.type, enabled=False))
     if package.dtype == torch.float32 or device.type == "cpu":  # the only products that the switch changes
         changes.append(_precisions[device.type == "cuda"].of_products(package.product_precision))
+    if profiler._is_profiler_enabled:
+        changes.append(profiler.record_function(f"infcl {phase}"))
     if not changes:
         return _UNCHANGED
     with contextlib.ExitStack() as state:  # undoes the changes made so far if the next one fails

@@ -4,11 +4,13 @@ On CUDA the host waits for no message: messages run on the backend's stream, beh
 the current stream waits for them where the table says so.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from .group import Group, Layout, Message
 from .launch import panel, panel_columns
@@ -71,10 +73,16 @@ class Trip:
                 if step.owner is None or self._device.type != "cuda":
                     self._start()
             if step.owner is not None:
-                yield self._owner
-                self.arrive()  # where there was no work
+                with self._range():
+                    yield self._owner
+                    self.arrive()  # where there was no work
         self._rooms.release(self._step.sums)
         self._group.finish_trip()
+
+    def _range(self) -> contextlib.AbstractContextManager[Any]:
+        """A profiler's range for this hop."""
+        hop = f"infcl {self._phase} hop {self._hop} of {self._table.world_size}"
+        return profiler.record_function(hop) if profiler._is_profiler_enabled else contextlib.nullcontext()
 
     def __getitem__(self, name: str) -> Tensor:
         summed = self._table.role(name, self._phase) == "summed"

@@ -43,7 +43,7 @@ def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
     q, k = (x[: min(count, ROWS + count % LARGEST_TILE)] for x, count in zip(call[:2], rows, strict=True))
     labels = None if call.labels is None else torch.arange(len(q), device=q.device) % len(k)
     options = call.options._replace(group_name=ALONE)
-    with engine.device_state(package, q.device), launch.noting() as launches:
+    with engine.device_state(package, q.device, "warm-up"), launch.noting() as launches:
         sample = Call(q, k, call.scale, call.bias, labels, options).cast(package)
         _, saved = engine.forward_over(package, sample, None, Layout.alone(q, k), gradients=True)
         engine.backward(package, sample, saved, torch.ones((), device=q.device))
