@@ -77,3 +77,12 @@ def ranges(argument: Any, seat: Seat) -> list[str]:
         step(4, seat.rank)
     seen = [event for event in profile.events() if event.name.startswith("infcl ")]
     return [event.name for event in sorted(seen, key=lambda event: event.time_range.start)]
+
+
+def early(argument: Any, seat: Seat) -> list[float]:
+    """Global values by modules that were made before the process group was."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    loaded = infcl_gen.load(batch_size=16, dim=16, dtype="fp32", target="cpu", devices=seat.ranks)
+    made = [infcl_gen.ContrastiveLoss(), loaded.ContrastiveLoss()]
+    seat.join_group("cpu", 60.0)
+    return [step(4, seat.rank, criterion=criterion)[0] for criterion in made]

@@ -120,6 +120,25 @@ def test_a_warm_loss_is_one_graph_and_a_cold_one_says_what_to_do() -> None:
     torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(q, k), expected)
 
 
+def test_numbers_as_scale_do_not_make_a_graph_each() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    q, k = features(12)
+    criterion, graphs = infcl_gen.ContrastiveLoss(), CompileCounter()
+    criterion(q, k, 1.0)
+    torch._dynamo.reset()
+    step = torch.compile(lambda scale: criterion(q, k, scale), fullgraph=True, backend=graphs)
+    for index in range(12):
+        torch.testing.assert_close(step(1.0 + 0.37 * index), criterion(q, k, 1.0 + 0.37 * index))
+    assert graphs.frame_count <= 2
+
+
+def test_process_groups_may_begin_after_the_module_was_made(tmp_path: Path) -> None:
+    found = run_ranks("tests.lazy_rank:early", {"cache": str(tmp_path)}, 2, 120.0)
+    q, k = (torch.cat(side) for side in zip(*(lazy_rank._features(4, 16, rank) for rank in (0, 1)), strict=True))
+    assert found[0] == found[1] == [pytest.approx(truth(q, k, lazy_rank.SCALE), rel=1e-5)] * 2
+
+
 def test_modules_are_copied_and_pickled() -> None:
     q, k = features(7)
     criterion = infcl_gen.ContrastiveLoss()

@@ -4,14 +4,23 @@ To change a kernel by hand and time it:
 
     infcl-gen generate --batch-size 32k --dim 768 -o mine    then edit mine/kernels.py
     python -c "import mine; print(mine.selftest())"          its numbers; with TRITON_INTERPRET=1 no GPU is needed
+    infcl-gen verify mine --edited --aot sm_90               its shared memory and spills, and the numerics gate
     infcl-gen bench --package mine                           its times, marked as edited
 
 To keep the change, edit the template in templates/triton and raise the family's `revision`. A new argument needs a type
 in `_NAMES` (arguments.py). It needs a value in emission/launches.py where the schedule has no variable of its name.
 
-To add a variant for other GPUs, write a module here with a FAMILY (as hopper.py) and its template, which makes a file
-of its own. The schedule launches it where its GPU runs it, and nothing else names it. `infcl-gen verify DIR --aot ARCH`
-compiles it; the interpreter runs it in the tests if it is not in Gluon (tests/kernels/variant.py).
+To add a variant for other GPUs:
+
+1. Write a module here with a FAMILY, as hopper.py. `arch` and `wanted` say where it runs, `replaces` whose work it
+   does. The schedule launches it there, and nothing else names it.
+2. Write its template, triton/NAME.py.jinja. It makes a file of its own, so it opens with a docstring, imports and the
+   `constants` of its blocks; the helpers of header.py.jinja are in kernels.py only. tests/kernels/variant.py is an
+   example, which the interpreter runs; Gluon's kernels run on their GPU alone.
+3. `infcl-gen generate ... --device-profile NAME` with a profile of that architecture makes a package with it on any
+   machine; `infcl-gen verify DIR --aot ARCH` compiles it.
+4. `python -m tests.emission.revisions` notes what it computes; `make golden` where a golden package has it.
+   tests/emission/revisions.py and tests/emission/test_launches.py list problems: add one that wants the variant.
 """
 
 from __future__ import annotations

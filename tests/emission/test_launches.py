@@ -8,6 +8,7 @@ import pytest
 
 from infcl_gen.emission import build
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.kernels import FAMILIES
 
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 H200 = {"loss": "clip", "batch_size": 8192, "dim": 768, "device_profile": "h200"}
@@ -26,7 +27,7 @@ def test_launches_have_the_arguments_of_their_kernels(name: str) -> None:
     files = build(make_problem(**{**H200, **PROBLEMS[name]}))
     taken = {
         (module, function.name): [argument.arg for argument in function.args.args]
-        for module in ("kernels", "hopper")
+        for module in {family.file.removesuffix(".py") for family in FAMILIES}
         for function in ast.walk(ast.parse(files.get(f"{module}.py", "")))
         if isinstance(function, ast.FunctionDef)
     }

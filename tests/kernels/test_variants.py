@@ -52,7 +52,7 @@ def test_a_variant_is_one_module_and_one_template(templates: Path, tmp_path: Pat
 @pytest.mark.usefixtures("templates")
 def test_a_variant_is_for_its_hardware_and_blocks() -> None:
     for others in (built("h200"), built(**{"product.rows": "128"}), built(products="library")):
-        assert "narrow.py" not in others and "runs_variant" not in others["schedule.py"]
+        assert "narrow.py" not in others and "narrow" not in others["schedule.py"]
     with pytest.raises(InputError, match="rows = 100 is not a power of two"):
         built(**{"product.rows": "100"})
 
