@@ -196,6 +196,12 @@ def test_a_record_of_another_plan_is_stale(
     assert re.search(message, reason(problem)), reason(problem)
 
 
+def test_what_came_after_a_record_makes_it_stale(folder: Path) -> None:
+    """A family of kernels that the timed plan did not run. Planted: only what the record names is compared."""
+    store(record_of(h200(), revisions={}), folder)
+    assert "revision of forward was none, now 1" in reason(h200())
+
+
 def test_without_kernels_a_record_is_of_the_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(batch_size="4k", dim=64, target="cpu")
     store(record_of(problem, (("panel_rows", "128"), ("panel_keys", "128"))), folder)
