@@ -263,6 +263,15 @@ def test_nan_must_come_out_where_it_went_in() -> None:
     assert [row.quantity for row in gate(finite, truth) if not row.passed] == ["dq"]
 
 
+def test_infinity_must_be_the_oracles_own() -> None:
+    """Planted: anything passes where the oracle is infinite."""
+    right = LossAndGrads(*[torch.tensor([1.0, math.inf], dtype=torch.float64)] * 5)
+    truth = Truth(right, right, LossAndGrads(*[torch.zeros(2)] * 5), right)
+    for value, fails in ((math.inf, False), (-math.inf, True), (3.0, True), (math.nan, True)):
+        found = right._replace(dq=torch.tensor([1.0, value]))
+        assert bool(failures(gate(found, truth))) == fails, value
+
+
 def test_a_wrong_shape_fails() -> None:
     inputs = example("fp32")
     right = by_shares(PACKAGES["clip"], *inputs)
