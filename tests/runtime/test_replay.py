@@ -168,6 +168,26 @@ def test_labels_on_the_device_are_looked_at_as_often_as_asked(on_gpu: Recorded, 
         on_gpu.forward(wrong)
 
 
+@pytest.mark.parametrize(
+    ("gradients", "capturing", "kept"), [(0b1111, False, False), (0, False, True), (0b1111, True, True)]
+)
+def test_an_unrecorded_call_with_a_stash_gives_the_recording_up(
+    on_gpu: Recorded, monkeypatch: pytest.MonkeyPatch, gradients: int, capturing: bool, kept: bool
+) -> None:
+    """The plan has memory for one stash, which no call without gradients needs; a graph being captured would be lost.
+
+    Planted: the recording stays; it is given up whatever the call wants.
+    """
+    for seed in (1, 2):
+        on_gpu.forward(batch(seed))
+    (recorder,) = on_gpu.replay._recorders.values()
+    assert recorder.recording is not None
+    monkeypatch.setattr(on_gpu.replay, "_keeps_tiles", lambda package, call: True)
+    monkeypatch.setattr(on_gpu.replay, "capturing", lambda device: capturing)
+    on_gpu.replay.unrecorded_forward(on_gpu.package, batch(3), gradients)
+    assert (recorder.recording is not None) == kept
+
+
 def test_calls_that_alternate_with_others_outside_are_recorded_rarely(recorder: Any) -> None:
     """Each of those gives the recording up; so does one that failed."""
     recorded = 0
