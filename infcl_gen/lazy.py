@@ -11,9 +11,13 @@ import dataclasses
 import json
 import logging
 import operator
+import os
+import secrets
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,10 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from infcl_gen.emission import load_cached
-from infcl_gen.errors import InfclError, InputError, ToolchainError, in_python_words
+from infcl_gen.errors import InfeasibleError, InputError, ToolchainError, in_python_words
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem, make_problem
+from infcl_gen.inputs.text import parse_bytes
 from infcl_gen.runtime import api
-from infcl_gen.runtime.agreement import compare, header
+from infcl_gen.runtime.agreement import compare, header, unpaired
 from infcl_gen.runtime.group import Group, find_group
 from infcl_gen.runtime.package import Call, Options
 
@@ -34,25 +39,35 @@ _LOG = logging.getLogger("infcl_gen")
 
 
 class Kind(NamedTuple):
-    """Calls of one kind share a package."""
+    """Calls of one kind in one group share a package."""
 
     loss: str
     memory_budget: str | int
     dim: int
     dtype: torch.dtype
     device: str  # "cuda" or "cpu"
-    group_name: str
 
 
-_packages: dict[Any, ModuleType] = {}  # by Kind, or the tuple of its fields
-_loading = threading.RLock()
+class _Shelf:
+    """The packages at hand for a group, or for this device alone; the lock is held while one is loaded."""
+
+    def __init__(self) -> None:
+        self.packages: dict[Any, ModuleType] = {}  # by Kind, or the tuple of its fields
+        self.lock = threading.RLock()
+
+
+_alone = _Shelf()
+_shelves: weakref.WeakKeyDictionary[Group, _Shelf] = weakref.WeakKeyDictionary()
+# Differs after each load. Compiled code is guarded by it, and traced again where a package may have taken the place of
+# the one in its graph. A text, since dynamo turns a number that changes into a symbol.
+_loads = ""
 
 
 class ContrastiveLoss(api.ContrastiveLoss):
     """The loss of a global batch as a module, for features of any size:
     `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, labels=None)`.
 
-    loss           a built-in loss, or FILE.py:NAME
+    loss           a built-in loss, or FILE.py:NAME as text or path
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
     open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
                    use_horovod; by name
@@ -76,7 +91,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
                 "ContrastiveLoss(loss) takes open_clip's arguments by name: ContrastiveLoss(local_loss=True)"
             )
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
-        self.loss, self.memory_budget = loss, memory_budget
+        self.loss, self.memory_budget = _text(loss), memory_budget
 
     def extra_repr(self) -> str:
         return f"{self.loss!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
@@ -109,7 +124,7 @@ def contrastive_loss(
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
     """
     options = api.options_of(group, grad_sync, reduction, check_ranks)
-    return _run(loss, memory_budget, q, k, scale, bias, labels, options)
+    return _run(_text(loss), memory_budget, q, k, scale, bias, labels, options)
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
@@ -132,19 +147,31 @@ def _run(loss: str, memory_budget: str | int, *arguments: Any) -> Tensor:
     try:
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        kind = loss, memory_budget, operator.index(q.shape[1]), dtype, device, options.group_name
-    except (AttributeError, IndexError):  # no matrix
+        kind = loss, memory_budget, operator.index(q.shape[1]), dtype, device
+    except (AttributeError, IndexError, RuntimeError):  # no matrix, or a device without autocast
         kind = None
     if torch.compiler.is_compiling():
-        name = _warm_name(*kind) if kind else ""
+        name = _warm_name(_loads, options.group_name, kind) if kind else ""
         if not name:
-            raise RuntimeError("the loss has no package yet: call it once outside of torch.compile with such features")
+            raise RuntimeError(
+                "there is no package for these features yet: call the loss once outside torch.compile with the "
+                "largest batch"
+            )
         return _apply(sys.modules[name], arguments)
-    package = _packages.get(kind) or _load(kind, q, k, options, 0, 0)
+    try:
+        package = _shelf(find_group(options.group_name)).packages.get(kind)
+    except TypeError:  # a loss or a budget that cannot be hashed
+        package = None
+    if package is None:
+        package = _load(kind, q, k, options)
     try:
         return _apply(package, arguments)
     except package._api.BatchTooLargeError as error:
         return _apply(_load(kind, q, k, options, error.queries, error.keys), arguments)
+
+
+def _text(loss: Any) -> Any:
+    return os.fspath(loss) if isinstance(loss, os.PathLike) else loss
 
 
 def _apply(package: ModuleType, arguments: tuple[Any, ...]) -> Tensor:
@@ -152,25 +179,9 @@ def _apply(package: ModuleType, arguments: tuple[Any, ...]) -> Tensor:
     return found
 
 
-def _check(q: Any, k: Any, options: Options) -> None:
-    """For what is no batch of features, tells the other ranks, and raises TypeError or ValueError."""
-    try:
-        for name, x in (("q", q), ("k", k)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-            if x.dim() != 2 or x.dtype not in _DTYPES:
-                what = f"{x.dtype} of {x.dim()} dimensions"
-                raise ValueError(f"{name} must be (rows, D) of {', '.join(map(str, _DTYPES))}, not {what}")
-    except (TypeError, ValueError):
-        group = find_group(options.group_name)
-        if group is not None:
-            group.exchange(_header(None, q, k, options, accepted=False))
-        raise
-
-
-def _warm_name(*kind: Any) -> str:
+def _warm_name(loads: str, group_name: str, kind: tuple[Any, ...]) -> str:
     """The module of the package at hand, for a graph that is traced."""
-    package = _packages.get(Kind(*kind))
+    package = _shelf(find_group(group_name)).packages.get(kind)
     return "" if package is None else package.__name__
 
 
@@ -178,97 +189,180 @@ def _warm_name(*kind: Any) -> str:
 vars(_warm_name)["_dynamo_marked_constant"] = True
 
 
-def _load(given: tuple[Any, ...] | None, q: Any, k: Any, options: Options, queries: int, keys: int) -> ModuleType:
+def _shelf(group: Group | None) -> _Shelf:
+    return _alone if group is None else _shelves.setdefault(group, _Shelf())
+
+
+def _check(kind: tuple[Any, ...] | None, q: Any, k: Any) -> Kind:
+    """The kind of a call. Raises TypeError or ValueError for what is no batch of features."""
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+        if x.dim() != 2 or x.dtype not in _DTYPES:
+            what = f"{x.dtype} of {x.dim()} dimensions"
+            raise ValueError(f"{name} must be (rows, D) of {', '.join(map(str, _DTYPES))}, not {what}")
+        if x.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} is on the {x.device} device: move it to a CPU or a GPU")
+    if q.device != k.device or q.shape[1] != k.shape[1]:
+        what = ", ".join(f"{name} has D = {x.shape[1]} on {x.device}" for name, x in (("q", q), ("k", k)))
+        raise ValueError(f"q and k must have one embedding dimension and be on one device; {what}")
+    assert kind is not None
+    found = Kind(*kind)
+    if not isinstance(found.loss, str):
+        raise TypeError(f"loss must be a name or FILE.py:NAME, not {type(found.loss).__name__}")
+    if not isinstance(found.memory_budget, str | int):
+        raise TypeError(f"memory_budget must be a number or text, not {type(found.memory_budget).__name__}")
+    return found
+
+
+def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: int = 0) -> ModuleType:
     """A package for at least this batch and so many queries and keys, which takes the place of the one at hand.
 
-    `given` are the fields of a Kind, None if q is no matrix.
+    `given` are the fields of a Kind, None if q is no matrix. The other ranks hear of a rejection.
     """
-    _check(q, k, options)
-    assert given is not None
-    kind = Kind(*given)
-    with _loading, in_python_words():
-        began_s = time.perf_counter()
-        group = find_group(kind.group_name)
-        if group is None:
-            package = load_cached(_problem(kind, max(queries, len(q)), max(keys, len(k)), 1))
-        else:
-            package = _load_together(group, kind, q, k, queries, keys)
-        _packages[kind] = package
-        problem = package.SPEC["problem"]
-        _LOG.info(
-            "%s: batches of up to %d, D = %d, %s, on %d device(s); loaded in %.1f s from %s",
-            kind.loss, problem["batch_size"], kind.dim, problem["dtype"], problem["devices"],
-            time.perf_counter() - began_s, package.__path__[0],
-        )  # fmt: skip
-        return package
-
-
-def _load_together(group: Group, kind: Kind, q: Tensor, k: Tensor, queries: int, keys: int) -> ModuleType:
-    """`_load` on all ranks of a group. Raises on all of them where one of them cannot."""
-    said = _header(kind, q, k, Options(kind.group_name))
-    headers = group.exchange(said, "planning")
-    group.finish_trip()
-    compare(headers)
-    package = failure = None
+    global _loads
+    group = find_group(options.group_name)
     try:
-        rows, columns = (
-            max(least, sum(given[name] for given in headers)) for least, name in ((queries, "rows"), (keys, "keys"))
-        )
-        package = load_cached(_decided(group, _problem(kind, rows, columns, group.size)))
+        kind = _check(given, q, k)
+    except Exception:
+        if group is not None:
+            group.exchange(_header(None, q, k, accepted=False))
+        raise
+    shelf, began_s = _shelf(group), time.perf_counter()
+    with shelf.lock, in_python_words():
+        at_hand = shelf.packages.get(kind)
+        if group is not None:
+            package = _load_together(group, kind, at_hand, q, k, (queries, keys))
+        else:
+            sizes = max(queries, len(q)), max(keys, len(k))
+            if at_hand is not None and all(map(operator.le, sizes, _planned(at_hand))):
+                return at_hand  # another thread was loading it
+            package = _fitting(load_cached, kind, at_hand, sizes, 1)
+        shelf.packages[kind] = package
+        _loads = secrets.token_hex(8)
+    problem = package.SPEC["problem"]
+    _LOG.info(
+        "%s: batches of up to %d, D = %d, %s, on %d device(s); loaded in %.1f s from %s",
+        kind.loss, problem["batch_size"], kind.dim, problem["dtype"], problem["devices"],
+        time.perf_counter() - began_s, package.__path__[0],
+    )  # fmt: skip
+    return package
+
+
+def _load_together(
+    group: Group, kind: Kind, at_hand: ModuleType | None, q: Tensor, k: Tensor, least: tuple[int, int]
+) -> ModuleType:
+    """`_load` on all ranks of a group. Raises on all of them where one of them cannot, and leaves them in step."""
+    said = _header(kind, q, k)
+    headers = group.exchange(said, "planning")
+    compare(headers)
+    group.finish_trip()
+    package = failure = None
+    sizes = [max(few, sum(given[name] for given in headers)) for few, name in zip(least, ("rows", "keys"), strict=True)]
+    try:
+        package = load_cached(_decided(group, kind, lambda: _fitting(_settled, kind, at_hand, sizes, group.size)))
     except Exception as error:
         failure = error
     digest = package.SPEC["digest"] if package else ""
     headers = group.exchange({**said, "accepted": failure is None, "package digest": digest}, "loading")
-    group.finish_trip()
     if failure is not None:
         raise failure
+    if failed := [str(rank) for rank, given in enumerate(headers) if not given["accepted"]]:
+        raise RuntimeError(f"rank {', '.join(failed)} could not load the package (see the error there)")
     compare(headers)
+    group.finish_trip()
     assert package is not None
     return package
 
 
-def _decided(group: Group, problem: Problem) -> Problem:
-    """Rank 0's problem with what it has found on its machine, on every rank; its error, where it has none."""
-    place = f"{group.process_group.group_name}/{group.trips}"
-    store = dist.PrefixStore("infcl/problem", dist.distributed_c10d._get_default_store())
+def _decided(group: Group, kind: Kind, decide: Callable[[], Problem]) -> Problem:
+    """The problem that rank 0 decides on, on every rank; its error, where it has none."""
+    failure: Exception | None = None
+    told: dict[str, Any] = {}
     if group.rank == 0:
-        from infcl_gen.emission.pipeline import case_of
-
         try:
-            found = dataclasses.replace(case_of(problem).resolved(), loss=problem.loss)
-        except InfclError as error:
-            store.set(place, json.dumps({"error": str(error)}))
+            told = {"asked": _asked(kind), "problem": decide().as_dict()}
+        except Exception as error:
+            failure, told = error, {"error": str(error) or type(error).__name__}
+    told = json.loads(group.told_by_first(json.dumps(told)))
+    if failure is not None:
+        raise failure
+    if "error" in told:
+        raise InputError(f"rank 0 cannot plan for this batch: {told['error']}")
+    for name, own in _asked(kind).items():
+        if own != told["asked"][name]:
+            raise RuntimeError(f"ranks disagree: {name} differs (rank 0: {told['asked'][name]}, here: {own})")
+    return make_problem(**told["problem"] | {"loss": kind.loss})
+
+
+def _asked(kind: Kind) -> dict[str, Any]:
+    """What the caller asks for, which must be the same on all ranks. A loss of the user's own is its formula."""
+    budget = None if kind.memory_budget == "auto" else parse_bytes(kind.memory_budget, "memory_budget")
+    loss: Any = kind.loss
+    if ":" in loss:
+        from infcl_gen.losses import load_loss, spec_as_dict  # imports SymPy
+
+        loss = spec_as_dict(load_loss(loss))
+    return {"loss": loss, "memory_budget": budget}
+
+
+def _settled(problem: Problem) -> Problem:
+    """The problem with what this machine decides: the device, and the settings of its tuning record, or none at all.
+
+    Another machine makes the same package from it. Raises InfeasibleError if no plan fits.
+    """
+    from infcl_gen.emission.pipeline import plan_problem  # imports SymPy
+
+    found = plan_problem(problem)[0].problem
+    settings = dataclasses.replace(found.settings, records=found.settings.records or "off")
+    return dataclasses.replace(found, settings=settings)
+
+
+def _fitting(
+    work: Callable[[Problem], Any], kind: Kind, at_hand: ModuleType | None, sizes: Sequence[int], ranks: int
+) -> Any:
+    """`work` of the problem for batches of up to the next power of two: each is generated once, however batches vary.
+
+    Where that does not fit the memory budget, of up to the next multiple of 1 024. Never less than at hand.
+    """
+    if sizes[0] != sizes[1]:
+        from infcl_gen.losses import load_loss
+
+        if load_loss(kind.loss).positives == "diagonal":
+            raise unpaired(kind.loss, *sizes)
+    least = [max(1, *size) for size in zip(sizes, _planned(at_hand) if at_hand else (1, 1), strict=True)]
+    powers = [1 << (size - 1).bit_length() for size in least]
+    smaller = [min(power, -(-size // 1024) * 1024) for power, size in zip(powers, least, strict=True)]
+    try:
+        return work(_problem(kind, powers, ranks))
+    except InfeasibleError:
+        if smaller == powers:
             raise
-        store.set(place, json.dumps({"problem": found.as_dict()}))
-        return found
-    said = json.loads(store.get(place))
-    if "error" in said:
-        raise InputError(f"rank 0 cannot plan for this batch: {said['error']}")
-    return make_problem(**said["problem"])
+        return work(_problem(kind, smaller, ranks))
 
 
-def _problem(kind: Kind, queries: int, keys: int, ranks: int) -> Problem:
-    """For batches of up to the next power of two: each size is generated once, however batches vary."""
-    if (package := _packages.get(kind)) is not None:
-        planned = package.SPEC["problem"]
-        queries, keys = max(queries, planned["batch_size"]), max(keys, planned["keys"] or planned["batch_size"])
-    batch_size, key_count = (1 << max(0, count - 1).bit_length() for count in (queries, keys))
+def _planned(package: ModuleType) -> tuple[int, int]:
+    """The queries and keys that a package was generated for."""
+    problem = package.SPEC["problem"]
+    return problem["batch_size"], problem["keys"] or problem["batch_size"]
+
+
+def _problem(kind: Kind, sizes: Sequence[int], ranks: int) -> Problem:
     if kind.dtype not in _DTYPES:
         raise ToolchainError(f"there are no kernels for {kind.dtype}")
     return make_problem(
-        loss=kind.loss, batch_size=batch_size, keys=key_count, dim=kind.dim, devices=ranks, dtype=_DTYPES[kind.dtype],
+        loss=kind.loss, batch_size=sizes[0], keys=sizes[1], dim=kind.dim, devices=ranks, dtype=_DTYPES[kind.dtype],
         memory_budget=kind.memory_budget, target="cpu" if kind.device == "cpu" else "auto",
     )  # fmt: skip
 
 
-def _header(kind: Kind | None, q: Any, k: Any, options: Options, accepted: bool = True) -> dict[str, Any]:
+def _header(kind: Kind | None, q: Any, k: Any, accepted: bool = True) -> dict[str, Any]:
     """What a rank tells the others of its call before there is a package."""
     described: Any = SimpleNamespace(
         digest="",
-        loss_name=kind.loss if kind else "",
+        loss_name=kind.loss.rpartition(":")[2] if kind else "",
         dtype=kind.dtype if kind else torch.float32,
         dim=kind.dim if kind else 0,
     )
     nothing: Any = None
-    call = Call(q, k, nothing, nothing, None, options)
-    return dict(header(described, call, accepted=accepted))
+    return dict(header(described, Call(q, k, nothing, nothing, None), accepted=accepted))

@@ -1,6 +1,10 @@
 """What a rank of tests/test_lazy.py does: each function is a task of `infcl_gen.processes.run_ranks`."""
 
+import dataclasses
+import datetime
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,8 @@ import torch.distributed as dist
 
 import infcl_gen
 from infcl_gen import lazy
+from infcl_gen.emission import pipeline
+from infcl_gen.planning.records import Found, Record, measured_settings, record_key
 from infcl_gen.processes import Seat
 
 SCALE = 14.3
@@ -38,34 +44,137 @@ def batches(argument: Any, seat: Seat) -> Any:
         os.environ["INFCL_GEN_CACHE"] = argument["cache"]
     seat.join_group("cpu", 60.0)
     found = [step(rows[seat.rank], 10 * index + seat.rank) for index, rows in enumerate(argument["rows"])]
+    (shelf,) = lazy._shelves.values()
     return {
         "steps": found,
-        "digests": sorted(package.SPEC["digest"] for package in lazy._packages.values()),
-        "sizes": sorted(package.SPEC["problem"]["batch_size"] for package in lazy._packages.values()),
+        "digests": sorted(package.SPEC["digest"] for package in shelf.packages.values()),
+        "sizes": sorted(package.SPEC["problem"]["batch_size"] for package in shelf.packages.values()),
     }
 
 
-def failing(argument: Any, seat: Seat) -> Any:
-    """The error of a step in which rank 1 does what `argument` names, then of a step that is right."""
-    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
-    if argument["case"] == "unwritable" and seat.rank == 1:
-        file = Path(argument["cache"], "file")
-        file.parent.mkdir(parents=True, exist_ok=True)
+def _calls(seat: Seat, cache: str) -> dict[str, Any]:
+    """What this rank does in each scenario; one of two ranks does not do as the other."""
+    rank, call = seat.rank, infcl_gen.contrastive_loss
+    q, k = _features(8, 16, rank)
+    cold_q, cold_k = _features(8, 24, rank)
+    folder = seat.folder / f"losses{rank}"
+    folder.mkdir()
+    own = "mean_over_queries(logsumexp_over_keys(scale * z) - positive(scale * z))"
+    (folder / "own.py").write_text(
+        f"from infcl_gen.losses.language import *\nown = LossSpec('own', {own} * {1 + rank})\n"
+        f"first = second = LossSpec('same', {own})\n"
+    )
+
+    def unwritable() -> Any:
+        file = folder / "file"
         file.write_text("")
-        os.environ["INFCL_GEN_CACHE"] = str(file)
-    seat.join_group("cpu", 60.0)
-    dim = 24 if argument["case"] == "dim" and seat.rank == 1 else 16
-    budget = "1KiB" if argument["case"] == "budget" else "auto"
-    try:
-        step(8, seat.rank, dim, infcl_gen.ContrastiveLoss(memory_budget=budget))
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    else:
-        message = "none"
+        os.environ["INFCL_GEN_CACHE"] = str(file) if rank else cache
+        try:
+            return call(cold_q, cold_k)
+        finally:
+            os.environ["INFCL_GEN_CACHE"] = cache
+
+    def broken() -> Any:
+        settled = lazy._settled
+        lazy._settled = lambda problem: (_ for _ in ()).throw(OSError("the driver does not answer"))
+        try:
+            return call(cold_q, cold_k)
+        finally:
+            lazy._settled = settled
+
+    return {
+        "no tensor": lambda: call([1.0] if rank else q, k),
+        "no tensor, cold": lambda: call([1.0] if rank else cold_q, cold_k),
+        "another D of keys": lambda: call(cold_q, k if rank else cold_k),
+        "no loss": lambda: call(cold_q, cold_k, loss=["clip"] if rank else "clip"),  # type: ignore[arg-type]
+        "meta": lambda: call(q.to("meta") if rank else q, k),
+        "dim": lambda: call(*((cold_q, cold_k) if rank else (q, k)), loss="infonce"),
+        "formula": lambda: call(q, k, loss=folder / "own.py:own"),  # type: ignore[arg-type]
+        "loss": lambda: call(q, k, loss=f"{folder}/own.py:{('first', 'second')[rank]}"),
+        "budget": lambda: call(q, k, memory_budget="64MiB" if rank else "64000000"),
+        "wrong budget": lambda: call(q, k, memory_budget="foo"),
+        "small budget": lambda: call(q, k, memory_budget="1KiB"),
+        "unpaired": lambda: call(q, torch.cat([k, k])),
+        "unwritable": unwritable,
+        "broken": broken,
+    }
+
+
+def troubles(argument: Any, seat: Seat) -> Any:
+    """Scenario -> the error on this rank, and the value of a right step after it, which finds the ranks in step."""
     os.environ["INFCL_GEN_CACHE"] = argument["cache"]
-    after = step(8, seat.rank)
+    if seat.rank == 0:
+        step(8, 0)  # alone: what is at hand for one device is not for the group
+    seat.join_group("cpu", 30.0)
+    found = {}
+    for name, call in {"none": lambda: step(8, seat.rank), **_calls(seat, argument["cache"])}.items():
+        try:
+            call()
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        else:
+            message = ""
+        found[name] = message, step(8, seat.rank)[0]
+    return found
+
+
+def orders(argument: Any, seat: Seat) -> Any:
+    """Loads that must not depend on the order of threads, on what a store holds, or on one machine's records."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 30.0)
+    q, k = _features(8, 16, seat.rank)
+    groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=10)) for _ in "ab"]
+    values: list[float] = []
+
+    def run(group: Any, wait_s: float) -> None:
+        time.sleep(wait_s)
+        values.append(infcl_gen.contrastive_loss(q, k, group=group).item())
+
+    threads = [threading.Thread(target=run, args=(groups[i ^ seat.rank], i * 0.3)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"threads": len(values), "records": _with_a_record(seat.rank), "again": _again(seat)}
+
+
+def _with_a_record(rank: int) -> Any:
+    """The settings of the package of a batch for which rank 0 alone has a tuning record."""
+    if rank == 0:
+
+        def find(case: Any) -> Found:
+            settings = (("panel_rows", "64"),)
+            measured = measured_settings(case.problem.settings, settings)
+            problem = dataclasses.replace(case.problem, settings=measured)
+            record = Record(record_key(*case), settings, "", (), {}, True, (), {}, ())
+            return Found(record, Path(), pipeline._plan(case._replace(problem=problem))[0])
+
+        pipeline.find_record = find
+    step(300, rank, 20)
+    (package,) = [each for shelf in lazy._shelves.values() for kind, each in shelf.packages.items() if kind.dim == 20]
+    return package.SPEC["problem"]["settings"]
+
+
+def _again(seat: Seat) -> Any:
+    """The sizes planned in two default groups that use one store, one after the other."""
+    port = torch.zeros(1, dtype=torch.int64)
+    if seat.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        port.fill_(store.port)
+    dist.broadcast(port, 0)
+    if seat.rank:
+        store = dist.TCPStore("127.0.0.1", int(port), 2, False)
     dist.barrier()
-    return {"error": message, "after": after}
+    dist.destroy_process_group()
+    sizes = []
+    for rows in (8, 20):
+        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=2)
+        step(rows, seat.rank)
+        (package,) = lazy._shelf(lazy.find_group("")).packages.values()
+        sizes.append(package.SPEC["problem"]["batch_size"])
+        dist.barrier()
+        dist.destroy_process_group()
+    return sizes
 
 
 def ranges(argument: Any, seat: Seat) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "00e162532ba8d58bb8031a7da2e2c39192b13fada295db82304039a6f0fe407a",
+    "digest": "71e33f134f7d022a015b67b715899338f89c7226a13db7bd971b6087c2bbc9de",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "9d82ca77282b9916af45022ab4969bcbe5593b073ec24b89e5db5a8892b6b3e1",
+    "digest": "0be9686dce4360299efeec31cc1aa46e21c2a57074537a4188fefc2487cd78af",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

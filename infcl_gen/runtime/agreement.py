@@ -16,6 +16,7 @@ from .package import Call, Package
 # Header fields that ranks compare. The first two kinds come first: they may explain why a rank rejects its arguments.
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
 _ORDER = ("phase", "trips finished", "call number")
+_PASSES = {"trips finished": "passes finished", "call number": "passes finished before its forward"}
 _PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
 # With check_ranks="never": the plan decides what ranks send, and backward needs every rank.
 _PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
@@ -82,7 +83,7 @@ def compare(headers: list[dict[str, Any]]) -> None:
     compared = any(given["ranks compared"] for given in headers)
     problem = _difference(headers, _FINGERPRINT if compared else _PACKAGE, _ORDER)
     rejecting = ", ".join(str(rank) for rank, given in enumerate(headers) if not given["accepted"])
-    if rejecting and problem is None:  # explains other differences: a rejecting rank wants no gradients, for one
+    if rejecting and problem is None:  # A rejecting rank's other fields mean nothing.
         problem = f"the arguments of rank {rejecting} are invalid (see the error there)"
     problem = problem or _difference(headers, _PER_CALL if compared else _DIFFERENTIATED)
     if problem is not None:
@@ -90,12 +91,22 @@ def compare(headers: list[dict[str, Any]]) -> None:
 
 
 def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -> str | None:
-    """The differing fields of the first kind in which headers differ, in words; later kinds may follow from it."""
-    distinct = {id(header): header for header in headers}.values()  # equal ranks share one: comparing takes 15 us
-    for fields in kinds if len(distinct) > 1 else ():
-        different = [field for field in fields if any(h[field] != headers[0][field] for h in distinct)]
+    """The differing fields of the first kind in which headers differ, in words; later kinds may follow from it.
+
+    A rank that rejects before it has a package is left out: it does not know these fields.
+    """
+    if len({id(header) for header in headers}) == 1:  # equal ranks share one: comparing takes 15 us
+        return None
+    informed = {rank: given for rank, given in enumerate(headers) if given["accepted"] or given["package digest"]}
+    distinct = list({id(given): given for given in informed.values()}.values())
+    for fields in kinds:
+        different = [field for field in fields if any(h[field] != distinct[0][field] for h in distinct)]
+        if fields is _ORDER and different and different[0] in _PASSES:
+            *others, last = [f"{given[different[0]]} on rank {rank}" for rank, given in informed.items()]
+            counts = f"{', '.join(others)} and {last}"
+            return f"the ranks are in different calls of the loss: {_PASSES[different[0]]} are {counts}"
         if different:
-            said = {field: ", ".join(f"rank {r}: {h[field]}" for r, h in enumerate(headers)) for field in different}
+            said = {field: ", ".join(f"rank {r}: {h[field]}" for r, h in informed.items()) for field in different}
             return "; ".join(f"{field} differs ({each})" for field, each in said.items())
     return None
 
@@ -141,9 +152,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             keys,
         )
     if not package.labelled and queries != keys:
-        raise ValueError(
-            f"{package.loss_name} pairs query i with key i, but there are {queries} queries and {keys} keys"
-        )
+        raise unpaired(package.loss_name, queries, keys)
     if package.labelled and labelling == "none":
         if queries > keys:
             raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
@@ -168,6 +177,10 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             "more memory than predicted (a plan for more devices has room for a ring)",
             stacklevel=2,
         )
+
+
+def unpaired(loss_name: str, queries: int, keys: int) -> ValueError:
+    return ValueError(f"{loss_name} pairs query i with key i, but there are {queries} queries and {keys} keys")
 
 
 def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, int]:

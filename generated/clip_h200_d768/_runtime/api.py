@@ -204,6 +204,8 @@ def _check_features(package: Package, call: Call) -> None:
             raise ValueError(f"{name} must have shape (rows, {package.dim}), not {_shape(x)}")
         if x.shape[1] != package.dim:
             dim = operator.index(x.shape[1])
+            if name == "k":
+                raise ValueError(f"k has embedding dimension {dim}, but q has {package.dim}")
             raise ValueError(
                 f"{name} has embedding dimension {dim}, but {package.name} was generated for {package.dim}; "
                 f"generate one for dim {dim}"
@@ -221,6 +223,8 @@ def _check_features(package: Package, call: Call) -> None:
         if x.dtype == package.dtype:
             continue
         if x.dtype not in _CAST or package.dtype == torch.float64:
+            if name == "k" and q.dtype == package.dtype:
+                raise ValueError(f"k has dtype {x.dtype}, but q has {q.dtype}: cast one of them")
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "generate one for another dtype"
