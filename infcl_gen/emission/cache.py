@@ -3,6 +3,7 @@
 What is in the cache is found without SymPy, whose import takes half a second or more, and without planning.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -33,18 +34,37 @@ def load_cached(problem: Problem) -> ModuleType:
     Of several processes one generates, the others wait. Raises LockTimeoutError if another holds the lock for too long,
     InputError or InfeasibleError if there is no such package.
     """
-    key = cache_key(problem)
-    folder = cache_folder() / key
+    folder = cache_folder() / cache_key(problem)
     if not _intact(folder):
-        with lock(folder.with_name(f"{key}.lock"), f"generating {folder}"):
-            if not _intact(folder):
-                from infcl_gen.emission.pipeline import build
+        with _lock(folder, "generating"):
+            _complete(folder, problem)
+    try:
+        return _used(folder)
+    except (OSError, ToolchainError):
+        if _intact(folder):
+            raise
+    with _lock(folder, "generating"):  # another process has pruned it, and must not do so again
+        _complete(folder, problem)
+        return _used(folder)
 
-                files = build(problem)
-                _remove(folder)  # damaged: no process imports it, for each checks before it imports
-                write_package(files, folder)
-    os.utime(folder)  # `entries` tells when a package was last used
-    return import_package(folder, f"infcl_gen.packages.{key}")
+
+def _complete(folder: Path, problem: Problem) -> None:
+    if not _intact(folder):
+        from infcl_gen.emission.pipeline import build
+
+        files = build(problem)
+        _remove(folder)  # damaged: no process imports it, for each checks before it imports
+        write_package(files, folder)
+
+
+def _used(folder: Path) -> ModuleType:
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        os.utime(folder)  # `entries` tells when a package was last used
+    return import_package(folder, f"infcl_gen.packages.{folder.name}")
+
+
+def _lock(folder: Path, doing: str) -> contextlib.AbstractContextManager[None]:
+    return lock(folder.with_name(f"{folder.name}.lock"), f"{doing} {folder}")
 
 
 class Entry(NamedTuple):
@@ -56,26 +76,34 @@ class Entry(NamedTuple):
     used: float
 
 
-def entries() -> list[Entry]:
+def entries(name: str = "p*") -> list[Entry]:
     """The packages in the cache, the one used last first. A damaged one has an empty problem."""
     found = []
-    for folder in cache_folder().glob("p*/"):
+    for folder in cache_folder().glob(f"{name}/"):
         try:
             problem = read_package(folder).spec["problem"]
         except InputError:
             problem = {}
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        found.append(Entry(folder, problem, size, folder.stat().st_mtime))
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            found.append(Entry(folder, problem, size, folder.stat().st_mtime))
     return sorted(found, key=lambda entry: -entry.used)
 
 
 def prune(days: float) -> list[Entry]:
     """Remove the packages that were not used for so many days, and damaged ones; they are returned."""
-    old = [entry for entry in entries() if not entry.problem or time.time() - entry.used >= 86400 * days]
-    for entry in old:
-        with lock(entry.folder.with_name(f"{entry.folder.name}.lock"), f"removing {entry.folder}"):
-            _remove(entry.folder)
-    return old
+
+    def is_old(entry: Entry) -> bool:
+        return not entry.problem or time.time() - entry.used >= 86400 * days
+
+    removed = []
+    for entry in filter(is_old, entries()):
+        with _lock(entry.folder, "removing"):
+            # Looked at again: another process may have used it, made it anew, or removed it since.
+            if now := [each for each in entries(entry.folder.name) if is_old(each)]:
+                _remove(entry.folder)
+                removed += now
+    return removed
 
 
 def import_package(folder: Path, name: str | None = None, edited: bool = False) -> ModuleType:

@@ -1,0 +1,73 @@
+"""The cache of packages beside other processes that prune it, and where it can only be read."""
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infcl_gen
+from infcl_gen.emission import cache
+
+FLAGS: dict[str, Any] = {"batch_size": 8, "dim": 16, "dtype": "fp32", "target": "cpu"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a package that this process has not imported."""
+    monkeypatch.setenv("INFCL_GEN_CACHE", str(tmp_path))
+    made = Path(infcl_gen.load(**FLAGS).__path__[0])
+    forget(made)
+    yield made
+    forget(made)
+
+
+def forget(folder: Path) -> None:
+    name = f"infcl_gen.packages.{folder.name}"
+    for module in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+        del sys.modules[module]
+
+
+def test_a_cache_that_can_only_be_read_serves_its_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(cache.os, "utime", refuse)
+    assert infcl_gen.load(**FLAGS).__path__[0] == str(folder)
+
+
+@pytest.mark.parametrize("removed", ["all", "loss.py"])
+def test_a_package_that_is_pruned_before_its_import_is_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    """Planted: no second attempt; or one after FileNotFoundError alone, where a part is gone."""
+
+    def prune(path: Path) -> None:
+        monkeypatch.undo()
+        monkeypatch.setenv("INFCL_GEN_CACHE", str(folder.parents[1]))
+        shutil.rmtree(path) if removed == "all" else (path / removed).unlink()
+
+    monkeypatch.setattr(cache.os, "utime", prune)
+    assert infcl_gen.load(**FLAGS).__path__[0] == str(folder)
+
+
+def test_a_package_that_is_used_while_prune_waits_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: its last use is read before the lock is held, and not again."""
+    os.utime(folder, (0, 0))
+    lock = cache.lock
+
+    @contextlib.contextmanager
+    def late(*arguments: Any) -> Iterator[None]:
+        os.utime(folder)
+        with lock(*arguments):
+            yield
+
+    monkeypatch.setattr(cache, "lock", late)
+    assert cache.prune(30) == [] and folder.is_dir()
+    monkeypatch.setattr(cache, "lock", lock)
+    os.utime(folder, (0, 0))
+    assert [entry.folder for entry in cache.prune(30)] == [folder] and not folder.is_dir()
