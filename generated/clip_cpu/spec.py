@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "71e33f134f7d022a015b67b715899338f89c7226a13db7bd971b6087c2bbc9de",
+    "digest": "97a8d5512318f64ca2b8e9db6c395711fe793f92982a19df1534711b7159437d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

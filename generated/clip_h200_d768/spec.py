@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0be9686dce4360299efeec31cc1aa46e21c2a57074537a4188fefc2487cd78af",
+    "digest": "19330d1046a5da47caef5d4ac67eae3bbe117acae566a1b16cbd76c190af4f10",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

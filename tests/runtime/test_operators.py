@@ -4,8 +4,10 @@ the features' dtype."""
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
+from infcl_gen.emission import import_package
 from tests.kernels.planted import Edit
 
 Packages = Callable[..., ModuleType]
@@ -130,3 +133,20 @@ def test_a_bug_in_the_operators_is_noticed(planted: Callable[..., str], bug: str
     package = importlib.import_module(planted(bug, "clip", (edit,), dtype="bf16"))
     with pytest.raises((AssertionError, OpCheckError)):
         CHECKS[check](package)
+
+
+def test_an_edited_copy_runs_in_a_graph_as_it_does_without_one(packages: Packages, tmp_path: Path) -> None:
+    """Planted: operators named by the digest alone, which are those of the package that was imported first."""
+    package, copy = packages("clip", dtype="bf16"), tmp_path / "edited"
+    shutil.copytree(package.__path__[0], copy, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (copy / "loss.py").read_text()
+    assert "return (r - p) / 2" in text
+    (copy / "loss.py").write_text(text.replace("return (r - p) / 2", "return (r - p) / 2 + 100"))
+    q, k, scale = (x.detach() for x in drawn(torch.bfloat16, torch.bfloat16))
+    values = []
+    for each in (package, import_package(copy, edited=True)):
+        plain = each.contrastive_loss(q, k, scale)
+        recorded = make_fx(lambda *x, run=each.contrastive_loss: run(*x))(q, k, scale)
+        assert torch.equal(recorded(q, k, scale), plain)
+        values.append(plain.item())
+    assert values[1] - values[0] == pytest.approx(100.0)

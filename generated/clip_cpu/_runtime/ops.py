@@ -1,10 +1,12 @@
 """The loss under autograd: two opaque operators per package, the whole forward and the whole backward.
 
-torch.compile traces around the operators and cannot reorder hops inside them. The package's digest names them: a second
-import finds the operators of the first. Outside of traces an autograd function saves the dispatcher's 0.3 ms per call.
+torch.compile traces around the operators and cannot reorder hops inside them. The package's digest names them; a second
+import, which may be of an edited copy, adds a number. Outside of traces an autograd function saves the dispatcher's
+0.3 ms per call.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -144,15 +146,15 @@ def _tell_flops(operators: Any) -> None:
 
 
 def register(package: Package) -> Any:
-    """The operators of a package, registered at its first import, with the schemas above.
+    """The operators of a package, registered under a name of their own, with the schemas above.
 
     `forward` is differentiable once in q, k, scale and bias. `refuse` raises, when a graph runs, the error that its
     trace has found in the arguments.
     """
-    namespace, statistics = f"infcl_{package.digest[:16]}", package.schedule.STATISTICS_DTYPE
+    statistics, name = package.schedule.STATISTICS_DTYPE, f"infcl_{package.digest[:16]}"
+    names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
+    namespace = next(free for free in names if not hasattr(getattr(torch.ops, free), "forward"))
     operators = getattr(torch.ops, namespace)
-    if hasattr(operators, "forward"):
-        return operators
 
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
         call = Call(*(*inputs[:5], Options(*inputs[5:10])))
