@@ -178,14 +178,11 @@ def cache_folder() -> Path:
     return root / "packages"
 
 
-def record_folders() -> tuple[Path, ...]:
+def record_folders() -> tuple[Path, Path]:
     """The user's folder of tuning records, and the folder that comes with infcl_gen."""
-    package = Path(__file__).resolve().parent
-    installed = package / "_records"  # in a wheel; in a checkout they stand beside the package
-    return user_records(), installed if installed.is_dir() else package.parent / "tune" / "records"
-
-
-def user_records() -> Path:
     import platformdirs
 
-    return Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"
+    package = Path(__file__).resolve().parent
+    installed = package / "_records"  # in a wheel; in a checkout they stand beside the package
+    users = Path(platformdirs.user_data_dir("infcl_gen", appauthor=False)) / "records"
+    return users, installed if installed.is_dir() else package.parent / "tune" / "records"

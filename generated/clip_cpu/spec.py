@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "97a8d5512318f64ca2b8e9db6c395711fe793f92982a19df1534711b7159437d",
+    "digest": "c5fd3cb0d90b5b9741578f0ced7538c46598f76846c0b15ed1597674fe688088",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "19330d1046a5da47caef5d4ac67eae3bbe117acae566a1b16cbd76c190af4f10",
+    "digest": "fc66649493af795d260e90721c23ce49b321881a00da33e3a4e02bed63663b6d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -4,6 +4,7 @@ A rehearsal runs forward and backward on a few rows of the call and notes the la
 then compile what was noted, and build and load what launches it.
 """
 
+import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from .package import Call, Package
 ROWS, LARGEST_TILE = 2048, 256
 MOST_THREADS = 16
 
+_LOG = logging.getLogger("infcl_gen")
 _done: set[tuple[str, torch.device]] = set()  # package and device
 _lock = threading.Lock()
 
@@ -54,6 +56,9 @@ def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
 
 def _compile(launches: list[launch.Launch], device: torch.device) -> None:
     """One thread for each kernel: Triton's tables of a kernel are not made for several."""
+    from triton.runtime import driver
+
+    driver.active.get_current_device()  # begins Triton's driver, which several threads must not do at once
     kernels: dict[int, list[launch.Launch]] = {}
     for each in launches:
         kernels.setdefault(id(each.kernel), []).append(each)
@@ -64,5 +69,6 @@ def _compile(launches: list[launch.Launch], device: torch.device) -> None:
                 # `run` builds the launcher with a C compiler (0.4 s) and loads the kernel.
                 _ = kernel.warmup(grid=grid, **given).run
 
+    _LOG.info("compiling or loading %d kernels for %s", len(kernels), device)
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(compile_all, kernels.values()))

@@ -26,7 +26,7 @@ from infcl_gen.emission.package import check_output, read_package, write_package
 from infcl_gen.emission.pipeline import spec_inputs
 from infcl_gen.emission.render import content_digest
 from infcl_gen.errors import InfclError, InputError, ToolchainError, VerificationError
-from infcl_gen.files import check_folder, user_records
+from infcl_gen.files import check_folder
 from infcl_gen.hardware import Cluster
 from infcl_gen.kernels import TILES, tiles
 from infcl_gen.losses import derive
@@ -69,7 +69,7 @@ def tune(
     case = _case(read_package(folder).spec)
     check_device(case.cluster)
     key = measurements.record_key(case.problem, case.loss, case.cluster)
-    records = user_records() if records is None else records
+    records = measurements.record_folders()[0] if records is None else records
     check_folder("--records", records)
     check_output(folder, force=True)
     partial = records / f".{key.board}-{key.digest}.partial.json"

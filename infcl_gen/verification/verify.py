@@ -14,9 +14,9 @@ from infcl_gen.processes import ProcessError, run_ranks
 from infcl_gen.verification.aot import SHARED_BYTES, aot_checks
 from infcl_gen.version import __version__
 
-EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 56}, "ring": {"cpu": 14, "interpreter": 3, "cuda": 28}}
-# Triton compiles kernels anew for each input's sizes and strides, 1 to 2 s each: 163 for 56 inputs of a panel package,
-# 265 for a fused one. More processes would crowd one GPU's memory.
+EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 49}, "ring": {"cpu": 14, "interpreter": 3, "cuda": 21}}
+# Triton compiles kernels anew for an input's sizes and strides: about 3 for each input of a panel package, 5 of a fused
+# one, 1 to 2 s each. More processes would crowd one GPU's memory.
 MOST_PROCESSES = 8
 LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
@@ -119,25 +119,17 @@ def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:
     return bool(problem["devices"] == 1 and affordable and 8 * (queries + keys) * dim <= MEMORY_INPUTS_BYTES)
 
 
-def run(
-    task: str,
-    folder: Path,
-    place: str,
-    examples: int = 0,
-    processes: int = 1,
-    timeout_s: float = TIMEOUT_S,
-    edited: bool = False,
-) -> list[Row]:
+def run(task: str, folder: Path, place: str, examples: int = 0, processes: int = 1, edited: bool = False) -> list[Row]:
     """A row for each check of a task of worker.py at a place of properties.SIZES, done by so many processes.
 
     "numerics" shares the examples among the processes; "ring" has one rank in each. If a process fails, there is one
     failed row that says how it ended.
     """
-    job: dict[str, Any] = {"package": str(folder.resolve()), "edited": edited, "place": place}
-    job |= {"examples": examples, "timeout_s": timeout_s}
+    package = str(folder.resolve())
+    job = {"package": package, "edited": edited, "place": place, "examples": examples, "timeout_s": TIMEOUT_S}
     interpreted = {"TRITON_INTERPRET": str(int(place == "interpreter"))}
     try:
-        parts = run_ranks(f"infcl_gen.verification.worker:{task}", job, processes, timeout_s, interpreted)
+        parts = run_ranks(f"infcl_gen.verification.worker:{task}", job, processes, TIMEOUT_S, interpreted)
     except ProcessError as error:
         return [_row(f"ring of {processes}" if task == "ring" else task, False, str(error))]
     found = list(itertools.chain(*parts))

@@ -158,7 +158,7 @@ def test_planted_bugs_are_found(copy: Path, bug: str, processes: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["hang", "die"])
-def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
+def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     act = "time.sleep(1000)" if how == "hang" else "os._exit(3)"
     engine = copy / "_runtime" / "engine.py"
     text = engine.read_text()
@@ -172,7 +172,8 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str) -> None:
     resealed(copy)
     started = time.monotonic()
     limit_s = 12.0 if how == "hang" else 200.0
-    (row,) = verify.run("ring", copy, "cpu", 1, 2, limit_s)
+    monkeypatch.setattr(verify, "TIMEOUT_S", limit_s)
+    (row,) = verify.run("ring", copy, "cpu", 1, 2)
     assert time.monotonic() - started < limit_s + 10
     assert not row["passed"]
     assert ("not finished after 12 s" if how == "hang" else "rank 1 of 2: exit code 3") in row["detail"]
