@@ -1,7 +1,4 @@
-"""Packages in the user's cache folder: generated when missing, imported from there.
-
-What is in the cache is found without SymPy, whose import takes half a second or more, and without planning.
-"""
+"""Packages in the user's cache folder: generated when missing, else imported without SymPy and without planning."""
 
 import contextlib
 import hashlib
