@@ -25,9 +25,8 @@ PAGES = {
     "docs/gradients.md": ("conventions",),
 }
 CONVENTIONS = "cpu-conventions.json"  # by docs/conventions.py
-SHOWN = (
-    "infcl", "open_clip-compiled", "liger-kernel", "cut-cross-entropy", "open_clip", "memeff", "inf_cl",
-)  # fmt: skip
+STEP = "h100-step.json"  # by examples/training_step.py
+SHOWN = ("infcl", "open_clip-compiled", "liger-kernel", "cut-cross-entropy", "open_clip", "inf_cl")
 BESIDE_PEERS = ("h200-grid.json", "h200-scale100.json", "h200-autocast-speed.json")
 MIB = 2**20
 SAME = 1e-4  # of the true loss: ranks whose values differ by less return the same
@@ -56,7 +55,8 @@ def tables(kind: str) -> str:
     Raises ValueError for a wrong checksum.
     """
     if kind == "compared":
-        return compared(json.loads((ROOT / "tune" / "bench" / BESIDE_PEERS[0]).read_text(encoding="utf-8"))["rows"])
+        losses, step = (json.loads((ROOT / "tune" / "bench" / name).read_text()) for name in (BESIDE_PEERS[0], STEP))
+        return compared(losses["rows"], step["rows"])
     parts = []
     for path in sorted((ROOT / "tune" / "bench").glob("*.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -84,6 +84,8 @@ def _origin(path: Path, results: dict[str, Any]) -> str:
 def _tables(rows: Rows, absent: dict[str, str], simulated: bool) -> list[str]:
     if simulated:
         return [_table(HEADER, map(cells, rows))]
+    if "way" in rows[0]:
+        return [training_steps(rows)]
     if "kernel" in rows[0]:
         return [counters(rows)]
     if "joules" in rows[0]:
@@ -102,14 +104,29 @@ def _table(head: Iterable[str], lines: Iterable[Iterable[Any]]) -> str:
     return "\n" + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
-def compared(rows: Rows) -> str:
-    """The README's table: packages and the best-known peers at the point to compare at."""
+def compared(rows: Rows, steps: Rows) -> str:
+    """The README's table: packages and the best-known peers at the point to compare at; then a whole training step."""
     shown = [row for row in rows if (row["batch"], row["dim"]) == COMPARED and row["impl"] in SHOWN]
     lines = [
         (_who(row), f"{row['queued_ms']:.1f}", f"{row['peak_bytes'] / MIB:,.0f}")
         for row in sorted(shown, key=lambda row: row["queued_ms"])
     ]
+    for row in steps:
+        what = f"a step of {row['model']}, {row['batch']:,} pairs, H100, loss of {row['way']}"
+        lines.append((what, f"{row['median_ms']:.1f}", f"{row['peak_bytes'] / MIB:,.0f}"))
     return _table(("who", "ms", "MiB"), lines)
+
+
+def training_steps(rows: Rows) -> str:
+    """A line for each model, batch and loss."""
+    lines = [
+        (
+            *(row["model"], f"{row['batch']:,}", row["way"], f"{row['median_ms']:.1f}", f"{row['std_ms']:.1f}"),
+            f"{row['peak_bytes'] / MIB:,.0f}",
+        )
+        for row in rows
+    ]
+    return _table(("model", "pairs", "loss of", "ms", "std", "MiB"), lines)
 
 
 def beside_peers(rows: Rows) -> str:
