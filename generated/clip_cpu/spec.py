@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "c5fd3cb0d90b5b9741578f0ced7538c46598f76846c0b15ed1597674fe688088",
+    "digest": "2ad7a6889c722468b963fb7dfda04ad197b737e1d1734fe892598871314cadd1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -262,7 +262,7 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
     e = tl.where((s == 0.0) & (r < rows), float("-inf"), e)  # nothing so far
     for first in range(0, parts, MERGE_PARTS):
         part = first + tl.arange(0, MERGE_PARTS)
-        place = part[:, None] * part_stride + r[None, :]  # a panel of partial sums is far below 2^31 elements
+        place = part[:, None].to(tl.int64) * part_stride + r[None, :]  # sums of many ranks may exceed 2^31
         mask = (part < parts)[:, None] & (r < rows)[None, :]
         part_e = tl.load(part_exponent + place, mask=mask, other=float("-inf"))
         part_s = tl.load(part_sum + place, mask=mask, other=0.0)

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "b6fd5f540f67542e20c341dd52fd4d1f6feb4d9017a75f93bb26f115661d2a2e",
+    "digest": "7964376f3b477506776b7bd5ecbf78269ec841c1a57959c33144156151e84a26",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "fc66649493af795d260e90721c23ce49b321881a00da33e3a4e02bed63663b6d",
+    "digest": "8ce8994400549c3699ef851c46cf92013fe2534bac2fe49cfecb84e3e3209aa3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

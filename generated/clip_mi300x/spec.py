@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "e071f00426f5aedecfab4b1ee9e0c56c494b3454076aa2d33bf8150ff1315eaf",
+    "digest": "eadd8d9004fcdbaf6214d1168a3138ff98aa3acee466b68f0dec06dccac54899",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

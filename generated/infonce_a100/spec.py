@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "81507d2b318357eaac4cb14e70a7a6a91d9f440c4c059ee250f351686bebf821",
+    "digest": "3b44d209f169edb7fc7defd12b06dffbbf3f8f2ddc72433634d26c9d2dc1c701",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -126,7 +126,7 @@ SPEC: dict[str, Any] = {
              "why": "r_i as a wide float; the positive"},
             {"name": "labels", "phase": "both", "bytes": 262144, "shape": [32768], "dtype": "int64",
              "why": "index of each query's positive"},
-            {"name": "absent", "phase": "forward", "bytes": 131072, "shape": [32768], "dtype": "fp32",
+            {"name": "label check", "phase": "forward", "bytes": 131072, "shape": [32768], "dtype": "fp32",
              "why": "NaN for labels that name no key"},
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8",
              "why": "scale, bias, loss, weights and their gradients"},

@@ -13,6 +13,7 @@ from typing import Any
 
 from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
+from infcl_gen.emission.package import SCHEMA_VERSION
 from infcl_gen.emission.render import File
 from infcl_gen.emission.schedule_context import schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
@@ -23,8 +24,6 @@ from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.planner import Plan
 from infcl_gen.planning.records import own_settings
 from infcl_gen.version import __version__
-
-SCHEMA_VERSION = 1
 
 
 def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[File]:

@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple
 
 from infcl_gen.kernels.choice import Choice, embedding_parts
 
-# When Triton may take an int32 for a multiple of 16: where rows and keys are; where these or the embedding are; always;
-# never.
+# When an int32 is compiled as a multiple of 16: if the batch sizes are, if these or D are, always, or never.
 Multiple = Literal["sizes", "dim", "always", ""]
 
 

@@ -173,8 +173,8 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Kernels that are chosen together. A variant's are in a file of their own, and each `replaces` one of kernels.py
-    on the variant's GPU, with the same tiles, strips and results.
+    """Kernels that are chosen together. A variant's have a file of their own. Each `replaces` one of kernels.py on one
+    architecture, with the same tiles, strips and results.
 
     `revision` is raised when a change of text or launch may change the fastest settings: older tuning records are then
     stale. It is 0 if no setting matters.

@@ -105,7 +105,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
         v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
         v.labels and BufferTerm("labels", both, (m,), "index of each query's positive", "int64"),
-        v.labels and BufferTerm("absent", forward, (m,), "NaN for labels that name no key"),
+        v.labels and BufferTerm("label check", forward, (m,), "NaN for labels that name no key"),
         BufferTerm("scalars", both, (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", both, (w,), "the matrix library keeps it", "uint8"),
     ]

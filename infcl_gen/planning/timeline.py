@@ -12,8 +12,8 @@ The steps are those of `runtime.table`. Hosts exchange their calls at the start 
 of backward. A message starts when it is posted, the message before it is done and, for sums, the work has added to
 them. A transfer starts when both of its ends have. A message occupies SMs: kernels of its rank are slower meanwhile.
 
-The table is the same for every rank. So one rank, which sends to itself and counts as often as a node has devices, has
-the times of all.
+All ranks do the same, so one is simulated: it sends to itself. Its transfers between nodes count once for each device
+of a node.
 """
 
 from __future__ import annotations

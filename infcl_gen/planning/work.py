@@ -110,8 +110,8 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         kept = Min(S, m) if v.stash else Integer(0)
         fraction = (m - kept) / m
         reached = EFFICIENCY[f"{hopper}gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg)
-        # For each panel g, and its positives or, where keys have statistics, a second look. Key statistics also need
-        # ratios at each hop (on one rank: each row of panels) and the positives of panels on the diagonal.
+        # Launches of a panel: gradient, then gradient_positives; with key statistics gradient_wide instead. Key
+        # statistics also need ratios at each hop (on one rank: each row of panels), and positives on the diagonal.
         once = (W if v.world_size > 1 else ceil_div(m, R)) + Max(ceil_div(m, R), ceil_div(n, C))
         terms.append(
             TimeTerm(

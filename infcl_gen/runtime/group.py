@@ -41,8 +41,8 @@ _FORMAT = struct.Struct("<" + "".join(f"{_TEXT_BYTES}s" if kind is str else "q" 
 
 # Weak: a destroyed group takes its Group, its threads and its sockets with it.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
-# Shared by all packages of the process: two gloo groups beside one NCCL group would collide on store keys, and the
-# transfers that one package left behind would meet those of the next.
+# One gloo group beside an NCCL group, shared by all packages: a second would use the same store keys, and could receive
+# the first one's messages.
 _control_groups: Any = vars(dist).setdefault("_infcl_control_groups", weakref.WeakKeyDictionary())
 _trips: Any = vars(dist).setdefault("_infcl_trips", weakref.WeakKeyDictionary())
 

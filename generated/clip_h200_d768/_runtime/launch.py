@@ -120,7 +120,7 @@ def strip_blocks(row_blocks: int, key_blocks: int, strips: int, programs: int, l
 
 
 class _Kernel(NamedTuple):
-    kernel: Any  # held, or another kernel could get its id
+    kernel: Any  # kept alive: a freed kernel's id may be given to another
     arguments: list[str]  # in the kernel's order
     options: list[str]  # constants and launch options
     compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any]]]  # traits -> compiled kernel, its `run`, constants

@@ -86,7 +86,7 @@ class _Recording:
     _saved: Saved
     _no_stash: Tensor
     _sums: tuple[Tensor, Tensor]
-    _handed: Tensor  # the statistics returned to the caller whose batch the graph holds
+    _handed: Tensor  # query statistics of the forward whose inputs and stash the graph holds; told by their address
 
     def __init__(self, package: Package, kind: Kind) -> None:
         self.kind, self._package = kind, package
@@ -234,7 +234,10 @@ def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, A
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 results = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # a capture that has failed has no graph
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         here.wait_stream(stream)
     return graph, results
