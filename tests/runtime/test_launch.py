@@ -89,6 +89,7 @@ def test_arguments_by_name_may_come_in_any_order() -> None:
     [
         (torch.zeros(64, dtype=torch.float64), 48, 32),
         (torch.zeros(65)[1:], 48, 32),
+        (torch.zeros(66)[2:], 48, 32),
         (torch.zeros(64), 1, 47),
         (torch.zeros(64), 47, 48),
         (torch.zeros(64), 1 << 36, 48),
@@ -100,6 +101,7 @@ def test_arguments_by_name_may_come_in_any_order() -> None:
     ids=[
         "dtype",
         "alignment",
+        "alignment to 8 bytes",
         "one",
         "divisibility",
         "wide",
