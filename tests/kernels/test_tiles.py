@@ -170,6 +170,7 @@ def test_keys_are_read_once_where_one_step_covers_their_depth() -> None:
         ("gradient", Block(256, 256, 16, 4, 2), "accumulator registers"),
         ("gradient", Block(16, 512, 16, 4, 2), "box of 256"),
         ("positive", Block(32, 64, 64, 4, 2), "square"),
+        ("product", Block(64, 1024, 64, 8, 1), "more than the padded embedding, 512"),
         ("fused", Block(128, 64, 256, 8, 3), "--dim at most 256"),
     ],
 )
@@ -194,6 +195,19 @@ def test_accumulators_of_a_thread() -> None:
         for keys, legal in ((most, True), (2 * most, False)):
             found = TILES["gradient"].violations(Block(64, keys, 16, 2, 2), pointers, board)
             assert (found == ()) == legal, (dtype, keys, found)
+
+
+def test_programs_that_a_board_runs_at_once() -> None:
+    """As many an SM as its shared memory holds and its registers suffice for; at least one."""
+    board, made_for = load_profile("h200"), special("panel", 512)
+    assert (board.multiprocessors, board.shared_bytes_per_block) == (132, 232448)
+    for block, each in (
+        (Block(64, 64, 64, 4, 4), 3),  # 64 KiB of shared memory, 128 x 128 registers
+        (Block(64, 64, 32, 4, 2), 4),  # 16 KiB
+        (Block(128, 128, 32, 8, 2), 1),  # 32 KiB, 160 x 256 registers
+        (Block(256, 128, 128, 8, 4), 1),  # more than an SM has
+    ):
+        assert TILES["gradient"].resident_programs(block, made_for, board) == 132 * each, block
 
 
 def test_descriptors_need_aligned_rows() -> None:
@@ -236,6 +250,9 @@ def test_where_the_kernels_for_hopper_are() -> None:
         assert stages(other) == 0, other
     assert not stages(special("panel", 256), board="b200")
     assert not stages(special("panel", 256), rows=1024)  # of smaller tiles
+    tiles = dict.fromkeys(("forward", "gradient"), Block(128, 128, 64, 8, 3))  # set by the user
+    alike = {dim: dataclasses.replace(special("panel", dim), arch="sm_90", blocks=tiles) for dim in (128, 136)}
+    assert {dim: hopper_stages(each) for dim, each in alike.items()} == {128: 0, 136: 3}
     for dim in (192, 256):  # keys, the stages' queries, and the tiles of g that two groups store
         held = 128 * (1 + found[dim]) * dim * 2 + 128 * 128 * 2
         assert held + 1024 <= load_profile("h200").shared_bytes_per_block
