@@ -121,12 +121,16 @@ def test_what_a_graph_depends_on_tells_calls_apart(on_gpu: Recorded, monkeypatch
     assert len(kinds | {on_gpu.replay._kind(call)}) == 5
 
 
+@pytest.mark.parametrize("loss", ["infonce", "clip"])
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_backwards_come_in_any_order(on_gpu: Recorded, order: tuple[int, ...]) -> None:
+def test_backwards_come_in_any_order(
+    packages: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], loss: str
+) -> None:
     """A recording holds one forward's statistics: another's are copied in, and it must then not be taken for the first.
 
-    Planted: `self._handed = ...` left out of `_Recording.backward`.
+    Planted: `self._handed = ...` left out of `_Recording.backward`; statistics of keys that the recording keeps.
     """
+    on_gpu = as_recording(packages(loss), monkeypatch)
     batches, upstream = [batch(seed) for seed in range(1, 5)], torch.tensor(0.5, dtype=torch.float64)
     on_gpu.forward(batches[3])  # the second call of a kind is recorded
     saved = [on_gpu.forward(call)[1] for call in batches[:3]]
