@@ -443,8 +443,13 @@ def test_the_cache_is_listed_and_pruned(tmp_path: Path, monkeypatch: pytest.Monk
     assert [found["dim"] for found in listed] == [32, 16] and all(found["bytes"] > 10_000 for found in listed)
     assert json.loads(run("cache", "prune", "--json").stdout)["packages"] == []
     old = tmp_path / "packages" / listed[1]["package"]
-    os.utime(old, (0, 0))
-    assert [found["dim"] for found in json.loads(run("cache", "prune", "--json").stdout)["packages"]] == [16]
+    seconds = 2 * 86400  # of two days
+    os.utime(old, (0, time.time() - seconds + 3600))
+    assert json.loads(run("cache", "prune", "--days", "2", "--json").stdout)["packages"] == []
+    os.utime(old, (0, time.time() - seconds))
+    assert [
+        found["dim"] for found in json.loads(run("cache", "prune", "--days", "2", "--json").stdout)["packages"]
+    ] == [16]
     (tmp_path / "packages" / listed[0]["package"] / "loss.py").write_text("")
     assert "damaged" in run("cache", "list").stdout
     assert "removed 1" in run("cache", "prune").stdout and not list((tmp_path / "packages").glob("p*/"))

@@ -310,3 +310,13 @@ def test_the_template_context_is_plain() -> None:
     for loss in (CLIP, INFONCE):
         for value in loss_context(derive(loss)).values():
             assert isinstance(value, (str, bool, float))
+
+
+def test_shares_that_nearly_cancel_leave_a_rest() -> None:
+    """Only what rounding leaves of shares counts as nothing. Planted: a rest of 1e-3 of a share is dropped."""
+    x = scale * z + bias
+    for weight, rest in ((1.0, 0.0), (1.001, -0.001), (0.1 + 0.2, 0.7)):
+        spec = LossSpec("nearly", mean_over_queries(logsumexp_over_keys(x) - weight * positive(x)), "label")
+        assert derive(spec).positive_rest == pytest.approx(rest, rel=1e-9, abs=0)
+    thirds = LossSpec("thirds", mean_over_queries(0.3 * logsumexp_over_keys(x) - (0.1 + 0.2) * positive(x)), "label")
+    assert derive(thirds).positive_rest == 0.0
