@@ -12,6 +12,7 @@ import torch
 
 from infcl_gen.runtime.package import Block
 from infcl_gen.runtime.statistics import Statistics
+from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.properties import Case, tensors
 from tests.kernels import checks
 from tests.kernels.packages import Made, module
@@ -159,3 +160,28 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
     assert made_launches and described(made_launches) == described(noted) - {
         each for each in described(noted) if each[0] == "copy_inputs"
     }
+
+
+def a_later_strip_of_wide_range(made: Made, device: str = "cpu") -> None:
+    """A stash of several strips for each block of keys, of which only a later one is computed again: where its
+    rows lie orders below those of the first."""
+    package: Any = module(made)
+    schedule = package._schedule
+    case = Case(130, 130, made.dim, made.dtype, 14.3, seed=2)
+    inputs = tensors(case, package.SPEC["positives"], device)
+    inputs.k[:, 0], inputs.q[48:64] = 0.5, 0.0
+    inputs.q[48:64, 0] = -20.0  # 200 binary orders below the other rows
+    flags: list[Any] = []
+    launched = schedule.launch
+
+    def launch(kernel: Any, grid: Any, **given: Any) -> None:
+        launched(kernel, grid, **given)
+        if kernel.fn.__name__ == "forward":
+            blocks = -(-given["keys"] // schedule.kernels.FORWARD_KEYS.value)
+            flags.append(given["flags"][: grid[0]].view(blocks, -1).bool())  # (blocks of keys, strips)
+
+    with mock.patch.multiple(schedule, FORWARD_PROGRAMS=4, launch=launch):
+        result = package.loss_and_grads(*inputs[:4], labels=inputs.labels)
+    judged = gate(result, truth_of(package, inputs))
+    assert not failures(judged), failures(judged)
+    assert any(each[:, 1:].any() and not each[:, 0].any() for each in flags), flags

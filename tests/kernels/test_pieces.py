@@ -46,3 +46,8 @@ def test_cancelling_products() -> None:
 def test_a_rehearsal_notes_the_launches_of_a_step(interpreted: Interpreter, made: Made) -> None:
     """Planted: a rehearsal without backward, or of other constants."""
     interpreted(pieces.rehearsal, made)
+
+
+def test_a_later_strip_of_wide_range(interpreted: Interpreter) -> None:
+    """Planted: the reference of the first strip for that of all."""
+    interpreted(pieces.a_later_strip_of_wide_range, Made("stash"))
