@@ -30,7 +30,7 @@ from infcl_gen.errors import InfeasibleError, InputError, ToolchainError, in_pyt
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem, make_problem
 from infcl_gen.inputs.text import parse_bytes
 from infcl_gen.runtime import api
-from infcl_gen.runtime.agreement import compare, header, unpaired
+from infcl_gen.runtime.agreement import UNPAIRED, compare, header
 from infcl_gen.runtime.group import Group, find_group
 from infcl_gen.runtime.package import Call, Options
 
@@ -329,7 +329,7 @@ def _fitting(
         from infcl_gen.losses import load_loss
 
         if load_loss(kind.loss).positives == "diagonal":
-            raise unpaired(kind.loss, *sizes)
+            raise ValueError(UNPAIRED.format(kind.loss, *sizes))
     least = [max(1, *size) for size in zip(sizes, _planned(at_hand) if at_hand else (1, 1), strict=True)]
     powers = [1 << (size - 1).bit_length() for size in least]
     smaller = [min(power, -(-size // 1024) * 1024) for power, size in zip(powers, least, strict=True)]

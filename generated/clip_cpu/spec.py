@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2ad7a6889c722468b963fb7dfda04ad197b737e1d1734fe892598871314cadd1",
+    "digest": "efb787fe0017569014729ebbea9cb5397f11a33f1df3979b1f72b04df080c074",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8ce8994400549c3699ef851c46cf92013fe2534bac2fe49cfecb84e3e3209aa3",
+    "digest": "e45d76553e50b7062bd514a9c987d164da40278da54810477a6dfd2160ab287f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -49,9 +49,8 @@ def _complete(folder: Path, problem: Problem) -> None:
     if not _intact(folder):
         from infcl_gen.emission.pipeline import build
 
-        files = build(problem)
         _remove(folder)  # damaged: no process imports it, for each checks before it imports
-        write_package(files, folder)
+        write_package(build(problem), folder)
 
 
 def _used(folder: Path) -> ModuleType:

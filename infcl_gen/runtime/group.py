@@ -23,7 +23,7 @@ PROTOCOL = 10  # raise it with every change of what ranks send to each other
 # first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
 _TEXT_BYTES, _HEADER_BYTES = 14, 256
 _SHORTEST_WAIT_S = 0.1  # for peers to take a header after the timeout has passed
-_CONTROL_TAG, _TEXT_TAG = 64, 65  # the tags of travelling tensors count from 0
+_CONTROL_TAG = 64  # the tags of travelling tensors count from 0
 _TEXTS = ("package digest", "torch version", "loss", "dtype", "phase", "labels", "grad_sync", "reduction")
 _NUMBERS = (
     "embedding dimension", "rows", "keys",
@@ -180,16 +180,11 @@ class Group:
 
     def told_by_first(self, text: str) -> str:
         """Rank 0's text, on every rank: called by all of them after an `exchange`. Raises RuntimeError."""
-        control, content = self._control_group(), text.encode()
-        words = torch.tensor([len(content)]), torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if not self.rank:
-            for work in [control.send([x], peer, _TEXT_TAG) for x in words for peer in range(1, self.size)]:
-                work.wait()
-            return text
-        control.recv([words[0]], 0, _TEXT_TAG).wait()
-        received = torch.empty(int(words[0]), dtype=torch.uint8)
-        control.recv([received], 0, _TEXT_TAG).wait()
-        return bytes(received.tolist()).decode()
+        control, size = self._control_group(), torch.tensor([len(text.encode())])
+        control.broadcast(size, 0).wait()
+        words = torch.frombuffer(bytearray(text.encode()).ljust(int(size)), dtype=torch.uint8)[: int(size)]
+        control.broadcast(words, 0).wait()
+        return bytes(words.tolist()).decode()
 
     def first_messages(self, device: torch.device) -> tuple[list[Message], list[Message]]:
         """What each rank sends and receives before a gather, once: NCCL needs every rank in a group's first batch, and

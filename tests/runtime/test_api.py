@@ -14,8 +14,9 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -584,7 +585,7 @@ def test_compiles_without_a_graph_break(packages: Packages, loss: str) -> None:
 
 WRONG_IN_A_GRAPH = {
     "dimension": ((X[:, :7], X), ValueError, "embedding dimension 7, .*generate one for dim 7$"),
-    "dtype": ((X, X.float()), ValueError, "k has dtype torch.float32, but q has torch.float64: cast one of them"),
+    "dtype": ((X, X.float()), ValueError, "k has dtype torch.float32, but .* was generated for torch.float64"),
     "scale": ((X, X, "big"), TypeError, "scale must be a number or a tensor of one, not str"),
 }
 
@@ -680,6 +681,32 @@ def test_users_of_the_precision_switch_that_overlap_give_back_the_processs_own(p
     first.__exit__(None, None, None)
     assert switch.fp32_precision == "ieee", "the second is still at work"
     second.__exit__(None, None, None)
+    assert switch.fp32_precision == "bf16"
+
+
+def test_threads_that_need_other_precisions_take_turns(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the switch is set though another thread is at work; a thread waits for itself; nobody is woken."""
+    engine, switch = sys.modules[f"{packages('clip').__name__}._runtime.engine"], SimpleNamespace(fp32_precision="bf16")
+    precision, seen = engine._Precision(SimpleNamespace(matmul=switch)), list[str]()
+
+    def other() -> None:
+        with precision.of_products("tf32"):
+            seen.append(switch.fp32_precision)
+
+    thread = threading.Thread(target=other)
+    with precision.of_products("ieee"):
+        thread.start()
+        thread.join(0.2)
+        assert not seen and switch.fp32_precision == "ieee"
+    thread.join(10.0)
+    assert seen == ["tf32"] and switch.fp32_precision == "bf16"
+    monkeypatch.setattr(engine, "_PATIENCE_S", 0.1)
+    with precision.of_products("ieee"):
+        with precision.of_products("tf32"):
+            assert switch.fp32_precision == "tf32"
+        assert switch.fp32_precision == "ieee"
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="of different precision from one thread"):
+            pool.submit(other).result()
     assert switch.fp32_precision == "bf16"
 
 

@@ -223,8 +223,6 @@ def _check_features(package: Package, call: Call) -> None:
         if x.dtype == package.dtype:
             continue
         if x.dtype not in _CAST or package.dtype == torch.float64:
-            if name == "k" and q.dtype == package.dtype:
-                raise ValueError(f"k has dtype {x.dtype}, but q has {q.dtype}: cast one of them")
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "generate one for another dtype"

@@ -20,6 +20,7 @@ _PASSES = {"trips finished": "passes finished", "call number": "passes finished 
 _PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
 # With check_ranks="never": the plan decides what ranks send, and backward needs every rank.
 _PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
+UNPAIRED = "{} pairs query i with key i, but there are {} queries and {} keys"
 
 _labels_checked_alone: set[str] = set()  # digests of packages whose device labels were checked once, on one device
 _warned: set[str] = set()  # digests of packages
@@ -152,7 +153,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             keys,
         )
     if not package.labelled and queries != keys:
-        raise unpaired(package.loss_name, queries, keys)
+        raise ValueError(UNPAIRED.format(package.loss_name, queries, keys))
     if package.labelled and labelling == "none":
         if queries > keys:
             raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
@@ -177,10 +178,6 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             "more memory than predicted (a plan for more devices has room for a ring)",
             stacklevel=2,
         )
-
-
-def unpaired(loss_name: str, queries: int, keys: int) -> ValueError:
-    return ValueError(f"{loss_name} pairs query i with key i, but there are {queries} queries and {keys} keys")
 
 
 def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, int]:

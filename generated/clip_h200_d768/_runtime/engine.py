@@ -356,30 +356,43 @@ def device_state(
 class _Precision:
     """torch's process-wide switch for fp32 matrix products, held at a value while any thread needs it.
 
-    The process's own choice ("medium" rounds to bf16 on some CPUs) must not reach the sweep.
+    The process's own choice ("medium" rounds to bf16 on some CPUs) must not reach the sweep. Other threads that need
+    another value wait.
     """
 
     def __init__(self, library: Any) -> None:
-        self._switch, self._lock, self._users, self._before = library.matmul, threading.Lock(), 0, ""
+        self._switch, self._before, self._left = library.matmul, "", threading.Condition()
+        self._users: list[tuple[int, str]] = []  # thread, and the value that it holds
 
     @contextlib.contextmanager
     def of_products(self, precision: str) -> Iterator[None]:
-        with self._lock:
-            if not self._users:
+        """Raises RuntimeError if another value is held for `_PATIENCE_S`: threads of ranks may wait in a circle."""
+        own, users = threading.get_ident(), self._users
+        with self._left:
+            if not self._left.wait_for(lambda: all(own == i or held == precision for i, held in users), _PATIENCE_S):
+                raise RuntimeError(
+                    f"another thread has computed in another fp32 precision than {precision} for {_PATIENCE_S:g} s: "
+                    "call losses of different precision from one thread"
+                )
+            if not users:
                 self._before = self._switch.fp32_precision
-            self._users += 1
-            if self._switch.fp32_precision != precision:  # setting it would pin a value that follows the global one
-                self._switch.fp32_precision = precision
+            users.append((own, precision))
+            self._set(precision)
         try:
             yield
         finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users and self._switch.fp32_precision != self._before:
+            with self._left:
+                users.remove((own, precision))
+                if not users and self._switch.fp32_precision != self._before:
                     self._switch.fp32_precision = "none"  # follows the global one, if that is what was there
-                    if self._switch.fp32_precision != self._before:
-                        self._switch.fp32_precision = self._before
+                self._set(users[-1][1] if users else self._before)
+                self._left.notify_all()
+
+    def _set(self, precision: str) -> None:
+        if self._switch.fp32_precision != precision:  # setting it would pin a value that follows the global one
+            self._switch.fp32_precision = precision
 
 
+_PATIENCE_S = 300.0
 _UNCHANGED = contextlib.nullcontext()
 _precisions = (_Precision(torch.backends.mkldnn), _Precision(torch.backends.cuda))
