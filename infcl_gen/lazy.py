@@ -65,7 +65,7 @@ _loads = ""
 
 class ContrastiveLoss(api.ContrastiveLoss):
     """The loss of a global batch as a module, for features of any size:
-    `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, labels=None)`.
+    `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, output_dict=False, *, labels=None)`.
 
     loss           a built-in loss, or FILE.py:NAME as text or path
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
@@ -116,9 +116,17 @@ def contrastive_loss(
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
 
-    q (M, D) and k (N, D) are this rank's features, of any sizes, in bf16, fp16, fp32 or (on CPUs) fp64. `loss` and
-    `memory_budget` as for `ContrastiveLoss`; the other arguments as for a package's `contrastive_loss`, group="local"
-    is this device alone.
+    q, k           (M, D) queries and (N, D) keys of this rank, of any sizes, in bf16, fp16, fp32 or (on CPUs) fp64
+    scale, bias    numbers, or tensors of one; gradients are exact
+    loss           a built-in loss, or FILE.py:NAME as text or path
+    labels         of a loss with labels: int64 (M,), the index of each query's positive among the keys of all ranks, in
+                   the order of the ranks; "own": this rank's first M keys; None: query i of the batch and key i
+    group          a ProcessGroup, a 1-D DeviceMesh, "local" (this device alone), or None: the default group, if any
+    grad_sync      "mean": gradients are right after averaging over ranks (DDP, FSDP2); "sum": after adding them up
+    reduction      "mean", or "sum": M times as much
+    check_ranks    "first" and "always": ranks compare package, versions and arguments at each call, and labels on a
+                   device at the first or at each; "never": only that they are in the same call
+    memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
 
     Raises TypeError or ValueError for wrong arguments, RuntimeError on every rank where ranks disagree, and what
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
@@ -132,6 +140,8 @@ def global_value(loss: Tensor, group: Any = None) -> Tensor:
 
     `loss` is what this rank's call returned with grad_sync="mean". group as for `contrastive_loss`.
     """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss must be the tensor that a call returned, not {type(loss).__name__}")
     value = loss.detach().clone()
     group_name = api.options_of(group, "mean").group_name
     found = find_group(group_name)
@@ -258,7 +268,10 @@ def _load_together(
     compare(headers)
     group.finish_trip()
     package = failure = None
-    sizes = [max(few, sum(given[name] for given in headers)) for few, name in zip(least, ("rows", "keys"), strict=True)]
+    # A plan is for even ranks: it must have room for the largest one on each. Equal sides stay equal.
+    totals, sizes = ([work(given[name] for given in headers) for name in ("rows", "keys")] for work in (sum, max))
+    largest = [max(sizes)] * 2 if totals[0] == totals[1] else sizes
+    sizes = [max(few, group.size * rows) for few, rows in zip(least, largest, strict=True)]
     try:
         package = load_cached(_decided(group, kind, lambda: _fitting(_settled, kind, at_hand, sizes, group.size)))
     except Exception as error:
@@ -284,11 +297,13 @@ def _decided(group: Group, kind: Kind, decide: Callable[[], Problem]) -> Problem
             told = {"asked": _asked(kind), "problem": decide().as_dict()}
         except Exception as error:
             failure, told = error, {"error": str(error) or type(error).__name__}
+            told["infeasible"] = isinstance(error, InfeasibleError)
     told = json.loads(group.told_by_first(json.dumps(told)))
     if failure is not None:
         raise failure
     if "error" in told:
-        raise InputError(f"rank 0 cannot plan for this batch: {told['error']}")
+        kind_of_error = InfeasibleError if told["infeasible"] else InputError
+        raise kind_of_error(f"rank 0 cannot plan for this batch: {told['error']}")
     for name, own in _asked(kind).items():
         if own != told["asked"][name]:
             raise RuntimeError(f"ranks disagree: {name} differs (rank 0: {told['asked'][name]}, here: {own})")

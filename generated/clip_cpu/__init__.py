@@ -39,7 +39,7 @@ _package = _api.bind(SPEC, _loss, _schedule)
 
 class ContrastiveLoss(_api.ContrastiveLoss):
     """The loss of a global batch as a module, with the arguments and results of open_clip's ClipLoss:
-    `ContrastiveLoss(group=None)(image_features, text_features, logit_scale, logit_bias=None, labels=None)`.
+    `ContrastiveLoss(group=None)(image_features, text_features, logit_scale, logit_bias=None, *, labels=None)`.
 
     group, grad_sync, check_ranks as for `contrastive_loss`. The remaining arguments are those of open_clip, in its
     order. rank and world_size, if given, must be the group's. local_loss, gather_with_grad and cache_labels are
@@ -58,9 +58,9 @@ def contrastive_loss(
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
 
-    q            (M, D) queries of this rank and k (N, D) keys, any strides, in the package's dtype (under autocast
-                 to that dtype, others are cast; their gradients are in their own dtype, not rounded in between). M
-                 and N differ between ranks as they like, and may be 0.
+    q            (M, D) queries of this rank and k (N, D) keys, any strides. Features of bf16, fp16 and fp32 are cast
+                 to the package's dtype; gradients have the features' own dtype, not rounded in between. M and N
+                 differ between ranks as they like, and may be 0.
     scale, bias  numbers, or tensors of one, 0-dim or of shape (1,). A host tensor with a device batch makes
                  backward wait for the device.
     labels       int64 (M,), the index of each query's positive among all keys of the group; "own": the first M keys

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "efb787fe0017569014729ebbea9cb5397f11a33f1df3979b1f72b04df080c074",
+    "digest": "d35ce37e1b852839521cbf65184db8ba01d5e3ac9dadf7a536cb456b7bb7498a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "e45d76553e50b7062bd514a9c987d164da40278da54810477a6dfd2160ab287f",
+    "digest": "babd97e6ecb93d4628d88ddf7cc8050a3f32fbfe67360ca5e367bbec01736da6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -20,7 +20,7 @@ _PASSES = {"trips finished": "passes finished", "call number": "passes finished 
 _PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
 # With check_ranks="never": the plan decides what ranks send, and backward needs every rank.
 _PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
-UNPAIRED = "{} pairs query i with key i, but there are {} queries and {} keys"
+UNPAIRED = "{} pairs query i with key i, but there are {} queries and {} keys; infonce takes hard negatives"
 
 _labels_checked_alone: set[str] = set()  # digests of packages whose device labels were checked once, on one device
 _warned: set[str] = set()  # digests of packages
@@ -175,7 +175,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
         warnings.warn(
             f"{package.name} was planned for {planned} rank(s) of at most {package.rows_per_rank} queries "
             f"and {package.keys_per_rank} keys; {ranks} of up to {max(layout.rows)} and {max(layout.keys)} may take "
-            "more memory than predicted (a plan for more devices has room for a ring)",
+            "more memory than predicted; a plan for as many devices, with the largest rank's rows on each, has room",
             stacklevel=2,
         )
 
