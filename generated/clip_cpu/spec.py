@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d35ce37e1b852839521cbf65184db8ba01d5e3ac9dadf7a536cb456b7bb7498a",
+    "digest": "3a3cc81f5ad9a16724a3e533acd1a9f5ba5bdcaa9a840966e7091b628d5fa183",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

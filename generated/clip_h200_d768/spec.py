@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "babd97e6ecb93d4628d88ddf7cc8050a3f32fbfe67360ca5e367bbec01736da6",
+    "digest": "6515691e7a93fe710b5de80f982eba608017d7cdbba37966b50f3a16173b07a3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

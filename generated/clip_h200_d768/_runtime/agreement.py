@@ -103,8 +103,7 @@ def _difference(headers: Sequence[Mapping[str, Any]], *kinds: tuple[str, ...]) -
     for fields in kinds:
         different = [field for field in fields if any(h[field] != distinct[0][field] for h in distinct)]
         if fields is _ORDER and different and different[0] in _PASSES:
-            *others, last = [f"{given[different[0]]} on rank {rank}" for rank, given in informed.items()]
-            counts = f"{', '.join(others)} and {last}"
+            counts = " and ".join(f"{given[different[0]]} on rank {rank}" for rank, given in informed.items())
             return f"the ranks are in different calls of the loss: {_PASSES[different[0]]} are {counts}"
         if different:
             said = {field: ", ".join(f"rank {r}: {h[field]}" for r, h in informed.items()) for field in different}
