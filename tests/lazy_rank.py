@@ -5,6 +5,7 @@ import datetime
 import os
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def batches(argument: Any, seat: Seat) -> Any:
     else:
         os.environ["INFCL_GEN_CACHE"] = argument["cache"]
     seat.join_group("cpu", 60.0)
-    found = [step(rows[seat.rank], 10 * index + seat.rank) for index, rows in enumerate(argument["rows"])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a rank with more rows than planned
+        found = [step(rows[seat.rank], 10 * index + seat.rank) for index, rows in enumerate(argument["rows"])]
     (shelf,) = lazy._shelves.values()
     return {
         "steps": found,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "3a3cc81f5ad9a16724a3e533acd1a9f5ba5bdcaa9a840966e7091b628d5fa183",
+    "digest": "8125e7452cb934eee4aa87035076bdaa7b30e83d592389119c22b9e92cc89ab3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6515691e7a93fe710b5de80f982eba608017d7cdbba37966b50f3a16173b07a3",
+    "digest": "e3acb4ee4a1675f4d4603bf900f67cdcdc90a85d510d5534e06057bcc27fd9d2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -28,7 +28,6 @@ FIELDS = (  # in the order of a row
     *("median_ms", "mean_ms", "std_ms", "repeats", "queued_ms", "queued_std_ms"),
     *("peak_bytes", "floor_ms", "queued_floor_ms", "err", "error"),
 )
-ORIGIN = {"board", "versions", "command"}
 COLUMNS = (  # titles in a table, and their fields
     *(("median ms", "median_ms"), ("mean", "mean_ms"), ("std", "std_ms"), ("runs", "repeats"), ("ratio", "median_ms")),
     *(("floor ms", "floor_ms"), ("queued ms", "queued_ms"), ("std", "queued_std_ms"), ("ratio", "queued_ms")),
@@ -59,7 +58,11 @@ def read_results(name: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(check_text("--results", name)).read_text(encoding="utf-8"))
         whole = found["schema_version"] == SCHEMA_VERSION and found["checksum"] == checksum(found["rows"])
-        if whole and all(row.keys() >= set(FIELDS) for row in found["rows"]) and found.keys() >= ORIGIN:
+        if (
+            whole
+            and all(row.keys() >= set(FIELDS) for row in found["rows"])
+            and found.keys() >= {"board", "versions", "command"}
+        ):
             return dict(found)
     except OSError as error:
         raise InputError(f"--results: cannot read {show(name)} ({error.strerror})") from None

@@ -27,7 +27,6 @@ class Case(NamedTuple):
     cluster: Cluster
 
     def resolved(self) -> Problem:
-        """The problem with the names of what was found, so that it depends on no machine and no user's file."""
         return resolved(self.problem, self.loss.name, self.cluster.profile)
 
 

@@ -131,8 +131,7 @@ class ContrastiveLoss(nn.Module):
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
         if not isinstance(output_dict, bool):
-            what = type(output_dict).__name__
-            raise TypeError(f"output_dict must be a bool, not {what}; labels are given by name: labels=...")
+            raise TypeError("output_dict must be a bool; labels are given by name: labels=...")
         if self.world_size is not None or self.rank is not None:
             self._check_world()
         loss = self._loss(image_features, text_features, logit_scale, logit_bias, labels, self.options)
