@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "8125e7452cb934eee4aa87035076bdaa7b30e83d592389119c22b9e92cc89ab3",
+    "digest": "cb46f4c305fc46bd91763a7118b32bc98603cb154276694a19868ef5b155af9d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

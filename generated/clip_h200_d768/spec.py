@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "e3acb4ee4a1675f4d4603bf900f67cdcdc90a85d510d5534e06057bcc27fd9d2",
+    "digest": "bddc99087f027e229578190da017853e4f804aa67ec9636ae165d87231c7b5bd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -58,11 +58,8 @@ def read_results(name: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(check_text("--results", name)).read_text(encoding="utf-8"))
         whole = found["schema_version"] == SCHEMA_VERSION and found["checksum"] == checksum(found["rows"])
-        if (
-            whole
-            and all(row.keys() >= set(FIELDS) for row in found["rows"])
-            and found.keys() >= {"board", "versions", "command"}
-        ):
+        whole &= {"board", "versions", "command"} <= found.keys()
+        if whole and all(row.keys() >= set(FIELDS) for row in found["rows"]):
             return dict(found)
     except OSError as error:
         raise InputError(f"--results: cannot read {show(name)} ({error.strerror})") from None

@@ -42,12 +42,10 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     wanted. Raises as `agreement.layout`.
     """
     group = find_group(call.options.group_name)
-    return forward_over(package, call, group, agreement.layout(package, group, call, gradients), bool(gradients))
+    return swept(package, call, group, agreement.layout(package, group, call, gradients), bool(gradients))
 
 
-def forward_over(
-    package: Package, call: Call, group: Group | None, layout: Layout, gradients: bool
-) -> tuple[Tensor, Saved]:
+def swept(package: Package, call: Call, group: Group | None, layout: Layout, gradients: bool) -> tuple[Tensor, Saved]:
     """`forward` for a layout that the ranks have agreed on."""
     with device_state(package, call.q.device, "forward"):
         if group is None:
