@@ -61,6 +61,7 @@ _shelves: weakref.WeakKeyDictionary[Group, _Shelf] = weakref.WeakKeyDictionary()
 # Differs after each load. Compiled code is guarded by it, and traced again where a package may have taken the place of
 # the one in its graph. A text, since dynamo turns a number that changes into a symbol.
 _loads = ""
+_disabled: Callable[..., Tensor] | None = None
 
 
 class ContrastiveLoss(api.ContrastiveLoss):
@@ -69,9 +70,11 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
     loss           a built-in loss, or FILE.py:NAME as text or path
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
+    group, grad_sync, check_ranks   as for `contrastive_loss`
     open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
                    use_horovod; by name
-    The other arguments, the results and the errors are those of a package's `ContrastiveLoss`.
+    The result is the loss (0-dim), or {"contrastive_loss": loss} with output_dict. Over ranks it is this rank's share:
+    the mean over ranks is the loss, see `global_value`.
 
     Raises what `infcl_gen.load` raises, on every rank, where there is no package for the batch.
     """
@@ -92,6 +95,8 @@ class ContrastiveLoss(api.ContrastiveLoss):
             )
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
         self.loss, self.memory_budget = _text(loss), memory_budget
+        if isinstance(self.loss, str) and ":" in self.loss and not os.path.isfile(self.loss.rpartition(":")[0]):
+            raise InputError(f"loss: no Python file {self.loss.rpartition(':')[0]!r}")
 
     def extra_repr(self) -> str:
         return f"{self.loss!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
@@ -138,10 +143,12 @@ def contrastive_loss(
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
     """The value of the loss over all ranks, detached, for logging: the mean of the ranks' shares, by one all-reduce.
 
-    `loss` is what this rank's call returned with grad_sync="mean". group as for `contrastive_loss`.
+    Every rank of the group must call it. `loss` is what this rank's call returned with grad_sync="mean" (with "sum" the
+    value is to be multiplied by the number of ranks). group as for `contrastive_loss`.
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(f"loss must be the tensor that a call returned, not {type(loss).__name__}")
+        what = 'a dict: pass its "contrastive_loss"' if isinstance(loss, dict) else type(loss).__name__
+        raise TypeError(f"loss must be the tensor that a call returned, not {what}")
     value = loss.detach().clone()
     group_name = api.options_of(group, "mean").group_name
     found = find_group(group_name)
@@ -153,7 +160,7 @@ def global_value(loss: Tensor, group: Any = None) -> Tensor:
 
 def _run(loss: str, memory_budget: str | int, *arguments: Any) -> Tensor:
     """The loss of a `Call`'s arguments, by the package at hand, or by a larger one where the batch is too large."""
-    q, k, options = arguments[0], arguments[1], arguments[5]
+    q, options = arguments[0], arguments[5]
     try:
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
@@ -168,6 +175,11 @@ def _run(loss: str, memory_budget: str | int, *arguments: Any) -> Tensor:
                 "largest batch"
             )
         return _apply(sys.modules[name], arguments)
+    return _untraced()(kind, arguments)
+
+
+def _run_eagerly(kind: tuple[Any, ...] | None, arguments: tuple[Any, ...]) -> Tensor:
+    q, k, options = arguments[0], arguments[1], arguments[5]
     try:
         package = _shelf(find_group(options.group_name)).packages.get(kind)
     except TypeError:  # a loss or a budget that cannot be hashed
@@ -180,8 +192,24 @@ def _run(loss: str, memory_budget: str | int, *arguments: Any) -> Tensor:
         return _apply(_load(kind, q, k, options, error.queries, error.keys), arguments)
 
 
+def _untraced() -> Callable[..., Tensor]:
+    """`_run_eagerly`, out of the compiler's sight: where a graph breaks, it would trace how ranks load together.
+
+    A process that has not imported the compiler does not need that, and does not import it.
+    """
+    global _disabled
+    if _disabled is None and "torch._dynamo" in sys.modules:
+        _disabled = torch.compiler.disable(_run_eagerly)
+    return _disabled or _run_eagerly
+
+
 def _text(loss: Any) -> Any:
-    return os.fspath(loss) if isinstance(loss, os.PathLike) else loss
+    """The loss as text; a file by its absolute path, since the process may change its folder before the first call."""
+    text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
+    if not isinstance(text, str) or ":" not in text:
+        return text
+    file, _, name = text.rpartition(":")
+    return f"{os.path.abspath(file)}:{name}"
 
 
 def _apply(package: ModuleType, arguments: tuple[Any, ...]) -> Tensor:
@@ -297,13 +325,13 @@ def _decided(group: Group, kind: Kind, decide: Callable[[], Problem]) -> Problem
             told = {"asked": _asked(kind), "problem": decide().as_dict()}
         except Exception as error:
             failure, told = error, {"error": str(error) or type(error).__name__}
-            told["infeasible"] = isinstance(error, InfeasibleError)
+            told["class"] = type(error).__name__
     told = json.loads(group.told_by_first(json.dumps(told)))
     if failure is not None:
         raise failure
     if "error" in told:
-        kind_of_error = InfeasibleError if told["infeasible"] else InputError
-        raise kind_of_error(f"rank 0 cannot plan for this batch: {told['error']}")
+        known: dict[str, type[Exception]] = {"InfeasibleError": InfeasibleError, "ValueError": ValueError}
+        raise known.get(told["class"], InputError)(f"rank 0 cannot plan for this batch: {told['error']}")
     for name, own in _asked(kind).items():
         if own != told["asked"][name]:
             raise RuntimeError(f"ranks disagree: {name} differs (rank 0: {told['asked'][name]}, here: {own})")

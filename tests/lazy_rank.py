@@ -32,7 +32,7 @@ def _features(rows: int, dim: int, seed: int) -> list[torch.Tensor]:
 def step(rows: int, seed: int, dim: int = 16, criterion: Any = None) -> tuple[float, float]:
     """The global value, and the norm of this rank's gradient of q."""
     q, k = _features(rows, dim, seed)
-    loss = (criterion or infcl_gen.ContrastiveLoss())(q, k, SCALE)
+    loss = (infcl_gen.ContrastiveLoss() if criterion is None else criterion)(q, k, SCALE)
     loss.backward()
     assert q.grad is not None
     return infcl_gen.global_value(loss).item(), q.grad.norm().item()
@@ -197,4 +197,6 @@ def early(argument: Any, seat: Seat) -> list[float]:
     loaded = infcl_gen.load(batch_size=16, dim=16, dtype="fp32", target="cpu", devices=seat.ranks)
     made = [infcl_gen.ContrastiveLoss(), loaded.ContrastiveLoss()]
     seat.join_group("cpu", 60.0)
-    return [step(4, seat.rank, criterion=criterion)[0] for criterion in made]
+    values = [step(4, seat.rank, criterion=criterion)[0] for criterion in made]
+    cold = torch.compile(infcl_gen.ContrastiveLoss(memory_budget="1GiB"), backend="eager")
+    return [*values, step(4, seat.rank, criterion=cold)[0]]  # the compiler must not trace how ranks load

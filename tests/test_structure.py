@@ -183,8 +183,11 @@ def test_generate_takes_under_three_seconds(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """14 000 lines plan, emit, run, verify, measure and tune; 760 are what users meet first; 850 make pages."""
+    """Limits to be raised knowingly: 14 100 lines plan, emit, run, verify, measure and tune; 800 are what users meet
+    first; 850 make pages."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
-    assert sum(lines.values()) - door - pages <= 14_000 and door <= 760 and pages <= 850
+    rest = sum(lines.values()) - door - pages
+    assert rest <= 14_100, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert door <= 800 and pages <= 850

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "cb46f4c305fc46bd91763a7118b32bc98603cb154276694a19868ef5b155af9d",
+    "digest": "31cf8e8299bf7c156fb98f470cddaf5ac957be29d6da1c912314cb46a6aaa2d9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

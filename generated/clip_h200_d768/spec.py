@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "bddc99087f027e229578190da017853e4f804aa67ec9636ae165d87231c7b5bd",
+    "digest": "d6b4e45f9ae43a50adde0793352a277e23780bf0b58cde389b15d70c7507a590",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

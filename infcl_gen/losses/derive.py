@@ -222,7 +222,7 @@ def _over_x(spec: LossSpec, logit: Expr) -> Expr:
     formula = spec.formula.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
     outside = sorted(map(str, formula.free_symbols - {x}))
     if outside:
-        raise LossError(f"{', '.join(outside)} occurs outside the logit")
+        raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
     return formula
 
 
@@ -245,9 +245,12 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
     query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in _MEANS)
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
-            raise LossError(f"mean_over_{side} of a value that there is not one of for each of the {side}")
+            raise LossError(f"mean_over_{side} of what is not one value for each of the {side}: {display(term)}")
         if any(not diff(term, statistic).is_number for statistic in (own, p)):
-            raise LossError(f"mean_over_{side} of {display(term)}, which is not linear in its statistics")
+            raise LossError(
+                f"mean_over_{side} of {display(term)}, which multiplies statistics (r: logsumexp_over_keys, c: "
+                "logsumexp_over_queries, p: positive): terms may only add constant multiples of them"
+            )
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term)
 
 

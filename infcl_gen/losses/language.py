@@ -11,8 +11,8 @@ form exp(x_ij - r_i).
 |--------------------------------------|---------------|--------------------------------------------------------------|
 | `z`, or `similarity(...)`            | pair          | q_i . k_j (or of other sides, or of a prefix of D)           |
 | `is_positive`, `is_self`, `same_id`  | pair          | 1 or 0: which pairs are positive, one sample, of one id      |
-| `logsumexp_over_keys(x, where=1)`    | query         | r_i = log sum_j where_ij exp(x_ij)                           |
-| `logsumexp_over_queries(x, where=1)` | key           | c_j = log sum_i where_ij exp(x_ij)                           |
+| `logsumexp_over_keys(x, where)`      | query         | r_i = log sum_j where_ij exp(x_ij)                           |
+| `logsumexp_over_queries(x, where)`   | key           | c_j = log sum_i where_ij exp(x_ij)                           |
 | `positive(x)`                        | query or key  | x at the positive                                            |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x)`                    | query         | mean of x over all keys                                      |

@@ -80,7 +80,7 @@ def test_a_loss_without_scale_tests_itself(file: Path, name: str) -> None:
 
 def test_a_diagonal_loss_takes_as_many_keys_as_queries(file: Path) -> None:
     """Also one that has no statistics of the keys."""
-    with pytest.raises(InputError, match=r"--keys: .* pairs query i with key i"):
+    with pytest.raises(InputError, match=r"keys: .* pairs query i with key i"):
         package(file, "PAIRED", keys=131)
     paired = package(file, "PAIRED")
     q = torch.randn(5, 8)

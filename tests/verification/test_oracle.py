@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from infcl_gen.losses import CLIP, INFONCE
+from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.verification import oracle
 from infcl_gen.verification.properties import DTYPES, Case, tensors
 from tests.verification.dense import dense, dense_package
 
-SPECS = {spec.name: spec for spec in (CLIP, INFONCE)}
+SPECS = BUILTIN_LOSSES
 
 
 def assert_close(found: oracle.LossAndGrads, truth: oracle.LossAndGrads) -> None:
@@ -21,7 +21,7 @@ def assert_close(found: oracle.LossAndGrads, truth: oracle.LossAndGrads) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_oracle_is_the_loss_by_its_definition(name: str, dtype: str) -> None:
     """Also of strided bf16 features, with labels that repeat, a scale and a bias."""
-    case = Case(33, 33 if name == "clip" else 20, 8, dtype, 14.3, -1.0, layout="strided", seed=1)
+    case = Case(33, 33 if SPECS[name].positives == "diagonal" else 20, 8, dtype, 14.3, -1.0, layout="strided", seed=1)
     inputs = tensors(case, SPECS[name].positives)
     assert_close(oracle.oracle(dense_package(SPECS[name]), inputs), dense(name, *inputs))
 
@@ -29,7 +29,7 @@ def test_the_oracle_is_the_loss_by_its_definition(name: str, dtype: str) -> None
 @pytest.mark.parametrize("name", SPECS)
 def test_the_oracle_by_slices_is_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "SLICE_ROWS", 16)
-    case = Case(50, 50 if name == "clip" else 20, 8, "bf16", 14.3, seed=1)
+    case = Case(50, 50 if SPECS[name].positives == "diagonal" else 20, 8, "bf16", 14.3, seed=1)
     q, k, scale, _, labels = tensors(case, SPECS[name].positives)
     given = torch.arange(50) if labels is None else labels
     found = oracle.oracle_by_slices(dense_package(SPECS[name]).loss, q, k, scale, given)

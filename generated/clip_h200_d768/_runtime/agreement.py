@@ -147,7 +147,8 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
         sizes = {"queries": max(queries, package.batch_size), "keys": max(keys, package.key_count)}
         raise BatchTooLargeError(
             f"{package.name} was generated for at most {package.batch_size} queries and {package.key_count} keys, but "
-            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(**sizes)}",
+            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(**sizes)}; "
+            "a loss without sizes grows by one call outside torch.compile",
             queries,
             keys,
         )
