@@ -600,10 +600,12 @@ PYTHON = [
 @pytest.mark.parametrize(("flags", "named"), PYTHON, ids=range(len(PYTHON)))
 def test_python_arguments(flags: dict[str, Any], named: str, workplace: Path) -> None:
     given = {"dim": 16, "target": "cpu", **({"batch_size": 256} if flags else {}), **flags}
-    for call in (make_problem, infcl_gen.plan, infcl_gen.load):
+    keyword = named.removeprefix("--").replace("-", "_") if named.startswith("--") else named
+    for call, word in ((make_problem, named), (infcl_gen.plan, keyword), (infcl_gen.load, keyword)):
         with pytest.raises(InputError) as raised:
             call(**given)
-        assert named in str(raised.value) and str(raised.value).isprintable() and len(str(raised.value)) < 1000
+        assert word in str(raised.value) and str(raised.value).isprintable() and len(str(raised.value)) < 1000
+        assert "--" not in str(raised.value) or call is make_problem
     with pytest.raises(InputError):
         infcl_gen.generate(output="package", **given)
     assert not list(workplace.iterdir())
