@@ -46,10 +46,6 @@ def load_loss(name: str) -> LossSpec:
     spec = defined[attribute]
     if not isinstance(spec, LossSpec):
         raise LossError(f"--loss: {attribute} in {file!r} is a {type(spec).__name__}, not a LossSpec")
-    if spec.name in BUILTIN_LOSSES:
-        raise LossError(
-            f"--loss: {attribute} in {file!r} is named {spec.name!r}, as a built-in loss: choose another name"
-        )
     return spec
 
 

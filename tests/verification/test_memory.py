@@ -49,7 +49,11 @@ def test_verify_allows_what_was_predicted_and_not_a_page_more(tmp_path: Path, mo
     folder = infcl_gen.generate(
         loss="clip", batch_size=600, dim=64, dtype="fp32", target="cpu", output=tmp_path / "package"
     )
-    job, seat, module = {"package": str(folder), "place": "cpu"}, Seat(0, 1, tmp_path), import_package(folder)
+    job, seat, module = (
+        {"package": str(folder), "edited": False, "place": "cpu"},
+        Seat(0, 1, tmp_path),
+        import_package(folder),
+    )
     (right,) = worker.memory(job, seat)
     assert right["passed"], right
     predicted, run = module.SPEC["predicted"]["peak_bytes"], module.loss_and_grads
