@@ -1,7 +1,6 @@
 """What is derived equals what autograd finds, and what cannot be derived is refused with a reason."""
 
 import math
-import time
 from typing import Any
 
 import hypothesis
@@ -37,6 +36,7 @@ from infcl_gen.losses.language import (
     z,
 )
 from infcl_gen.losses.printers import c, p, r, x
+from tests.calls import calls
 from tests.losses.specs import DERIVABLE, INFONCE_OF, X, spec
 from tests.verification.dense import dense_package
 
@@ -226,13 +226,15 @@ def test_a_weight_that_fp32_cannot_hold_is_refused(weight: str) -> None:
 @pytest.mark.parametrize("times", [14, 60])
 def test_nested_functions_are_refused_at_once(nested: Any, message: str, times: int) -> None:
     """What SymPy and the printers do with them takes time that is exponential in the depth."""
-    start = time.process_time()
-    with pytest.raises(LossError, match=message):
-        logit = scale * z
-        for _ in range(times):
-            logit = nested(logit)
-        derive(spec(INFONCE_OF(logit)))
-    assert time.process_time() - start < 1
+
+    def refused() -> None:
+        with pytest.raises(LossError, match=message):
+            logit = scale * z
+            for _ in range(times):
+                logit = nested(logit)
+            derive(spec(INFONCE_OF(logit)))
+
+    assert calls(refused) < 4_000_000  # about a second
 
 
 def test_a_product_of_sums_counts_as_it_is_multiplied_out() -> None:
@@ -240,13 +242,11 @@ def test_a_product_of_sums_counts_as_it_is_multiplied_out() -> None:
         spec(INFONCE_OF(sympy.prod(z + number * scale for number in range(1, 11))))
 
 
-def test_the_largest_formula_takes_a_second() -> None:
+def test_the_largest_formula_is_derived_at_once() -> None:
     logit = scale * z
     for _ in range(6):
         logit = tanh(logit) + logit
-    start = time.process_time()
-    derive(spec(INFONCE_OF(logit)))
-    assert time.process_time() - start < 2
+    assert calls(lambda: derive(spec(INFONCE_OF(logit)))) < 2_000_000
     with pytest.raises(LossError, match="at most 1000 parts"):
         spec(INFONCE_OF(tanh(logit) + logit))
 

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from infcl_gen.kernels.choice import Choice
 from infcl_gen.planning import Plan
 from infcl_gen.planning.candidates import SATURATED
 from infcl_gen.planning.planner import cost_model
+from tests.calls import calls
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
 from tests.planning.walk import walk
@@ -446,9 +446,7 @@ def test_planning_imports_neither_torch_nor_triton() -> None:
 
 def test_planning_is_quick() -> None:
     plan_flags(batch_size="64k", memory_budget="8GiB")
-    start = time.process_time()
-    plan_flags(batch_size="128k", memory_budget="16GiB", dim=256)
-    assert time.process_time() - start < 0.5
+    assert calls(lambda: plan_flags(batch_size="128k", memory_budget="16GiB", dim=256)) < 600_000  # 0.06 s
 
 
 def test_the_forward_has_panels_of_its_own() -> None:
