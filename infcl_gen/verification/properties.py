@@ -4,6 +4,7 @@
 shrinks.
 """
 
+import contextlib
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ FEATURES = ("unit", "matched", "unnormalised", "negative", "duplicate", "zero_ro
 # Row-major; column-major; every second row and column; a slice of something wider, whose rows are not 16-byte aligned;
 # the first row seen M times (stride 0).
 LAYOUTS = ("contiguous", "transposed", "strided", "sliced", "expanded")
+UPSTREAM = 2.0  # gradient of the loss, as a training step that divides or scales its loss has it; divided out exactly
+PLAIN_PANEL = 64  # queries, and keys, of a small panel where no kernel has tiles
+_PANELS = ("FORWARD_ROWS", "FORWARD_KEYS", "PANEL_ROWS", "PANEL_KEYS", "STASH_ROWS", "FINISH_ROWS")
+_TILES = ("FORWARD_ROWS", "FORWARD_KEYS", "GRADIENT_ROWS", "GRADIENT_KEYS", "FUSED_ROWS", "FUSED_KEYS")
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu
     """Judge one case run through a package, by autograd on odd seeds and by `loss_and_grads` on even ones."""
     inputs = tensors(case, module.SPEC["positives"], device)
     if case.seed % 2:
-        results = autograd_results(module, inputs)
+        loss, *gradients = autograd_results(module, inputs, upstream=UPSTREAM)
+        results = (loss, *(each / UPSTREAM for each in gradients))
     else:
         results = module.loss_and_grads(*inputs[:4], labels=inputs.labels)
     return gate(results, truth_of(module, inputs))
@@ -104,17 +110,40 @@ def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu
 def check_package(
     module: ModuleType, place: str, examples: int = 14, share: slice = slice(None)
 ) -> Iterator[tuple[Case, list[GateRow]]]:
-    """The numerics gate over `share` of `examples` random cases of an imported package, at a place of SIZES."""
+    """The numerics gate over `share` of `examples` random cases of an imported package, at a place of SIZES.
+
+    Half of them run in small panels: the planned ones hold more rows than a dense reference can.
+    """
     for case in random_cases(module, examples, SIZES[place])[share]:
-        yield case, check_case(module, case, "cuda" if place == "cuda" else "cpu")
+        with small_panels(module) if case.seed // 2 % 2 else contextlib.nullcontext():
+            rows = check_case(module, case, "cuda" if place == "cuda" else "cpu")
+        yield case, rows
 
 
-def autograd_results(module: ModuleType, inputs: Inputs, **options: Any) -> tuple[Tensor, ...]:
-    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd."""
+@contextlib.contextmanager
+def small_panels(module: ModuleType) -> Iterator[None]:
+    """Panels of one tile of the kernels, or of PLAIN_PANEL, so that a few hundred rows meet several panels."""
+    schedule: Any = module._schedule
+    tiles = [getattr(schedule.kernels, name, None) for name in _TILES] if hasattr(schedule, "kernels") else []
+    size = max((tile.value for tile in tiles if tile is not None), default=PLAIN_PANEL)
+    planned = {name: getattr(schedule, name) for name in _PANELS if hasattr(schedule, name)}
+    if tiles:
+        planned.pop("FINISH_ROWS")  # of a kernel's program
+    try:
+        for name, rows in planned.items():
+            setattr(schedule, name, min(rows, size))
+        yield
+    finally:
+        for name, rows in planned.items():
+            setattr(schedule, name, rows)
+
+
+def autograd_results(module: ModuleType, inputs: Inputs, upstream: float = 1.0, **options: Any) -> tuple[Tensor, ...]:
+    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss."""
     q, k = (x.detach().requires_grad_() for x in inputs[:2])  # as they lie in memory
     *_, scale, bias = inputs.leaves(q.dtype, torch.promote_types(q.dtype, torch.float32))
     loss = module.contrastive_loss(q, k, scale, bias, labels=inputs.labels, **options)
-    return (loss.detach(), *torch.autograd.grad(loss, (q, k, scale, bias)))
+    return (loss.detach(), *torch.autograd.grad(upstream * loss, (q, k, scale, bias)))
 
 
 def _laid_out(x: Tensor, layout: str, device: torch.device | str) -> Tensor:

@@ -139,6 +139,18 @@ PLANTED = {  # edits of a good package's text, each a bug that a peer has had, a
         "def dscale_factor(scale, bias):\n    return scale\n\n\ndef unused(scale, bias):",
         "numerics dscale",
     ),
+    "panels of keys after the first without negatives": (
+        "schedule.py",
+        "panels.add_product(dq[i : i + PANEL_ROWS], g, k, fresh_dq and j == 0)",
+        "panels.add_product(dq[i : i + PANEL_ROWS], g * (j == 0), k, fresh_dq and j == 0)",
+        "numerics dq",
+    ),
+    "the gradient of the loss left out": (
+        "schedule.py",
+        "acc.mul_(upstream * weight * formulas",
+        "acc.mul_(weight * formulas",
+        "numerics dk",
+    ),
     "a crash": ("schedule.py", "import torch\n", "import torch\n\nimport os; os.abort()\n", "numerics"),
     "an exception": ("schedule.py", "import torch\n", "import torch\n\nraise RuntimeError('planted')\n", "numerics"),
 }
