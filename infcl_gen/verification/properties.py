@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.verification.gate import GateRow, gate, truth_of
-from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.oracle import Inputs, LossAndGrads, oracle
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
 DIMS = (1, 3, 16, 64, 96, 100, 384, 640, 768, 1152)
@@ -118,6 +118,26 @@ def check_package(
         with small_panels(module) if case.seed // 2 % 2 else contextlib.nullcontext():
             rows = check_case(module, case, "cuda" if place == "cuda" else "cpu")
         yield case, rows
+
+
+def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
+    """Which of (loss, dq, dk, dscale, dbias) differ in a bit between two calls."""
+    first, second = (module.loss_and_grads(*inputs[:4], labels=inputs.labels) for _ in range(2))
+    return [
+        name
+        for name, a, b in zip(LossAndGrads._fields, first, second, strict=True)
+        if not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan())
+    ]
+
+
+def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
+    """Which of (loss, dq, dk, dscale, dbias) are not NaN exactly where the oracle is, with a NaN in the last query."""
+    q = inputs.q.clone()
+    q[-1, 0] = float("nan")
+    spoilt = inputs._replace(q=q)
+    found = module.loss_and_grads(*spoilt[:4], labels=spoilt.labels)
+    named = zip(LossAndGrads._fields, found, oracle(module, spoilt), strict=True)
+    return [name for name, value, true in named if not torch.equal(value.isnan().to(true.device), true.isnan())]
 
 
 @contextlib.contextmanager

@@ -18,16 +18,31 @@ from infcl_gen.processes import Seat
 from infcl_gen.verification.gate import GateRow, failures, gate, truth_of
 from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.oracle import LossAndGrads
-from infcl_gen.verification.properties import ROWS, SIZES, Case, check_package, random_cases, tensors
+from infcl_gen.verification.properties import (
+    ROWS,
+    SIZES,
+    Case,
+    check_package,
+    nan_misplaced,
+    random_cases,
+    tensors,
+    unrepeated,
+)
 
 Job = dict[str, Any]  # package (a folder), whether it is edited, place (of SIZES), examples, timeout_s
 Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed), failure (one line, or "")
 
 
 def numerics(job: Job, seat: Seat) -> list[Finding]:
-    """A finding for each quantity and each of this process's examples."""
-    judged = check_package(_package(job, seat), job["place"], job["examples"], slice(seat.rank, None, seat.ranks))
-    return [_finding(f"numerics {row.quantity}", str(case), [row]) for case, rows in judged for row in rows]
+    """Of each of this process's examples: a finding for each quantity, for repeats and for NaN."""
+    module, device, found = _package(job, seat), "cuda" if job["place"] == "cuda" else "cpu", list[Finding]()
+    for case, rows in check_package(module, job["place"], job["examples"], slice(seat.rank, None, seat.ranks)):
+        found += [_finding(f"numerics {row.quantity}", str(case), [row]) for row in rows]
+        inputs = tensors(case, module.SPEC["positives"], device)
+        for check, differing in (("repeats", unrepeated(module, inputs)), ("NaN", nan_misplaced(module, inputs))):
+            failure = f"{case}: {', '.join(differing)}" if differing else ""
+            found.append({"check": check, "ratio": 0.0, "failure": failure})
+    return found
 
 
 def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:

@@ -151,6 +151,18 @@ PLANTED = {  # edits of a good package's text, each a bug that a peer has had, a
         "acc.mul_(weight * formulas",
         "numerics dk",
     ),
+    "sums that change from call to call": (
+        "schedule.py",
+        "    acc.mul_(upstream",
+        "    acc += 1e-9 * torch.rand(())\n    acc.mul_(upstream",
+        "repeats",
+    ),
+    "NaN replaced by zeros": (
+        "schedule.py",
+        "    if out is not acc:",
+        "    acc.nan_to_num_()\n    if out is not acc:",
+        "NaN",
+    ),
     "a crash": ("schedule.py", "import torch\n", "import torch\n\nimport os; os.abort()\n", "numerics"),
     "an exception": ("schedule.py", "import torch\n", "import torch\n\nraise RuntimeError('planted')\n", "numerics"),
 }
