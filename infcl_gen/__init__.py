@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from infcl_gen.losses.language import LossSpec
     from infcl_gen.planning.planner import Plan
     from infcl_gen.planning.timeline import Timeline
+    from infcl_gen.step.live import plan_step
 
 __all__ = [
     "ContrastiveLoss",
     "InfclError", "InfeasibleError", "InputError", "LockTimeoutError", "LossSpec", "Problem", "ToolchainError",
-    "VerificationError", "__version__", "contrastive_loss", "generate", "global_value", "load", "plan", "simulate",
+    "VerificationError", "__version__", "contrastive_loss", "generate", "global_value", "load", "plan", "plan_step",
+    "simulate",
 ]  # fmt: skip
 
 
@@ -45,6 +47,7 @@ _LATER = {
     "contrastive_loss": "infcl_gen.lazy",
     "global_value": "infcl_gen.lazy",
     "LossSpec": "infcl_gen.losses.language",
+    "plan_step": "infcl_gen.step.live",
 }
 
 

@@ -10,7 +10,8 @@ import torch
 
 
 class PeakMeter:
-    """A context manager. Afterwards `peak_bytes` is the peak inside it, beyond what was allocated before.
+    """A context manager. Afterwards `peak_bytes` is the peak inside it, beyond what was allocated before, and
+    `kept_bytes` what was still allocated at its end.
 
     On CUDA the caching allocator counts; it rounds every block up to 512 bytes or more. cuBLAS workspaces are given
     back first, so that one needed inside counts. On the CPU torch's profiler records every call of its allocator:
@@ -20,7 +21,7 @@ class PeakMeter:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.peak_bytes = 0
+        self.peak_bytes = self.kept_bytes = 0
 
     def __enter__(self) -> PeakMeter:
         if self.device.type == "cuda":
@@ -41,7 +42,9 @@ class PeakMeter:
             events = self._profile.profiler.kineto_results.events()
             changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
             changes.sort(key=lambda change: change[0])
-            self.peak_bytes = max(itertools.accumulate((size for _, size in changes), initial=0))
+            levels = list(itertools.accumulate((size for _, size in changes), initial=0))
+            self.peak_bytes, self.kept_bytes = max(levels), levels[-1]
         elif kind is None:  # after an error the device may be unusable
             torch.cuda.synchronize(self.device)
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+            self.kept_bytes = torch.cuda.memory_allocated(self.device) - self._before

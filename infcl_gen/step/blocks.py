@@ -1,0 +1,66 @@
+"""The blocks of a tower that are computed again in backward, so that only what enters them is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+FEWEST_BLOCKS = 2  # modules of one class behind one another
+
+
+def blocks_of(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """The outermost lists of equal layers, as transformers have them: all children of a ModuleList or a Sequential,
+    where there are several of one class that have parameters. Empty where there is none."""
+    found: dict[int, nn.Module] = {}
+    for module in modules:
+        children = list(module.children())
+        kinds = {type(child) for child in children}
+        repeated = len(children) >= FEWEST_BLOCKS and len(kinds) == 1
+        if isinstance(module, nn.ModuleList | nn.Sequential) and repeated and list(children[0].parameters()):
+            found |= {id(child): child for child in children}
+        else:
+            found |= {id(block): block for block in blocks_of(children)}
+    return tuple(found.values())
+
+
+@contextlib.contextmanager
+def computed_again(blocks: Sequence[nn.Module], generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Inside, a block's forward keeps its inputs alone; backward computes the rest from the same random numbers."""
+    own = [vars(block).get("forward") for block in blocks]
+    for block in blocks:
+        block.forward = functools.partial(_checkpointed, block.forward, generators)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, own, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _checkpointed(forward: Any, generators: Sequence[torch.Generator], *arguments: Any, **named: Any) -> Any:
+    states = [generator.get_state() for generator in generators]
+
+    @contextlib.contextmanager
+    def replay() -> Iterator[None]:
+        """`checkpoint` replays torch's own generators only."""
+        now = [generator.get_state() for generator in generators]
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, now, strict=True):
+                generator.set_state(state)
+
+    def contexts() -> tuple[Any, Any]:
+        return contextlib.nullcontext(), replay()
+
+    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)

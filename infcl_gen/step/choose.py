@@ -1,0 +1,257 @@
+"""Which samples are kept, checkpointed or cached: the fastest step whose predicted peak keeps the memory.
+
+Keeping a graph saves a forward pass and costs its bytes. For each pair of micro-batch sizes (of cached samples, and of
+the others) a tower has a frontier: by the bytes that graphs may take, the least time. Frontiers of the towers are
+merged, and `account` decides between the best points. More than FINE micro-batches of a tower are chosen in equal
+groups; at the end single ones are moved while that makes the step faster and fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.inputs.problem import MAX_BATCH
+from infcl_gen.inputs.text import bytes_text
+from infcl_gen.step.account import Account, LossCosts, StepProblem, account, kept_bytes, tower_seconds
+from infcl_gen.step.costs import TowerCosts
+from infcl_gen.step.plan import Part, TowerPlan
+
+FINE = 64
+SLOWER = 1.1  # micro-batches that take so many times the best time per sample are a resort
+RESORTS = 7  # sets of micro-batch sizes that are tried until something fits
+THINNED = 64  # points of a frontier, where there are more than two towers
+
+
+class Point(NamedTuple):
+    """One way for a tower: bytes of its graphs, and its seconds."""
+
+    size: int
+    time_s: float
+    plan: TowerPlan
+
+
+def choose(problem: StepProblem) -> Account:
+    """The fastest account within the memory; of equally fast ones the smallest.
+
+    Raises InputError where towers have no way that the problem allows, and InfeasibleError where nothing fits.
+    """
+    found = next(filter(None, (_best(problem, resort) for resort in range(RESORTS))), None)
+    if found is None:
+        smallest, largest = _smallest(problem), largest_samples(problem)
+        fits = f"the largest batch that fits has {largest} samples a device" if largest else "no batch fits"
+        raise InfeasibleError(
+            f"a step of {' and '.join(map(str, dict.fromkeys(problem.samples)))} samples a device needs "
+            f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}",
+            smallest, largest,
+        )  # fmt: skip
+    return found
+
+
+def largest_samples(problem: StepProblem) -> int:
+    """The largest batch of a device that fits, with as many samples for each tower; 0 if none does."""
+
+    def too_large(samples: int) -> bool:
+        same = dataclasses.replace(problem, samples=(samples,) * len(problem.samples))
+        return _smallest(same) > problem.memory_bytes
+
+    return bisect.bisect_left(range(1, MAX_BATCH // problem.world_size + 1), True, key=too_large)
+
+
+def _smallest(problem: StepProblem) -> int:
+    """The least memory that does: in the smallest micro-batches, by the treatment that needs least."""
+    loss = LossCosts(problem.losses.smallest_bytes(problem.samples), 0.0)
+    found = [
+        account(problem, towers, loss).peak_bytes
+        for towers in itertools.product(*(_uniform(problem, tower) for tower in range(len(problem.samples))))
+    ]
+    if not found:
+        raise InputError(f"treatments: {', '.join(problem.treatments)}: a tower has no blocks; allow cached or kept")
+    return min(found)
+
+
+def _uniform(problem: StepProblem, tower: int) -> Iterator[TowerPlan]:
+    """Plans with one treatment for all samples of a tower, in its smallest micro-batches."""
+    costs, samples = problem.costs.towers[tower], problem.samples[tower]
+    part = Part(samples, min(_sizes(problem, costs, samples, RESORTS - 1)))
+    for treatment in ("cached",) if costs.frozen else _treatments(problem, costs):
+        yield _with(TowerPlan(costs.name, frozen=costs.frozen), {treatment: part})
+
+
+def _treatments(problem: StepProblem, costs: TowerCosts) -> list[str]:
+    return [each for each in problem.treatments if each != "checkpointed" or costs.checkpointed is not None]
+
+
+def _best(problem: StepProblem, resort: int) -> Account | None:
+    towers = [
+        list(_frontiers(problem, costs, samples, resort))
+        for costs, samples in zip(problem.costs.towers, problem.samples, strict=True)
+    ]
+    best: Account | None = None
+    rooms: dict[Any, int] = {}
+    for loss in problem.losses.within_budgets(problem.samples):
+        for ways in itertools.product(*towers):
+            limit_s = math.inf if best is None else best.time_s - loss.time_s
+            if sum(way.points[-1].time_s for way in ways) >= limit_s:
+                continue
+            key = loss, *(way.most for way in ways)
+            if key not in rooms:
+                rooms[key] = _room(problem, [way.most for way in ways], loss)
+            time_s, points = _fastest(ways, rooms[key])
+            if time_s < limit_s:
+                found = account(problem, [point.plan for point in points], loss)
+                best = found if found.peak_bytes <= problem.memory_bytes else best
+    return None if best is None else _improved(problem, best)
+
+
+def _order(found: Account) -> tuple[float, int]:
+    return found.time_s, found.peak_bytes
+
+
+def _improved(problem: StepProblem, found: Account) -> Account:
+    """Single micro-batches get another treatment, as long as the step gets faster and fits."""
+    while True:
+        moved = (account(problem, plans, found.loss) for plans in _neighbours(problem, found.towers))
+        fitting = [each for each in moved if each.peak_bytes <= problem.memory_bytes]
+        best = min(fitting, key=_order, default=found)
+        if best.time_s >= found.time_s:
+            return found
+        found = best
+
+
+def _neighbours(problem: StepProblem, towers: Sequence[TowerPlan]) -> Iterator[list[TowerPlan]]:
+    for place, (costs, plan) in enumerate(zip(problem.costs.towers, towers, strict=True)):
+        for source, target in itertools.permutations([] if costs.frozen else _treatments(problem, costs), 2):
+            giving, taking = getattr(plan, source), getattr(plan, target)
+            size = taking.micro_batch if taking.samples else max(giving.micro_batch, plan.checkpointed.micro_batch)
+            moved = min(size, giving.samples)
+            if moved:
+                parts = {source: dataclasses.replace(giving, samples=giving.samples - moved)}
+                parts[target] = Part(taking.samples + moved, size)
+                yield [*towers[:place], _with(plan, parts), *towers[place + 1 :]]
+
+
+def _room(problem: StepProblem, most: Sequence[TowerPlan], loss: LossCosts) -> int:
+    """Bytes that graphs may take beside everything else."""
+    full = account(problem, most, loss)
+    graphs = sum(graph_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, most, strict=True))
+    return problem.memory_bytes - max(full.bytes_in(phase) for phase in ("graphs", "loss", "backward")) + graphs
+
+
+class Frontier(NamedTuple):
+    """Ways for a tower of which none is faster and smaller than another, the smallest first.
+
+    `most`: its graphs of all treatments that occur, which says what is allocated while they are computed.
+    """
+
+    points: list[Point]
+    sizes: list[int]
+    most: TowerPlan
+
+
+def _frontiers(problem: StepProblem, costs: TowerCosts, samples: int, resort: int) -> Iterator[Frontier]:
+    """One frontier for each pair of micro-batch sizes and each set of treatments.
+
+    A set of its own has room of its own: what it does not use allocates nothing while it is computed.
+    """
+    sizes, treatments = _sizes(problem, costs, samples, resort), _treatments(problem, costs)
+    graphs = [] if costs.frozen else [each for each in treatments if each != "cached"]
+    cached = costs.frozen or "cached" in treatments
+    rate = functools.lru_cache(maxsize=None)(functools.partial(_part, problem, costs))
+    for size in sizes if cached else ():
+        plan = TowerPlan(costs.name, cached=Part(samples, size), frozen=costs.frozen)
+        yield Frontier([Point(0, tower_seconds(problem, costs, plan), plan)], [0], TowerPlan(costs.name))
+    for chosen in [*([each] for each in graphs), *([graphs] if len(graphs) > 1 else [])]:
+        for graph in sizes:
+            most = _with(TowerPlan(costs.name), {name: Part(min(graph, samples), graph) for name in chosen})
+            for other in sizes if cached else sizes[:1]:
+                plans = _plans(costs.name, samples, other, graph, [*chosen, *["cached"] * cached])
+                points = _pareto(_point(rate, plan) for plan in plans)
+                if points:
+                    yield Frontier(points, [point.size for point in points], most)
+
+
+def _with(plan: TowerPlan, parts: Mapping[str, Any]) -> TowerPlan:
+    return dataclasses.replace(plan, **parts)
+
+
+def _part(problem: StepProblem, costs: TowerCosts, treatment: str, part: Part) -> tuple[int, float]:
+    """Bytes of graphs, and seconds, of the samples with one treatment."""
+    plan = _with(TowerPlan(costs.name), {treatment: part})
+    return graph_bytes(costs, plan), tower_seconds(problem, costs, plan)
+
+
+def _point(rate: Callable[[str, Part], tuple[int, float]], plan: TowerPlan) -> Point:
+    parts = (("cached", plan.cached), ("checkpointed", plan.checkpointed), ("kept", plan.kept))
+    found = [rate(name, part) for name, part in parts if part.samples]
+    return Point(sum(size for size, _ in found), sum(time_s for _, time_s in found), plan)
+
+
+def _plans(name: str, samples: int, cached: int, graph: int, treatments: Sequence[str]) -> Iterator[TowerPlan]:
+    """All numbers of micro-batches that are checkpointed and kept; the rest is cached, in micro-batches of its own."""
+    passes = -(-samples // graph)
+    group = -(-passes // FINE) * graph
+    counts = range(-(-samples // group) + 1)
+    for checkpointed in counts if "checkpointed" in treatments else (0,):
+        some = min(checkpointed * group, samples)
+        for kept in counts if "kept" in treatments else (0,):
+            others = min(kept * group, samples - some)
+            rest = samples - some - others
+            if rest == 0 or "cached" in treatments:
+                yield TowerPlan(name, Part(rest, cached), Part(some, graph), Part(others, graph))
+            if others < kept * group:
+                break
+
+
+def _pareto(points: Iterable[Point]) -> list[Point]:
+    found: list[Point] = []
+    for point in sorted(points, key=lambda point: point[:2]):
+        if not found or point.time_s < found[-1].time_s:
+            found.append(point)
+    return found
+
+
+def graph_bytes(costs: TowerCosts, plan: TowerPlan) -> int:
+    """Of all graphs that stay."""
+    named = (("checkpointed", plan.checkpointed), ("kept", plan.kept))
+    return sum(kept_bytes(getattr(costs, name), part) for name, part in named if part.samples)
+
+
+def _fastest(frontiers: Sequence[Frontier], room: int) -> tuple[float, list[Point]]:
+    """The points, one of each frontier, that take the least time within the room; infinite time if none fits."""
+    first, *others = frontiers
+    if not others:
+        place = bisect.bisect_right(first.sizes, room)
+        return (first.points[place - 1].time_s, [first.points[place - 1]]) if place else (math.inf, [])
+    best: tuple[float, list[Point]] = math.inf, []
+    step = 1 if len(others) == 1 else max(1, len(first.points) // THINNED)
+    for point in itertools.chain(first.points[::step], first.points[-1:]):
+        if point.size > room:
+            break
+        time_s, rest = _fastest(others, room - point.size)
+        if point.time_s + time_s < best[0]:
+            best = point.time_s + time_s, [point, *rest]
+    return best
+
+
+def _sizes(problem: StepProblem, costs: TowerCosts, samples: int, resort: int) -> list[int]:
+    """Micro-batches to choose from: the measured sizes that are about as fast as any, as far as the batch goes.
+
+    Each further resort has the three sizes below those of the one before, down to single samples.
+    """
+    if problem.micro_batch is not None:
+        return [min(problem.micro_batch, samples)]
+    graph = costs.kept or costs.without_graph
+    measured = sorted({min(size, samples) for size in graph.sizes})
+    rates = {size: graph.seconds(size) / size for size in measured}
+    fast = [size for size in measured if rates[size] <= SLOWER * min(rates.values())]
+    if resort == 0:
+        return fast
+    smaller = [*(1 << power for power in range((measured[0] - 1).bit_length())), *(x for x in measured if x < fast[0])]
+    return smaller[::-1][3 * resort - 3 :][:3] or smaller[:1] or fast[:1]

@@ -1,0 +1,223 @@
+"""A training step that follows a plan: exact gradients of a batch whose towers' activations do not fit at once.
+
+features   cached micro-batches pass the towers without a graph, then the others with theirs, which stays
+loss       of all features; its gradient with respect to each
+backward   graphs that were kept, the last one first, each freed behind its use
+           then each cached micro-batch again: forward with a graph, backward
+ranks      gradients are reduced once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from infcl_gen.errors import InputError
+from infcl_gen.step.blocks import computed_again
+from infcl_gen.step.feed import Feed, Slabs, rows_of
+from infcl_gen.step.gradients import Exchange, leaves_of
+from infcl_gen.step.plan import Pass, TowerPlan
+from infcl_gen.step.state import Buffers, RandomState, restore_buffers
+
+Number = float | Tensor | Callable[[], Tensor]
+
+
+class Tower(NamedTuple):
+    """A callable from an input to features (M, ...), and what it runs.
+
+    features  none, (0, ...): their shape, dtype and device
+    blocks    modules that are computed again where a micro-batch is checkpointed
+    """
+
+    run: Callable[[Any], Tensor]
+    features: Tensor
+    modules: tuple[nn.Module, ...] = ()
+    blocks: tuple[nn.Module, ...] = ()
+
+
+class Model(NamedTuple):
+    """Everything of a training step but its plan and its inputs.
+
+    loss        (*features, scale) -> this rank's loss; (*features, scale, bias) where there is a bias
+    autocast    the dtype that towers and loss compute in, or None for what is set around the step
+    generators  further ones that the towers draw from
+    value       what a step returns of the loss: its value over ranks
+    """
+
+    towers: tuple[Tower, ...]
+    loss: Callable[..., Tensor]
+    scale: Number
+    bias: Number | None
+    device: torch.device
+    autocast: torch.dtype | None
+    generators: tuple[torch.Generator, ...]
+    value: Callable[[Tensor], Tensor]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return tuple({id(module): module for tower in self.towers for module in tower.modules}.values())
+
+
+class UnrepeatableError(RuntimeError):
+    """A second pass of a micro-batch gave other features than the first."""
+
+
+class _Cached(NamedTuple):
+    """A micro-batch that passes its tower again, and what both passes must meet."""
+
+    turn: Pass
+    random: RandomState
+    buffers: list[tuple[Tensor, Tensor]]
+
+
+class TrainingStep:
+    """One exact step: `loss = step(*inputs)`, an input for each tower. Gradients are in `.grad`; the loss is detached.
+
+    The user's own clipping and optimiser follow. Gradients that are there already are added to. `scaler=`: the
+    GradScaler that the loss is multiplied by before backward. A NaN in the loss is returned, and is in the gradients.
+
+    After an error or an interrupt, `.grad` of every parameter is what it was before the step.
+
+    Raises InputError for inputs that do not fit the plan, and UnrepeatableError where a second pass differs.
+    """
+
+    def __init__(self, plans: Sequence[TowerPlan], model: Model) -> None:
+        self.plans, self.model = tuple(plans), model
+        self.slabs = Slabs()
+        self.buffers = [Buffers(tower.modules) for tower in model.towers]
+        self.repeats = False  # whether second passes were seen to give the features of the first
+        self._trained = self._trainable()
+
+    def __call__(self, *inputs: Any, scaler: Any = None) -> Tensor:
+        model, dtype = self.model, self.model.autocast
+        if self._trainable() != self._trained:
+            raise InputError("towers: parameters were frozen or unfrozen since the step was planned; plan it again")
+        scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
+        numbers = [leaf for each in (scale, bias) for leaf in leaves_of(each)]
+        with contextlib.ExitStack() as around:
+            if dtype is not None:
+                around.enter_context(torch.autocast(model.device.type, dtype))
+            exchange = around.enter_context(Exchange(model.modules, numbers))
+            loss = _Run(self, inputs, exchange).loss(scale, bias, scaler)
+        return model.value(loss)
+
+    def _trainable(self) -> list[bool]:
+        return [each.requires_grad for module in self.model.modules for each in module.parameters()]
+
+
+class _Run:
+    """One call of a step."""
+
+    def __init__(self, step: TrainingStep, inputs: Sequence[Any], exchange: Exchange) -> None:
+        self._step, self._model, self._plans, self._exchange = step, step.model, step.plans, exchange
+        if len(inputs) != len(self._plans):
+            names = ", ".join(plan.name for plan in self._plans)
+            raise InputError(f"inputs: {len(inputs)} were given; the step has {len(self._plans)} towers ({names})")
+        self._samples = [rows_of(x, f"inputs: {plan.name}") for x, plan in zip(inputs, self._plans, strict=True)]
+        for plan, samples in zip(self._plans, self._samples, strict=True):
+            if samples > plan.samples:
+                raise InputError(f"inputs: {plan.name} got {samples} samples; the step is planned for {plan.samples}")
+        self._feed = Feed(inputs, self._model.device, step.slabs)
+        self._features = [
+            tower.features.new_empty(samples, *tower.features.shape[1:])
+            for tower, samples in zip(self._model.towers, self._samples, strict=True)
+        ]
+        self._last: dict[nn.Module, Pass] = {}  # of each module, the micro-batch whose backward is its last
+
+    def loss(self, scale: Any, bias: Any, scaler: Any) -> Tensor:
+        """The loss, detached, once all gradients are accumulated and reduced."""
+        turns = [each for t, plan in enumerate(self._plans) for each in plan.passes(self._samples[t], t)]
+        cached = [each for each in self._first_passes(turns) if not self._plans[each.turn.tower].frozen]
+        torch.clear_autocast_cache()  # weights that were cast without a graph
+        kept = list(self._kept_passes(turns))
+        leaves = [x.requires_grad_(not plan.frozen) for x, plan in zip(self._features, self._plans, strict=True)]
+        loss = self._model.loss(*leaves, scale) if bias is None else self._model.loss(*leaves, scale, bias)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        kept = [each for each in kept if leaves[each[0].tower].grad is not None]  # else the loss has no use for them
+        cached = [each for each in cached if leaves[each.turn.tower].grad is not None]
+        order = [*(turn for turn, _ in reversed(kept)), *(each.turn for each in cached)]
+        self._last = {module: turn for turn in order for module in self._model.towers[turn.tower].modules}
+        while kept:
+            turn, output = kept.pop()
+            self._backward(turn, output)
+            del output
+        torch.clear_autocast_cache()
+        if cached:
+            self._second_passes(cached)
+        self._exchange.reduce()
+        return loss.detach()
+
+    def _first_passes(self, turns: Sequence[Pass]) -> Iterator[_Cached]:
+        """Features of cached micro-batches, without a graph."""
+        random = None
+        for turn, given in self._feed.stream(each for each in turns if each.treatment == "cached"):
+            buffers, random = self._step.buffers[turn.tower], self._random(random)
+            met = _Cached(turn, random, buffers.save())
+            with torch.no_grad():
+                self._store(turn, self._model.towers[turn.tower].run(given))
+            buffers.watch()
+            yield met
+
+    def _kept_passes(self, turns: Sequence[Pass]) -> Iterator[tuple[Pass, Tensor]]:
+        """The other micro-batches, with features whose graph stays."""
+        for turn, given in self._feed.stream(each for each in turns if each.treatment != "cached"):
+            tower = self._model.towers[turn.tower]
+            with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._model.generators):
+                output = tower.run(given)
+            self._store(turn, output)
+            yield turn, output
+
+    def _second_passes(self, cached: Sequence[_Cached]) -> None:
+        """The graph of each cached micro-batch, from the random numbers and buffers of its first pass; backward."""
+        random, buffers = self._random(), [each.save() for each in self._step.buffers]
+        met, differ = {each.turn: each for each in cached}, dict[Pass, Tensor]()
+        try:
+            for turn, given in self._feed.stream(met):
+                met[turn].random.restore(self._model.generators)
+                restore_buffers(met[turn].buffers)
+                output = self._model.towers[turn.tower].run(given)
+                if not self._step.repeats:
+                    differ[turn] = _differs(output.detach(), self._features[turn.tower].detach()[turn.rows])
+                self._backward(turn, output)
+        finally:
+            random.restore(self._model.generators)
+            for each in buffers:
+                restore_buffers(each)
+        for turn, found in differ.items():
+            if bool(found):
+                raise UnrepeatableError(
+                    f"{self._plans[turn.tower].name}: rows {turn.start} to {turn.stop} have other features "
+                    "in their second pass than in their first; name the generators that the tower draws from "
+                    "(generators=), or keep all graphs (treatments=('kept',))"
+                )
+        self._step.repeats = True
+
+    def _backward(self, turn: Pass, output: Tensor) -> None:
+        gradient = self._features[turn.tower].grad
+        assert gradient is not None
+        last_of = [module for module, last in self._last.items() if last == turn]
+        self._exchange.backward(output, gradient[turn.rows], last_of)
+
+    def _random(self, before: RandomState | None = None) -> RandomState:
+        return RandomState.now([self._model.device], self._model.generators, before)
+
+    def _store(self, turn: Pass, output: Any) -> None:
+        here = self._features[turn.tower][turn.rows]
+        if not isinstance(output, Tensor) or output.shape != here.shape or output.dtype != here.dtype:
+            kind = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            name, planned = self._plans[turn.tower].name, f"{here.dtype} {tuple(here.shape)}"
+            raise InputError(f"{name}: gave {kind} for {len(here)} samples; the step is planned for {planned}")
+        here.copy_(output.detach())
+
+
+def _differs(again: Tensor, first: Tensor) -> Tensor:
+    """Whether features differ by more than rounding explains in the dtype that they are computed in; 0-dim."""
+    device = first.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.dtype
+    error, size = (again - first).double().norm(), first.double().norm()
+    return torch.gt(error, math.sqrt(torch.finfo(dtype).eps) * size)

@@ -1,0 +1,281 @@
+"""Measures what towers cost, on the device and in the process that will train: seconds, and nothing is changed.
+
+Micro-batches double in size until larger ones are no faster or would not fit. Parameters, gradients, buffers and random
+numbers are afterwards what they were before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from infcl_gen.errors import InputError
+from infcl_gen.hardware.detection import detect
+from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.step.account import LossCosts
+from infcl_gen.step.blocks import computed_again
+from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
+from infcl_gen.step.executor import Model, Tower
+from infcl_gen.step.feed import bytes_of, rows_of
+from infcl_gen.step.gradients import unreduced
+from infcl_gen.step.state import Buffers, RandomState, restore_buffers
+from infcl_gen.verification.memory import PeakMeter
+
+SMALLEST = 16  # samples of the first micro-batch
+REPEATS = 3
+FASTER = 0.98  # a larger micro-batch is tried while the last one took less than this of the time per sample before
+MOST_MEMORY = 0.8  # of what is free: for the next micro-batch, which is predicted from the last one
+COPY_BYTES = 64 << 20
+LARGEST_LOSS = 2048  # samples for which a loss of the user is measured
+
+
+class Limits(NamedTuple):
+    """How far to measure.
+
+    samples       of the largest micro-batch
+    memory_bytes  that the process may allocate on the device
+    agree         what this rank decides -> what all ranks do: they pass sharded towers together
+    """
+
+    samples: int
+    memory_bytes: int
+    agree: Callable[[bool], bool]
+
+
+_DTYPES = {getattr(torch, word): flag for flag, word in TORCH_DTYPES.items()}
+
+
+def measure(model: Model, example: Sequence[Any], names: Sequence[str], limits: Limits) -> StepCosts:
+    """The costs of the model's towers; `example` has an input for each, whose samples are repeated as needed."""
+    with unchanged(model.modules, model.device, model.generators), autocast(model.device, model.autocast):
+        found = [
+            _tower(model, tower, given, name, limits)
+            for tower, given, name in zip(model.towers, example, names, strict=True)
+        ]
+    parameters = list(dict.fromkeys(each for module in model.modules for each in module.parameters()))
+    buffers = list(dict.fromkeys(each for module in model.modules for each in module.buffers()))
+    trained = [each for each in parameters if each.requires_grad]
+    features = model.towers[0].features
+    return StepCosts(
+        name="",
+        device=detect("auto" if model.device.type == "cuda" else "cpu").name,
+        towers=tuple(costs for costs, _ in found),
+        dim=math.prod(features.shape[1:]),
+        dtype=_DTYPES[features.dtype],
+        parameter_bytes=sum(each.nbytes for each in (*parameters, *buffers)),  # of a DTensor: all shards
+        gradient_bytes=sum(each.nbytes for each in trained),
+        cast_bytes=sum(cast for _, cast in found),
+        host_to_device_gbs=_copy_rate(model.device),
+        versions={"torch": importlib.metadata.version("torch")},
+    )
+
+
+def _tower(model: Model, tower: Tower, example: Any, name: str, limits: Limits) -> tuple[TowerCosts, int]:
+    """The costs of one tower, and the bytes of its weights that autocast keeps."""
+    rows = rows_of(example, f"example: {name}")
+
+    def given(size: int) -> Any:
+        places = torch.arange(size) % rows
+
+        def moved(leaf: Any) -> Any:
+            return leaf[places.to(leaf.device)].to(model.device) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+        return pytree.tree_map(moved, example)
+
+    probe = _Probe(model, tower, given, limits)
+    cast_bytes, frozen = probe.cast_bytes()
+    with torch.no_grad():
+        without_graph = probe.costs(backward=False)
+    torch.clear_autocast_cache()
+    kept = checkpointed = None
+    if not frozen:
+        kept = probe.costs(backward=True)
+        if tower.blocks:
+            with computed_again(tower.blocks, model.generators):
+                checkpointed = probe.costs(backward=True)
+    per_sample = tower.features.element_size() * math.prod(tower.features.shape[1:])
+    return TowerCosts(name, per_sample, -(-bytes_of(example) // rows), without_graph, kept, checkpointed), cast_bytes
+
+
+@dataclasses.dataclass
+class _Probe:
+    """Runs micro-batches of a tower; `given(size)` makes an input."""
+
+    model: Model
+    tower: Tower
+    given: Callable[[int], Any]
+    limits: Limits
+
+    def cast_bytes(self) -> tuple[int, bool]:
+        """What stays of the first pass but not of the second, and whether features have no gradient."""
+        kept, outputs = [], []
+        for _ in range(2):
+            with PeakMeter(self.model.device) as meter:
+                outputs.append(self.tower.run(self.given(min(SMALLEST, self.limits.samples))))
+            kept.append(meter.kept_bytes)
+        return max(0, kept[0] - kept[1]), not outputs[0].requires_grad
+
+    def costs(self, backward: bool) -> PassCosts:
+        """The costs of micro-batches of SMALLEST samples, twice as many, and so on."""
+        rows: list[tuple[int, float, int, int, float, int]] = []
+        for size in _doubling(SMALLEST, self.limits.samples):
+            if rows and not self.limits.agree(self._worth_trying(rows, size)):
+                break
+            with contextlib.suppress(torch.OutOfMemoryError):
+                rows.append((size, *self._row(size, backward)))
+            if not self.limits.agree(bool(rows) and rows[-1][0] == size):
+                rows = [row for row in rows if row[0] < size]
+                break
+        if not rows:
+            raise InputError(f"memory: a micro-batch of {min(SMALLEST, self.limits.samples)} samples does not fit")
+        sizes, forward_s, forward_peak, kept, backward_s, backward_peak = zip(*rows, strict=True)
+        behind = (backward_s, backward_peak) if backward else ((), ())
+        return PassCosts(sizes, forward_s, forward_peak, kept, *behind)
+
+    def _worth_trying(self, rows: list[Any], size: int) -> bool:
+        peaks = [max(row[2], row[5]) for row in rows]
+        used = torch.cuda.memory_allocated(self.model.device) if self.model.device.type == "cuda" else 0
+        if used + peaks[-1] * size / rows[-1][0] > MOST_MEMORY * self.limits.memory_bytes:
+            return False
+        rates = [(row[1] + row[4]) / row[0] for row in rows]
+        return len(rates) < 3 or min(rates[-2:]) < FASTER * min(rates[:-2])
+
+    def _row(self, size: int, backward: bool) -> tuple[float, int, int, float, int]:
+        """(seconds of forward, its peak, what it keeps, seconds of backward, its peak) of one micro-batch."""
+        device, run = self.model.device, self.tower.run
+        self._times(size, backward)  # allocates gradients, chooses kernels
+        with PeakMeter(device) as forward:
+            output = run(self.given(size))
+        backward_peak = 0
+        if backward:
+            gradient = torch.ones_like(output)
+            with PeakMeter(device) as behind:
+                torch.autograd.backward(output, gradient)
+            backward_peak = forward.kept_bytes + behind.peak_bytes
+        del output
+        forward_s, backward_s = zip(*(self._times(size, backward) for _ in range(REPEATS)), strict=True)
+        return (
+            statistics.median(forward_s), forward.peak_bytes, forward.kept_bytes, statistics.median(backward_s),
+            backward_peak,
+        )  # fmt: skip
+
+    def _times(self, size: int, backward: bool) -> tuple[float, float]:
+        given, clock = self.given(size), _Clock(self.model.device)
+        output = self.tower.run(given)
+        forward_s = clock.lap()
+        if backward:
+            torch.autograd.backward(output, torch.ones_like(output))
+        return forward_s, clock.lap() if backward else 0.0
+
+
+class _Clock:
+    """Seconds since it was made or asked before, once the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._wait()
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        self._wait()
+        before, self._last = self._last, time.perf_counter()
+        return self._last - before
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _doubling(first: int, largest: int) -> Iterator[int]:
+    size = min(first, largest)
+    while size < largest:
+        yield size
+        size *= 2
+    yield largest
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """As around a step: in `dtype`, or as it is where that is None."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+@contextlib.contextmanager
+def unchanged(
+    modules: Sequence[nn.Module], device: torch.device, generators: Sequence[torch.Generator]
+) -> Iterator[None]:
+    """Gradients, buffers and random numbers are afterwards what they were; no wrapper reduces gradients inside."""
+    parameters = list(dict.fromkeys(each for module in modules for each in module.parameters()))
+    gradients, random = [each.grad for each in parameters], RandomState.now([device], generators)
+    buffers = Buffers(modules).save()
+    try:
+        for each in parameters:
+            each.grad = None
+        with unreduced(modules):
+            yield
+    finally:
+        for each, gradient in zip(parameters, gradients, strict=True):
+            each.grad = gradient
+        restore_buffers(buffers)
+        random.restore(generators)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """1e9 bytes a second from pinned host memory to the device; 0 on the host itself."""
+    if device.type != "cuda":
+        return 0.0
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    host.to(device)
+    times = []
+    for _ in range(REPEATS):
+        clock = _Clock(device)
+        host.to(device)
+        times.append(clock.lap())
+    return COPY_BYTES / statistics.median(times) / 1e9
+
+
+class MeasuredLoss:
+    """`Losses` of the user's own: measured on random features of three batches, and on parabolas through them."""
+
+    def __init__(self, model: Model, limits: Limits) -> None:
+        largest = min(LARGEST_LOSS, limits.samples)
+        self._sizes = sorted({max(1, largest // 4), max(1, largest // 2), largest})
+        self._found = [self._row(model, size) for size in self._sizes]
+
+    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
+        return math.ceil(self._at(max(samples), 0))
+
+    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
+        return [LossCosts(self.smallest_bytes(samples), self._at(max(samples), 1))]
+
+    def _at(self, samples: int, place: int) -> float:
+        """By Lagrange's formula: a loss takes bytes and seconds with the square of its batch, at most."""
+        found = 0.0
+        for size, row in zip(self._sizes, self._found, strict=True):
+            others = [other for other in self._sizes if other != size]
+            found += row[place] * math.prod((samples - other) / (size - other) for other in others)
+        return max(found, max(row[place] for row in self._found) if samples >= self._sizes[-1] else 0.0)
+
+    def _row(self, model: Model, size: int) -> tuple[int, float]:
+        def run() -> None:
+            features = [torch.randn_like(x.expand(size, *x.shape[1:])).requires_grad_() for x in like]
+            numbers = [each() if callable(each) else each for each in (model.scale, model.bias) if each is not None]
+            torch.autograd.grad(model.loss(*features, *numbers), features, allow_unused=True)
+
+        like = [tower.features.new_zeros(1, *tower.features.shape[1:]) for tower in model.towers]
+        with unchanged(model.modules, model.device, model.generators), autocast(model.device, model.autocast):
+            run()
+            with PeakMeter(model.device) as meter:
+                run()
+            clock = _Clock(model.device)
+            run()
+            return meter.peak_bytes, clock.lap()

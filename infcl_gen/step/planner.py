@@ -1,0 +1,172 @@
+"""A plan for a whole training step, from what its towers cost: batch or largest batch, treatments, bytes, seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.inputs.problem import Problem, make_problem
+from infcl_gen.inputs.text import check_word
+from infcl_gen.planning import Plan
+from infcl_gen.step.account import Account, LossCosts, Losses, StepProblem
+from infcl_gen.step.choose import choose, largest_samples
+from infcl_gen.step.costs import StepCosts
+from infcl_gen.step.plan import TREATMENTS
+
+WRAPPERS = ("none", "ddp", "fsdp2")
+# Bytes of state for each byte of a trained parameter.
+OPTIMIZERS = {
+    "none": 0,
+    "sgd": 0,
+    "momentum": 1,
+    "adamw": 2,
+    "adam": 2,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "muon": 1,
+}
+BUDGETS = (1, 2, 8)  # of the loss, times its smallest; and "auto"
+
+
+class Alternative(NamedTuple):
+    """The step with fewer treatments to choose from."""
+
+    treatments: tuple[str, ...]
+    time_s: float | None  # None: it does not fit
+    peak_bytes: int  # or what it would need
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """A step of `samples` per device and tower: how they pass, what it takes, what else there is.
+
+    `largest_batch`: over all devices, within the same memory. `step` makes what executes it, where it was planned for
+    towers and not from a profile.
+    """
+
+    problem: StepProblem
+    account: Account
+    alternatives: tuple[Alternative, ...]
+    largest_batch: int
+    make_step: Callable[[StepPlan], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def batch_size(self) -> int:
+        return max(self.problem.samples) * self.problem.world_size
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.account.peak_bytes
+
+    @property
+    def predicted_time_s(self) -> float:
+        return self.account.time_s
+
+    def step(self) -> Any:
+        """The `TrainingStep` of this plan. Raises InputError for a plan from a profile."""
+        if self.make_step is None:
+            raise InputError("step: this plan is from a profile; plan_step(towers, example, ...) plans one that runs")
+        return self.make_step(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as literals."""
+        account, problem = self.account, self.problem
+        return {
+            "model": problem.costs.name, "device": problem.costs.device, "versions": dict(problem.costs.versions),
+            "batch_size": self.batch_size, "devices": problem.world_size, "wrapper": problem.wrapper,
+            "inputs": problem.inputs, "memory_bytes": problem.memory_bytes, "largest_batch": self.largest_batch,
+            "predicted_peak_bytes": account.peak_bytes, "predicted_time_s": account.time_s,
+            "towers": [dataclasses.asdict(each) for each in account.towers],
+            "items": [each._asdict() for each in account.items],
+            "seconds": dict(account.seconds),
+            "loss": account.loss._asdict(),
+            "alternatives": [each._asdict() for each in self.alternatives],
+        }  # fmt: skip
+
+
+def plan_from_costs(
+    costs: StepCosts, memory_bytes: int, losses: Losses, *, batch_size: int | None, world_size: int = 1, **options: Any
+) -> StepPlan:
+    """The fastest step within the memory; without a batch size, of the largest batch that fits.
+
+    options: further fields of `StepProblem`. Raises InputError or InfeasibleError.
+    """
+    check_word("wrapper", options.get("wrapper", "none"), WRAPPERS)
+    for each in options.get("treatments", TREATMENTS):
+        check_word("treatments", each, TREATMENTS)
+    towers = len(costs.towers)
+    asked = None if batch_size is None else -(-batch_size // world_size)
+    problem = StepProblem(costs, (asked or 1,) * towers, memory_bytes, losses, world_size=world_size, **options)
+    largest = largest_samples(problem)
+    if asked is None:
+        if not largest:
+            choose(problem)  # raises
+        problem = dataclasses.replace(problem, samples=(largest,) * towers)
+    found = choose(problem)
+    return StepPlan(problem, found, tuple(_alternatives(problem)), largest * world_size)
+
+
+def _alternatives(problem: StepProblem) -> list[Alternative]:
+    found = []
+    for treatments in (("cached",), ("checkpointed",), ("kept",)):
+        if treatments == problem.treatments or treatments[0] not in problem.treatments:
+            continue
+        other = dataclasses.replace(problem, treatments=treatments)
+        try:
+            account = choose(other)
+            found.append(Alternative(treatments, account.time_s, account.peak_bytes))
+        except InfeasibleError as error:
+            found.append(Alternative(treatments, None, error.smallest_budget_bytes or 0))
+        except InputError:  # no blocks to compute again
+            continue
+    return found
+
+
+class PlannedLoss:
+    """`Losses` of a loss that this project generates. `flags`: of its problem, without sizes, devices and budget."""
+
+    def __init__(self, flags: Mapping[str, Any], world_size: int) -> None:
+        self._flags, self._world_size = dict(flags), world_size
+        self._plans: dict[Any, Plan] = {}
+
+    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
+        try:
+            return self._plan(samples, "auto").smallest_budget_bytes
+        except InfeasibleError as error:
+            if error.smallest_budget_bytes is None:
+                raise
+            return error.smallest_budget_bytes
+
+    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
+        smallest = self.smallest_bytes(samples)
+        plans = [self._plan(samples, times * smallest) for times in BUDGETS]
+        with contextlib.suppress(InfeasibleError):
+            plans.append(self._plan(samples, "auto"))
+        by_peak = {plan.predicted_peak_bytes: plan for plan in plans}
+        return [LossCosts(peak, plan.predicted_queued_s, plan.budget_bytes) for peak, plan in sorted(by_peak.items())]
+
+    def problem(self, samples: tuple[int, ...], budget: str | int | None) -> Problem:
+        """The problem for so many samples of each tower per device."""
+        batch = {"batch_size": max(1, samples[0]) * self._world_size, "devices": self._world_size}
+        if samples[-1] != samples[0]:
+            batch["keys"] = max(1, samples[-1]) * self._world_size
+        return make_problem(**self._flags, **batch, memory_budget="auto" if budget is None else budget)
+
+    def _plan(self, samples: tuple[int, ...], budget: str | int) -> Plan:
+        from infcl_gen.emission import plan_problem
+
+        if (samples, budget) not in self._plans:
+            self._plans[samples, budget] = plan_problem(self.problem(samples, budget))[0]
+        return self._plans[samples, budget]
+
+
+def optimizer_bytes(optimizer: str | int, gradient_bytes: int) -> int:
+    """Of the state of an optimiser: by its name, or as it is given."""
+    if isinstance(optimizer, int):
+        return optimizer
+    check_word("optimizer", optimizer, tuple(OPTIMIZERS))
+    return OPTIMIZERS[optimizer] * gradient_bytes

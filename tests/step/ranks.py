@@ -1,0 +1,136 @@
+"""What a rank of tests/step/test_ranks.py does: each function is a task of `infcl_gen.processes.run_ranks`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.parallel import DistributedDataParallel
+
+import infcl_gen
+from infcl_gen.processes import Seat
+from infcl_gen.step import gradients
+from infcl_gen.step.blocks import blocks_of
+from infcl_gen.step.executor import Tower, TrainingStep
+from infcl_gen.step.plan import Part, TowerPlan
+from tests.step.models import DIM, Pair, batch, difference, model_of, pair, plain
+
+
+def plans(rows: int, way: str) -> list[TowerPlan]:
+    """Of `rows` samples: "mixture" has all treatments."""
+    parts = {way: Part(rows, 3)}
+    if way == "mixture":
+        kept, checkpointed = rows // 3, rows // 4
+        parts = {"kept": Part(kept, 2), "checkpointed": Part(checkpointed, 3)}
+        parts["cached"] = Part(rows - kept - checkpointed, 3)
+    return [TowerPlan("image", **parts), TowerPlan("text", **parts)]
+
+
+def wrapped(module: Pair, wrapper: str) -> tuple[nn.Module, Any]:
+    """The module under a wrapper, and its scale."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(module), lambda: module.log_scale.exp()
+    for block in blocks_of([module]):
+        fully_shard(block)
+    fully_shard(module)
+    average = [Partial("avg")]
+    return module, lambda: module.log_scale.full_tensor(grad_placements=average).exp()
+
+
+def step(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
+    """The errors of two steps of this rank's part of a batch, and how often gradients were reduced in one of them."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 60.0)
+    rows, wrapper, way = argument["rows"], argument["wrapper"], argument["way"]
+    first = sum(rows[: seat.rank])
+    original, module = pair(), pair()
+    if wrapper == "fsdp":
+        module.log_scale = nn.Parameter(module.log_scale.detach().reshape(1))
+    model, scale = wrapped(module, wrapper)
+    towers = (lambda x: model(image=x), lambda x: model(text=x))
+    like, blocks = torch.empty(0, DIM, dtype=torch.float64), [blocks_of([each]) for each in (module.image, module.text)]
+    executed = model_of(original, scale=scale)._replace(
+        towers=tuple(Tower(run, like, (model,), own) for run, own in zip(towers, blocks, strict=True))
+    )
+    run = TrainingStep(plans(rows[seat.rank], way), executed)
+    with contextlib.suppress(KeyboardInterrupt):  # with features and graphs there, on all ranks
+        interrupted = TrainingStep(plans(rows[seat.rank], way), executed._replace(loss=interrupt))
+        interrupted(*(x[first : first + rows[seat.rank]] for x in batch(sum(rows), 3)))
+    if argument.get("planted"):  # wrappers reduce in each pass
+        gradients.unreduced = lambda modules: contextlib.nullcontext()
+        gradients._reduces = lambda modules, reduces: None
+    found: dict[str, Any] = {"errors": [], "values": []}
+    total: dict[str, torch.Tensor] = {}
+    for seed in (1, 2):  # the second adds to the gradients of the first
+        inputs = batch(sum(rows), seed)
+        with counted() as reductions:
+            loss = run(*(x[first : first + rows[seat.rank]] for x in inputs))
+        true, of_plain = plain(original, *inputs)
+        total = {name: each + total.get(name, 0) for name, each in of_plain.items()}
+        reduced = whole_gradients(module)
+        total = {name: each.reshape(reduced[name].shape) for name, each in total.items()}
+        found["errors"].append(difference(reduced, total))
+        found["values"].append(float((loss - true).abs()))
+    return {**found, "reductions": len(reductions)}
+
+
+def interrupt(*features: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
+def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients by the name of their parameter; those of shards are gathered."""
+    found = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+
+
+class counted:
+    """The calls inside that reduce gradients: their sizes in elements."""
+
+    def __enter__(self) -> list[int]:
+        self._calls: list[int] = []
+        names = ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor")  # the last one before torch 2.12
+        self._originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+        def counting(name: str) -> Any:
+            def call(*arguments: Any, **named: Any) -> Any:
+                tensors = [each for each in (*arguments, *named.values()) if isinstance(each, torch.Tensor)]
+                if tensors[0].is_floating_point() and max(each.numel() for each in tensors) > 1:
+                    self._calls.append(max(each.numel() for each in tensors))
+                return self._originals[name](*arguments, **named)
+
+            return call
+
+        for name in self._originals:
+            setattr(dist, name, counting(name))
+        return self._calls
+
+    def __exit__(self, *error: object) -> None:
+        for name, original in self._originals.items():
+            setattr(dist, name, original)
+
+
+def planned(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
+    """The plan of ranks of which the second has less memory, and the error of its step."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 60.0)
+    original, module = pair(), pair()
+    if argument["wrapper"] == "fsdp":
+        module.log_scale = nn.Parameter(module.log_scale.detach().reshape(1))
+    model, scale = wrapped(module, argument["wrapper"])
+    inputs = batch(40)
+    own = [x[seat.rank * 20 : seat.rank * 20 + 20] for x in inputs]
+    plan = infcl_gen.plan_step(
+        [lambda x: model(image=x), lambda x: model(text=x)], [x[:4] for x in own], scale=scale, batch_size=40,
+        memory=f"{64 >> seat.rank}MiB",
+    )  # fmt: skip
+    plan.step()(*own)
+    found = whole_gradients(module)
+    true = {name: each.reshape(found[name].shape) for name, each in plain(original, *inputs)[1].items()}
+    return {"plan": plan.as_dict(), "error": difference(found, true)}

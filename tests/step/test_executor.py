@@ -1,0 +1,289 @@
+"""A planned step against one plain large batch, in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from infcl_gen.errors import InputError
+from infcl_gen.step.blocks import blocks_of
+from infcl_gen.step.executor import Tower, TrainingStep, UnrepeatableError
+from infcl_gen.step.plan import Part, TowerPlan
+from tests.step.models import DIM, Pair, batch, dense, difference, gradients, model_of, pair, plain
+
+ROWS = 23
+PLANS = {
+    "cached": {"cached": Part(ROWS, 5)},
+    "checkpointed": {"checkpointed": Part(ROWS, 7)},
+    "kept": {"kept": Part(ROWS, 4)},
+    "mixture": {"cached": Part(9, 2), "checkpointed": Part(8, 3), "kept": Part(6, 4)},
+    "alone": {"cached": Part(22, 22), "kept": Part(1, 1)},
+}
+
+
+def plans(image: str, text: str) -> list[TowerPlan]:
+    return [TowerPlan("image", **PLANS[image]), TowerPlan("text", **PLANS[text])]
+
+
+@pytest.mark.parametrize("text", sorted(PLANS))
+@pytest.mark.parametrize("image", sorted(PLANS))
+def test_gradients_are_those_of_one_large_batch(image: str, text: str) -> None:
+    module, inputs = pair(), batch(ROWS)
+    loss = TrainingStep(plans(image, text), model_of(module))(*inputs)
+    true, of_plain = plain(module, *inputs)
+    assert not loss.requires_grad and abs(float(loss - true)) < 1e-12
+    assert difference(gradients(module), of_plain) < 1e-12
+
+
+def kept_step(module: Pair, towers: Sequence[Any], plan: Sequence[TowerPlan], inputs: Sequence[Tensor]) -> Tensor:
+    """The same micro-batches in the same order with all graphs kept, written apart from the executor."""
+    turns = [each for t, of_tower in enumerate(plan) for each in of_tower.passes(len(inputs[t]), t)]
+    turns.sort(key=lambda turn: turn.treatment != "cached")
+    outputs = {turn: towers[turn.tower](inputs[turn.tower][turn.rows]) for turn in turns}
+    image, text = (torch.cat([outputs[turn] for turn in sorted(turns) if turn.tower == t]) for t in range(2))
+    loss = dense(image, text, module.log_scale.exp())
+    loss.backward()
+    return loss.detach()
+
+
+class TestRandomNumbers:
+    """Dropout: gradients are those of the same micro-batches with all graphs kept and the same generator state."""
+
+    @pytest.mark.parametrize("text", sorted(PLANS))
+    @pytest.mark.parametrize("image", sorted(PLANS))
+    def test_a_second_pass_draws_what_the_first_drew(self, image: str, text: str) -> None:
+        inputs, plan = batch(ROWS), plans(image, text)
+        module, other = pair(dropout=0.3), pair(dropout=0.3)
+        torch.manual_seed(5)
+        loss = TrainingStep(plan, model_of(module))(*inputs)
+        after = torch.get_rng_state()
+        torch.manual_seed(5)
+        true = kept_step(other, (other.image, other.text), plan, inputs)
+        assert abs(float(loss - true)) < 1e-12 and difference(gradients(module), gradients(other)) < 1e-12
+        assert torch.equal(after, torch.get_rng_state())
+
+    def test_other_generators_are_replayed_where_they_are_named(self) -> None:
+        module, generator, inputs, plan = pair(), torch.Generator(), batch(ROWS), plans("cached", "kept")
+
+        def noisy(x: Tensor) -> Tensor:
+            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            features: Tensor = module.image(x + random.random() * noise)
+            return features
+
+        def seeded() -> None:
+            module.zero_grad()
+            generator.manual_seed(3)
+            random.seed(3)
+
+        towers = noisy, module.text
+        with pytest.raises(UnrepeatableError, match=r"image: rows 0 to 5 .*\(generators=\)"):
+            TrainingStep(plan, model_of(module, towers))(*inputs)
+        seeded()
+        TrainingStep(plan, model_of(module, towers, generators=(generator,)))(*inputs)
+        found = gradients(module)
+        seeded()
+        kept_step(module, towers, plan, inputs)
+        assert difference(found, gradients(module)) < 1e-12
+
+    def test_blocks_are_computed_again_from_a_named_generator(self) -> None:
+        module, generator, inputs = pair(), torch.Generator(), batch(ROWS)
+        forward = module.image.blocks[1].forward
+        module.image.blocks[1].forward = lambda x: forward(x + torch.randn(x.shape, generator=generator, dtype=x.dtype))
+        plan, found = plans("checkpointed", "kept"), []
+        for run in (
+            TrainingStep(plan, model_of(module, generators=(generator,))),
+            lambda *inputs: kept_step(module, (module.image, module.text), plan, inputs),
+        ):
+            module.zero_grad()
+            generator.manual_seed(3)
+            run(*inputs)
+            found.append(gradients(module))
+        assert difference(*found) < 1e-12
+
+
+def mixed(*frozen: str) -> list[TowerPlan]:
+    return [dataclasses.replace(each, frozen=each.name in frozen) for each in plans("mixture", "mixture")]
+
+
+def test_a_shared_tower() -> None:
+    module, inputs = pair(shared=True), batch(ROWS)
+    TrainingStep(mixed(), model_of(module))(*inputs)
+    assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+
+
+def test_a_frozen_tower() -> None:
+    module, inputs = pair(), batch(ROWS)
+    module.image.requires_grad_(False)
+    plan = [TowerPlan("image", cached=Part(ROWS, 5), frozen=True), mixed()[1]]
+    step = TrainingStep(plan, model_of(module))
+    step(*inputs)
+    assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+    module.image.requires_grad_(True)
+    with pytest.raises(InputError, match="were frozen or unfrozen since the step was planned; plan it again"):
+        step(*inputs)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 9, 14, 22])
+def test_smaller_batches_than_planned(rows: int) -> None:
+    module, inputs = pair(), batch(rows)
+    TrainingStep(mixed(), model_of(module))(*inputs)
+    assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+
+
+def test_gradients_accumulate_over_steps() -> None:
+    module, step_of = pair(), [batch(ROWS, seed) for seed in (1, 2)]
+    step = TrainingStep(mixed(), model_of(module))
+    for inputs in step_of:
+        step(*inputs)
+    first, second = (plain(module, *inputs)[1] for inputs in step_of)
+    assert difference(gradients(module), {name: first[name] + second[name] for name in first}) < 1e-12
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("moment", range(1, 40, 3))
+def test_an_interrupt_leaves_gradients_as_they_were(moment: int, before: bool) -> None:
+    """In any micro-batch of any pass."""
+    module, inputs, calls = pair(dropout=0.2), batch(ROWS), 0
+    if before:
+        plain(module, *inputs)
+        dense(module.image(inputs[0]), module.text(inputs[1]), module.log_scale.exp()).backward()
+    held, values = gradients(module), {name: each.clone() for name, each in module.named_parameters()}
+
+    def interrupted(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == moment:
+            raise KeyboardInterrupt
+        features: Tensor = module.text(x)
+        return features
+
+    step = TrainingStep(mixed(), model_of(module, (module.image, interrupted)))
+    try:
+        step(*inputs)
+    except KeyboardInterrupt:
+        assert difference(gradients(module), held) == 0 if held else not gradients(module)
+    else:
+        assert moment > 2 * 5 + 3 + 2  # passes of the tower
+    assert all(torch.equal(each, values[name]) for name, each in module.named_parameters())
+    assert not [block for block in module.modules() if "forward" in vars(block)]
+
+
+def test_buffers_are_those_of_one_pass() -> None:
+    """A counter, and a value that features depend on, which every pass changes."""
+
+    class Moving(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+            self.register_buffer("still", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            features: Tensor = self.inner(x * self.passes)
+            return features
+
+    module, other, inputs, plan = pair(), pair(), batch(ROWS), mixed()
+    for each in (module, other):
+        each.image = Moving(each.image)
+    like = torch.empty(0, DIM, dtype=torch.float64)
+    model = model_of(pair())._replace(
+        towers=(Tower(module.image, like, (module,), blocks_of([module.image])), Tower(module.text, like, (module,))),
+        scale=lambda: module.log_scale.exp(),
+    )
+    TrainingStep(plan, model)(*inputs)
+    kept_step(other, (other.image, other.text), plan, inputs)
+    assert difference(gradients(module), gradients(other)) < 1e-12
+    assert float(module.image.passes) == float(other.image.passes) == 10
+
+
+def test_nan_in_nan_out() -> None:
+    module, inputs = pair(), batch(ROWS)
+    inputs[0][3, 1] = float("nan")
+    loss = TrainingStep(mixed(), model_of(module))(*inputs)
+    assert loss.isnan() and all(each.isnan().any() for each in gradients(module).values())
+
+
+def test_a_gradient_scaler() -> None:
+    module, inputs = pair(), batch(ROWS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    loss = TrainingStep(mixed(), model_of(module))(*inputs, scaler=scaler)
+    true, of_plain = plain(module, *inputs)
+    assert abs(float(loss - true)) < 1e-12
+    assert difference(gradients(module), {name: 64 * each for name, each in of_plain.items()}) < 1e-12
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    assert difference(gradients(module), of_plain) < 1e-12
+
+
+def test_several_losses_of_the_user_on_the_same_features() -> None:
+    def both(image: Tensor, text: Tensor, scale: Tensor, bias: float) -> Tensor:
+        return dense(image, text, scale) + bias * (image - text).square().mean()
+
+    module, inputs = pair(), batch(ROWS)
+    TrainingStep(mixed(), model_of(module, loss=both, bias=0.25, value=lambda loss: loss))(*inputs)
+    found = gradients(module)
+    module.zero_grad()
+    both(module.image(inputs[0]), module.text(inputs[1]), module.log_scale.exp(), 0.25).backward()
+    assert difference(found, gradients(module)) < 1e-12
+
+
+def test_a_loss_without_use_for_a_tower() -> None:
+    module, inputs = pair(), batch(ROWS)
+    loss = TrainingStep(mixed(), model_of(module, loss=lambda image, text, scale: image.sum(), value=lambda x: x))
+    loss(*inputs)
+    assert gradients(module) and not [name for name in gradients(module) if name.startswith("text")]
+
+
+def test_autocast_reaches_every_pass() -> None:
+    """Weights that are cast in a pass without a graph get gradients in the next; the error is that of one batch."""
+    module, inputs = pair(dtype=torch.float32), batch(ROWS, dtype=torch.float32)
+    exact = plain(pair(dtype=torch.float64), *(x.double() for x in inputs))[1]
+    TrainingStep(mixed(), model_of(module, autocast=torch.bfloat16))(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        of_plain = plain(module, *inputs)[1]
+    error, of_plain_error = (
+        difference({name: each.double() for name, each in found.items()}, exact)
+        for found in (gradients(module), of_plain)
+    )
+    assert error < 2 * of_plain_error + 0.02
+
+
+def test_a_compiled_tower() -> None:
+    module, inputs = pair(), batch(ROWS)
+    compiled = torch.compile(module.image, backend="aot_eager")
+    plan = [TowerPlan("image", cached=Part(13, 4), kept=Part(10, 5)), mixed()[1]]
+    TrainingStep(plan, model_of(module, (compiled, module.text)))(*inputs)
+    assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+
+
+WRONG = {
+    "one input": (lambda image, text: (image,), "inputs: 1 were given; the step has 2 towers"),
+    "too many samples": (
+        lambda image, text: (torch.cat([image, image]), text),
+        "inputs: image got 46 samples; the step is planned for 23",
+    ),
+    "no rows": (lambda image, text: (image, 3), "inputs: text: has no tensor with rows"),
+    "rows that differ": (lambda image, text: (image, {"a": text, "b": text[:4]}), "has tensors of 4, 23 rows"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(WRONG))
+def test_wrong_inputs_are_refused(what: str) -> None:
+    change, message = WRONG[what]
+    with pytest.raises(InputError, match=message):
+        TrainingStep(mixed(), model_of(pair()))(*change(*batch(ROWS)))
+
+
+def test_features_that_are_not_as_planned_are_refused() -> None:
+    module = pair()
+    for tower, message in ((lambda x: module.image(x)[:, :4], "planned for torch.float64"), (lambda x: [x], "list")):
+        with pytest.raises(InputError, match=f"image: gave .*{message}"):
+            TrainingStep(mixed(), model_of(module, (tower, module.text)))(*batch(ROWS))
+    assert not gradients(module)

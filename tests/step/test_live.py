@@ -1,0 +1,210 @@
+"""`plan_step` on the CPU: what it measures and leaves alone, what its plans promise, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infcl_gen
+from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.processes import run_ranks
+from infcl_gen.step.costs import write_costs
+from infcl_gen.step.planner import StepPlan
+from infcl_gen.verification.memory import PeakMeter
+from tests.step.models import Encoder, Pair, batch, dense, difference, gradients, pair, plain
+
+ROWS = 512
+
+
+class Wide(Pair):
+    """Towers whose activations are what takes memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = Encoder(6, width=64, blocks=6), Encoder(6, width=32, blocks=4)
+
+
+@functools.cache
+def wide() -> tuple[Wide, StepPlan]:
+    torch.manual_seed(0)
+    module = Wide()
+    return module, planned(module)
+
+
+def planned(module: Pair, memory: str | int = "2GiB", rows: int = ROWS, **options: Any) -> StepPlan:
+    example = batch(32, dtype=module.log_scale.dtype)
+    given: dict[str, Any] = {"scale": lambda: module.log_scale.exp(), "batch_size": rows, "optimizer": "none"}
+    return infcl_gen.plan_step([module.image, module.text], example, memory=memory, **given | options)
+
+
+@pytest.mark.parametrize("treatments", [("cached",), ("checkpointed",), ("kept",), ("cached", "checkpointed", "kept")])
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_the_predicted_peak_bounds_the_measured_one_closely(treatments: tuple[str, ...], share: float) -> None:
+    """Within 10 %, whatever is chosen; below the least memory of these treatments nothing is planned."""
+    module, first = wide()
+    most = planned(module, "2GiB", costs=first.problem.costs, treatments=treatments).predicted_peak_bytes
+    try:
+        plan = planned(module, int(share * most), costs=first.problem.costs, treatments=treatments)
+    except InfeasibleError as error:
+        assert error.smallest_budget_bytes is not None and error.smallest_budget_bytes > share * most
+        plan = planned(module, error.smallest_budget_bytes, costs=first.problem.costs, treatments=treatments)
+    assert plan.predicted_peak_bytes <= plan.problem.memory_bytes
+    step, inputs = plan.step(), batch(ROWS, dtype=torch.float32)
+    step(*inputs)  # compares second passes with the first
+    module.zero_grad()
+    with PeakMeter("cpu") as meter:
+        step(*inputs)
+    there = sum(item.size for item in plan.account.items if item.name in ("parameters", "inputs") and item.why != "")
+    module.zero_grad()
+    assert meter.peak_bytes <= plan.predicted_peak_bytes <= 1.1 * (meter.peak_bytes + there)
+
+
+def test_planning_changes_nothing() -> None:
+    module = pair(dropout=0.2, dtype=torch.float32)
+    module.register_buffer("passes", torch.zeros(()))
+
+    def count(*_: object) -> None:
+        module.passes.add_(1)
+
+    module.image.register_forward_hook(count)
+    plain_gradient = torch.ones_like(module.log_scale)
+    module.log_scale.grad = plain_gradient
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    state = torch.get_rng_state()
+    planned(module, rows=64, model=module)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+    assert module.log_scale.grad is plain_gradient and list(gradients(module)) == ["log_scale"]
+    assert not [block for block in module.modules() if "forward" in vars(block)]
+
+
+def test_gradients_of_a_planned_step_are_exact() -> None:
+    module, inputs = pair(), batch(100)
+    loss = planned(module, "64MiB", rows=100, micro_batch=16).step()(*inputs)
+    true, of_plain = plain(module, *inputs)
+    assert abs(float(loss - true)) < 1e-12 and difference(gradients(module), of_plain) < 1e-12
+
+
+def test_a_loss_of_the_users_own() -> None:
+    module, inputs = pair(), batch(100)
+    plan = planned(module, "64MiB", rows=100, loss=dense)
+    loss = plan.step()(*inputs)
+    true, of_plain = plain(module, *inputs)
+    assert abs(float(loss - true)) < 1e-12 and difference(gradients(module), of_plain) < 1e-12
+    assert plan.account.loss.peak_bytes > 8 * 100 * 100 * 2  # the matrix, and its gradient
+
+
+def test_inputs_of_several_tensors_and_methods_of_a_model() -> None:
+    module, (image, text) = pair(), batch(40)
+
+    def encode(given: dict[str, Any]) -> Tensor:
+        features: Tensor = module(text=given["tokens"] * given["mask"])
+        return features
+
+    mask = torch.ones(40, 1, dtype=torch.float64)
+    example = [image[:8], {"tokens": text[:8], "mask": mask[:8], "padding": "right"}]
+    plan = infcl_gen.plan_step(
+        [functools.partial(module), encode], example, scale=lambda: module.log_scale.exp(), batch_size=40,
+        memory="64MiB",
+    )  # fmt: skip
+    assert [tower.name for tower in plan.account.towers] == ["partial", "encode"]
+    plan.step()(image, {"tokens": text, "mask": mask, "padding": "right"})
+    assert difference(gradients(module), plain(module, image, text)[1]) < 1e-12
+
+
+def test_costs_may_be_given(tmp_path: Path) -> None:
+    module, first = wide()
+    write_costs(tmp_path / "wide.toml", first.problem.costs)
+    for costs in (first.problem.costs, tmp_path / "wide.toml"):
+        again = planned(module, costs=costs)
+        assert again.predicted_peak_bytes == first.predicted_peak_bytes
+
+
+def test_the_largest_batch() -> None:
+    module, first = wide()
+    plan = planned(module, "64MiB", costs=first.problem.costs, batch_size=None)
+    assert plan.batch_size == plan.largest_batch > 10_000
+    with pytest.raises(InfeasibleError, match="the largest batch that fits has"):
+        planned(module, "64MiB", costs=first.problem.costs, rows=plan.largest_batch + 1)
+
+
+def test_the_state_of_an_optimiser_counts() -> None:
+    module, first = wide()
+    size = first.problem.costs.gradient_bytes
+
+    def counted(optimizer: Any) -> int:
+        plan = planned(module, costs=first.problem.costs, optimizer=optimizer)
+        return next(item.size for item in plan.account.items if item.name == "optimizer")
+
+    assert counted(None) == counted("adamw") == counted(torch.optim.AdamW(module.parameters())) == 2 * size
+    assert counted(torch.optim.SGD(module.parameters(), lr=1.0)) == 0 and counted(12345) == 12345
+    stepped = torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.9)
+    assert counted(stepped) == size
+    for each in module.parameters():
+        each.grad = torch.zeros_like(each)
+    stepped.step()
+    module.zero_grad()
+    assert size <= counted(stepped) <= size + 4
+    with pytest.raises(InputError, match="optimizer: 'rprop' is unknown"):
+        counted(torch.optim.Rprop(module.parameters()))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.last(self.norm(x))
+        return features
+
+
+def test_batch_normalisation_is_refused_or_accepted() -> None:
+    towers, example = [Normed(), Encoder(6)], batch(16, dtype=torch.float32)
+    plan = functools.partial(infcl_gen.plan_step, towers, example, batch_size=32, memory="1GiB")
+    with pytest.raises(InputError, match=r'norm normalises over a batch, .* eval\(\), or accept that: batch_norm="mic'):
+        plan()
+    assert plan(batch_norm="micro-batch").account.towers[0].samples == 32
+    with pytest.raises(InputError, match="batch_norm: 'yes' is unknown"):
+        plan(batch_norm="yes")
+    towers[0].eval()
+    assert plan().account.towers[0].samples == 32
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "one example": (lambda m, x: ([m.image, m.text], x[:1], {}), "example: 1 inputs were given for 2 towers"),
+    "no module": (lambda m, x: ([lambda y: y, m.text], x, {}), "no module is found in tower 0; name what it runs"),
+    "features of one number": (
+        lambda m, x: ([lambda y: m.image(y).sum(), m.text], x, {}),
+        r"towers: tower gave \(\) for 16 samples; expected features \(M, D\)",
+    ),
+    "an unknown treatment": (lambda m, x: ([m.image, m.text], x, {"treatments": ("lost",)}), "'lost' is unknown"),
+    "a wrong size": (lambda m, x: ([m.image, m.text], x, {"memory": "much"}), "memory: 'much' is not a size"),
+    "a wrong batch": (lambda m, x: ([m.image, m.text], x, {"batch_size": "many"}), "batch_size: 'many' is not a count"),
+    "too little memory": (lambda m, x: ([m.image, m.text], x, {"memory": 1000}), "1000 B are allowed, and no batch"),
+    "two devices": (
+        lambda m, x: ([m.image, nn.Linear(6, 8, device="meta")], x, {}),
+        "towers: their parameters are on cpu, meta; a step runs on one device",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(WRONG))
+def test_wrong_arguments_are_refused(what: str) -> None:
+    change, message = WRONG[what]
+    towers, example, options = change(pair(dtype=torch.float32), batch(16, dtype=torch.float32))
+    with pytest.raises((InputError, InfeasibleError), match=message):
+        infcl_gen.plan_step(towers, example, **{"batch_size": 64, "memory": "1GiB", **options})
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_ranks_plan_together(wrapper: str, tmp_path: Path) -> None:
+    first, second = run_ranks("tests.step.ranks:planned", {"wrapper": wrapper, "cache": str(tmp_path)}, 2, 120.0)
+    assert first["plan"] == second["plan"] and first["plan"]["wrapper"] == {"ddp": "ddp", "fsdp": "fsdp2"}[wrapper]
+    assert max(first["error"], second["error"]) < 1e-12
