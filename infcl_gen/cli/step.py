@@ -29,13 +29,13 @@ def step(flags: dict[str, Any]) -> None:
             raise InputError(f"{flag_name(name)}: is required; give {example}")
     from infcl_gen.step.costs import read_costs
     from infcl_gen.step.plan import TREATMENTS
-    from infcl_gen.step.planner import OPTIMIZERS, PlannedLoss, optimizer_bytes, plan_from_costs
+    from infcl_gen.step.planner import OPTIMIZERS, PlannedLoss, check_treatments, optimizer_bytes, plan_from_costs
 
     costs = read_costs(flags["profile"])
     devices = options.count(flags, "devices", 1, 1, MAX_DEVICES)
     optimizer = flags["optimizer"] or "adamw"
     state = optimizer if optimizer in OPTIMIZERS else parse_bytes(optimizer, "--optimizer")
-    treatments = TREATMENTS if flags["treatments"] is None else tuple(map(str, options.parts(flags["treatments"])))
+    named = TREATMENTS if flags["treatments"] is None else tuple(map(str, options.parts(flags["treatments"])))
     inputs = flags["inputs"] or "host"
     check_word("--inputs", inputs, ("host", "device"))
     loss = {"loss": flags["loss"] or "clip", "dim": costs.dim, "dtype": costs.dtype, "device_profile": costs.device}
@@ -43,7 +43,7 @@ def step(flags: dict[str, Any]) -> None:
     plan = plan_from_costs(
         costs, parse_bytes(flags["memory_budget"], "--memory-budget"), PlannedLoss(loss, devices),
         batch_size=batch, world_size=devices, wrapper=flags["wrapper"] or ("ddp" if devices > 1 else "none"),
-        optimizer_bytes=optimizer_bytes(state, costs.gradient_bytes), inputs=inputs, treatments=treatments,
+        optimizer_bytes=optimizer_bytes(state, costs.gradient_bytes), inputs=inputs, treatments=check_treatments(named),
         micro_batch=None if flags["micro_batch"] is None else options.count(flags, "micro_batch", 1, 1, MAX_BATCH),
     )  # fmt: skip
     show(flags, {"plan": plan.as_dict()}, lambda: step_text(plan.as_dict()))

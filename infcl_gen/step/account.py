@@ -4,7 +4,7 @@
     graphs     the others pass with theirs, which stays
     loss       its forward and backward
     backward   of the graphs that were kept
-    second     cached micro-batches again, forward and backward
+    second     cached micro-batches again, forward and backward; streamed ones
 
 The peak is that of the largest phase (arXiv 2410.17243, equation 10, with the graphs that a plan keeps).
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
-from infcl_gen.step.plan import TREATMENTS, Part, TowerPlan
+from infcl_gen.step.plan import STREAMED, TREATMENTS, Part, TowerPlan
 
 BUCKET_BYTES = 64 << 20  # of gradients that are reduced over ranks together, without FSDP2
 PHASES = ("first", "graphs", "loss", "backward", "second")
@@ -130,6 +130,9 @@ def _tower_seconds(problem: StepProblem, costs: TowerCosts, plan: TowerPlan) -> 
         found["first"] += count * _pass_seconds(problem, costs, first_s, size)
         if costs.kept is not None:
             found["second"] += count * _pass_seconds(problem, costs, costs.kept.seconds(size), size)
+    for size, count in passes_of(plan.streamed):
+        assert costs.kept is not None
+        found["second"] += count * _pass_seconds(problem, costs, costs.kept.seconds(size), size)
     for _, graph, part in ways(costs, plan):
         for size, count in passes_of(part):
             found["graphs"] += count * _pass_seconds(problem, costs, graph.at("forward_s", size), size)
@@ -175,7 +178,8 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
         size = sum(tower.input_bytes * samples for tower, samples in zip(costs.towers, problem.samples, strict=True))
         yield Item("inputs", size, PHASES, "the whole batch")
     else:
-        for phases, names in ((("first", "second"), ("cached",)), (("graphs",), ("checkpointed", "kept"))):
+        again = ("cached", STREAMED)
+        for phases, names in ((("first", "second"), again), (("graphs",), ("checkpointed", "kept"))):
             parts = [(tower, getattr(plan, name)) for tower, plan in pairs for name in names]
             largest = max(tower.input_bytes * min(part.micro_batch, part.samples) for tower, part in parts)
             yield Item("inputs", largest, phases, "a micro-batch that arrives ahead of its pass")
@@ -197,6 +201,7 @@ def _workspace(pairs: Pairs) -> dict[str, int]:
     for costs, plan in pairs:
         for size in {size for size, _ in passes_of(plan.cached)}:
             found["first"] = max(found["first"], costs.without_graph.at("forward_peak_bytes", size))
+        for size in {size for part in (plan.cached, plan.streamed) for size, _ in passes_of(part)}:
             if costs.kept is not None:
                 peaks = (costs.kept.at(name, size) for name in ("forward_peak_bytes", "backward_peak_bytes"))
                 found["second"] = max(found["second"], *peaks)

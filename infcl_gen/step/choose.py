@@ -21,7 +21,7 @@ from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.step.account import Account, LossCosts, StepProblem, account, kept_bytes, tower_seconds
 from infcl_gen.step.costs import TowerCosts
-from infcl_gen.step.plan import Part, TowerPlan
+from infcl_gen.step.plan import STREAMED, Part, TowerPlan
 
 FINE = 64
 SLOWER = 1.1  # micro-batches that take so many times the best time per sample are a resort
@@ -161,6 +161,11 @@ def _frontiers(problem: StepProblem, costs: TowerCosts, samples: int, resort: in
     A set of its own has room of its own: what it does not use allocates nothing while it is computed.
     """
     sizes, treatments = _sizes(problem, costs, samples, resort), _treatments(problem, costs)
+    if STREAMED in treatments:
+        for size in sizes:
+            plan = TowerPlan(costs.name, streamed=Part(samples, size))
+            yield Frontier([Point(0, tower_seconds(problem, costs, plan), plan)], [0], TowerPlan(costs.name))
+        return
     graphs = [] if costs.frozen else [each for each in treatments if each != "cached"]
     cached = costs.frozen or "cached" in treatments
     rate = functools.lru_cache(maxsize=None)(functools.partial(_part, problem, costs))

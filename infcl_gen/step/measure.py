@@ -57,7 +57,7 @@ _DTYPES = {getattr(torch, word): flag for flag, word in TORCH_DTYPES.items()}
 
 def measure(model: Model, example: Sequence[Any], names: Sequence[str], limits: Limits) -> StepCosts:
     """The costs of the model's towers; `example` has an input for each, whose samples are repeated as needed."""
-    with unchanged(model.modules, model.device, model.generators), autocast(model.device, model.autocast):
+    with unchanged(model.modules, model.device, model.generators), autocast_in(model.device, model.autocast):
         found = [
             _tower(model, tower, given, name, limits)
             for tower, given, name in zip(model.towers, example, names, strict=True)
@@ -204,7 +204,7 @@ def _doubling(first: int, largest: int) -> Iterator[int]:
     yield largest
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+def autocast_in(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """As around a step: in `dtype`, or as it is where that is None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
@@ -272,7 +272,7 @@ class MeasuredLoss:
             torch.autograd.grad(model.loss(*features, *numbers), features, allow_unused=True)
 
         like = [tower.features.new_zeros(1, *tower.features.shape[1:]) for tower in model.towers]
-        with unchanged(model.modules, model.device, model.generators), autocast(model.device, model.autocast):
+        with unchanged(model.modules, model.device, model.generators), autocast_in(model.device, model.autocast):
             run()
             with PeakMeter(model.device) as meter:
                 run()

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-TREATMENTS = ("cached", "checkpointed", "kept")
+TREATMENTS = ("cached", "checkpointed", "kept")  # of samples that a contrastive loss sees together
+STREAMED = "streamed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class TowerPlan:
     kept          the graph of the first pass stays until backward
     checkpointed  so does what enters each block; backward computes the blocks again
     cached        features alone stay; a second pass makes the graph (gradient cache, arXiv 2101.06983)
+    streamed      the loss is a mean over samples: each micro-batch passes forward and backward at once
     frozen        no gradient is wanted: all samples pass once, as the first pass of cached ones
     """
 
@@ -35,16 +37,17 @@ class TowerPlan:
     cached: Part = Part()
     checkpointed: Part = Part()
     kept: Part = Part()
+    streamed: Part = Part()
     frozen: bool = False
 
     @property
     def samples(self) -> int:
-        return self.cached.samples + self.checkpointed.samples + self.kept.samples
+        return sum(getattr(self, treatment).samples for treatment in (*TREATMENTS, STREAMED))
 
     def passes(self, samples: int, tower: int = 0) -> Iterator[Pass]:
         """Those of the first `samples` samples: what is kept comes first, so that fewer samples keep no more."""
         start = 0
-        for treatment in reversed(TREATMENTS):
+        for treatment in (STREAMED, *reversed(TREATMENTS)):
             part: Part = getattr(self, treatment)
             stop: int = min(samples, start + part.samples)
             for first in range(start, stop, part.micro_batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infcl_gen.errors import InfeasibleError, InputError
@@ -88,6 +88,13 @@ class StepPlan:
         }  # fmt: skip
 
 
+def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
+    """The treatments of a contrastive step, each once. Raises InputError for others, or none."""
+    for each in treatments or ("",):
+        check_word("--treatments", each, TREATMENTS)
+    return tuple(dict.fromkeys(treatments))
+
+
 def plan_from_costs(
     costs: StepCosts, memory_bytes: int, losses: Losses, *, batch_size: int | None, world_size: int = 1, **options: Any
 ) -> StepPlan:
@@ -96,8 +103,6 @@ def plan_from_costs(
     options: further fields of `StepProblem`. Raises InputError or InfeasibleError.
     """
     check_word("wrapper", options.get("wrapper", "none"), WRAPPERS)
-    for each in options.get("treatments", TREATMENTS):
-        check_word("treatments", each, TREATMENTS)
     towers = len(costs.towers)
     asked = None if batch_size is None else -(-batch_size // world_size)
     problem = StepProblem(costs, (asked or 1,) * towers, memory_bytes, losses, world_size=world_size, **options)

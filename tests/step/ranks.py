@@ -134,3 +134,34 @@ def planned(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     found = whole_gradients(module)
     true = {name: each.reshape(found[name].shape) for name, each in plain(original, *inputs)[1].items()}
     return {"plan": plan.as_dict(), "error": difference(found, true)}
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+def labelled(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and their classes, of which some are to be ignored (-1)."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(-1, 4, (rows,), generator=generator)
+
+
+def mean(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
+    """The error of a step by cross-entropy of this rank's part of a batch."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 60.0)
+    rows, original, module = argument["rows"], classifier(), classifier()
+    first = sum(rows[: seat.rank])
+    inputs, targets = labelled(sum(rows))
+    loss = nn.CrossEntropyLoss(torch.tensor([0.2, 3.0, 1.0, 0.5], dtype=torch.float64), ignore_index=-1)
+    plan = infcl_gen.plan_step(
+        DistributedDataParallel(module), inputs[:4], targets=targets[:4], loss=loss, batch_size=max(rows) * len(rows),
+        micro_batch=3, memory="1GiB",
+    )  # fmt: skip
+    own = slice(first, first + rows[seat.rank])
+    value, true = plan.step()(inputs[own], targets[own]), loss(original(inputs), targets)
+    true.backward()
+    of_plain = {name: each.grad for name, each in original.named_parameters()}
+    return {"error": difference(whole_gradients(module), of_plain), "value": float((value - true).abs())}

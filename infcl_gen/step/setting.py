@@ -1,0 +1,155 @@
+"""Where a step runs: the modules of its towers, their device, wrappers and ranks, and what memory there is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from infcl_gen.errors import InputError
+from infcl_gen.inputs.text import parse_bytes
+from infcl_gen.runtime.api import options_of
+from infcl_gen.runtime.group import find_group
+from infcl_gen.step.costs import StepCosts, costs_of, costs_text
+from infcl_gen.step.gradients import inside, is_replicated, is_sharded
+from infcl_gen.step.planner import optimizer_bytes
+
+SPARE = 0.03  # of the memory that is free: blocks of the allocator that nothing fits
+
+Run = Callable[[Any], Tensor]
+
+
+class Setting(NamedTuple):
+    """The modules of each tower, with a name, on one device, in the ranks of a group, if there is one."""
+
+    names: list[str]
+    modules: list[tuple[nn.Module, ...]]
+    device: torch.device
+    process_group: Any
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], model: tuple[nn.Module, ...], group: Any) -> Setting:
+        """model: what all towers run; else it is found. Raises InputError where that fails."""
+        modules = [model or tuple(_modules_of(run)) for run in runs]
+        ranks = find_group(options_of(group, "mean").group_name)
+        return cls(_names_of(runs), modules, _device_of(modules), None if ranks is None else ranks.process_group)
+
+    @property
+    def everything(self) -> tuple[nn.Module, ...]:
+        return tuple(dict.fromkeys(each for some in self.modules for each in some))
+
+    @property
+    def size(self) -> int:
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
+
+    def least(self, value: int) -> int:
+        """The least value of all ranks."""
+        if self.process_group is None:
+            return value
+        found = torch.tensor([value], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, self.process_group)
+        return int(found)
+
+    def agree(self, wanted: bool) -> bool:
+        """Whether all ranks want it."""
+        return bool(self.least(int(wanted)))
+
+    def told(self, costs: StepCosts) -> StepCosts:
+        """Rank 0's costs, on every rank."""
+        if self.process_group is None:
+            return costs
+        text = costs_text(costs).encode()
+        size = torch.tensor([len(text)], device=self.device)
+        dist.broadcast(size, group=self.process_group, group_src=0)
+        words = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)[: int(size)].to(self.device)
+        dist.broadcast(words, group=self.process_group, group_src=0)
+        return costs_of(tomllib.loads(bytes(words.tolist()).decode()), "the costs of rank 0")
+
+    def check_norms(self, accepted: str | None) -> None:
+        """Raises InputError for batch normalisation in training mode, unless `accepted` is "micro-batch"."""
+        if accepted not in (None, "micro-batch"):
+            raise InputError(f'batch_norm: {accepted!r} is unknown; valid: "micro-batch"')
+        for module in self.everything:
+            for name, inner in module.named_modules():
+                if isinstance(inner, _BatchNorm) and inner.training and accepted is None:
+                    raise InputError(
+                        f"towers: {name} normalises over a batch, here over each micro-batch: gradients are not those "
+                        'of the whole batch. Put it into eval(), or accept that: batch_norm="micro-batch"'
+                    )
+
+
+def _modules_of(run: Any) -> Iterator[nn.Module]:
+    """The modules that a callable runs: itself, that of a method, or those that a function names."""
+    if isinstance(run, nn.Module):
+        yield run
+    elif isinstance(run, functools.partial):
+        yield from _modules_of(run.func)
+        for each in (*run.args, *run.keywords.values()):
+            if isinstance(each, nn.Module):
+                yield each
+    elif inspect.ismethod(run):
+        if isinstance(run.__self__, nn.Module):
+            yield run.__self__
+    elif inspect.isfunction(run):
+        named = inspect.getclosurevars(inspect.unwrap(run))
+        for each in (*named.nonlocals.values(), *named.globals.values()):
+            if isinstance(each, nn.Module):
+                yield each
+
+
+def _names_of(runs: Sequence[Any]) -> list[str]:
+    """A name for each tower: that of its class or function, numbered where several have it."""
+    names = [getattr(run, "__name__", type(run).__name__) for run in runs]
+    plain = [name if name.isidentifier() else "tower" for name in names]
+    return [name if plain.count(name) == 1 else f"{name}{place}" for place, name in enumerate(plain)]
+
+
+def _device_of(modules: Sequence[tuple[nn.Module, ...]]) -> torch.device:
+    for place, some in enumerate(modules):
+        if not some:
+            raise InputError(f"towers: no module is found in tower {place}; name what it runs: model=...")
+    devices = {each.device for some in modules for module in some for each in module.parameters()}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        raise InputError(f"towers: their parameters are on {found}; a step runs on one device")
+    return devices.pop()
+
+
+def compiled(run: Any, modules: tuple[nn.Module, ...]) -> bool:
+    return any(hasattr(each, "_orig_mod") for each in (run, *modules)) or hasattr(run, "_torchdynamo_orig_callable")
+
+
+def wrapper_of(modules: Iterable[nn.Module]) -> str:
+    if inside(modules, is_replicated):
+        return "ddp"
+    return "fsdp2" if inside(modules, is_sharded) else "none"
+
+
+def memory_of(memory: int | str, device: torch.device) -> int:
+    if memory != "auto":
+        return parse_bytes(memory, "memory")
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * (1 - SPARE))
+
+
+def optimizer_bytes_of(optimizer: Any, gradient_bytes: int) -> int:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer_bytes("adamw" if optimizer is None else optimizer, gradient_bytes)
+    held = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    if held:
+        return sum(each.nbytes for each in held)
+    name = type(optimizer).__name__.lower()
+    if name == "sgd" and any(group["momentum"] for group in optimizer.param_groups):
+        name = "momentum"
+    return optimizer_bytes(name, gradient_bytes)
