@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from infcl_gen.errors import InputError
 from infcl_gen.step.blocks import computed_again
-from infcl_gen.step.feed import Feed, Slabs, rows_of
+from infcl_gen.step.feed import Feed, Slabs, gathered, rows_of
 from infcl_gen.step.gradients import Exchange, leaves_of
 from infcl_gen.step.plan import Pass, TowerPlan
 from infcl_gen.step.state import Buffers, RandomState, restore_buffers
@@ -75,8 +75,23 @@ class _Cached(NamedTuple):
     buffers: list[tuple[Tensor, Tensor]]
 
 
+@contextlib.contextmanager
+def bar(passes: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, where that is a terminal; what it gives is called behind each pass."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("training step", total=passes)
+        yield lambda: progress.advance(task)
+
+
 class TrainingStep:
     """One exact step: `loss = step(*inputs)`, an input for each tower. Gradients are in `.grad`; the loss is detached.
+
+    An input may be `Samples`, which are made when their turn comes. `step(iterator)` takes micro-batches, tuples of
+    inputs, until the planned samples are there, and keeps them on the host.
 
     The user's own clipping and optimiser follow. Gradients that are there already are added to. `scaler=`: the
     GradScaler that the loss is multiplied by before backward. A NaN in the loss is returned, and is in the gradients.
@@ -86,8 +101,8 @@ class TrainingStep:
     Raises InputError for inputs that do not fit the plan, and UnrepeatableError where a second pass differs.
     """
 
-    def __init__(self, plans: Sequence[TowerPlan], model: Model) -> None:
-        self.plans, self.model = tuple(plans), model
+    def __init__(self, plans: Sequence[TowerPlan], model: Model, progress: bool = False) -> None:
+        self.plans, self.model, self.progress = tuple(plans), model, progress
         self.slabs = Slabs()
         self.buffers = [Buffers(tower.modules) for tower in model.towers]
         self.repeats = False  # whether second passes were seen to give the features of the first
@@ -95,6 +110,8 @@ class TrainingStep:
 
     def __call__(self, *inputs: Any, scaler: Any = None) -> Tensor:
         model, dtype = self.model, self.model.autocast
+        if len(inputs) == 1 and isinstance(inputs[0], Iterator):
+            inputs = tuple(gathered(inputs[0], len(self.plans), self.plans[0].samples))
         if self._trainable() != self._trained:
             raise InputError("towers: parameters were frozen or unfrozen since the step was planned; plan it again")
         scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
@@ -103,7 +120,10 @@ class TrainingStep:
             if dtype is not None:
                 around.enter_context(torch.autocast(model.device.type, dtype))
             exchange = around.enter_context(Exchange(model.modules, numbers))
-            loss = _Run(self, inputs, exchange).loss(scale, bias, scaler)
+            run = _Run(self, inputs, exchange)
+            if self.progress:
+                run.passed = around.enter_context(bar(run.passes))
+            loss = run.loss(scale, bias, scaler)
         return model.value(loss)
 
     def _trainable(self) -> list[bool]:
@@ -122,6 +142,10 @@ class _Run:
         for plan, samples in zip(self._plans, self._samples, strict=True):
             if samples > plan.samples:
                 raise InputError(f"inputs: {plan.name} got {samples} samples; the step is planned for {plan.samples}")
+        self._turns = [each for t, plan in enumerate(self._plans) for each in plan.passes(self._samples[t], t)]
+        trained = [turn for turn in self._turns if not self._plans[turn.tower].frozen]
+        self.passes = len(self._turns) + len(trained)  # each forward that leaves features, and what ends in backward
+        self.passed: Callable[[], None] = _nothing
         self._feed = Feed(inputs, self._model.device, step.slabs)
         self._features = [
             tower.features.new_empty(samples, *tower.features.shape[1:])
@@ -131,10 +155,9 @@ class _Run:
 
     def loss(self, scale: Any, bias: Any, scaler: Any) -> Tensor:
         """The loss, detached, once all gradients are accumulated and reduced."""
-        turns = [each for t, plan in enumerate(self._plans) for each in plan.passes(self._samples[t], t)]
-        cached = [each for each in self._first_passes(turns) if not self._plans[each.turn.tower].frozen]
+        cached = [each for each in self._first_passes() if not self._plans[each.turn.tower].frozen]
         torch.clear_autocast_cache()  # weights that were cast without a graph
-        kept = list(self._kept_passes(turns))
+        kept = list(self._kept_passes())
         leaves = [x.requires_grad_(not plan.frozen) for x, plan in zip(self._features, self._plans, strict=True)]
         loss = self._model.loss(*leaves, scale) if bias is None else self._model.loss(*leaves, scale, bias)
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -152,10 +175,10 @@ class _Run:
         self._exchange.reduce()
         return loss.detach()
 
-    def _first_passes(self, turns: Sequence[Pass]) -> Iterator[_Cached]:
+    def _first_passes(self) -> Iterator[_Cached]:
         """Features of cached micro-batches, without a graph."""
         random = None
-        for turn, given in self._feed.stream(each for each in turns if each.treatment == "cached"):
+        for turn, given in self._feed.stream(each for each in self._turns if each.treatment == "cached"):
             buffers, random = self._step.buffers[turn.tower], self._random(random)
             met = _Cached(turn, random, buffers.save())
             with torch.no_grad():
@@ -163,9 +186,9 @@ class _Run:
             buffers.watch()
             yield met
 
-    def _kept_passes(self, turns: Sequence[Pass]) -> Iterator[tuple[Pass, Tensor]]:
+    def _kept_passes(self) -> Iterator[tuple[Pass, Tensor]]:
         """The other micro-batches, with features whose graph stays."""
-        for turn, given in self._feed.stream(each for each in turns if each.treatment != "cached"):
+        for turn, given in self._feed.stream(each for each in self._turns if each.treatment != "cached"):
             tower = self._model.towers[turn.tower]
             with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._model.generators):
                 output = tower.run(given)
@@ -202,6 +225,7 @@ class _Run:
         assert gradient is not None
         last_of = [module for module, last in self._last.items() if last == turn]
         self._exchange.backward(output, gradient[turn.rows], last_of)
+        self.passed()
 
     def _random(self, before: RandomState | None = None) -> RandomState:
         return RandomState.now([self._model.device], self._model.generators, before)
@@ -213,6 +237,11 @@ class _Run:
             name, planned = self._plans[turn.tower].name, f"{here.dtype} {tuple(here.shape)}"
             raise InputError(f"{name}: gave {kind} for {len(here)} samples; the step is planned for {planned}")
         here.copy_(output.detach())
+        self.passed()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _differs(again: Tensor, first: Tensor) -> Tensor:

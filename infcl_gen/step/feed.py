@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -10,12 +11,78 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from infcl_gen.errors import InputError
+from infcl_gen.step.plan import Pass
 
 AHEAD = 1  # micro-batches that are on their way while one is computed
 
 
+class Samples:
+    """An input whose samples are made when their turn comes: `make(rows)` gives those of a slice, on the host or the
+    device.
+
+    Cached samples are made twice, and have to be the same. `make` runs in a thread of its own, one micro-batch ahead;
+    it draws from no generator that towers draw from.
+    """
+
+    def __init__(self, count: int, make: Callable[[slice], Any]) -> None:
+        self.count, self.make = count, make
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        indices: Sequence[int],
+        place: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Samples:
+        """Those of a map-style data set; `place`: which element of a sample, where it is a tuple."""
+        joined = collate or torch.utils.data.default_collate
+
+        def make(rows: slice) -> Any:
+            samples = [dataset[int(index)] for index in indices[rows]]
+            return joined(samples if place is None else [sample[place] for sample in samples])
+
+        return cls(len(indices), make)
+
+
+def gathered(batches: Iterator[Any], towers: int, samples: int) -> list[Any]:
+    """One input for each tower from micro-batches, tuples of inputs on the host, until there are so many samples.
+
+    Raises InputError where a micro-batch is no such tuple, or holds more than are left.
+    """
+    whole: list[list[Tensor]] = []
+    forms: list[Any] = []
+    start = 0
+    for batch in batches:
+        if not isinstance(batch, tuple | list) or len(batch) != towers:
+            raise InputError(f"inputs: a micro-batch of {type(batch).__name__}; expected a tuple of {towers} inputs")
+        count = rows_of(batch[0], "inputs: a micro-batch")
+        if start + count > samples:
+            raise InputError(
+                f"inputs: a micro-batch of {count} behind {start} samples; the step is planned for {samples}"
+            )
+        flat = [pytree.tree_flatten(each) for each in batch]
+        if not all(isinstance(leaf, Tensor) for leaves, _ in flat for leaf in leaves):
+            raise InputError("inputs: micro-batches of an iterator hold tensors alone; give whole inputs, or Samples")
+        if not whole:
+            forms = [form for _, form in flat]
+            whole = [[leaf.new_empty(samples, *leaf.shape[1:]) for leaf in leaves] for leaves, _ in flat]
+        for places, (leaves, _) in zip(whole, flat, strict=True):
+            for place, leaf in zip(places, leaves, strict=True):
+                place[start : start + count] = leaf
+        start += count
+        if start == samples:
+            break
+    return [
+        pytree.tree_unflatten([place[:start] for place in places], form)
+        for places, form in zip(whole, forms, strict=True)
+    ]
+
+
 def rows_of(tree: Any, what: str) -> int:
     """The samples of an input: the first size of each of its tensors. Raises InputError where these differ."""
+    if isinstance(tree, Samples):
+        return tree.count
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(sizes) != 1:
         found = f"tensors of {', '.join(map(str, sorted(sizes)))} rows" if sizes else "no tensor with rows"
@@ -30,6 +97,8 @@ def bytes_of(tree: Any) -> int:
 
 def part_of(tree: Any, rows: slice) -> Any:
     """These rows of an input; what is no tensor with rows is passed as it is."""
+    if isinstance(tree, Samples):
+        return tree.make(rows)
     return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf, tree)
 
 
@@ -40,50 +109,59 @@ def moved(tree: Any, device: torch.device) -> Any:
 
 def on_host(trees: Sequence[Any], device: torch.device) -> bool:
     """Whether inputs have to be copied to the device."""
-    leaves = [leaf for leaf in pytree.tree_leaves(list(trees)) if isinstance(leaf, Tensor) and leaf.dim()]
-    return device.type != "cpu" and any(leaf.device.type == "cpu" for leaf in leaves)
+    leaves = [leaf for leaf in pytree.tree_leaves(list(trees)) if not isinstance(leaf, Tensor) or leaf.dim()]
+    here = [isinstance(leaf, Samples) or (isinstance(leaf, Tensor) and leaf.device.type == "cpu") for leaf in leaves]
+    return device.type != "cpu" and any(here)
 
 
 class Feed:
     """The inputs of a step, one for each tower, on `device` when their turn comes.
 
-    Host tensors that are not pinned go through pinned slabs, two for each input, which are allocated once and belong to
-    the feed's owner.
+    What has to be made or copied is, by a thread of the slabs' owner: host tensors that are not pinned go through
+    pinned slabs, two for each, which are allocated once.
     """
 
     def __init__(self, inputs: Sequence[Any], device: torch.device, slabs: Slabs) -> None:
         self._inputs, self._device, self._slabs = inputs, device, slabs
 
-    def stream(self, passes: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Each `Pass` with its input on the device; AHEAD further ones are being copied meanwhile."""
-        waiting: list[tuple[Any, Callable[[], Any]]] = []
+    def stream(self, passes: Iterable[Pass]) -> Iterator[tuple[Pass, Any]]:
+        """Each pass with its input on the device; AHEAD further ones are made and copied meanwhile."""
+        waiting: list[tuple[Pass, Callable[[], Any]]] = []
         for each in passes:
-            waiting.append((each, self._sent(each)))
+            waiting.append((each, self._started(each)))
             if len(waiting) > AHEAD:
                 first, arrived = waiting.pop(0)
                 yield first, arrived()
         for first, arrived in waiting:
             yield first, arrived()
 
-    def _sent(self, each: Any) -> Callable[[], Any]:
-        part = part_of(self._inputs[each.tower], each.rows)
-        if self._device.type != "cuda":
+    def _started(self, each: Pass) -> Callable[[], Any]:
+        given = self._inputs[each.tower]
+        if not isinstance(given, Samples) and not on_host([given], self._device):
+            part = part_of(given, each.rows)
             return lambda: part
-        leaves, form = pytree.tree_flatten(part)
-        stream = self._slabs.stream(self._device)
-        with torch.cuda.stream(stream):
-            moved = [self._moved(leaf, (each.tower, place)) for place, leaf in enumerate(leaves)]
-            copied = stream.record_event()
+        sent = self._slabs.thread.submit(self._sent, each)
 
         def arrived() -> Any:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(copied)
-            for before, after in zip(leaves, moved, strict=True):
-                if after is not before:
-                    after.record_stream(current)
-            return pytree.tree_unflatten(moved, form)
+            leaves, form, copied = sent.result()
+            if copied is not None:
+                current = torch.cuda.current_stream(self._device)
+                current.wait_event(copied)
+                for leaf in leaves:
+                    if isinstance(leaf, Tensor) and leaf.is_cuda:
+                        leaf.record_stream(current)
+            return pytree.tree_unflatten(leaves, form)
 
         return arrived
+
+    def _sent(self, each: Pass) -> tuple[list[Any], Any, torch.cuda.Event | None]:
+        """The leaves of an input on the device, and the end of their copies."""
+        leaves, form = pytree.tree_flatten(part_of(self._inputs[each.tower], each.rows))
+        if self._device.type != "cuda":
+            return leaves, form, None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._slabs.stream(self._device)) as _:
+            moved = [self._moved(leaf, (each.tower, place)) for place, leaf in enumerate(leaves)]
+            return moved, form, self._slabs.stream(self._device).record_event()
 
     def _moved(self, leaf: Any, place: tuple[int, int]) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device.type != "cpu" or not leaf.dim():
@@ -94,9 +172,11 @@ class Feed:
 
 
 class Slabs:
-    """Pinned host memory for micro-batches on their way, by input; it grows to the largest one and stays."""
+    """Pinned host memory for micro-batches on their way, by input, which grows to the largest one and stays; and the
+    thread that fills it."""
 
     def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "infcl-feed")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._held: dict[tuple[int, int], list[tuple[Tensor, torch.cuda.Event]]] = {}
 

@@ -159,16 +159,18 @@ def _function(loss: Any) -> Callable[[Any, Any], Tensor]:
     return function
 
 
-def _training_step(bound: Model, losses: PlannedLoss | None, group: Any, plan: StepPlan) -> TrainingStep:
+def _training_step(
+    bound: Model, losses: PlannedLoss | None, group: Any, plan: StepPlan, progress: bool
+) -> TrainingStep:
     if losses is not None:
         package = load_cached(losses.problem(plan.problem.samples, plan.account.loss.budget_bytes))
         loss, value = (functools.partial(each, group=group) for each in (package.contrastive_loss, global_value))
         bound = bound._replace(loss=loss, value=value)
-    return TrainingStep(plan.account.towers, bound)
+    return TrainingStep(plan.account.towers, bound, progress)
 
 
-def _mean_step(bound: Model, mean: MeanLoss, setting: Setting, plan: StepPlan) -> MeanStep:
-    return MeanStep(plan.account.towers[0], bound, mean, setting.process_group)
+def _mean_step(bound: Model, mean: MeanLoss, setting: Setting, plan: StepPlan, progress: bool) -> MeanStep:
+    return MeanStep(plan.account.towers[0], bound, mean, setting.process_group, progress)
 
 
 class _NoLoss:

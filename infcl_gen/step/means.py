@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from infcl_gen.errors import InputError
-from infcl_gen.step.executor import Model
+from infcl_gen.step.executor import Model, bar
 from infcl_gen.step.feed import Feed, Slabs, part_of, rows_of
 from infcl_gen.step.gradients import Exchange
 from infcl_gen.step.plan import Pass, TowerPlan
@@ -96,8 +96,8 @@ class MeanStep:
     errors, scalers and ranks holds here. A batch in which nothing counts gives NaN, as in torch.
     """
 
-    def __init__(self, plan: TowerPlan, model: Model, loss: MeanLoss, group: Any) -> None:
-        self._plan, self._model, self._mean, self._group = plan, model, loss, group
+    def __init__(self, plan: TowerPlan, model: Model, loss: MeanLoss, group: Any, progress: bool = False) -> None:
+        self._plan, self._model, self._mean, self._group, self._progress = plan, model, loss, group, progress
         self._slabs = Slabs()
 
     def __call__(self, inputs: Any, targets: Any, scaler: Any = None) -> Tensor:
@@ -119,6 +119,7 @@ class MeanStep:
             if model.autocast is not None:
                 around.enter_context(torch.autocast(model.device.type, model.autocast))
             exchange = around.enter_context(Exchange(model.modules, ()))
+            passed = around.enter_context(bar(len(turns))) if self._progress else None
             for turn, given in feed.stream(turns):
                 part = tower.run(given)
                 value += part.detach()
@@ -126,6 +127,8 @@ class MeanStep:
                 share = part * (size / total).to(part.dtype)
                 share = share if scaler is None else scaler.scale(share)
                 exchange.backward(share, torch.ones_like(share), model.modules if turn == turns[-1] else ())
+                if passed is not None:
+                    passed()
             exchange.reduce()
         if self._group is not None:
             dist.all_reduce(value, group=self._group)

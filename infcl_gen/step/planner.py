@@ -29,6 +29,7 @@ OPTIMIZERS = {
     "lion": 1,
     "muon": 1,
 }
+LONG_S = 20.0
 BUDGETS = (1, 2, 8)  # of the loss, times its smallest; and "auto"
 
 
@@ -52,7 +53,7 @@ class StepPlan:
     account: Account
     alternatives: tuple[Alternative, ...]
     largest_batch: int
-    make_step: Callable[[StepPlan], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+    make_step: Callable[[StepPlan, bool], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -66,11 +67,14 @@ class StepPlan:
     def predicted_time_s(self) -> float:
         return self.account.time_s
 
-    def step(self) -> Any:
-        """The `TrainingStep` of this plan. Raises InputError for a plan from a profile."""
+    def step(self, progress: bool | None = None) -> Any:
+        """The `TrainingStep` of this plan; `progress`: with a bar on stderr, by default where it takes over LONG_S.
+
+        Raises InputError for a plan from a profile.
+        """
         if self.make_step is None:
             raise InputError("step: this plan is from a profile; plan_step(towers, example, ...) plans one that runs")
-        return self.make_step(self)
+        return self.make_step(self, self.predicted_time_s > LONG_S if progress is None else progress)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infcl_gen.errors import InputError
+from infcl_gen.step import executor
 from infcl_gen.step.blocks import blocks_of
 from infcl_gen.step.executor import Tower, TrainingStep, UnrepeatableError
 from infcl_gen.step.plan import Part, TowerPlan
@@ -261,6 +263,22 @@ def test_a_compiled_tower() -> None:
     plan = [TowerPlan("image", cached=Part(13, 4), kept=Part(10, 5)), mixed()[1]]
     TrainingStep(plan, model_of(module, (compiled, module.text)))(*inputs)
     assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+
+
+@pytest.mark.parametrize("frozen", [(), ("image",)])
+def test_a_bar_is_at_its_end_when_the_step_is(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, totals, passed = pair(), list[int](), list[int]()
+
+    @contextlib.contextmanager
+    def bar(passes: int) -> Iterator[Any]:
+        totals.append(passes)
+        yield lambda: passed.append(1)
+
+    monkeypatch.setattr(executor, "bar", bar)
+    module.image.requires_grad_(not frozen)
+    plan = [TowerPlan("image", cached=Part(ROWS, 5), frozen=bool(frozen)), mixed()[1]]
+    TrainingStep(plan, model_of(module), progress=True)(*batch(ROWS))
+    assert totals == [len(passed)]
 
 
 WRONG = {
