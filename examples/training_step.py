@@ -1,30 +1,56 @@
-"""A whole training step of an open_clip model, by open_clip's loss and by infcl_gen's: time and memory, in turns.
+"""A whole training step of an open_clip model in several ways: time and peak memory, in turns.
 
     pip install open_clip_torch
-    python examples/training_step.py --model ViT-B-32 --batch-size 2048 --output step.json
+    python examples/training_step.py --model ViT-B-32 --batch-size 16384 --ways planned,accum_freq,two_forwards \
+        --output steps.json
 
-Random images and texts, bf16 autocast, AdamW; one CUDA GPU. The towers' activations fill the memory and most of the
-time: the loss is a small part of such a step.
+    open_clip, infcl   one forward and backward of the whole batch, with the loss of open_clip, of this project
+    planned            `infcl_gen.plan_step`, within --memory
+    two_forwards       of the planned micro-batches: forward without a graph, then forward and backward; no loss
+    accum_freq         open_clip's training loop with --accum-freq, in micro-batches of --micro-batch
+
+Random images and texts, bf16 autocast, gradients of all parameters; one CUDA GPU. Rows that the output has already are
+not measured again, so that a campaign can be done in parts.
 """
+
+from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from infcl_gen import ContrastiveLoss
-from infcl_gen.bench.results import measurement, write_results
+import infcl_gen
+from infcl_gen.bench.results import measured_before, measurement, write_results
 from infcl_gen.bench.timing import turns
+from infcl_gen.step.feed import Samples
+
+WAYS = ("open_clip", "infcl", "planned", "two_forwards", "accum_freq")
+SAME = ("way", "model", "batch", "memory_bytes", "micro_batch", "checkpointing")  # rows of one measurement
+Step = Callable[[], object]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B-32", help="an architecture of open_clip")
     parser.add_argument("--batch-size", type=int, default=2048, help="image-text pairs of a step")
-    parser.add_argument("--repeats", type=int, default=10, help="timed steps of each loss")
-    parser.add_argument("--output", type=Path, help="write the rows to this .json file")
+    parser.add_argument("--ways", default="open_clip,infcl", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--memory", default="auto", help="for a planned step: 24GiB, or auto")
+    parser.add_argument("--micro-batch", type=int, help="of accum_freq; the plan's size, if it is not given")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="open_clip's --grad-checkpointing, where not planned"
+    )
+    parser.add_argument("--images", choices=("device", "host", "made"), default="device", help="where the batch is")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each way")
+    parser.add_argument("--output", type=Path, help="write the rows to this .json file, beside those that it has")
     flags = parser.parse_args()
+    ways = flags.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser.error(f"--ways: {', '.join(unknown)}: valid: {', '.join(WAYS)}")
     try:
         import open_clip
     except ImportError:
@@ -32,49 +58,177 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(4, "training_step: a CUDA GPU is needed; torch sees none\n")
 
-    torch.manual_seed(0)
-    model = open_clip.create_model(flags.model).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    side = model.visual.image_size[0]
-    images = torch.randn(flags.batch_size, 3, side, side, device="cuda")
-    texts = torch.randint(1, model.vocab_size, (flags.batch_size, model.context_length), device="cuda")
-    losses = {"open_clip": open_clip.ClipLoss(), "infcl": ContrastiveLoss()}
+    command = (
+        f"python examples/training_step.py --model {flags.model} --batch-size {flags.batch_size} --ways {flags.ways}"
+    )
+    rows, _, command = (
+        measured_before(flags.output, command, ["open_clip_torch"]) if flags.output else ([], {}, command)
+    )
+    made = Ways(open_clip, flags)
+    wanted = {way: made.identity(way) for way in ways}
+    steps = {way: made.step(way) for way in ways if not any(_is(row, wanted[way]) for row in rows)}
+    fresh = measured(steps, flags.repeats, made.forget)
+    for way, row in fresh.items():
+        rows.append(wanted[way] | made.predicted(way) | row)
+        seconds = f"{row['median_ms']:10.1f} +- {row['std_ms']:.1f} ms" if row["error"] is None else row["error"]
+        print(f"{way:14s} {seconds}  {row['peak_bytes'] / 2**20:10,.0f} MiB")
+    if flags.output is not None and fresh:
+        write_results(flags.output, measurement(rows, command, {}, ["open_clip_torch"]))
 
-    def step(name: str) -> None:
+
+def _is(row: dict[str, Any], identity: dict[str, Any]) -> bool:
+    return all(row.get(name) == identity[name] for name in SAME)
+
+
+class Ways:
+    """The ways of a step of one model on one batch; each leaves gradients behind, which are removed before the next."""
+
+    def __init__(self, open_clip: Any, flags: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self._flags, self._open_clip = flags, open_clip
+        self._model = open_clip.create_model(flags.model).cuda().train()
+        self._images, self._texts = self._inputs(flags.batch_size)
+        self._plan: Any = None
+
+    def identity(self, way: str) -> dict[str, Any]:
+        """What rows of the same measurement share."""
+        planned = way in ("planned", "two_forwards")
+        micro_batch = self._flags.micro_batch if way == "accum_freq" else None
+        return {
+            "way": way, "model": self._flags.model, "batch": self._flags.batch_size, "images": self._flags.images,
+            "memory_bytes": self.plan.problem.memory_bytes if planned and self._flags.memory != "auto" else None,
+            "micro_batch": micro_batch, "checkpointing": self._flags.checkpointing and not planned,
+        }  # fmt: skip
+
+    @property
+    def plan(self) -> Any:
+        """The planned step; autocast is part of it."""
+        if self._plan is None:
+            image, text = self._model.encode_image, self._model.encode_text
+            self._plan = infcl_gen.plan_step(
+                [lambda x: image(x, normalize=True), lambda x: text(x, normalize=True)],
+                [self._inputs(64, "device")[0], self._inputs(64, "device")[1]],
+                scale=lambda: self._model.logit_scale.exp(), batch_size=self._flags.batch_size, model=self._model,
+                memory=self._flags.memory, optimizer="none", autocast=torch.bfloat16,
+            )  # fmt: skip
+        return self._plan
+
+    def predicted(self, way: str) -> dict[str, Any]:
+        if way != "planned":
+            return {}
+        towers = [f"{tower.name}: {_described(tower)}" for tower in self.plan.account.towers]
+        return {
+            "predicted_peak_bytes": self.plan.predicted_peak_bytes, "predicted_ms": 1e3 * self.plan.predicted_time_s,
+            "towers": "; ".join(towers),
+        }  # fmt: skip
+
+    def step(self, way: str) -> Step:
+        if way == "planned":
+            run = self.plan.step(progress=False)
+            return lambda: run(self._images, self._texts)
+        if way == "two_forwards":
+            return self._two_forwards
+        self._model.set_grad_checkpointing(self._flags.checkpointing)
+        if way == "accum_freq":
+            return self._accum_freq
+        loss = self._open_clip.ClipLoss() if way == "open_clip" else infcl_gen.ContrastiveLoss()
+        return lambda: self._whole(loss)
+
+    def forget(self) -> None:
+        """Without gradients, as behind an optimiser's zero_grad()."""
+        self._model.zero_grad()
+
+    def _inputs(self, rows: int, where: str | None = None) -> tuple[Any, Any]:
+        model, where = self._model, where or self._flags.images
+        side = model.visual.image_size[0]
+        texts = torch.randint(1, model.vocab_size, (rows, model.context_length), device="cuda")
+        if where == "made":
+
+            def make(part: slice) -> Tensor:
+                generator = torch.Generator("cuda").manual_seed(part.start)
+                return torch.randn(part.stop - part.start, 3, side, side, device="cuda", generator=generator)
+
+            return Samples(rows, make), texts
+        images = torch.empty(rows, 3, side, side, device="cuda" if where == "device" else "cpu")
+        for part in images.split(1024):
+            part.copy_(torch.randn(part.shape, device="cuda"))
+        return images, texts
+
+    def _part(self, start: int, size: int) -> tuple[Tensor, Tensor]:
+        return self._images[start : start + size].cuda(), self._texts[start : start + size]
+
+    def _whole(self, loss: Any) -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = losses[name](*model(images, texts)[:3])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            value = loss(*self._model(self._images, self._texts)[:3])
+        value.backward()
 
-    peaks: dict[str, int] = {}
-    for name in losses:
-        step(name)
-        torch.cuda.reset_peak_memory_stats()
-        step(name)
-        peaks[name] = torch.cuda.max_memory_allocated()
-    times: dict[str, list[float]] = {name: [] for name in losses}
-    for _, name in turns(list(losses), flags.repeats):
+    def _two_forwards(self) -> None:
+        for tower, x, plan in zip(
+            (self._model.encode_image, self._model.encode_text), (self._images, self._texts), self.plan.account.towers,
+            strict=True,
+        ):  # fmt: skip
+            size = max(part.micro_batch for part in (plan.cached, plan.checkpointed, plan.kept) if part.samples)
+            with torch.autocast("cuda", torch.bfloat16):
+                for start in range(0, self._flags.batch_size, size):
+                    with torch.no_grad():
+                        tower(x[start : start + size].cuda(), normalize=True)
+                torch.clear_autocast_cache()
+                for start in range(0, self._flags.batch_size, size):
+                    features = tower(x[start : start + size].cuda(), normalize=True)
+                    features.backward(torch.ones_like(features))
+
+    def _accum_freq(self) -> None:
+        """As open_clip_train.train.train_one_epoch: features of all, then each micro-batch again among the others'."""
+        size = self._flags.micro_batch or max(tower.cached.micro_batch for tower in self.plan.account.towers)
+        loss, starts = self._open_clip.ClipLoss(), range(0, self._flags.batch_size, size)
+        kept: list[list[Tensor]] = [[], []]
+        for start in starts:
+            with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+                for features, each in zip(kept, self._model(*self._part(start, size))[:2], strict=True):
+                    features.append(each)
+        for place, start in enumerate(starts):
+            with torch.autocast("cuda", torch.bfloat16):
+                image, text, scale, *_ = self._model(*self._part(start, size))
+                whole = [
+                    torch.cat([*features[:place], own, *features[place + 1 :]])
+                    for features, own in zip(kept, (image, text), strict=True)
+                ]
+                value = loss(*whole, scale)
+            value.backward()
+
+
+def _described(tower: Any) -> str:
+    parts = (("kept", tower.kept), ("checkpointed", tower.checkpointed), ("cached", tower.cached))
+    return ", ".join(f"{part.samples} {name} by {part.micro_batch}" for name, part in parts if part.samples)
+
+
+def measured(steps: dict[str, Step], repeats: int, forget: Step) -> dict[str, dict[str, Any]]:
+    """Peak of a second step of each, and times of further ones in turns; what runs out of memory stops there."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, step in steps.items():
+        found[name] = {"peak_bytes": 0, "median_ms": None, "std_ms": None, "repeats": repeats, "error": None}
+        try:
+            for _ in range(2):
+                forget()
+                torch.cuda.reset_peak_memory_stats()
+                step()
+        except torch.OutOfMemoryError:
+            found[name]["error"] = "out of memory"
+        found[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
+        forget()
+        torch.cuda.empty_cache()
+    times: dict[str, list[float]] = {name: [] for name, row in found.items() if row["error"] is None}
+    for _, name in turns(list(times), repeats):
+        forget()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        step(name)
+        steps[name]()
         end.record()
         end.synchronize()
         times[name].append(start.elapsed_time(end))
-    rows = [
-        {
-            "way": name, "model": flags.model, "batch": flags.batch_size, "median_ms": statistics.median(times[name]),
-            "std_ms": statistics.stdev(times[name]), "repeats": flags.repeats, "peak_bytes": peaks[name],
-        }
-        for name in losses
-    ]  # fmt: skip
-    for row in rows:
-        print(
-            f"{row['way']:10s} {row['median_ms']:8.1f} +- {row['std_ms']:.1f} ms  {row['peak_bytes'] / 2**20:8,.0f} MiB"
-        )
-    if flags.output is not None:
-        command = f"python examples/training_step.py --model {flags.model} --batch-size {flags.batch_size}"
-        write_results(flags.output, measurement(rows, command, {}, ["open_clip_torch"]))
+    for name, some in times.items():
+        found[name] |= {"median_ms": statistics.median(some), "std_ms": statistics.stdev(some) if repeats > 1 else 0.0}
+    return found
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "31cf8e8299bf7c156fb98f470cddaf5ac957be29d6da1c912314cb46a6aaa2d9",
+    "digest": "0c9d8b3166004c51389077f33d359da8e1859a0ec331dc34ec9f6eba808e1256",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

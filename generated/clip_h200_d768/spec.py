@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d6b4e45f9ae43a50adde0793352a277e23780bf0b58cde389b15d70c7507a590",
+    "digest": "d512c6a72e11c39213216c90b13cec9a2f69a6e013b3c223a688504cea95b70f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -97,6 +97,10 @@ def plan_text(plan: Plan) -> str:
 def package_text(
     spec: Mapping[str, Any], kernels: Sequence[Mapping[str, Any]], sizes: Mapping[str, int], missing: Sequence[str] = ()
 ) -> str:
+    sizes_of = spec.get("problem", {})
+    queries = sizes_of.get("batch_size")
+    command = str(spec.get("regenerate", "")).format(queries=queries, keys=sizes_of.get("keys") or queries)
+    spec = {**spec, "regenerate": command} if command else spec
     parts = [table_text((), [(key, _cell(value)) for key, value in spec.items() if not isinstance(value, Mapping)])]
     for key, value in spec.items():
         if isinstance(value, Mapping):

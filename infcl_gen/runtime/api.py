@@ -220,7 +220,10 @@ def _check_features(package: Package, call: Call) -> None:
     if device == "meta" and not torch.compiler.is_compiling():
         raise ValueError("q and k are on the meta device, which holds no values: move them to a device that does")
     if device != "cuda" and not package.any_device:
-        raise ValueError(f"{package.name} holds GPU kernels, but q and k are on {device}: generate one for target cpu")
+        raise ValueError(
+            f"{package.name} holds GPU kernels, but q and k are on {device}: generate one for target cpu, or start with "
+            "TRITON_INTERPRET=1, which runs kernels slowly on the CPU"
+        )
     for name, x in (("q", q), ("k", k)):
         if x.dtype == package.dtype:
             continue
