@@ -20,15 +20,15 @@ FLAGS: dict[str, Any] = {"batch_size": 8, "dim": 16, "dtype": "fp32", "target": 
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a package that this process has not imported."""
     monkeypatch.setenv("INFCL_GEN_CACHE", str(tmp_path))
+    forget_packages()  # another test may have loaded it from another folder
     made = Path(infcl_gen.load(**FLAGS).__path__[0])
-    forget(made)
+    forget_packages()
     yield made
-    forget(made)
+    forget_packages()
 
 
-def forget(folder: Path) -> None:
-    name = f"infcl_gen.packages.{folder.name}"
-    for module in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+def forget_packages() -> None:
+    for module in [each for each in sys.modules if each.startswith("infcl_gen.packages.")]:
         del sys.modules[module]
 
 
