@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "0c9d8b3166004c51389077f33d359da8e1859a0ec331dc34ec9f6eba808e1256",
+    "digest": "f693a6c5c8fbb00dbc3a0ed4c91bb6f2a57cfbde3970f0383be9e24d364f7bba",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d512c6a72e11c39213216c90b13cec9a2f69a6e013b3c223a688504cea95b70f",
+    "digest": "962140aff5a53f379834e32e97dd45af58be77b9e73889a99b82e235e91016a7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -221,8 +221,8 @@ def _check_features(package: Package, call: Call) -> None:
         raise ValueError("q and k are on the meta device, which holds no values: move them to a device that does")
     if device != "cuda" and not package.any_device:
         raise ValueError(
-            f"{package.name} holds GPU kernels, but q and k are on {device}: generate one for target cpu, or start with "
-            "TRITON_INTERPRET=1, which runs kernels slowly on the CPU"
+            f"{package.name} holds GPU kernels, but q and k are on {device}: generate one for target cpu, or set "
+            "TRITON_INTERPRET=1 before the start, which runs kernels slowly on the CPU"
         )
     for name, x in (("q", q), ("k", k)):
         if x.dtype == package.dtype:
