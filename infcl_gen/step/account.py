@@ -173,6 +173,7 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
     if problem.wrapper == "ddp" and problem.world_size > 1:
         yield Item("buckets", min(BUCKET_BYTES, costs.gradient_bytes), ("second",), "gradients reduced together")
     yield Item("optimizer", -(-problem.optimizer_bytes // share), PHASES, "its state")
+    yield Item("workspace", costs.workspace_bytes, PHASES, "the matrix library keeps it")
     yield Item("cast weights", costs.cast_bytes, PHASES, "autocast keeps them while graphs need them")
     if problem.inputs == "device":
         size = sum(tower.input_bytes * samples for tower, samples in zip(costs.towers, problem.samples, strict=True))

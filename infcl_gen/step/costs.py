@@ -73,6 +73,7 @@ class StepCosts:
     device      the device profile, as --device-profile
     dim, dtype  of the features
     cast_bytes  copies of weights that autocast keeps while graphs are there
+    workspace_bytes      that the matrix library keeps
     host_to_device_gbs   1e9 bytes a second; 0 where the device is the host
     """
 
@@ -86,6 +87,7 @@ class StepCosts:
     cast_bytes: int
     host_to_device_gbs: float = 0.0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    workspace_bytes: int = 0
 
 
 def write_costs(path: Path, costs: StepCosts) -> None:

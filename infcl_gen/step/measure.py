@@ -29,7 +29,7 @@ from infcl_gen.step.executor import Model, Tower
 from infcl_gen.step.feed import bytes_of, rows_of
 from infcl_gen.step.gradients import unreduced
 from infcl_gen.step.state import Buffers, RandomState, restore_buffers
-from infcl_gen.verification.memory import PeakMeter
+from infcl_gen.verification.memory import PeakMeter, give_workspaces_back
 
 SMALLEST = 16  # samples of the first micro-batch
 REPEATS = 3
@@ -75,6 +75,7 @@ def measure(model: Model, example: Sequence[Any], names: Sequence[str], limits: 
         parameter_bytes=sum(each.nbytes for each in (*parameters, *buffers)),  # of a DTensor: all shards
         gradient_bytes=sum(each.nbytes for each in trained),
         cast_bytes=sum(cast for _, cast in found),
+        workspace_bytes=_workspace_bytes(model.device),
         host_to_device_gbs=_copy_rate(model.device),
         versions={"torch": importlib.metadata.version("torch")},
     )
@@ -120,7 +121,7 @@ class _Probe:
         """What stays of the first pass but not of the second, and whether features have no gradient."""
         kept, outputs = [], []
         for _ in range(2):
-            with PeakMeter(self.model.device) as meter:
+            with self._meter() as meter:
                 outputs.append(self.tower.run(self.given(min(SMALLEST, self.limits.samples))))
             kept.append(meter.kept_bytes)
         return max(0, kept[0] - kept[1]), not outputs[0].requires_grad
@@ -152,14 +153,14 @@ class _Probe:
 
     def _row(self, size: int, backward: bool) -> tuple[float, int, int, float, int]:
         """(seconds of forward, its peak, what it keeps, seconds of backward, its peak) of one micro-batch."""
-        device, run = self.model.device, self.tower.run
+        run = self.tower.run
         self._times(size, backward)  # allocates gradients, chooses kernels
-        with PeakMeter(device) as forward:
+        with self._meter() as forward:
             output = run(self.given(size))
         backward_peak = 0
         if backward:
             gradient = torch.ones_like(output)
-            with PeakMeter(device) as behind:
+            with self._meter() as behind:
                 torch.autograd.backward(output, gradient)
             backward_peak = forward.kept_bytes + behind.peak_bytes
         del output
@@ -168,6 +169,10 @@ class _Probe:
             statistics.median(forward_s), forward.peak_bytes, forward.kept_bytes, statistics.median(backward_s),
             backward_peak,
         )  # fmt: skip
+
+    def _meter(self) -> PeakMeter:
+        """Workspaces of the matrix library stay: they count once, and not for each micro-batch."""
+        return PeakMeter(self.model.device, workspaces=False)
 
     def _times(self, size: int, backward: bool) -> tuple[float, float]:
         given, clock = self.given(size), _Clock(self.model.device)
@@ -227,6 +232,16 @@ def unchanged(
             each.grad = gradient
         restore_buffers(buffers)
         random.restore(generators)
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """What the matrix library keeps now."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    give_workspaces_back()
+    return before - torch.cuda.memory_allocated(device)
 
 
 def _copy_rate(device: torch.device) -> float:

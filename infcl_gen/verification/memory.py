@@ -9,24 +9,30 @@ from typing import Any
 import torch
 
 
+def give_workspaces_back() -> None:
+    """The memory that cuBLAS keeps between calls on a GPU."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
 class PeakMeter:
     """A context manager. Afterwards `peak_bytes` is the peak inside it, beyond what was allocated before, and
     `kept_bytes` what was still allocated at its end.
 
     On CUDA the caching allocator counts; it rounds every block up to 512 bytes or more. cuBLAS workspaces are given
-    back first, so that one needed inside counts. On the CPU torch's profiler records every call of its allocator:
-    exact, but slow for many thousands of operations. Memory that is not torch's, such as that of the Triton interpreter
-    or of a gloo transfer, is not seen.
+    back first, so that one needed inside counts, unless `workspaces` is False. On the CPU torch's profiler records
+    every call of its allocator: exact, but slow for many thousands of operations. Memory that is not torch's, such as
+    that of the Triton interpreter or of a gloo transfer, is not seen.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str, workspaces: bool = True) -> None:
+        self.device, self._workspaces = torch.device(device), workspaces
         self.peak_bytes = self.kept_bytes = 0
 
     def __enter__(self) -> PeakMeter:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+            if self._workspaces:
+                give_workspaces_back()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
