@@ -18,10 +18,11 @@ from infcl_gen.lazy import global_value
 from infcl_gen.step.account import LossCosts
 from infcl_gen.step.blocks import blocks_of
 from infcl_gen.step.costs import StepCosts, read_costs
+from infcl_gen.step.estimate import fake_mode_of, faked, probe_for
 from infcl_gen.step.executor import Model, Number, Tower, TrainingStep
 from infcl_gen.step.feed import moved, on_host, part_of, rows_of
 from infcl_gen.step.means import MeanLoss, MeanStep
-from infcl_gen.step.measure import SMALLEST, Limits, MeasuredLoss, autocast_in, measure, unchanged
+from infcl_gen.step.measure import SMALLEST, Limits, MeasuredLoss, Probe, autocast_in, measure, unchanged
 from infcl_gen.step.plan import STREAMED, TREATMENTS
 from infcl_gen.step.planner import PlannedLoss, StepPlan, check_treatments, plan_from_costs
 from infcl_gen.step.setting import Run, Setting, compiled, memory_of, optimizer_bytes_of, wrapper_of
@@ -50,6 +51,7 @@ def plan_step(
     batch_norm: str | None = None,
     group: Any = None,
     costs: StepCosts | str | os.PathLike[str] | None = None,
+    device_profile: str | None = None,
 ) -> StepPlan:
     """Plan an exact training step of towers on this device: `plan_step(...).step()` makes what executes it.
 
@@ -72,6 +74,8 @@ def plan_step(
     batch_norm   "micro-batch" accepts normalisation over micro-batches: gradients are then not those of the batch
     group        as for `contrastive_loss`
     costs        what an earlier plan measured (`plan.problem.costs`), or a profile FILE.toml, instead of measuring
+    device_profile   the device that towers without values, made under FakeTensorMode, are planned for: "h200"; costs
+                 are estimated then, and the plan does not run
 
     The device is that of the parameters. Ranks call it together. Raises InputError, and InfeasibleError with the
     largest batch that fits and the smallest memory that would do.
@@ -84,23 +88,29 @@ def plan_step(
         raise InputError(f"example: {len(inputs)} inputs were given for {len(runs)} towers")
     setting = Setting.of(runs, (model,) if isinstance(model, nn.Module) else tuple(model), group)
     setting.check_norms(batch_norm)
+    mode = fake_mode_of(setting.everything)
+    if mode is not None and (targets is not None or callable(loss)):
+        raise InputError("loss: towers without values are planned with a built-in loss, or with FILE.py:NAME")
+    probe = Probe if mode is None else probe_for(device_profile)
     allowed = check_treatments(treatments) if targets is None else (STREAMED,)
     asked = None if batch_size is None else parse_count(batch_size, "batch_size")
     largest = LARGEST_MICRO_BATCH if asked is None else min(LARGEST_MICRO_BATCH, -(-asked // setting.size))
-    limits = Limits(micro_batch or largest, setting.least(memory_of(memory, setting.device)), setting.agree)
-    host = on_host(inputs, setting.device)
+    allowed_bytes = setting.least(memory_of(memory, setting.device, None if mode is None else device_profile))
+    limits = Limits(micro_batch or largest, allowed_bytes, setting.agree)
+    host = mode is not None or on_host(inputs, setting.device)
     bare = Model(
         (), loss if callable(loss) else _unknown, scale, bias, setting.device, autocast, tuple(generators), _itself
     )
     losses: Any
-    with unchanged(setting.everything, setting.device, bare.generators), autocast_in(setting.device, autocast):
-        if targets is None:
-            bound = bare._replace(towers=tuple(_towers(setting, runs, inputs)))
-        else:
-            mean = MeanLoss(_function(loss), denominator)
-            bound = bare._replace(towers=(_of_mean(setting, runs[0], mean, example, targets),))
-            inputs = [(example, targets)]
-    measured = _costs(costs, bound, inputs, setting, limits)
+    with faked(mode, inputs) as inputs:
+        with unchanged(setting.everything, setting.device, bare.generators), autocast_in(setting.device, autocast):
+            if targets is None:
+                bound = bare._replace(towers=tuple(_towers(setting, runs, inputs)))
+            else:
+                mean = MeanLoss(_function(loss), denominator)
+                bound = bare._replace(towers=(_of_mean(setting, runs[0], mean, example, targets),))
+                inputs = [(example, targets)]
+        measured = _given_costs(costs) or setting.told(measure(bound, inputs, setting.names, limits, probe))
     if targets is not None:
         losses = _NoLoss()
         make: Any = functools.partial(_mean_step, bound, mean, setting)
@@ -115,15 +125,11 @@ def plan_step(
         micro_batch=micro_batch, wrapper=wrapper_of(setting.everything), inputs="host" if host else "device",
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
     )  # fmt: skip
-    return dataclasses.replace(plan, make_step=make)
+    return plan if mode is not None else dataclasses.replace(plan, make_step=make)
 
 
-def _costs(costs: Any, bound: Model, inputs: Sequence[Any], setting: Setting, limits: Limits) -> StepCosts:
-    if isinstance(costs, StepCosts):
-        return costs
-    if costs is not None:
-        return read_costs(os.fspath(costs), "costs")
-    return setting.told(measure(bound, inputs, setting.names, limits))
+def _given_costs(costs: Any) -> StepCosts | None:
+    return costs if costs is None or isinstance(costs, StepCosts) else read_costs(os.fspath(costs), "costs")
 
 
 def _towers(setting: Setting, runs: Sequence[Run], inputs: Sequence[Any]) -> list[Tower]:

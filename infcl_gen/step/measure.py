@@ -55,11 +55,14 @@ class Limits(NamedTuple):
 _DTYPES = {getattr(torch, word): flag for flag, word in TORCH_DTYPES.items()}
 
 
-def measure(model: Model, example: Sequence[Any], names: Sequence[str], limits: Limits) -> StepCosts:
+def measure(
+    model: Model, example: Sequence[Any], names: Sequence[str], limits: Limits, probe_of: type[Probe] | None = None
+) -> StepCosts:
     """The costs of the model's towers; `example` has an input for each, whose samples are repeated as needed."""
+    probe_of = probe_of or Probe
     with unchanged(model.modules, model.device, model.generators), autocast_in(model.device, model.autocast):
         found = [
-            _tower(model, tower, given, name, limits)
+            _tower(model, tower, given, name, limits, probe_of)
             for tower, given, name in zip(model.towers, example, names, strict=True)
         ]
     parameters = list(dict.fromkeys(each for module in model.modules for each in module.parameters()))
@@ -68,7 +71,7 @@ def measure(model: Model, example: Sequence[Any], names: Sequence[str], limits: 
     features = model.towers[0].features
     return StepCosts(
         name="",
-        device=detect("auto" if model.device.type == "cuda" else "cpu").name,
+        device=probe_of.profile(model.device),
         towers=tuple(costs for costs, _ in found),
         dim=math.prod(features.shape[1:]),
         dtype=_DTYPES[features.dtype],
@@ -81,7 +84,9 @@ def measure(model: Model, example: Sequence[Any], names: Sequence[str], limits: 
     )
 
 
-def _tower(model: Model, tower: Tower, example: Any, name: str, limits: Limits) -> tuple[TowerCosts, int]:
+def _tower(
+    model: Model, tower: Tower, example: Any, name: str, limits: Limits, probe_of: type[Probe]
+) -> tuple[TowerCosts, int]:
     """The costs of one tower, and the bytes of its weights that autocast keeps."""
     rows = rows_of(example, f"example: {name}")
 
@@ -93,7 +98,7 @@ def _tower(model: Model, tower: Tower, example: Any, name: str, limits: Limits) 
 
         return pytree.tree_map(moved, example)
 
-    probe = _Probe(model, tower, given, limits)
+    probe = probe_of(model, tower, given, limits)
     cast_bytes, frozen = probe.cast_bytes()
     with torch.no_grad():
         without_graph = probe.costs(backward=False)
@@ -109,13 +114,18 @@ def _tower(model: Model, tower: Tower, example: Any, name: str, limits: Limits) 
 
 
 @dataclasses.dataclass
-class _Probe:
+class Probe:
     """Runs micro-batches of a tower; `given(size)` makes an input."""
 
     model: Model
     tower: Tower
     given: Callable[[int], Any]
     limits: Limits
+
+    @classmethod
+    def profile(cls, device: torch.device) -> str:
+        """The name of the device's profile."""
+        return detect("auto" if device.type == "cuda" else "cpu").name
 
     def cast_bytes(self) -> tuple[int, bool]:
         """What stays of the first pass but not of the second, and whether features have no gradient."""
@@ -130,10 +140,10 @@ class _Probe:
         """The costs of micro-batches of SMALLEST samples, twice as many, and so on."""
         rows: list[tuple[int, float, int, int, float, int]] = []
         for size in _doubling(SMALLEST, self.limits.samples):
-            if rows and not self.limits.agree(self._worth_trying(rows, size)):
+            if rows and not self.limits.agree(self.worth_trying(rows, size)):
                 break
             with contextlib.suppress(torch.OutOfMemoryError):
-                rows.append((size, *self._row(size, backward)))
+                rows.append((size, *self.row(size, backward)))
             if not self.limits.agree(bool(rows) and rows[-1][0] == size):
                 rows = [row for row in rows if row[0] < size]
                 break
@@ -143,7 +153,7 @@ class _Probe:
         behind = (backward_s, backward_peak) if backward else ((), ())
         return PassCosts(sizes, forward_s, forward_peak, kept, *behind)
 
-    def _worth_trying(self, rows: list[Any], size: int) -> bool:
+    def worth_trying(self, rows: list[Any], size: int) -> bool:
         peaks = [max(row[2], row[5]) for row in rows]
         used = torch.cuda.memory_allocated(self.model.device) if self.model.device.type == "cuda" else 0
         if used + peaks[-1] * size / rows[-1][0] > MOST_MEMORY * self.limits.memory_bytes:
@@ -151,7 +161,7 @@ class _Probe:
         rates = [(row[1] + row[4]) / row[0] for row in rows]
         return len(rates) < 3 or min(rates[-2:]) < FASTER * min(rates[:-2])
 
-    def _row(self, size: int, backward: bool) -> tuple[float, int, int, float, int]:
+    def row(self, size: int, backward: bool) -> tuple[float, int, int, float, int]:
         """(seconds of forward, its peak, what it keeps, seconds of backward, its peak) of one micro-batch."""
         run = self.tower.run
         self._times(size, backward)  # allocates gradients, chooses kernels

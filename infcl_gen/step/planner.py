@@ -73,7 +73,9 @@ class StepPlan:
         Raises InputError for a plan from a profile.
         """
         if self.make_step is None:
-            raise InputError("step: this plan is from a profile; plan_step(towers, example, ...) plans one that runs")
+            raise InputError(
+                "step: this plan is from a profile or an estimate; plan_step with real towers, where they are"
+            )
         return self.make_step(self, self.predicted_time_s > LONG_S if progress is None else progress)
 
     def as_dict(self) -> dict[str, Any]:

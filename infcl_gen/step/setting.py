@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from infcl_gen.errors import InputError
+from infcl_gen.hardware.profile import load_profile
 from infcl_gen.inputs.text import parse_bytes
 from infcl_gen.runtime.api import options_of
 from infcl_gen.runtime.group import find_group
@@ -133,10 +134,13 @@ def wrapper_of(modules: Iterable[nn.Module]) -> str:
     return "fsdp2" if inside(modules, is_sharded) else "none"
 
 
-def memory_of(memory: int | str, device: torch.device) -> int:
+def memory_of(memory: int | str, device: torch.device, device_profile: str | None) -> int:
+    """Bytes that the process may allocate; of a device that is not here, those of its profile."""
     if memory != "auto":
         return parse_bytes(memory, "memory")
-    if device.type == "cuda":
+    if device_profile is not None:
+        free = load_profile(device_profile).memory_bytes
+    elif device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

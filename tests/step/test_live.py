@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infcl_gen
 from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.hardware.profile import load_profile
 from infcl_gen.processes import run_ranks
 from infcl_gen.step.costs import write_costs
 from infcl_gen.step.planner import StepPlan
@@ -200,6 +202,40 @@ def test_wrong_arguments_are_refused(what: str) -> None:
     towers, example, options = change(pair(dtype=torch.float32), batch(16, dtype=torch.float32))
     with pytest.raises((InputError, InfeasibleError), match=message):
         infcl_gen.plan_step(towers, example, **{"batch_size": 64, "memory": "1GiB", **options})
+
+
+class TestTowersWithoutValues:
+    """Estimates where no GPU is at hand."""
+
+    @staticmethod
+    def planned(**options: Any) -> StepPlan:
+        with FakeTensorMode():
+            towers = [Encoder(6, width=64, blocks=6), Encoder(6, width=32, blocks=4)]
+        given: dict[str, Any] = {"batch_size": 4096, "device_profile": "h200", "memory": "1GiB"}
+        return infcl_gen.plan_step(towers, batch(16, dtype=torch.float32), **given | options)
+
+    def test_bytes_are_those_that_are_measured(self) -> None:
+        found, measured = self.planned().problem.costs, wide()[1].problem.costs
+        assert found.device == "h200" and found.gradient_bytes == measured.gradient_bytes
+        for name in ("kept", "checkpointed"):
+            for mine, true in zip(found.towers, measured.towers, strict=True):
+                estimated, passes = (getattr(each, name).at("kept_bytes", 256) for each in (mine, true))
+                assert 0.9 * passes < estimated < 1.1 * passes
+
+    def test_more_products_take_longer_and_memory_is_that_of_the_device(self) -> None:
+        slow, fast = (self.planned(device_profile=name, memory="auto") for name in ("a100", "h200"))
+        assert slow.predicted_time_s > fast.predicted_time_s
+        assert fast.problem.memory_bytes == int(0.97 * load_profile("h200").memory_bytes)
+
+    def test_such_a_plan_does_not_run(self) -> None:
+        with pytest.raises(InputError, match="from a profile or an estimate; plan_step with real towers"):
+            self.planned().step()
+
+    def test_what_it_needs_is_named(self) -> None:
+        with pytest.raises(InputError, match="device_profile: towers without values are planned for a device"):
+            self.planned(device_profile=None)
+        with pytest.raises(InputError, match="towers without values are planned with a built-in loss"):
+            self.planned(loss=dense)
 
 
 @pytest.mark.usefixtures("forked")

@@ -121,7 +121,7 @@ def test_the_largest_batch_is_planned_where_none_is_given() -> None:
     plan = plan_from_costs(COSTS, 500 * MB, Loss(), batch_size=None, world_size=4)
     assert plan.batch_size == plan.largest_batch == 4 * largest_samples(problem(1, 500, world_size=4))
     assert plan.predicted_peak_bytes <= 500 * MB
-    with pytest.raises(InputError, match="this plan is from a profile"):
+    with pytest.raises(InputError, match="this plan is from a profile or an estimate"):
         plan.step()
 
 
