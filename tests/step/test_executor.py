@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,6 +264,40 @@ def test_a_compiled_tower() -> None:
     plan = [TowerPlan("image", cached=Part(13, 4), kept=Part(10, 5)), mixed()[1]]
     TrainingStep(plan, model_of(module, (compiled, module.text)))(*inputs)
     assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+
+
+def test_a_checkpoint_between_steps_resumes_bit_by_bit(tmp_path: Path) -> None:
+    """Parameters, the optimiser's state and the generators are all there is; a step keeps nothing for the next."""
+
+    def begun() -> tuple[Pair, torch.optim.Optimizer, TrainingStep]:
+        module = pair(dropout=0.3)
+        return module, torch.optim.AdamW(module.parameters(), lr=0.01), TrainingStep(mixed(), model_of(module))
+
+    def trained(
+        module: Pair, optimizer: torch.optim.Optimizer, step: TrainingStep, seeds: Sequence[int]
+    ) -> list[Tensor]:
+        losses = []
+        for seed in seeds:
+            losses.append(step(*batch(ROWS, seed)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    torch.manual_seed(7)
+    whole = begun()
+    losses = trained(*whole, [1, 2, 3, 4])
+    torch.manual_seed(7)
+    first = begun()
+    trained(*first, [1, 2])
+    states = {"model": first[0].state_dict(), "optimizer": first[1].state_dict(), "random": torch.get_rng_state()}
+    torch.save(states, tmp_path / "checkpoint.pt")
+    torch.manual_seed(99)
+    second, states = begun(), torch.load(tmp_path / "checkpoint.pt")
+    second[0].load_state_dict(states["model"])
+    second[1].load_state_dict(states["optimizer"])
+    torch.set_rng_state(states["random"])
+    assert all(map(torch.equal, trained(*second, [3, 4]), losses[2:]))
+    assert all(map(torch.equal, second[0].parameters(), whole[0].parameters()))
 
 
 @pytest.mark.parametrize("frozen", [(), ("image",)])
