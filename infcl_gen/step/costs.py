@@ -60,6 +60,7 @@ class TowerCosts:
     without_graph: PassCosts
     kept: PassCosts | None = None
     checkpointed: PassCosts | None = None  # None: no blocks were found
+    tokens: int = 0  # of a sample, where samples have various lengths
 
     @property
     def frozen(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from infcl_gen.errors import InputError
 from infcl_gen.step.blocks import computed_again
-from infcl_gen.step.feed import Feed, Slabs, gathered, rows_of
+from infcl_gen.step.feed import Feed, Ragged, Slabs, gathered, rows_of
 from infcl_gen.step.gradients import Exchange, leaves_of
 from infcl_gen.step.plan import Pass, TowerPlan
 from infcl_gen.step.state import Buffers, RandomState, restore_buffers
@@ -142,7 +142,12 @@ class _Run:
         for plan, samples in zip(self._plans, self._samples, strict=True):
             if samples > plan.samples:
                 raise InputError(f"inputs: {plan.name} got {samples} samples; the step is planned for {plan.samples}")
-        self._turns = [each for t, plan in enumerate(self._plans) for each in plan.passes(self._samples[t], t)]
+        self._sorted = [given.order if isinstance(given, Ragged) else None for given in inputs]
+        self._turns = [
+            each
+            for t, (plan, given) in enumerate(zip(self._plans, inputs, strict=True))
+            for each in plan.passes(self._samples[t], t, _lengths(given, plan))
+        ]
         trained = [turn for turn in self._turns if not self._plans[turn.tower].frozen]
         self.passes = len(self._turns) + len(trained)  # each forward that leaves features, and what ends in backward
         self.passed: Callable[[], None] = _nothing
@@ -205,7 +210,7 @@ class _Run:
                 restore_buffers(met[turn].buffers)
                 output = self._model.towers[turn.tower].run(given)
                 if not self._step.repeats:
-                    differ[turn] = _differs(output.detach(), self._features[turn.tower].detach()[turn.rows])
+                    differ[turn] = _differs(output.detach(), self._features[turn.tower].detach()[self._places(turn)])
                 self._backward(turn, output)
         finally:
             random.restore(self._model.generators)
@@ -224,20 +229,37 @@ class _Run:
         gradient = self._features[turn.tower].grad
         assert gradient is not None
         last_of = [module for module, last in self._last.items() if last == turn]
-        self._exchange.backward(output, gradient[turn.rows], last_of)
+        self._exchange.backward(output, gradient[self._places(turn)], last_of)
         self.passed()
+
+    def _places(self, turn: Pass) -> slice | Tensor:
+        """Of the samples of a micro-batch among all."""
+        order = self._sorted[turn.tower]
+        return turn.rows if order is None else order[turn.rows].to(self._model.device)
 
     def _random(self, before: RandomState | None = None) -> RandomState:
         return RandomState.now([self._model.device], self._model.generators, before)
 
     def _store(self, turn: Pass, output: Any) -> None:
-        here = self._features[turn.tower][turn.rows]
+        whole, places = self._features[turn.tower], self._places(turn)
+        here = whole[places]
         if not isinstance(output, Tensor) or output.shape != here.shape or output.dtype != here.dtype:
             kind = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             name, planned = self._plans[turn.tower].name, f"{here.dtype} {tuple(here.shape)}"
             raise InputError(f"{name}: gave {kind} for {len(here)} samples; the step is planned for {planned}")
-        here.copy_(output.detach())
+        whole[places] = output.detach()
         self.passed()
+
+
+def _lengths(given: Any, plan: TowerPlan) -> list[int] | None:
+    """Tokens of the samples of an input, in descending order, where it has sequences."""
+    if not isinstance(given, Ragged):
+        return None
+    if plan.tokens == 0:
+        raise InputError(f"inputs: {plan.name} got sequences; the step is planned for samples of one length")
+    if given.lengths and given.lengths[0] > plan.tokens:
+        raise InputError(f"inputs: {plan.name} got {given.lengths[0]} tokens; the step is planned for {plan.tokens}")
+    return given.lengths
 
 
 def _nothing() -> None:

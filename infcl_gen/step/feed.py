@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from infcl_gen.errors import InputError
@@ -43,6 +44,29 @@ class Samples:
             return joined(samples if place is None else [sample[place] for sample in samples])
 
         return cls(len(indices), make)
+
+
+class Ragged(Samples):
+    """Sequences of various lengths, (tokens, ...) each, as one input. The longest come first, so that a micro-batch is
+    padded to its own longest alone; a micro-batch of shorter ones holds more of them.
+
+    `collate` makes an input of some of them: by default zeros are put behind the shorter ones, (samples, tokens, ...).
+    """
+
+    def __init__(self, sequences: Sequence[Tensor], collate: Callable[[list[Tensor]], Any] | None = None) -> None:
+        joined = collate or functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        self.order = lengths.argsort(descending=True, stable=True)  # places of the sorted ones among all
+        self.lengths: list[int] = lengths[self.order].clamp(min=1).tolist()
+        self._sequences, self._joined = sequences, joined
+        super().__init__(len(sequences), self._sorted)
+
+    def _sorted(self, rows: slice) -> Any:
+        return self._joined([self._sequences[int(place)] for place in self.order[rows]])
+
+    def longest(self, count: int) -> Any:
+        """An input of so many samples, all as long as the longest."""
+        return self._joined([self._sequences[int(self.order[0])]] * count)
 
 
 def gathered(batches: Iterator[Any], towers: int, samples: int) -> list[Any]:
@@ -91,7 +115,9 @@ def rows_of(tree: Any, what: str) -> int:
 
 
 def bytes_of(tree: Any) -> int:
-    """The bytes of the tensors of an input."""
+    """The bytes of the tensors of an input; of sequences, those of the longest."""
+    if isinstance(tree, Ragged):
+        return tree.count * bytes_of(tree.longest(1))
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 

@@ -26,7 +26,8 @@ from infcl_gen.step.account import LossCosts
 from infcl_gen.step.blocks import computed_again
 from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
 from infcl_gen.step.executor import Model, Tower
-from infcl_gen.step.feed import bytes_of, rows_of
+from infcl_gen.step.feed import Ragged, bytes_of, rows_of
+from infcl_gen.step.feed import moved as moved_to
 from infcl_gen.step.gradients import unreduced
 from infcl_gen.step.state import Buffers, RandomState, restore_buffers
 from infcl_gen.verification.memory import PeakMeter, give_workspaces_back
@@ -91,6 +92,8 @@ def _tower(
     rows = rows_of(example, f"example: {name}")
 
     def given(size: int) -> Any:
+        if isinstance(example, Ragged):
+            return moved_to(example.longest(size), model.device)
         places = torch.arange(size) % rows
 
         def moved(leaf: Any) -> Any:
@@ -110,7 +113,9 @@ def _tower(
             with computed_again(tower.blocks, model.generators):
                 checkpointed = probe.costs(backward=True)
     per_sample = tower.features.element_size() * math.prod(tower.features.shape[1:])
-    return TowerCosts(name, per_sample, -(-bytes_of(example) // rows), without_graph, kept, checkpointed), cast_bytes
+    tokens = example.lengths[0] if isinstance(example, Ragged) else 0
+    input_bytes = -(-bytes_of(example) // rows)
+    return TowerCosts(name, per_sample, input_bytes, without_graph, kept, checkpointed, tokens), cast_bytes
 
 
 @dataclasses.dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 TREATMENTS = ("cached", "checkpointed", "kept")  # of samples that a contrastive loss sees together
@@ -31,6 +31,7 @@ class TowerPlan:
     cached        features alone stay; a second pass makes the graph (gradient cache, arXiv 2101.06983)
     streamed      the loss is a mean over samples: each micro-batch passes forward and backward at once
     frozen        no gradient is wanted: all samples pass once, as the first pass of cached ones
+    tokens        that a sample has at most, where samples have various lengths; else 0
     """
 
     name: str
@@ -39,20 +40,26 @@ class TowerPlan:
     kept: Part = Part()
     streamed: Part = Part()
     frozen: bool = False
+    tokens: int = 0
 
     @property
     def samples(self) -> int:
         return sum(getattr(self, treatment).samples for treatment in (*TREATMENTS, STREAMED))
 
-    def passes(self, samples: int, tower: int = 0) -> Iterator[Pass]:
-        """Those of the first `samples` samples: what is kept comes first, so that fewer samples keep no more."""
-        start = 0
+    def passes(self, samples: int, tower: int = 0, lengths: Sequence[int] | None = None) -> Iterator[Pass]:
+        """Those of the first `samples` samples: what is kept comes first, so that fewer samples keep no more.
+
+        lengths   tokens of each sample, in descending order: a micro-batch holds as many samples as have the tokens of
+                  the planned ones, when all are as long as its first
+        """
+        start, tokens = 0, self.tokens if lengths else 1
         for treatment in (STREAMED, *reversed(TREATMENTS)):
             part: Part = getattr(self, treatment)
-            stop: int = min(samples, start + part.samples)
-            for first in range(start, stop, part.micro_batch):
-                yield Pass(tower, first, min(first + part.micro_batch, stop), treatment)
-            start = max(start, stop)
+            left = part.samples * tokens
+            while start < samples and left >= (length := lengths[start] if lengths else 1):
+                size = min(max(1, part.micro_batch * tokens // length), left // length, samples - start)
+                yield Pass(tower, start, start + size, treatment)
+                start, left = start + size, left - size * length
 
 
 class Pass(NamedTuple):

@@ -14,7 +14,7 @@ from infcl_gen.planning import Plan
 from infcl_gen.step.account import Account, LossCosts, Losses, StepProblem
 from infcl_gen.step.choose import choose, largest_samples
 from infcl_gen.step.costs import StepCosts
-from infcl_gen.step.plan import TREATMENTS
+from infcl_gen.step.plan import TREATMENTS, TowerPlan
 
 WRAPPERS = ("none", "ddp", "fsdp2")
 # Bytes of state for each byte of a trained parameter.
@@ -94,6 +94,10 @@ class StepPlan:
         }  # fmt: skip
 
 
+def _replace(plan: TowerPlan, tokens: int) -> TowerPlan:
+    return dataclasses.replace(plan, tokens=tokens)
+
+
 def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
     """The treatments of a contrastive step, each once. Raises InputError for others, or none."""
     for each in treatments or ("",):
@@ -118,6 +122,8 @@ def plan_from_costs(
             choose(problem)  # raises
         problem = dataclasses.replace(problem, samples=(largest,) * towers)
     found = choose(problem)
+    named = zip(found.towers, costs.towers, strict=True)
+    found = dataclasses.replace(found, towers=tuple(_replace(plan, tokens=tower.tokens) for plan, tower in named))
     return StepPlan(problem, found, tuple(_alternatives(problem)), largest * world_size)
 
 

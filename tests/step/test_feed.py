@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import infcl_gen
 from infcl_gen.errors import InputError
 from infcl_gen.step.executor import TrainingStep
-from infcl_gen.step.feed import Samples
-from tests.step.models import batch, difference, gradients, model_of, pair, plain
+from infcl_gen.step.feed import Ragged, Samples
+from tests.step.models import DIM, Pair, batch, dense, difference, gradients, model_of, pair, plain
 from tests.step.test_executor import ROWS, mixed, plans
 
 
@@ -99,3 +100,69 @@ def test_errors_of_what_makes_samples_are_the_step_s() -> None:
         step_of(Samples(ROWS, make), batch(ROWS)[1])
     with pytest.raises(InputError, match="image got 24 samples"):
         step_of(Samples(ROWS + 1, make), batch(ROWS)[1])
+
+
+class Words(nn.Module):
+    """The mean of the embeddings of a sequence's tokens; 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(20, 12), nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.last, self.seen = nn.Linear(12, DIM), list[tuple[int, ...]]()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen.append(tuple(tokens.shape))
+        there = (tokens > 0)[..., None]
+        x = (self.table(tokens) * there).sum(1) / there.sum(1)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        features: Tensor = nn.functional.normalize(self.last(x), dim=-1)
+        return features
+
+
+def worded() -> Pair:
+    module = pair()
+    torch.manual_seed(1)
+    module.text = Words().double()
+    return module
+
+
+def sentences(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    lengths = torch.randint(1, 17, (count,), generator=generator)
+    lengths[3] = 16
+    return [torch.randint(1, 20, (int(length),), generator=generator) for length in lengths]
+
+
+@pytest.mark.parametrize("treatments", [("cached",), ("checkpointed",), ("kept",), ("cached", "kept")])
+def test_sequences_pass_by_their_tokens(treatments: tuple[str, ...]) -> None:
+    """Features stay with their partners; a micro-batch of short sequences holds more, and never more tokens."""
+    image, _ = batch(40)
+    texts, module, other = sentences(40), worded(), worded()
+    plan = infcl_gen.plan_step(
+        [module.image, module.text], [image[:8], Ragged(texts)], scale=lambda: module.log_scale.exp(), batch_size=40,
+        micro_batch=4, treatments=treatments, memory="1GiB",
+    )  # fmt: skip
+    assert plan.account.towers[1].tokens == 16
+    module.text.seen.clear()
+    plan.step()(image, Ragged(texts))
+    padded = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    dense(other.image(image), other.text(padded), other.log_scale.exp()).backward()
+    assert difference(gradients(module), gradients(other)) < 1e-12
+    assert all(rows * tokens <= 4 * 16 for rows, tokens in module.text.seen)
+    passes = module.text.seen[: len(module.text.seen) // (2 if treatments == ("cached",) else 1)]
+    assert sum(rows for rows, _ in passes) >= 40 and len(passes) < 10 and max(rows for rows, _ in passes) > 4
+
+
+def test_sequences_that_are_not_planned_for_are_refused() -> None:
+    image, _ = batch(8)
+    module, texts = worded(), sentences(8)
+    towers, options = [module.image, module.text], {"batch_size": 8, "memory": "1GiB"}
+    longer = [*texts[:-1], torch.ones(17, dtype=torch.int64)]
+    step = infcl_gen.plan_step(towers, [image, Ragged(texts)], **options).step()
+    with pytest.raises(InputError, match="Words got 17 tokens; the step is planned for 16"):
+        step(image, Ragged(longer))
+    plain = nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    step = infcl_gen.plan_step(towers, [image, plain], **options).step()
+    with pytest.raises(InputError, match="got sequences; the step is planned for samples of one length"):
+        step(image, Ragged(texts))
