@@ -114,9 +114,12 @@ class TrainingStep:
             inputs = tuple(gathered(inputs[0], len(self.plans), self.plans[0].samples))
         if self._trainable() != self._trained:
             raise InputError("towers: parameters were frozen or unfrozen since the step was planned; plan it again")
-        scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
-        numbers = [leaf for each in (scale, bias) for leaf in leaves_of(each)]
+        if torch.is_inference_mode_enabled():
+            raise InputError("a training step has gradients: call it outside torch.inference_mode()")
         with contextlib.ExitStack() as around:
+            around.enter_context(torch.enable_grad())
+            scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
+            numbers = [leaf for each in (scale, bias) for leaf in leaves_of(each)]
             if dtype is not None:
                 around.enter_context(torch.autocast(model.device.type, dtype))
             exchange = around.enter_context(Exchange(model.modules, numbers))

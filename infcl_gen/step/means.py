@@ -116,6 +116,7 @@ class MeanStep:
         value = torch.zeros((), dtype=torch.float64, device=model.device)
         feed = Feed([(inputs, targets)], model.device, self._slabs)
         with contextlib.ExitStack() as around:
+            around.enter_context(torch.enable_grad())
             if model.autocast is not None:
                 around.enter_context(torch.autocast(model.device.type, model.autocast))
             exchange = around.enter_context(Exchange(model.modules, ()))

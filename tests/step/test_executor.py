@@ -206,6 +206,30 @@ def test_buffers_are_those_of_one_pass() -> None:
     assert float(module.image.passes) == float(other.image.passes) == 10
 
 
+def test_gradients_are_wanted_where_they_are_switched_off() -> None:
+    module, inputs = pair(), batch(ROWS)
+    step = TrainingStep(mixed(), model_of(module))
+    with torch.no_grad():
+        step(*inputs)
+    assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+    with torch.inference_mode(), pytest.raises(InputError, match="call it outside torch"):
+        step(*inputs)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scale_that_is_a_parameter_and_a_bias(shape: tuple[int, ...]) -> None:
+    module, inputs = pair(), batch(ROWS)
+    scale, bias = (nn.Parameter(torch.full(shape, value, dtype=torch.float64)) for value in (3.0, -0.5))
+    TrainingStep(mixed(), model_of(module, scale=scale, bias=bias))(*inputs)
+    found = [*gradients(module).items(), ("scale", scale.grad), ("bias", bias.grad)]
+    module.zero_grad()
+    scale.grad = None
+    dense(module.image(inputs[0]), module.text(inputs[1]), scale).backward()
+    true = [*gradients(module).items(), ("scale", scale.grad), ("bias", torch.zeros(shape, dtype=torch.float64))]
+    for (name, mine), (_, other) in zip(found, true, strict=True):
+        assert mine is not None and torch.allclose(mine, other, rtol=1e-11, atol=1e-14), name
+
+
 def test_nan_in_nan_out() -> None:
     module, inputs = pair(), batch(ROWS)
     inputs[0][3, 1] = float("nan")
