@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from infcl_gen.step.state import restore_buffers
 
 FEWEST_BLOCKS = 2  # modules of one class behind one another
 
@@ -34,7 +36,7 @@ def computed_again(blocks: Sequence[nn.Module], generators: Sequence[torch.Gener
     """Inside, a block's forward keeps its inputs alone; backward computes the rest from the same random numbers."""
     own = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        block.forward = functools.partial(_checkpointed, block.forward, generators)
+        block.forward = functools.partial(_checkpointed, block, block.forward, generators)
     try:
         yield
     finally:
@@ -45,22 +47,31 @@ def computed_again(blocks: Sequence[nn.Module], generators: Sequence[torch.Gener
                 block.forward = forward
 
 
-def _checkpointed(forward: Any, generators: Sequence[torch.Generator], *arguments: Any, **named: Any) -> Any:
+def _checkpointed(
+    block: nn.Module, forward: Any, generators: Sequence[torch.Generator], *arguments: Any, **named: Any
+) -> Any:
+    """`checkpoint` replays torch's own generators only; here also others, and buffers that the block changes."""
     states = [generator.get_state() for generator in generators]
+    before = [(buffer, buffer.clone(), buffer._version) for buffer in block.buffers()]
+    changed: list[tuple[Tensor, Tensor]] = []
 
     @contextlib.contextmanager
     def replay() -> Iterator[None]:
-        """`checkpoint` replays torch's own generators only."""
         now = [generator.get_state() for generator in generators]
+        after = [(buffer, buffer.clone()) for buffer, _ in changed]
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        restore_buffers(changed)
         try:
             yield
         finally:
             for generator, state in zip(generators, now, strict=True):
                 generator.set_state(state)
+            restore_buffers(after)
 
     def contexts() -> tuple[Any, Any]:
         return contextlib.nullcontext(), replay()
 
-    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+    output = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
+    changed += [(buffer, value) for buffer, value, version in before if buffer._version != version]
+    return output

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from infcl_gen.errors import InputError
 from infcl_gen.step import executor
@@ -228,6 +229,45 @@ def test_a_scale_that_is_a_parameter_and_a_bias(shape: tuple[int, ...]) -> None:
     true = [*gradients(module).items(), ("scale", scale.grad), ("bias", torch.zeros(shape, dtype=torch.float64))]
     for (name, mine), (_, other) in zip(found, true, strict=True):
         assert mine is not None and torch.allclose(mine, other, rtol=1e-11, atol=1e-14), name
+
+
+def spectral(module: Pair) -> None:
+    module.image.first = nn.utils.parametrizations.spectral_norm(module.image.first)
+    module.image.blocks[0].up = nn.utils.parametrizations.spectral_norm(module.image.blocks[0].up)
+
+
+def tied(module: Pair) -> None:
+    module.text.last.weight = module.image.last.weight
+
+
+def partly_frozen(module: Pair) -> None:
+    module.image.blocks[0].requires_grad_(False)
+
+
+def hooked(module: Pair) -> None:
+    module.image.blocks[0].register_forward_hook(lambda _, __, output: 1.1 * output)
+    module.image.blocks[1].register_full_backward_hook(lambda _, given, __: (0.5 * given[0],))
+
+
+def checkpointed_inside(module: Pair) -> None:
+    forward = module.image.blocks[0].forward
+    module.image.blocks[0].forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("text", ["cached", "kept"])
+@pytest.mark.parametrize("image", ["cached", "checkpointed", "mixture"])
+@pytest.mark.parametrize("change", [spectral, tied, partly_frozen, hooked, checkpointed_inside])
+def test_towers_as_users_have_them(change: Callable[[Pair], None], image: str, text: str) -> None:
+    module, other, inputs, plan = pair(dropout=0.2), pair(dropout=0.2), batch(ROWS), plans(image, text)
+    for each in (module, other):
+        torch.manual_seed(3)
+        change(each)
+    torch.manual_seed(3)
+    TrainingStep(plan, model_of(module))(*inputs)
+    torch.manual_seed(3)
+    kept_step(other, (other.image, other.text), plan, inputs)
+    assert difference(gradients(module), gradients(other)) < 1e-11
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(module.buffers(), other.buffers(), strict=True))
 
 
 def test_nan_in_nan_out() -> None:
