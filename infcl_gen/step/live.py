@@ -88,6 +88,7 @@ def plan_step(
         raise InputError(f"example: {len(inputs)} inputs were given for {len(runs)} towers")
     setting = Setting.of(runs, (model,) if isinstance(model, nn.Module) else tuple(model), group)
     setting.check_norms(batch_norm)
+    wrapper = wrapper_of(setting.everything)
     mode = fake_mode_of(setting.everything)
     if mode is not None and (targets is not None or callable(loss)):
         raise InputError("loss: towers without values are planned with a built-in loss, or with FILE.py:NAME")
@@ -122,7 +123,7 @@ def plan_step(
         make = functools.partial(_training_step, bound, losses, group)
     plan = plan_from_costs(
         measured, limits.memory_bytes, losses, batch_size=asked, world_size=setting.size, treatments=allowed,
-        micro_batch=micro_batch, wrapper=wrapper_of(setting.everything), inputs="host" if host else "device",
+        micro_batch=micro_batch, wrapper=wrapper, inputs="host" if host else "device",
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
     )  # fmt: skip
     return plan if mode is not None else dataclasses.replace(plan, make_step=make)

@@ -129,7 +129,10 @@ def compiled(run: Any, modules: tuple[nn.Module, ...]) -> bool:
 
 
 def wrapper_of(modules: Iterable[nn.Module]) -> str:
-    if inside(modules, is_replicated):
+    replicated = inside(modules, is_replicated)
+    if any(each.static_graph for each in replicated):
+        raise InputError("towers: DistributedDataParallel(static_graph=True) allows one pass a step; give False")
+    if replicated:
         return "ddp"
     return "fsdp2" if inside(modules, is_sharded) else "none"
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
 import infcl_gen
+from infcl_gen.errors import InputError
 from infcl_gen.processes import Seat
 from infcl_gen.step import gradients
 from infcl_gen.step.blocks import blocks_of
@@ -124,6 +125,11 @@ def planned(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     if argument["wrapper"] == "fsdp":
         module.log_scale = nn.Parameter(module.log_scale.detach().reshape(1))
     model, scale = wrapped(module, argument["wrapper"])
+    static = DistributedDataParallel(pair(), static_graph=True)
+    try:
+        infcl_gen.plan_step(static, batch(4)[0], batch_size=4)
+    except InputError as error:
+        refused = str(error)
     inputs = batch(40)
     own = [x[seat.rank * 20 : seat.rank * 20 + 20] for x in inputs]
     plan = infcl_gen.plan_step(
@@ -133,7 +139,7 @@ def planned(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     plan.step()(*own)
     found = whole_gradients(module)
     true = {name: each.reshape(found[name].shape) for name, each in plain(original, *inputs)[1].items()}
-    return {"plan": plan.as_dict(), "error": difference(found, true)}
+    return {"plan": plan.as_dict(), "error": difference(found, true), "refused": refused}
 
 
 def classifier() -> nn.Module:

@@ -247,3 +247,4 @@ def test_ranks_plan_together(wrapper: str, tmp_path: Path) -> None:
     first, second = run_ranks("tests.step.ranks:planned", {"wrapper": wrapper, "cache": str(tmp_path)}, 2, 120.0)
     assert first["plan"] == second["plan"] and first["plan"]["wrapper"] == {"ddp": "ddp", "fsdp": "fsdp2"}[wrapper]
     assert max(first["error"], second["error"]) < 1e-12
+    assert "DistributedDataParallel(static_graph=True) allows one pass a step" in first["refused"]
