@@ -18,7 +18,7 @@ from infcl_gen.inputs.text import bytes_text, check_word, flag_name, parse_bytes
     option("--memory-budget", "SIZE", "Per device, for everything: 80GB, 139GiB.", COUNT),
     option("--optimizer", "NAME|SIZE", "What holds state for the parameters [adamw]."),
     option("--wrapper", "none|ddp|fsdp2", "What reduces gradients over devices [ddp if there are several]."),
-    option("--inputs", "host|device", "Where the batch is [host]."),
+    option("--inputs", "host|device", "Where the batch is [host, but on a CPU device]."),
     option("--treatments", "NAME,...", "That the plan may use [cached,checkpointed,kept].", NAMES),
     option("--micro-batch", "N", "Overrides the plan's sizes.", COUNT),
 )
@@ -36,7 +36,7 @@ def step(flags: dict[str, Any]) -> None:
     optimizer = flags["optimizer"] or "adamw"
     state = optimizer if optimizer in OPTIMIZERS else parse_bytes(optimizer, "--optimizer")
     named = TREATMENTS if flags["treatments"] is None else tuple(map(str, options.parts(flags["treatments"])))
-    inputs = flags["inputs"] or "host"
+    inputs = flags["inputs"] or ("host" if costs.host_to_device_gbs else "device")
     check_word("--inputs", inputs, ("host", "device"))
     loss = {"loss": flags["loss"] or "clip", "dim": costs.dim, "dtype": costs.dtype, "device_profile": costs.device}
     batch = None if flags["batch_size"] is None else options.count(flags, "batch_size", 1, 1, MAX_BATCH)

@@ -44,11 +44,12 @@ def choose(problem: StepProblem) -> Account:
     """
     found = next(filter(None, (_best(problem, resort) for resort in range(RESORTS))), None)
     if found is None:
-        smallest, largest = _smallest(problem), largest_samples(problem)
-        fits = f"the largest batch that fits has {largest} samples a device" if largest else "no batch fits"
+        smallest, largest = _smallest(problem), largest_samples(problem) * problem.world_size
+        fits = f"the largest batch that fits has {largest} samples" if largest else "no batch fits"
+        devices = f" on {problem.world_size} devices" if problem.world_size > 1 else ""
         raise InfeasibleError(
             f"a step of {' and '.join(map(str, dict.fromkeys(problem.samples)))} samples a device needs "
-            f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}",
+            f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}{devices}",
             smallest, largest,
         )  # fmt: skip
     return found

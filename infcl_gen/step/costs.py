@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,9 @@ class StepCosts:
     workspace_bytes: int = 0
 
 
-def write_costs(path: Path, costs: StepCosts) -> None:
-    """Raises OSError."""
-    write_file(path, costs_text(costs).encode())
+def write_costs(path: str | os.PathLike[str], costs: StepCosts) -> None:
+    """Write the costs as TOML, atomically. Raises OSError."""
+    write_file(Path(path), costs_text(costs).encode())
 
 
 def costs_text(costs: StepCosts) -> str:

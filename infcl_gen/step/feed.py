@@ -97,6 +97,8 @@ def gathered(batches: Iterator[Any], towers: int, samples: int) -> list[Any]:
         start += count
         if start == samples:
             break
+    if not start:
+        raise InputError("inputs: the iterator gave no micro-batch")
     return [
         pytree.tree_unflatten([place[:start] for place in places], form)
         for places, form in zip(whole, forms, strict=True)

@@ -61,7 +61,7 @@ class Exchange:
         for module in replicated:
             average([each for each in module.parameters() if each.requires_grad], module.process_group)
         if replicated or inside(self._modules, is_sharded):
-            average(self._numbers, None)
+            average(self._numbers, replicated[0].process_group if replicated else None)
 
 
 @contextmanager

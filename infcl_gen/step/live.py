@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from infcl_gen.emission import load_cached
 from infcl_gen.errors import InputError, in_python_words
-from infcl_gen.inputs.text import parse_count
+from infcl_gen.inputs.problem import MAX_BATCH
+from infcl_gen.inputs.text import check_integer, parse_count
 from infcl_gen.lazy import global_value
 from infcl_gen.step.account import LossCosts
 from infcl_gen.step.blocks import blocks_of
@@ -80,6 +81,7 @@ def plan_step(
     The device is that of the parameters. Ranks call it together. Raises InputError, and InfeasibleError with the
     largest batch that fits and the smallest memory that would do.
     """
+    _check_arguments(targets, loss, denominator, scale, bias, treatments)
     if targets is not None and not callable(towers):
         raise InputError("towers: a loss with targets is a mean over the samples of one model; give that")
     runs: list[Run] = [towers] if callable(towers) else list(towers)
@@ -94,7 +96,11 @@ def plan_step(
         raise InputError("loss: towers without values are planned with a built-in loss, or with FILE.py:NAME")
     probe = Probe if mode is None else probe_for(device_profile)
     allowed = check_treatments(treatments) if targets is None else (STREAMED,)
-    asked = None if batch_size is None else parse_count(batch_size, "batch_size")
+    asked = (
+        None if batch_size is None else check_integer("batch_size", parse_count(batch_size, "batch_size"), 1, MAX_BATCH)
+    )
+    if micro_batch is not None:
+        check_integer("micro_batch", micro_batch, 1, MAX_BATCH)
     largest = LARGEST_MICRO_BATCH if asked is None else min(LARGEST_MICRO_BATCH, -(-asked // setting.size))
     allowed_bytes = setting.least(memory_of(memory, setting.device, None if mode is None else device_profile))
     limits = Limits(micro_batch or largest, allowed_bytes, setting.agree)
@@ -111,12 +117,15 @@ def plan_step(
                 mean = MeanLoss(_function(loss), denominator)
                 bound = bare._replace(towers=(_of_mean(setting, runs[0], mean, example, targets),))
                 inputs = [(example, targets)]
-        measured = _given_costs(costs) or setting.told(measure(bound, inputs, setting.names, limits, probe))
+        measured = _given_costs(costs, len(runs)) or setting.told(measure(bound, inputs, setting.names, limits, probe))
     if targets is not None:
         losses = _NoLoss()
         make: Any = functools.partial(_mean_step, bound, mean, setting)
     elif callable(loss):
-        losses, make = MeasuredLoss(bound, limits), functools.partial(_training_step, bound, None, group)
+        losses, make = (
+            MeasuredLoss(bound, asked and -(-asked // setting.size)),
+            functools.partial(_training_step, bound, None, group),
+        )
     else:
         flags = {"loss": loss, "dim": measured.dim, "dtype": measured.dtype, "device_profile": measured.device}
         losses = PlannedLoss(flags, setting.size)
@@ -129,8 +138,23 @@ def plan_step(
     return plan if mode is not None else dataclasses.replace(plan, make_step=make)
 
 
-def _given_costs(costs: Any) -> StepCosts | None:
-    return costs if costs is None or isinstance(costs, StepCosts) else read_costs(os.fspath(costs), "costs")
+def _check_arguments(targets: Any, loss: Any, denominator: Any, scale: Any, bias: Any, treatments: Any) -> None:
+    """Raises InputError for arguments that have no meaning beside others."""
+    if isinstance(loss, type):
+        raise InputError(f"loss: {loss.__name__} is a class; give a module of it: {loss.__name__}()")
+    if targets is None and denominator is not None:
+        raise InputError("denominator: is of a loss with targets; give targets= as well")
+    if targets is not None and (scale != 1.0 or bias is not None or tuple(treatments) != TREATMENTS):
+        raise InputError("scale, bias, treatments: are of a contrastive loss; a loss with targets has none of them")
+
+
+def _given_costs(costs: Any, towers: int) -> StepCosts | None:
+    if costs is None:
+        return None
+    found = costs if isinstance(costs, StepCosts) else read_costs(os.fspath(costs), "costs")
+    if len(found.towers) != towers:
+        raise InputError(f"costs: are of {len(found.towers)} towers; the step has {towers}")
+    return found
 
 
 def _towers(setting: Setting, runs: Sequence[Run], inputs: Sequence[Any]) -> list[Tower]:

@@ -152,6 +152,8 @@ class Probe:
             if not self.limits.agree(bool(rows) and rows[-1][0] == size):
                 rows = [row for row in rows if row[0] < size]
                 break
+        if len(rows) == 1 and rows[0][0] > 1:  # what a pass takes whatever its size shows between two sizes
+            rows.insert(0, (rows[0][0] // 2, *self.row(rows[0][0] // 2, backward)))
         if not rows:
             raise InputError(f"memory: a micro-batch of {min(SMALLEST, self.limits.samples)} samples does not fit")
         sizes, forward_s, forward_peak, kept, backward_s, backward_peak = zip(*rows, strict=True)
@@ -276,8 +278,8 @@ def _copy_rate(device: torch.device) -> float:
 class MeasuredLoss:
     """`Losses` of the user's own: measured on random features of three batches, and on parabolas through them."""
 
-    def __init__(self, model: Model, limits: Limits) -> None:
-        largest = min(LARGEST_LOSS, limits.samples)
+    def __init__(self, model: Model, samples: int | None) -> None:
+        largest = min(LARGEST_LOSS, samples or LARGEST_LOSS)
         self._sizes = sorted({max(1, largest // 4), max(1, largest // 2), largest})
         self._found = [self._row(model, size) for size in self._sizes]
 

@@ -100,7 +100,9 @@ def _replace(plan: TowerPlan, tokens: int) -> TowerPlan:
 
 def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
     """The treatments of a contrastive step, each once. Raises InputError for others, or none."""
-    for each in treatments or ("",):
+    if isinstance(treatments, str) or not treatments:
+        raise InputError(f"--treatments: give one or more of {', '.join(TREATMENTS)}, as a tuple in Python")
+    for each in treatments:
         check_word("--treatments", each, TREATMENTS)
     return tuple(dict.fromkeys(treatments))
 
@@ -112,7 +114,7 @@ def plan_from_costs(
 
     options: further fields of `StepProblem`. Raises InputError or InfeasibleError.
     """
-    check_word("wrapper", options.get("wrapper", "none"), WRAPPERS)
+    check_word("--wrapper", options.get("wrapper", "none"), WRAPPERS)
     towers = len(costs.towers)
     asked = None if batch_size is None else -(-batch_size // world_size)
     problem = StepProblem(costs, (asked or 1,) * towers, memory_bytes, losses, world_size=world_size, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -73,14 +74,21 @@ def test_an_iterator_of_micro_batches(size: int) -> None:
 
 def test_an_iterator_is_read_no_further_than_the_batch() -> None:
     image, text = batch(ROWS)
-    endless = ((image[:23], text[:23]) for _ in iter(int, 1))
-    TrainingStep(mixed(), model_of(pair()))(endless)
-    assert next(endless)
+    read: list[int] = []
+
+    def endless() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            read.append(len(read))
+            yield image[:23], text[:23]
+
+    TrainingStep(mixed(), model_of(pair()))(endless())
+    assert read == [0]
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
+        ([], "the iterator gave no micro-batch"),
         ([torch.ones(4, 6)], "a micro-batch of Tensor; expected a tuple of 2 inputs"),
         ([(torch.ones(4, 6),) * 3], "a micro-batch of tuple; expected a tuple of 2 inputs"),
         ([(torch.ones(20, 6),) * 2] * 2, "a micro-batch of 20 behind 20 samples; the step is planned for 23"),

@@ -99,6 +99,8 @@ def test_a_loss_of_the_users_own() -> None:
     true, of_plain = plain(module, *inputs)
     assert abs(float(loss - true)) < 1e-12 and difference(gradients(module), of_plain) < 1e-12
     assert plan.account.loss.peak_bytes > 8 * 100 * 100 * 2  # the matrix, and its gradient
+    in_small_ones = planned(module, "64MiB", rows=100, loss=dense, micro_batch=1)
+    assert in_small_ones.account.loss.peak_bytes == plan.account.loss.peak_bytes
 
 
 def test_inputs_of_several_tensors_and_methods_of_a_model() -> None:
@@ -121,7 +123,7 @@ def test_inputs_of_several_tensors_and_methods_of_a_model() -> None:
 
 def test_costs_may_be_given(tmp_path: Path) -> None:
     module, first = wide()
-    write_costs(tmp_path / "wide.toml", first.problem.costs)
+    write_costs(str(tmp_path / "wide.toml"), first.problem.costs)
     for costs in (first.problem.costs, tmp_path / "wide.toml"):
         again = planned(module, costs=costs)
         assert again.predicted_peak_bytes == first.predicted_peak_bytes
@@ -188,6 +190,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     "an unknown treatment": (lambda m, x: ([m.image, m.text], x, {"treatments": ("lost",)}), "'lost' is unknown"),
     "a wrong size": (lambda m, x: ([m.image, m.text], x, {"memory": "much"}), "memory: 'much' is not a size"),
     "a wrong batch": (lambda m, x: ([m.image, m.text], x, {"batch_size": "many"}), "batch_size: 'many' is not a count"),
+    "no samples": (lambda m, x: ([m.image, m.text], x, {"batch_size": 0}), "batch_size: 0 is out of range"),
+    "micro-batches of none": (lambda m, x: ([m.image, m.text], x, {"micro_batch": 0}), "micro_batch: 0 is out of"),
+    "a class": (lambda m, x: ([m.image, m.text], x, {"loss": nn.MSELoss}), r"MSELoss is a class; .*: MSELoss\(\)"),
+    "a denominator of nothing": (
+        lambda m, x: ([m.image, m.text], x, {"denominator": len}),
+        "denominator: is of a loss with targets; give targets=",
+    ),
+    "no treatments": (lambda m, x: ([m.image, m.text], x, {"treatments": ()}), "treatments: give one or more of"),
+    "a treatment as text": (lambda m, x: ([m.image, m.text], x, {"treatments": "cached"}), "give one or more of"),
+    "costs of other towers": (
+        lambda m, x: (m.image, x[0], {"costs": wide()[1].problem.costs}),
+        "costs: are of 2 towers",
+    ),
     "too little memory": (lambda m, x: ([m.image, m.text], x, {"memory": 1000}), "1000 B are allowed, and no batch"),
     "two devices": (
         lambda m, x: ([m.image, nn.Linear(6, 8, device="meta")], x, {}),
@@ -245,6 +260,7 @@ class TestTowersWithoutValues:
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_ranks_plan_together(wrapper: str, tmp_path: Path) -> None:
     first, second = run_ranks("tests.step.ranks:planned", {"wrapper": wrapper, "cache": str(tmp_path)}, 2, 120.0)
+    assert first["plan"]["memory_bytes"] == 32 << 20  # of the rank that has less
     assert first["plan"] == second["plan"] and first["plan"]["wrapper"] == {"ddp": "ddp", "fsdp": "fsdp2"}[wrapper]
     assert max(first["error"], second["error"]) < 1e-12
     assert "DistributedDataParallel(static_graph=True) allows one pass a step" in first["refused"]

@@ -151,6 +151,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a sum": ({"loss": nn.CrossEntropyLoss(reduction="sum")}, 'reduction="sum" is no mean over samples'),
     "a name": ({"loss": "clip"}, "loss: 'clip' has no targets"),
     "a loss of each sample": ({"loss": lambda outputs, _: outputs.sum(1)}, r"loss: gave \(23,\); expected one number"),
+    "a scale": ({"scale": 2.0}, "scale, bias, treatments: are of a contrastive loss"),
+    "treatments": ({"treatments": ("kept",)}, "scale, bias, treatments: are of a contrastive loss"),
     "targets of another batch": ({"targets": torch.zeros(4, dtype=torch.int64)}, "targets: 4 samples; the example has"),
 }
 

@@ -81,7 +81,7 @@ def test_more_memory_is_never_slower_and_never_exceeded(samples: int, memory_mb:
         except InfeasibleError as error:
             assert error.smallest_budget_bytes is not None and error.smallest_budget_bytes > size * MB
             continue
-        assert found.peak_bytes <= size * MB == max(map(found.bytes_in, PHASES)) + size * MB - found.peak_bytes
+        assert max(map(found.bytes_in, PHASES)) <= size * MB
         assert [plan.samples for plan in found.towers] == [samples, samples]
         times.append(found.time_s)
     assert times == sorted(times, reverse=True)
@@ -97,8 +97,7 @@ def test_treatments_by_memory() -> None:
         name for plan in between.towers for name in ("cached", "checkpointed", "kept") if getattr(plan, name).samples
     }
     assert len(used) > 1 and plenty.time_s < between.time_s < little.time_s
-    only = [choose(problem(640, 10_000, treatments=(name,))) for name in ("cached",)]
-    assert between.time_s < min(each.time_s for each in only)
+    assert between.time_s < choose(problem(640, 10_000, treatments=("cached",))).time_s
 
 
 def test_what_does_not_fit_names_what_would() -> None:
@@ -115,6 +114,9 @@ def test_what_does_not_fit_names_what_would() -> None:
         choose(problem(largest + 1, 80))
     with pytest.raises(InfeasibleError, match="no batch fits"):
         choose(problem(6400, 3))
+    with pytest.raises(InfeasibleError, match=rf"fits has {4 * largest} samples on 4 devices") as together:
+        choose(problem(6400, 80, world_size=4))
+    assert together.value.largest_batch == 4 * largest
 
 
 def test_the_largest_batch_is_planned_where_none_is_given() -> None:
@@ -213,7 +215,7 @@ class TestCommand:
             (("--profile", "P"), 2, "--memory-budget: is required"),
             (("--profile", "none.toml", "--memory-budget", "1GB"), 2, "cannot read 'none.toml'"),
             (("--profile", "P", "--memory-budget", "1GB", "--batch-size", "16M"), 3, "the largest batch that fits has"),
-            (("--profile", "P", "--memory-budget", "1GB", "--wrapper", "zero"), 2, "'zero' is unknown"),
+            (("--profile", "P", "--memory-budget", "1GB", "--wrapper", "zero"), 2, "--wrapper: 'zero' is unknown"),
             (("--profile", "P", "--memory-budget", "1GB", "--optimizer", "big"), 2, "--optimizer: 'big' is not a size"),
             (("--profile", "P", "--memory-budget", "1GB", "--treatments", "kept,lost"), 2, "'lost' is unknown"),
             (("--profile", "P", "--memory-budget", "1GB", "--inputs", "disk"), 2, "--inputs: 'disk' is unknown"),
