@@ -156,7 +156,17 @@ def optimizer_bytes_of(optimizer: Any, gradient_bytes: int) -> int:
     held = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     if held:
         return sum(each.nbytes for each in held)
-    name = type(optimizer).__name__.lower()
-    if name == "sgd" and any(group["momentum"] for group in optimizer.param_groups):
-        name = "momentum"
-    return optimizer_bytes(name, gradient_bytes)
+    # What one of its kind holds for a small parameter behind its first step: flags such as amsgrad count.
+    small = nn.Parameter(torch.zeros(64, 64))
+    small.grad = torch.zeros_like(small)
+    try:
+        named = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+        alike: Any = type(optimizer)([small], **{name: optimizer.defaults[name] for name in named})
+        alike.step()
+    except Exception as error:
+        name = type(optimizer).__name__
+        raise InputError(
+            f"optimizer: the state of {name} is not known before its first step; give its bytes"
+        ) from error
+    shares = [each.nbytes for each in alike.state[small].values() if isinstance(each, Tensor) and each.dim()]
+    return sum(shares) * gradient_bytes // small.nbytes

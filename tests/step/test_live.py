@@ -154,8 +154,13 @@ def test_the_state_of_an_optimiser_counts() -> None:
     stepped.step()
     module.zero_grad()
     assert size <= counted(stepped) <= size + 4
-    with pytest.raises(InputError, match="optimizer: 'rprop' is unknown"):
-        counted(torch.optim.Rprop(module.parameters()))
+    assert counted(torch.optim.Adam(module.parameters(), amsgrad=True)) == 3 * size
+    assert counted(torch.optim.RMSprop(module.parameters(), momentum=0.9, centered=True)) == 3 * size
+    assert counted(torch.optim.Rprop(module.parameters())) == 2 * size
+    with pytest.raises(InputError, match="optimizer: 'big' is unknown"):
+        counted("big")
+    with pytest.raises(InputError, match="the state of LBFGS is not known before its first step; give its bytes"):
+        counted(torch.optim.LBFGS(module.parameters()))
 
 
 class Normed(nn.Module):
