@@ -25,12 +25,13 @@ from .package import Call, Options, Package, Saved
 
 # Equal calls before another recording, at most. The wait doubles from 1: alternating sizes record rarely.
 LONGEST_WAIT = 64
+ALIGNED_BYTES = 16  # to which a tensor descriptor's base is aligned
 
 T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """What a graph depends on. `options` say whether there are labels; strides do not matter: a graph reads copies."""
+    """What a graph depends on. `options` say whether there are labels."""
 
     rows: int
     keys: int
@@ -175,10 +176,15 @@ _clear_workspaces: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCub
 
 
 def _recorder(package: Package, call: Call) -> _Recorder | None:
-    """None where a call cannot be recorded, as with labels that the host reads."""
+    """None where a call cannot be recorded, as with labels that the host reads.
+
+    Nor where features lie otherwise than the copies that a graph reads: they take other kernels, whose gradients differ
+    in bits, and two equal calls must not.
+    """
     device, labels = call.q.device, call.labels
     read = labels is not None and (labels.device != device or call.options.check_ranks == "always")
-    if read or not _recordable(device):
+    as_copies = all(x.is_contiguous() and x.data_ptr() % ALIGNED_BYTES == 0 for x in (call.q, call.k))
+    if read or not as_copies or not _recordable(device):
         return None
     key = package.digest, device.index
     return _recorders.get(key) or _recorders.setdefault(key, _Recorder(package))

@@ -89,6 +89,17 @@ def test_nothing_is_recorded_where_it_is_not_planned_or_not_possible(
     assert on_gpu.replay._recorder(planned, plain) is None
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_other_layouts_than_a_graphs_are_not_recorded(on_gpu: Recorded, side: str) -> None:
+    """They take other kernels, whose gradients have other bits. Planted: each of the conditions left out."""
+    plain = batch(1)
+    x = getattr(plain, side)
+    misaligned = x.new_empty(x.numel() + 1)[1:].view(x.shape)
+    for other in (x.T.contiguous().T, x.repeat(2, 1)[::2], x[:1].expand(5, 8), misaligned):
+        assert on_gpu.replay._recorder(on_gpu.package, plain._replace(**{side: other})) is None
+    assert on_gpu.replay._recorder(on_gpu.package, plain._replace(**{side: x.clone()})) is not None
+
+
 def test_what_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "capturing", lambda device: False)
     monkeypatch.setattr(replay, "_clear_workspaces", lambda: None)
