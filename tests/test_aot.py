@@ -47,7 +47,7 @@ def check(rows: list[dict[str, Any]], package: Path, target: str, *kernels: str)
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[target], row
         assert row["spill_bytes"] <= allowed_spill(row["kernel"], target, dim, version), row
-        assert not row["races"], row
+        assert not row["faults"], row
         assert 0 < row["registers"] <= (512 if target.startswith("gfx") else 255), row
 
 

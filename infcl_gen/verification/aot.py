@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of every kernel of a package for any architecture, without a GPU.
 
 Triton compiles without comparing with a device's limits, so shared memory and spills are checked here. So are the races
-that Triton up to 3.8 may leave around asynchronous products (`races`).
+that Triton up to 3.8 may leave around asynchronous products (`races`), and registers that ptxas 12.8 may lose
+(`unwritten`).
 """
 
 import re
@@ -20,6 +21,7 @@ from infcl_gen.hardware import load_profile, profile_names
 from infcl_gen.kernels import Argument, families
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.verification.races import races
+from infcl_gen.verification.registers import unwritten
 
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
 SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # the most one block may use
@@ -50,14 +52,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes: shared memory a block, registers and spills a thread; and its `races`."""
+    """What one compiled kernel takes: shared memory a block, registers and spills a thread; and what is wrong in it."""
 
     kernel: str
     target: str
     shared_bytes: int
     registers: int
     spill_bytes: int
-    races: tuple[str, ...]
+    faults: tuple[str, ...]  # `races`, and on sm_90 registers that are `unwritten`
 
 
 class Kernels:
@@ -163,16 +165,16 @@ def _row(kernels: Kernels, kernel: str, target: str) -> dict[str, Any]:
 
 
 def judged(variants: list[Resources]) -> tuple[bool, str]:
-    """Whether every variant of a kernel fits, does not spill and has no race; and the most that one takes."""
+    """Whether every variant of a kernel fits, does not spill and has no fault; and the most that one takes."""
     limit = SHARED_BYTES[variants[0].target]
     shared, registers, spilled = (
         max(getattr(used, name) for used in variants) for name in ("shared_bytes", "registers", "spill_bytes")
     )
     detail = f"shared {shared} of {limit} B, {registers} registers, {spilled} B spilled"
-    raced = sorted({line for used in variants for line in used.races})
-    if raced:
-        detail += f"; {raced[0]} ({len(raced)} such pairs)"
-    return shared <= limit and spilled == 0 and not raced, detail
+    faults = sorted({line for used in variants for line in used.faults})
+    if faults:
+        detail += f"; {faults[0]} ({len(faults)} in all)"
+    return shared <= limit and spilled == 0 and not faults, detail
 
 
 def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
@@ -205,8 +207,12 @@ def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.check_output([cuobjdump, "-res-usage", file.name], stderr=subprocess.PIPE, text=True)
+        listing = ["-sass"] * (target == "sm_90")
+        text = subprocess.check_output(
+            [cuobjdump, "-res-usage", *listing, file.name], stderr=subprocess.PIPE, text=True
+        )
     usage = re.search(r"REG:(\d+).*?STACK:(\d+)", text, re.S)
     if usage is None:
         raise ToolchainError("cuobjdump -res-usage printed no resources; a matching CUDA toolchain comes with triton")
-    return Resources(kernel, target, shared, int(usage[1]), int(usage[2]), tuple(races(compiled.asm["ptx"], warps)))
+    faults = *races(compiled.asm["ptx"], warps), *unwritten(text)
+    return Resources(kernel, target, shared, int(usage[1]), int(usage[2]), faults)

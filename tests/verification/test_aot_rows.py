@@ -20,7 +20,7 @@ FITS = aot.Resources("forward", "sm_90", 232448, 255, 0, ())
         ({}, True, "shared 232448 of 232448 B, 255 registers, 0 B spilled"),
         ({"shared_bytes": 232449}, False, "shared 232449 of 232448 B"),
         ({"spill_bytes": 4}, False, "4 B spilled"),
-        ({"races": ("PTX line 1 overwrites",)}, False, r"PTX line 1 overwrites \(1 such pairs\)"),
+        ({"faults": ("PTX line 1 overwrites",)}, False, r"PTX line 1 overwrites \(1 in all\)"),
     ],
 )
 def test_one_bad_variant_fails_a_kernel(change: dict[str, object], passed: bool, words: str) -> None:
