@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "f693a6c5c8fbb00dbc3a0ed4c91bb6f2a57cfbde3970f0383be9e24d364f7bba",
+    "digest": "2df21c64e421dd348646b724c5b3bda5845a71cd812f2e99c2538a9c5e8f56eb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "7964376f3b477506776b7bd5ecbf78269ec841c1a57959c33144156151e84a26",
+    "digest": "8e9e91e6c029394e6acead02f43fa8c65677c680fe6a708a06bedae047ec9dd7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "962140aff5a53f379834e32e97dd45af58be77b9e73889a99b82e235e91016a7",
+    "digest": "cf6369b27eb60f4db21bce2dcc08b425aa881af7a36f9f1af423d3e14dcf9242",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -117,7 +117,7 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
     return program // strips, number, number * strip, min(number * strip + strip, row_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
         k_depth_stride, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
@@ -147,7 +147,7 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
     tl.store(reference + key_block, tl.floor(top * slope) - HEADROOM)
 
 
-@triton.jit(do_not_specialize=["strip"])
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
 def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exponent, key_sum, flags, queries,
         keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
@@ -194,7 +194,7 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, key_exp
     tl.store(key_sum + number * keys_stride + columns, column_sums, mask=columns < keys)
 
 
-@triton.jit(do_not_specialize=["strip"])
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
 def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, key_exponent, key_sum, flags, queries, keys,
         strip, rows_stride, keys_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         WIDEN: tl.constexpr):
@@ -261,7 +261,7 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
     tl.store(mantissa + r, s * tl.exp2(e - carried), mask=r < rows)  # beyond 2^24 the sum above is rounded
 
 
-@triton.jit(do_not_specialize=["row_parts", "key_parts"])
+@triton.jit(do_not_specialize=["queries", "row_parts", "queries_written", "keys", "key_parts", "keys_written"])
 def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
         queries_written, key_exponent, key_sum, key_totals_exponent, key_totals_mantissa, keys, key_parts,
         keys_stride, keys_written):
@@ -276,7 +276,7 @@ def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_pa
                    key_parts, keys_stride, keys_written)
 
 
-@triton.jit(do_not_specialize=["first_positive", "first_key", "strip"])
+@triton.jit(do_not_specialize=["first_positive", "first_key", "queries", "keys", "strip"])
 def positives(q, k, first_positive, first_key, row_exponent, key_exponent, positive_z, positive_row_reference,
         positive_key_reference, queries, keys, strip, rows_stride, keys_stride, q_row_stride, q_depth_stride,
         k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
@@ -332,7 +332,7 @@ def positive_log2(z, slope, reference):
     return tl.where(term >= 2.0**-126, log2_of(reference, term), y.to(tl.float64) + reference)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def loss_terms(query_exponent, query_mantissa, key_exponent, key_mantissa, positive_z, positive_row_reference,
         positive_key_reference, scale_ptr, bias_ptr, part_sums, queries, keys, query_weight, key_weight,
         BLOCK: tl.constexpr):
@@ -370,7 +370,8 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(total).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["strip"], do_not_specialize_on_alignment=["key_reference", "key_lowest"])
+@triton.jit(do_not_specialize=["queries", "keys", "strip"],
+        do_not_specialize_on_alignment=["key_reference", "key_lowest"])
 def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_ratio, key_reference, key_lowest, g,
         flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
@@ -406,7 +407,7 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_rati
     tl.store(flags + program, (reference - tl.min(lowest) > SPREAD).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["strip"])
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
 def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, g,
         flags, queries, keys, strip, g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
         WIDEN: tl.constexpr):
@@ -440,7 +441,7 @@ def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, key
             tl.store(corner + places, value.to(g.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def ratios(exponent, mantissa, ratio, reference, lowest, count, SHARE: tl.constexpr, ROWS: tl.constexpr):
     """Per block of ROWS: `reference`, HEADROOM below its largest exponent; `lowest`, its lowest exponent; and `ratio`.
 
@@ -480,7 +481,7 @@ def positive_gradient(
     return value
 
 
-@triton.jit(do_not_specialize=["first_positive", "first_key"])
+@triton.jit(do_not_specialize=["first_positive", "first_key", "queries", "keys"])
 def gradient_positives(first_positive, first_key, positive_z, positive_row_reference, positive_key_reference,
         scale_ptr, bias_ptr, query_exponent, query_mantissa, key_exponent, key_mantissa, g, queries, keys,
         g_stride):
@@ -497,7 +498,7 @@ def gradient_positives(first_positive, first_key, positive_z, positive_row_refer
     tl.store(g + rows.to(tl.int64) * g_stride + columns, value.to(g.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride,
         FRESH: tl.constexpr, WIDEN: tl.constexpr):
     """One tile of total (rows, D) += g (rows, inner) x (inner, D), any strides of g and x; total is contiguous, fp32.
@@ -527,7 +528,7 @@ def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stri
     tl.store(total + places, result, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride,
         DOTS: tl.constexpr):
     """out (rows, D) = upstream * weight * (scale) * total, rounded once, to the features' dtype.
@@ -555,7 +556,7 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         tl.store(dots + program, tl.sum(dot))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "rows"])
 def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
     """dscale = upstream * weight * (sum of dots), dbias = upstream * weight * (0.0 * rows).
 

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "eadd8d9004fcdbaf6214d1168a3138ff98aa3acee466b68f0dec06dccac54899",
+    "digest": "f0bf91b74ecb86ff1cd6450427c5e5c9de6379163d22d34e6271db23bcca5008",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -114,7 +114,7 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
     return program // strips, number, number * strip, min(number * strip + strip, row_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys"])
 def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
         k_depth_stride, WIDEN: tl.constexpr):
     """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
@@ -144,7 +144,7 @@ def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride
     tl.store(reference + key_block, tl.floor(top * slope) - HEADROOM)
 
 
-@triton.jit(do_not_specialize=["strip"])
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
 def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, flags, queries, keys, strip,
         rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, MASKED: tl.constexpr,
         DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
@@ -184,7 +184,7 @@ def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, flags, 
     tl.store(flags + program, flag.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["strip"])
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
 def forward_wide(q, k, scale_ptr, bias_ptr, row_exponent, row_sum, flags, queries, keys, strip, rows_stride,
         q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Computes a flagged strip again, each row and column against its own largest y; exits at once elsewhere.
@@ -241,7 +241,7 @@ def merge_rows(block, part_exponent, part_sum, exponent, mantissa, rows, parts, 
     tl.store(mantissa + r, s * tl.exp2(e - carried), mask=r < rows)  # beyond 2^24 the sum above is rounded
 
 
-@triton.jit(do_not_specialize=["row_parts"])
+@triton.jit(do_not_specialize=["queries", "row_parts", "queries_written"])
 def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_parts, rows_stride,
         queries_written):
     """Adds the partial sums of one panel to the running statistics of queries, each by one program."""
@@ -250,7 +250,7 @@ def merge(row_exponent, row_sum, query_exponent, query_mantissa, queries, row_pa
                rows_stride, queries_written)
 
 
-@triton.jit(do_not_specialize=["first_key"])
+@triton.jit(do_not_specialize=["first_key", "queries", "keys"])
 def positives(q, k, labels, first_key, row_exponent, positive_z, positive_row_reference, queries, keys,
         rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
     """Of each row's positive, where it lies in this panel: z, and the references that its 2^y was taken against.
@@ -302,7 +302,7 @@ def positive_log2(z, slope, reference):
     return tl.where(term >= 2.0**-126, log2_of(reference, term), y.to(tl.float64) + reference)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries"])
 def loss_terms(query_exponent, query_mantissa, positive_z, positive_row_reference, scale_ptr, bias_ptr,
         part_sums, queries, query_weight, BLOCK: tl.constexpr):
     """part_sums[program] = what BLOCK of queries add to this rank's share of the loss, in fp64.
@@ -333,7 +333,7 @@ def total_loss(part_sums, loss, parts, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(total).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["strip"])
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
 def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queries, keys, strip, g_stride,
         q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, DESCRIPTORS: tl.constexpr,
         WIDEN: tl.constexpr):
@@ -381,7 +381,7 @@ def positive_gradient(
     return value
 
 
-@triton.jit(do_not_specialize=["first_key"])
+@triton.jit(do_not_specialize=["first_key", "queries", "keys"])
 def gradient_positives(labels, first_key, positive_z, positive_row_reference, scale_ptr, bias_ptr,
         query_exponent, query_mantissa, g, queries, keys, g_stride):
     """Overwrites g of each positive: its share is added in fp32, before g is rounded, or 1 - p would lose its digits.
@@ -397,7 +397,7 @@ def gradient_positives(labels, first_key, positive_z, positive_row_reference, sc
     tl.store(g + rows.to(tl.int64) * g_stride + columns, value.to(g.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stride, x_depth_stride,
         FRESH: tl.constexpr, WIDEN: tl.constexpr):
     """One tile of total (rows, D) += g (rows, inner) x (inner, D), any strides of g and x; total is contiguous, fp32.
@@ -427,7 +427,7 @@ def product(g, x, total, rows, inner, g_row_stride, g_inner_stride, x_inner_stri
     tl.store(total + places, result, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_row_stride, x_depth_stride,
         DOTS: tl.constexpr):
     """out (rows, D) = upstream * weight * (scale) * total, rounded once, to the features' dtype.
@@ -455,7 +455,7 @@ def finish(total, x, out, dots, scale_ptr, bias_ptr, upstream, weight, rows, x_r
         tl.store(dots + program, tl.sum(dot))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "rows"])
 def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, rows, BLOCK: tl.constexpr):
     """dscale = upstream * weight * (sum of dots), dbias = upstream * weight * (0.0 * rows).
 

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "3b44d209f169edb7fc7defd12b06dffbbf3f8f2ddc72433634d26c9d2dc1c701",
+    "digest": "8ae26d3ba1401c7590965aac1d67e9f538eeaace5627db1b2e2c1558bfe0f836",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

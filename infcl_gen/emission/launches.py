@@ -97,7 +97,7 @@ def openings(choice: Choice) -> Callable[..., str]:
         general = [each.name for each in taken.arguments if each.type in ("i32", "i64") and not each.multiple]
         words = [f"do_not_specialize={literal(general)}"] * bool(general)
         words += [f"do_not_specialize_on_alignment={literal(list(unaligned))}"] * bool(unaligned)
-        decorator = f"@{module}.jit" + (wrapped("(", words, ")", WIDTH, 8) if words else "")
+        decorator = wrapped(f"@{module}.jit(", words, ")", WIDTH, 8) if words else f"@{module}.jit"
         words = [each.name + constant * each.name.isupper() for each in taken.arguments]
         return f"{decorator}\n" + wrapped(f"def {name}(", words, "):", WIDTH, 8)
 

@@ -6,7 +6,9 @@ from typing import Literal, NamedTuple
 
 from infcl_gen.kernels.choice import Choice, embedding_parts
 
-# When an int32 is compiled as a multiple of 16: if the batch sizes are, if these or D are, always, or never.
+# When an int32 is compiled as a multiple of 16: if the batch sizes are, if these or D are, always, or never. One that
+# never is is not specialised on 1 either: a loop over one key would become straight-line code, which ptxas 12.8 may
+# compile wrongly (verification/registers.py).
 Multiple = Literal["sizes", "dim", "always", ""]
 
 
@@ -35,11 +37,10 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*i32": "flags",
     "*i64": "labels",
     "i64": "first_positive first_key",
-    ("i32", "sizes"): "queries keys rows count inner queries_written keys_written rows_stride keys_stride "
-    "reference_stride g_inner_stride part_stride",
+    ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride",
     ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride",
-    "i32": "strip parts row_parts key_parts ranks",
+    "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "BLOCK DESCRIPTORS DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
