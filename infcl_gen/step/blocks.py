@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infcl_gen.step.state import restore_buffers
+from infcl_gen.step.state import RandomState, changed_buffers, restore_buffers
 
 FEWEST_BLOCKS = 2  # modules of one class behind one another
 
@@ -32,11 +31,17 @@ def blocks_of(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
 
 
 @contextlib.contextmanager
-def computed_again(blocks: Sequence[nn.Module], generators: Sequence[torch.Generator]) -> Iterator[None]:
+def computed_again(blocks: Sequence[nn.Module], random: Callable[[RandomState | None], RandomState]) -> Iterator[None]:
     """Inside, a block's forward keeps its inputs alone; backward computes the rest from the same random numbers."""
-    own = [vars(block).get("forward") for block in blocks]
+    own, last = [vars(block).get("forward") for block in blocks], None
+
+    def state() -> RandomState:
+        nonlocal last
+        last = random(last)
+        return last
+
     for block in blocks:
-        block.forward = functools.partial(_checkpointed, block, block.forward, generators)
+        block.forward = functools.partial(_checkpointed, block, block.forward, state)
     try:
         yield
     finally:
@@ -48,30 +53,25 @@ def computed_again(blocks: Sequence[nn.Module], generators: Sequence[torch.Gener
 
 
 def _checkpointed(
-    block: nn.Module, forward: Any, generators: Sequence[torch.Generator], *arguments: Any, **named: Any
+    block: nn.Module, forward: Any, random: Callable[[], RandomState], *arguments: Any, **named: Any
 ) -> Any:
     """`checkpoint` replays torch's own generators only; here also others, and buffers that the block changes."""
-    states = [generator.get_state() for generator in generators]
-    before = [(buffer, buffer.clone(), buffer._version) for buffer in block.buffers()]
-    changed: list[tuple[Tensor, Tensor]] = []
+    before = random()
 
     @contextlib.contextmanager
     def replay() -> Iterator[None]:
-        now = [generator.get_state() for generator in generators]
-        after = [(buffer, buffer.clone()) for buffer, _ in changed]
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        now, after = random(), [(buffer, buffer.clone()) for buffer, _ in changed]
+        before.restore()
         restore_buffers(changed)
         try:
             yield
         finally:
-            for generator, state in zip(generators, now, strict=True):
-                generator.set_state(state)
+            now.restore()
             restore_buffers(after)
 
     def contexts() -> tuple[Any, Any]:
         return contextlib.nullcontext(), replay()
 
-    output = checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
-    changed += [(buffer, value) for buffer, value, version in before if buffer._version != version]
-    return output
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    with changed_buffers(block.buffers()) as changed:
+        return checkpoint(forward, *arguments, **options, **named)

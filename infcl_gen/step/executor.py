@@ -22,7 +22,7 @@ from infcl_gen.step.blocks import computed_again
 from infcl_gen.step.feed import Feed, Ragged, Slabs, gathered, rows_of
 from infcl_gen.step.gradients import Exchange, leaves_of
 from infcl_gen.step.plan import Pass, TowerPlan
-from infcl_gen.step.state import Buffers, RandomState, restore_buffers
+from infcl_gen.step.state import RandomState, buffers_of, changed_buffers, parameters_of, restore_buffers
 
 Number = float | Tensor | Callable[[], Tensor]
 
@@ -55,12 +55,15 @@ class Model(NamedTuple):
     bias: Number | None
     device: torch.device
     autocast: torch.dtype | None
-    generators: tuple[torch.Generator, ...]
+    generators: tuple[Any, ...]
     value: Callable[[Tensor], Tensor]
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return tuple({id(module): module for tower in self.towers for module in tower.modules}.values())
+        return tuple(dict.fromkeys(module for tower in self.towers for module in tower.modules))
+
+    def random(self, before: RandomState | None = None) -> RandomState:
+        return RandomState(self.device, self.generators, before)
 
 
 class UnrepeatableError(RuntimeError):
@@ -104,7 +107,6 @@ class TrainingStep:
     def __init__(self, plans: Sequence[TowerPlan], model: Model, progress: bool = False) -> None:
         self.plans, self.model, self.progress = tuple(plans), model, progress
         self.slabs = Slabs()
-        self.buffers = [Buffers(tower.modules) for tower in model.towers]
         self.repeats = False  # whether second passes were seen to give the features of the first
         self._trained = self._trainable()
 
@@ -130,7 +132,7 @@ class TrainingStep:
         return model.value(loss)
 
     def _trainable(self) -> list[bool]:
-        return [each.requires_grad for module in self.model.modules for each in module.parameters()]
+        return [each.requires_grad for each in parameters_of(self.model.modules)]
 
 
 class _Run:
@@ -159,6 +161,7 @@ class _Run:
             tower.features.new_empty(samples, *tower.features.shape[1:])
             for tower, samples in zip(self._model.towers, self._samples, strict=True)
         ]
+        self._buffers = [buffers_of(tower.modules) for tower in self._model.towers]
         self._last: dict[nn.Module, Pass] = {}  # of each module, the micro-batch whose backward is its last
 
     def loss(self, scale: Any, bias: Any, scaler: Any) -> Tensor:
@@ -187,38 +190,37 @@ class _Run:
         """Features of cached micro-batches, without a graph."""
         random = None
         for turn, given in self._feed.stream(each for each in self._turns if each.treatment == "cached"):
-            buffers, random = self._step.buffers[turn.tower], self._random(random)
-            met = _Cached(turn, random, buffers.save())
-            with torch.no_grad():
+            random = self._model.random(random)
+            with torch.no_grad(), changed_buffers(self._buffers[turn.tower]) as changed:
                 self._store(turn, self._model.towers[turn.tower].run(given))
-            buffers.watch()
-            yield met
+            self._buffers[turn.tower] = [buffer for buffer, _ in changed]
+            yield _Cached(turn, random, changed)
 
     def _kept_passes(self) -> Iterator[tuple[Pass, Tensor]]:
         """The other micro-batches, with features whose graph stays."""
         for turn, given in self._feed.stream(each for each in self._turns if each.treatment != "cached"):
             tower = self._model.towers[turn.tower]
-            with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._model.generators):
+            with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._model.random):
                 output = tower.run(given)
             self._store(turn, output)
             yield turn, output
 
     def _second_passes(self, cached: Sequence[_Cached]) -> None:
         """The graph of each cached micro-batch, from the random numbers and buffers of its first pass; backward."""
-        random, buffers = self._random(), [each.save() for each in self._step.buffers]
+        random, changed = self._model.random(), dict.fromkeys(buffer for each in cached for buffer, _ in each.buffers)
+        after = [(buffer, buffer.clone()) for buffer in changed]
         met, differ = {each.turn: each for each in cached}, dict[Pass, Tensor]()
         try:
             for turn, given in self._feed.stream(met):
-                met[turn].random.restore(self._model.generators)
+                met[turn].random.restore()
                 restore_buffers(met[turn].buffers)
                 output = self._model.towers[turn.tower].run(given)
                 if not self._step.repeats:
                     differ[turn] = _differs(output.detach(), self._features[turn.tower].detach()[self._places(turn)])
                 self._backward(turn, output)
         finally:
-            random.restore(self._model.generators)
-            for each in buffers:
-                restore_buffers(each)
+            random.restore()
+            restore_buffers(after)
         for turn, found in differ.items():
             if bool(found):
                 raise UnrepeatableError(
@@ -239,9 +241,6 @@ class _Run:
         """Of the samples of a micro-batch among all."""
         order = self._sorted[turn.tower]
         return turn.rows if order is None else order[turn.rows].to(self._model.device)
-
-    def _random(self, before: RandomState | None = None) -> RandomState:
-        return RandomState.now([self._model.device], self._model.generators, before)
 
     def _store(self, turn: Pass, output: Any) -> None:
         whole, places = self._features[turn.tower], self._places(turn)

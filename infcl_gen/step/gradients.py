@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from infcl_gen.step.account import BUCKET_BYTES
+from infcl_gen.step.state import parameters_of
 
 
 class Exchange:
@@ -25,7 +26,7 @@ class Exchange:
 
     def __init__(self, modules: Sequence[nn.Module], numbers: Iterable[Tensor]) -> None:
         self._modules = modules
-        own = dict.fromkeys(each for module in modules for each in module.parameters() if each.requires_grad)
+        own = {each: None for each in parameters_of(modules) if each.requires_grad}
         self._numbers = [each for each in numbers if each not in own]
         self._parameters = [*own, *self._numbers]
         self._before: list[Tensor | None] = []

@@ -29,7 +29,7 @@ from infcl_gen.step.executor import Model, Tower
 from infcl_gen.step.feed import Ragged, bytes_of, rows_of
 from infcl_gen.step.feed import moved as moved_to
 from infcl_gen.step.gradients import unreduced
-from infcl_gen.step.state import Buffers, RandomState, restore_buffers
+from infcl_gen.step.state import RandomState, buffers_of, parameters_of, restore_buffers
 from infcl_gen.verification.memory import PeakMeter, give_workspaces_back
 
 SMALLEST = 16  # samples of the first micro-batch
@@ -66,8 +66,7 @@ def measure(
             _tower(model, tower, given, name, limits, probe_of)
             for tower, given, name in zip(model.towers, example, names, strict=True)
         ]
-    parameters = list(dict.fromkeys(each for module in model.modules for each in module.parameters()))
-    buffers = list(dict.fromkeys(each for module in model.modules for each in module.buffers()))
+    parameters, buffers = parameters_of(model.modules), buffers_of(model.modules)
     trained = [each for each in parameters if each.requires_grad]
     features = model.towers[0].features
     return StepCosts(
@@ -110,7 +109,7 @@ def _tower(
     if not frozen:
         kept = probe.costs(backward=True)
         if tower.blocks:
-            with computed_again(tower.blocks, model.generators):
+            with computed_again(tower.blocks, model.random):
                 checkpointed = probe.costs(backward=True)
     per_sample = tower.features.element_size() * math.prod(tower.features.shape[1:])
     tokens = example.lengths[0] if isinstance(example, Ragged) else 0
@@ -232,13 +231,10 @@ def autocast_in(device: torch.device, dtype: torch.dtype | None) -> contextlib.A
 
 
 @contextlib.contextmanager
-def unchanged(
-    modules: Sequence[nn.Module], device: torch.device, generators: Sequence[torch.Generator]
-) -> Iterator[None]:
+def unchanged(modules: Sequence[nn.Module], device: torch.device, generators: Sequence[Any]) -> Iterator[None]:
     """Gradients, buffers and random numbers are afterwards what they were; no wrapper reduces gradients inside."""
-    parameters = list(dict.fromkeys(each for module in modules for each in module.parameters()))
-    gradients, random = [each.grad for each in parameters], RandomState.now([device], generators)
-    buffers = Buffers(modules).save()
+    parameters, buffers = parameters_of(modules), [(each, each.clone()) for each in buffers_of(modules)]
+    gradients, random = [each.grad for each in parameters], RandomState(device, generators)
     try:
         for each in parameters:
             each.grad = None
@@ -248,7 +244,7 @@ def unchanged(
         for each, gradient in zip(parameters, gradients, strict=True):
             each.grad = gradient
         restore_buffers(buffers)
-        random.restore(generators)
+        random.restore()
 
 
 def _workspace_bytes(device: torch.device) -> int:

@@ -7,81 +7,90 @@ cast without a graph must not reach the pass that needs one.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import pickle
 import random
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-class RandomState(NamedTuple):
-    """The state of every generator that a tower may draw from: torch's of the CPU and of the devices in use, those that
-    the user names, Python's, and NumPy's where it is imported."""
+class RandomState:
+    """The state of every generator that a tower may draw from: torch's of the CPU and of the device, those that the
+    user names, Python's, and NumPy's where it is imported.
 
-    cpu: Tensor
-    devices: tuple[tuple[int, Tensor], ...]
-    named: tuple[Tensor, ...]
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(
-        cls, devices: Iterable[torch.device], generators: Sequence[torch.Generator], before: RandomState | None = None
-    ) -> RandomState:
-        """The state; `before` itself where nothing was drawn since, for a state takes 8 KB."""
-        found = cls(
-            torch.get_rng_state(),
-            tuple((each.index, torch.cuda.get_rng_state(each)) for each in devices if each.type == "cuda"),
-            tuple(generator.get_state() for generator in generators),
-            random.getstate(),
-            sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None,
-        )
-        return found if before is None or not found.equals(before) else before
-
-    def equals(self, other: RandomState) -> bool:
-        mine, others = ([each.cpu, *(state for _, state in each.devices), *each.named] for each in (self, other))
-        if not all(map(torch.equal, mine, others)) or self.python != other.python:
-            return False
-        if self.numpy is None or other.numpy is None:
-            return self.numpy is other.numpy
-        (_, keys, *rest), (_, other_keys, *other_rest) = self.numpy, other.numpy
-        same: bool = rest == other_rest and keys.tobytes() == other_keys.tobytes()
-        return same
-
-    def restore(self, generators: Sequence[torch.Generator]) -> None:
-        torch.set_rng_state(self.cpu)
-        for index, state in self.devices:
-            torch.cuda.set_rng_state(state, index)
-        for generator, state in zip(generators, self.named, strict=True):
-            generator.set_state(state)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-
-
-class Buffers:
-    """The buffers of modules that a forward pass in training mode changes: running statistics, counters.
-
-    `changed` compares versions, which autograd counts for it, so that buffers that stay cost nothing.
+    Where nothing was drawn since `before`, its states are shared: one of the CPU takes 5 KB.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._all = list({id(buffer): buffer for module in modules for buffer in module.buffers()}.values())
-        self._seen = [buffer._version for buffer in self._all]
-        self._moving: list[int] | None = None
+    def __init__(self, device: torch.device, generators: Sequence[Any], before: RandomState | None = None) -> None:
+        self._sources = list(_sources(device, generators))
+        held: Sequence[Any] = () if before is None else before._states
+        found = itertools.zip_longest((get() for get, _ in self._sources), held)
+        self._states: list[Any] = [old if _equal(new, old) else new for new, old in found]
 
-    def save(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies of the buffers that may change: all at first, later those that the first pass changed."""
-        chosen = range(len(self._all)) if self._moving is None else self._moving
-        return [(self._all[index], self._all[index].clone()) for index in chosen]
+    def restore(self) -> None:
+        for (_, put), state in zip(self._sources, self._states, strict=True):
+            put(state)
 
-    def watch(self) -> None:
-        """Called after the first pass."""
-        if self._moving is None:
-            versions = [buffer._version for buffer in self._all]
-            self._moving = [index for index, version in enumerate(versions) if version != self._seen[index]]
+    def bytes_beside(self, before: RandomState | None) -> int:
+        """Of torch's states that are not shared with another's."""
+        shared = set() if before is None else set(map(id, before._states))
+        return sum(each.nbytes for each in self._states if isinstance(each, Tensor) and id(each) not in shared)
+
+
+def _sources(
+    device: torch.device, generators: Sequence[Any]
+) -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """How the state of each generator is read, and set."""
+    yield torch.get_rng_state, torch.set_rng_state
+    if device.type == "cuda":
+        yield lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            yield generator.get_state, generator.set_state
+        elif isinstance(generator, random.Random):
+            yield generator.getstate, generator.setstate
+        else:
+            yield _numpy_source(generator.bit_generator)
+    yield random.getstate, random.setstate
+    if "numpy" in sys.modules:  # last: it may be imported between two states
+        yield sys.modules["numpy"].random.get_state, sys.modules["numpy"].random.set_state
+
+
+def _numpy_source(bits: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
+def _equal(new: Any, old: Any) -> bool:
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        return torch.equal(new, old)
+    return pickle.dumps(new) == pickle.dumps(old)  # NumPy's hold arrays
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Each once, also where modules share it."""
+    return list(dict.fromkeys(each for module in modules for each in module.parameters()))
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Each once, also where modules share it."""
+    return list(dict.fromkeys(each for module in modules for each in module.buffers()))
+
+
+@contextlib.contextmanager
+def changed_buffers(buffers: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Around a pass: afterwards the list holds each buffer that it changed, with what it was before.
+
+    Versions tell, which autograd counts for itself.
+    """
+    before = [(buffer, buffer.clone(), buffer._version) for buffer in buffers]
+    changed: list[tuple[Tensor, Tensor]] = []
+    yield changed
+    changed += [(buffer, value) for buffer, value, version in before if buffer._version != version]
 
 
 @torch.no_grad()

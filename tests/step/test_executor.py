@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,33 @@ def kept_step(module: Pair, towers: Sequence[Any], plan: Sequence[TowerPlan], in
     return loss.detach()
 
 
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "Python": lambda: random.Random(3),
+    "NumPy": lambda: np.random.default_rng(3),
+    "NumPy, Mersenne Twister": lambda: np.random.Generator(np.random.MT19937(3)),
+}
+
+
+class Noise:
+    """What is added from a generator, of torch or another, and from Python's own numbers."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.seed()
+
+    def seed(self) -> None:
+        random.seed(3)
+        np.random.seed(3)
+        self.generator = GENERATORS[self._kind]()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.generator, torch.Generator):
+            return x + random.random() * torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        slope = torch.linspace(-1.0, 1.0, x.shape[-1], dtype=x.dtype)  # layer norm takes no notice of a number
+        return x + random.random() * self.generator.random() * slope
+
+
 class TestRandomNumbers:
     """Dropout: gradients are those of the same micro-batches with all graphs kept and the same generator state."""
 
@@ -72,41 +100,37 @@ class TestRandomNumbers:
         assert abs(float(loss - true)) < 1e-12 and difference(gradients(module), gradients(other)) < 1e-12
         assert torch.equal(after, torch.get_rng_state())
 
-    def test_other_generators_are_replayed_where_they_are_named(self) -> None:
-        module, generator, inputs, plan = pair(), torch.Generator(), batch(ROWS), plans("cached", "kept")
-
-        def noisy(x: Tensor) -> Tensor:
-            noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-            features: Tensor = module.image(x + random.random() * noise)
-            return features
-
-        def seeded() -> None:
-            module.zero_grad()
-            generator.manual_seed(3)
-            random.seed(3)
-
-        towers = noisy, module.text
+    @pytest.mark.parametrize("kind", sorted(GENERATORS))
+    def test_other_generators_are_replayed_where_they_are_named(self, kind: str) -> None:
+        module, inputs, plan, noise = pair(), batch(ROWS), plans("cached", "kept"), Noise(kind)
+        towers = (lambda x: module.image(noise(x))), module.text
         with pytest.raises(UnrepeatableError, match=r"image: rows 0 to 5 .*\(generators=\)"):
             TrainingStep(plan, model_of(module, towers))(*inputs)
-        seeded()
-        TrainingStep(plan, model_of(module, towers, generators=(generator,)))(*inputs)
+        module.zero_grad()
+        noise.seed()
+        TrainingStep(plan, model_of(module, towers, generators=(noise.generator,)))(*inputs)
         found = gradients(module)
-        seeded()
+        module.zero_grad()
+        noise.seed()
         kept_step(module, towers, plan, inputs)
         assert difference(found, gradients(module)) < 1e-12
 
-    def test_blocks_are_computed_again_from_a_named_generator(self) -> None:
-        module, generator, inputs = pair(), torch.Generator(), batch(ROWS)
-        forward = module.image.blocks[1].forward
-        module.image.blocks[1].forward = lambda x: forward(x + torch.randn(x.shape, generator=generator, dtype=x.dtype))
+    @pytest.mark.parametrize("named", [True, False])
+    @pytest.mark.parametrize("kind", sorted(GENERATORS))
+    def test_blocks_are_computed_again_from_the_same_random_numbers(self, kind: str, named: bool) -> None:
+        """Of a generator that is named, and of Python's and NumPy's own."""
+        module, inputs, noise = pair(), batch(ROWS), Noise(kind)
+        forward, slope = module.image.blocks[1].forward, torch.linspace(-1.0, 1.0, 12, dtype=torch.float64)
+        own = lambda x: x + slope * random.random() * np.random.rand()  # noqa: E731
+        module.image.blocks[1].forward = lambda x: forward(noise(x) if named else own(x))
         plan, found = plans("checkpointed", "kept"), []
-        for run in (
-            TrainingStep(plan, model_of(module, generators=(generator,))),
-            lambda *inputs: kept_step(module, (module.image, module.text), plan, inputs),
-        ):
+        for planned in (True, False):
             module.zero_grad()
-            generator.manual_seed(3)
-            run(*inputs)
+            noise.seed()
+            if planned:
+                TrainingStep(plan, model_of(module, generators=(noise.generator,) * named))(*inputs)
+            else:
+                kept_step(module, (module.image, module.text), plan, inputs)
             found.append(gradients(module))
         assert difference(*found) < 1e-12
 
@@ -178,8 +202,10 @@ def test_an_interrupt_leaves_gradients_as_they_were(moment: int, before: bool) -
     assert not [block for block in module.modules() if "forward" in vars(block)]
 
 
-def test_buffers_are_those_of_one_pass() -> None:
-    """A counter, and a value that features depend on, which every pass changes."""
+@pytest.mark.parametrize("before", [False, True])
+def test_buffers_are_those_of_one_pass(before: bool) -> None:
+    """A counter, and a value that features depend on, which every pass in training mode changes; `before` such a step
+    there is one that changes nothing."""
 
     class Moving(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -189,7 +215,8 @@ def test_buffers_are_those_of_one_pass() -> None:
             self.register_buffer("still", torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.passes += 1
+            if self.training:
+                self.passes += 1
             features: Tensor = self.inner(x * self.passes)
             return features
 
@@ -201,7 +228,13 @@ def test_buffers_are_those_of_one_pass() -> None:
         towers=(Tower(module.image, like, (module,), blocks_of([module.image])), Tower(module.text, like, (module,))),
         scale=lambda: module.log_scale.exp(),
     )
-    TrainingStep(plan, model)(*inputs)
+    step = TrainingStep(plan, model)
+    if before:
+        module.eval()
+        step(*inputs)
+        module.zero_grad()
+        module.train()
+    step(*inputs)
     kept_step(other, (other.image, other.text), plan, inputs)
     assert difference(gradients(module), gradients(other)) < 1e-12
     assert float(module.image.passes) == float(other.image.passes) == 10
