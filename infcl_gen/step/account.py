@@ -191,6 +191,10 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
         for name, graph, part in ways(tower, plan):
             why = f"{part.samples} samples of {tower.name}, {part.micro_batch} at a time"
             yield Item(f"{name} graphs", kept_bytes(graph, part), ("graphs", "loss", "backward"), why)
+    if any(plan.cached.samples for _, plan in pairs):
+        states = sum(tower.state_bytes * plan.cached.passes for tower, plan in pairs)
+        yield Item("states", states, PHASES, "buffers and random numbers, for second passes")
+        yield Item("copied buffers", costs.state_bytes, ("first", "second"), "for it shows later which a pass changes")
     yield Item("loss", loss.peak_bytes, ("loss",), "its scratch, and the features' gradients")
     for phase, size in _workspace(pairs).items():
         yield Item("activations", size, (phase,), "of one micro-batch while it is computed")

@@ -31,15 +31,9 @@ def blocks_of(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
 
 
 @contextlib.contextmanager
-def computed_again(blocks: Sequence[nn.Module], random: Callable[[RandomState | None], RandomState]) -> Iterator[None]:
+def computed_again(blocks: Sequence[nn.Module], state: Callable[[], RandomState]) -> Iterator[None]:
     """Inside, a block's forward keeps its inputs alone; backward computes the rest from the same random numbers."""
-    own, last = [vars(block).get("forward") for block in blocks], None
-
-    def state() -> RandomState:
-        nonlocal last
-        last = random(last)
-        return last
-
+    own = [vars(block).get("forward") for block in blocks]
     for block in blocks:
         block.forward = functools.partial(_checkpointed, block, block.forward, state)
     try:
@@ -53,14 +47,14 @@ def computed_again(blocks: Sequence[nn.Module], random: Callable[[RandomState | 
 
 
 def _checkpointed(
-    block: nn.Module, forward: Any, random: Callable[[], RandomState], *arguments: Any, **named: Any
+    block: nn.Module, forward: Any, state: Callable[[], RandomState], *arguments: Any, **named: Any
 ) -> Any:
     """`checkpoint` replays torch's own generators only; here also others, and buffers that the block changes."""
-    before = random()
+    before = state()
 
     @contextlib.contextmanager
     def replay() -> Iterator[None]:
-        now, after = random(), [(buffer, buffer.clone()) for buffer, _ in changed]
+        now, after = state(), [(buffer, buffer.clone()) for buffer, _ in changed]
         before.restore()
         restore_buffers(changed)
         try:

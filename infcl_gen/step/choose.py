@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
-from infcl_gen.step.account import Account, LossCosts, StepProblem, account, kept_bytes, tower_seconds
+from infcl_gen.step.account import Account, LossCosts, StepProblem, account, kept_bytes, tower_seconds, ways
 from infcl_gen.step.costs import TowerCosts
 from infcl_gen.step.plan import STREAMED, Part, TowerPlan
 
@@ -44,7 +44,10 @@ def choose(problem: StepProblem) -> Account:
     """
     found = next(filter(None, (_best(problem, resort) for resort in range(RESORTS))), None)
     if found is None:
-        smallest, largest = _smallest(problem), largest_samples(problem) * problem.world_size
+        least = _smallest(problem)
+        if least.peak_bytes <= problem.memory_bytes:
+            return account(problem, least.towers, problem.losses.within_budgets(problem.samples)[0])
+        smallest, largest = least.peak_bytes, largest_samples(problem) * problem.world_size
         fits = f"the largest batch that fits has {largest} samples" if largest else "no batch fits"
         devices = f" on {problem.world_size} devices" if problem.world_size > 1 else ""
         raise InfeasibleError(
@@ -60,29 +63,31 @@ def largest_samples(problem: StepProblem) -> int:
 
     def too_large(samples: int) -> bool:
         same = dataclasses.replace(problem, samples=(samples,) * len(problem.samples))
-        return _smallest(same) > problem.memory_bytes
+        return _smallest(same).peak_bytes > problem.memory_bytes
 
     return bisect.bisect_left(range(1, MAX_BATCH // problem.world_size + 1), True, key=too_large)
 
 
-def _smallest(problem: StepProblem) -> int:
-    """The least memory that does: in the smallest micro-batches, by the treatment that needs least."""
+def _smallest(problem: StepProblem) -> Account:
+    """What takes the least memory: one treatment and one size of micro-batches for all samples of a tower."""
     loss = LossCosts(problem.losses.smallest_bytes(problem.samples), 0.0)
     found = [
-        account(problem, towers, loss).peak_bytes
+        account(problem, towers, loss)
         for towers in itertools.product(*(_uniform(problem, tower) for tower in range(len(problem.samples))))
     ]
     if not found:
         raise InputError(f"treatments: {', '.join(problem.treatments)}: a tower has no blocks; allow cached or kept")
-    return min(found)
+    return min(found, key=lambda each: each.peak_bytes)
 
 
 def _uniform(problem: StepProblem, tower: int) -> Iterator[TowerPlan]:
-    """Plans with one treatment for all samples of a tower, in its smallest micro-batches."""
+    """Plans with one treatment for all samples of a tower, in its smallest micro-batches; or larger ones, of which
+    fewer keep states for a second pass."""
     costs, samples = problem.costs.towers[tower], problem.samples[tower]
-    part = Part(samples, min(_sizes(problem, costs, samples, RESORTS - 1)))
+    sizes = _all_sizes(problem, costs, samples)
     for treatment in ("cached",) if costs.frozen else _treatments(problem, costs):
-        yield _with(TowerPlan(costs.name, frozen=costs.frozen), {treatment: part})
+        for size in sizes if costs.state_bytes and treatment == "cached" else sizes[:1]:
+            yield _with(TowerPlan(costs.name, frozen=costs.frozen), {treatment: Part(samples, size)})
 
 
 def _treatments(problem: StepProblem, costs: TowerCosts) -> list[str]:
@@ -97,14 +102,14 @@ def _best(problem: StepProblem, resort: int) -> Account | None:
     best: Account | None = None
     rooms: dict[Any, int] = {}
     for loss in problem.losses.within_budgets(problem.samples):
-        for ways in itertools.product(*towers):
+        for chosen in itertools.product(*towers):
             limit_s = math.inf if best is None else best.time_s - loss.time_s
-            if sum(way.points[-1].time_s for way in ways) >= limit_s:
+            if sum(frontier.points[-1].time_s for frontier in chosen) >= limit_s:
                 continue
-            key = loss, *(way.most for way in ways)
+            key = loss, *(frontier.most for frontier in chosen)
             if key not in rooms:
-                rooms[key] = _room(problem, [way.most for way in ways], loss)
-            time_s, points = _fastest(ways, rooms[key])
+                rooms[key] = _room(problem, [frontier.most for frontier in chosen], loss)
+            time_s, points = _fastest(chosen, rooms[key])
             if time_s < limit_s:
                 found = account(problem, [point.plan for point in points], loss)
                 best = found if found.peak_bytes <= problem.memory_bytes else best
@@ -141,7 +146,7 @@ def _neighbours(problem: StepProblem, towers: Sequence[TowerPlan]) -> Iterator[l
 def _room(problem: StepProblem, most: Sequence[TowerPlan], loss: LossCosts) -> int:
     """Bytes that graphs may take beside everything else."""
     full = account(problem, most, loss)
-    graphs = sum(graph_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, most, strict=True))
+    graphs = sum(held_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, most, strict=True))
     return problem.memory_bytes - max(full.bytes_in(phase) for phase in ("graphs", "loss", "backward")) + graphs
 
 
@@ -172,7 +177,8 @@ def _frontiers(problem: StepProblem, costs: TowerCosts, samples: int, resort: in
     rate = functools.lru_cache(maxsize=None)(functools.partial(_part, problem, costs))
     for size in sizes if cached else ():
         plan = TowerPlan(costs.name, cached=Part(samples, size), frozen=costs.frozen)
-        yield Frontier([Point(0, tower_seconds(problem, costs, plan), plan)], [0], TowerPlan(costs.name))
+        held = held_bytes(costs, plan)
+        yield Frontier([Point(held, tower_seconds(problem, costs, plan), plan)], [held], TowerPlan(costs.name))
     for chosen in [*([each] for each in graphs), *([graphs] if len(graphs) > 1 else [])]:
         for graph in sizes:
             most = _with(TowerPlan(costs.name), {name: Part(min(graph, samples), graph) for name in chosen})
@@ -190,7 +196,7 @@ def _with(plan: TowerPlan, parts: Mapping[str, Any]) -> TowerPlan:
 def _part(problem: StepProblem, costs: TowerCosts, treatment: str, part: Part) -> tuple[int, float]:
     """Bytes of graphs, and seconds, of the samples with one treatment."""
     plan = _with(TowerPlan(costs.name), {treatment: part})
-    return graph_bytes(costs, plan), tower_seconds(problem, costs, plan)
+    return held_bytes(costs, plan), tower_seconds(problem, costs, plan)
 
 
 def _point(rate: Callable[[str, Part], tuple[int, float]], plan: TowerPlan) -> Point:
@@ -223,10 +229,10 @@ def _pareto(points: Iterable[Point]) -> list[Point]:
     return found
 
 
-def graph_bytes(costs: TowerCosts, plan: TowerPlan) -> int:
-    """Of all graphs that stay."""
-    named = (("checkpointed", plan.checkpointed), ("kept", plan.kept))
-    return sum(kept_bytes(getattr(costs, name), part) for name, part in named if part.samples)
+def held_bytes(costs: TowerCosts, plan: TowerPlan) -> int:
+    """Of all graphs that stay, and of the states for second passes."""
+    graphs = sum(kept_bytes(graph, part) for _, graph, part in ways(costs, plan))
+    return graphs + costs.state_bytes * plan.cached.passes
 
 
 def _fastest(frontiers: Sequence[Frontier], room: int) -> tuple[float, list[Point]]:
@@ -246,18 +252,21 @@ def _fastest(frontiers: Sequence[Frontier], room: int) -> tuple[float, list[Poin
     return best
 
 
+def _all_sizes(problem: StepProblem, costs: TowerCosts, samples: int) -> list[int]:
+    """Micro-batches to choose from, in ascending order: those that were measured, and powers of two below."""
+    if problem.micro_batch is not None:
+        return [min(problem.micro_batch, samples)]
+    measured = sorted({min(size, samples) for size in (costs.kept or costs.without_graph).sizes})
+    return [*(1 << power for power in range((measured[0] - 1).bit_length())), *measured]
+
+
 def _sizes(problem: StepProblem, costs: TowerCosts, samples: int, resort: int) -> list[int]:
-    """Micro-batches to choose from: the measured sizes that are about as fast as any, as far as the batch goes.
+    """The measured sizes that are about as fast as any, as far as the batch goes.
 
     Each further resort has the three sizes below those of the one before, down to single samples.
     """
-    if problem.micro_batch is not None:
-        return [min(problem.micro_batch, samples)]
-    graph = costs.kept or costs.without_graph
-    measured = sorted({min(size, samples) for size in graph.sizes})
-    rates = {size: graph.seconds(size) / size for size in measured}
-    fast = [size for size in measured if rates[size] <= SLOWER * min(rates.values())]
-    if resort == 0:
-        return fast
-    smaller = [*(1 << power for power in range((measured[0] - 1).bit_length())), *(x for x in measured if x < fast[0])]
-    return smaller[::-1][3 * resort - 3 :][:3] or smaller[:1] or fast[:1]
+    sizes, graph = _all_sizes(problem, costs, samples), costs.kept or costs.without_graph
+    rates = {size: graph.seconds(size) / size for size in sizes if size >= min(graph.sizes[0], sizes[-1])}
+    fast = [size for size, rate in rates.items() if rate <= SLOWER * min(rates.values())]
+    smaller = [size for size in sizes if size < fast[0]]
+    return fast if resort == 0 else smaller[::-1][3 * resort - 3 :][:3] or smaller[:1] or fast[:1]

@@ -62,6 +62,7 @@ class TowerCosts:
     kept: PassCosts | None = None
     checkpointed: PassCosts | None = None  # None: no blocks were found
     tokens: int = 0  # of a sample, where samples have various lengths
+    state_bytes: int = 0  # kept of a cached micro-batch for its second pass: changed buffers, random states on the CPU
 
     @property
     def frozen(self) -> bool:
@@ -76,6 +77,7 @@ class StepCosts:
     dim, dtype  of the features
     cast_bytes  copies of weights that autocast keeps while graphs are there
     workspace_bytes      that the matrix library keeps
+    state_bytes          copies of all buffers, and of random states where the device is the host
     host_to_device_gbs   1e9 bytes a second; 0 where the device is the host
     """
 
@@ -90,6 +92,7 @@ class StepCosts:
     host_to_device_gbs: float = 0.0
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workspace_bytes: int = 0
+    state_bytes: int = 0
 
 
 def write_costs(path: str | os.PathLike[str], costs: StepCosts) -> None:

@@ -22,6 +22,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.hardware.profile import DeviceProfile, load_profile
 from infcl_gen.step.costs import PassCosts
 from infcl_gen.step.measure import Probe
+from infcl_gen.step.state import RandomState
 
 EFFICIENCY = 0.4  # of the peak: open_clip under bf16 autocast on an H200 reaches 0.3 (ViT-B/32) to 0.45 (ViT-L/14)
 LOOKED_AT = (16, 48)  # samples: bytes and products grow with them in a straight line
@@ -64,6 +65,9 @@ def probe_for(device_profile: str | None) -> type[Probe]:
         @classmethod
         def profile(cls, device: torch.device) -> str:
             return profile.name
+
+        def state(self) -> RandomState:
+            return RandomState(())  # a GPU's are in the memory of its host
 
         def cast_bytes(self) -> tuple[int, bool]:
             """What micro-batches keep whatever their size: weights that autocast casts, which a device keeps once."""

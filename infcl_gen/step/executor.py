@@ -22,7 +22,7 @@ from infcl_gen.step.blocks import computed_again
 from infcl_gen.step.feed import Feed, Ragged, Slabs, gathered, rows_of
 from infcl_gen.step.gradients import Exchange, leaves_of
 from infcl_gen.step.plan import Pass, TowerPlan
-from infcl_gen.step.state import RandomState, buffers_of, changed_buffers, parameters_of, restore_buffers
+from infcl_gen.step.state import RandomState, buffers_of, changed_buffers, parameters_of, restore_buffers, sources_of
 
 Number = float | Tensor | Callable[[], Tensor]
 
@@ -63,7 +63,7 @@ class Model(NamedTuple):
         return tuple(dict.fromkeys(module for tower in self.towers for module in tower.modules))
 
     def random(self, before: RandomState | None = None) -> RandomState:
-        return RandomState(self.device, self.generators, before)
+        return RandomState(sources_of(self.device, self.generators), before)
 
 
 class UnrepeatableError(RuntimeError):
@@ -161,6 +161,7 @@ class _Run:
             tower.features.new_empty(samples, *tower.features.shape[1:])
             for tower, samples in zip(self._model.towers, self._samples, strict=True)
         ]
+        self._random: RandomState | None = None
         self._buffers = [buffers_of(tower.modules) for tower in self._model.towers]
         self._last: dict[nn.Module, Pass] = {}  # of each module, the micro-batch whose backward is its last
 
@@ -188,9 +189,8 @@ class _Run:
 
     def _first_passes(self) -> Iterator[_Cached]:
         """Features of cached micro-batches, without a graph."""
-        random = None
         for turn, given in self._feed.stream(each for each in self._turns if each.treatment == "cached"):
-            random = self._model.random(random)
+            random = self._state()
             with torch.no_grad(), changed_buffers(self._buffers[turn.tower]) as changed:
                 self._store(turn, self._model.towers[turn.tower].run(given))
             self._buffers[turn.tower] = [buffer for buffer, _ in changed]
@@ -200,14 +200,14 @@ class _Run:
         """The other micro-batches, with features whose graph stays."""
         for turn, given in self._feed.stream(each for each in self._turns if each.treatment != "cached"):
             tower = self._model.towers[turn.tower]
-            with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._model.random):
+            with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._state):
                 output = tower.run(given)
             self._store(turn, output)
             yield turn, output
 
     def _second_passes(self, cached: Sequence[_Cached]) -> None:
         """The graph of each cached micro-batch, from the random numbers and buffers of its first pass; backward."""
-        random, changed = self._model.random(), dict.fromkeys(buffer for each in cached for buffer, _ in each.buffers)
+        random, changed = self._state(), dict.fromkeys(buffer for each in cached for buffer, _ in each.buffers)
         after = [(buffer, buffer.clone()) for buffer in changed]
         met, differ = {each.turn: each for each in cached}, dict[Pass, Tensor]()
         try:
@@ -236,6 +236,10 @@ class _Run:
         last_of = [module for module, last in self._last.items() if last == turn]
         self._exchange.backward(output, gradient[self._places(turn)], last_of)
         self.passed()
+
+    def _state(self) -> RandomState:
+        self._random = self._model.random(self._random)
+        return self._random
 
     def _places(self, turn: Pass) -> slice | Tensor:
         """Of the samples of a micro-batch among all."""

@@ -29,7 +29,7 @@ from infcl_gen.step.executor import Model, Tower
 from infcl_gen.step.feed import Ragged, bytes_of, rows_of
 from infcl_gen.step.feed import moved as moved_to
 from infcl_gen.step.gradients import unreduced
-from infcl_gen.step.state import RandomState, buffers_of, parameters_of, restore_buffers
+from infcl_gen.step.state import RandomState, buffers_of, changed_buffers, parameters_of, restore_buffers, sources_of
 from infcl_gen.verification.memory import PeakMeter, give_workspaces_back
 
 SMALLEST = 16  # samples of the first micro-batch
@@ -79,6 +79,7 @@ def measure(
         gradient_bytes=sum(each.nbytes for each in trained),
         cast_bytes=sum(cast for _, cast in found),
         workspace_bytes=_workspace_bytes(model.device),
+        state_bytes=sum(each.nbytes for each in buffers) + 2 * model.random().bytes_on(model.device),
         host_to_device_gbs=_copy_rate(model.device),
         versions={"torch": importlib.metadata.version("torch")},
     )
@@ -102,6 +103,7 @@ def _tower(
 
     probe = probe_of(model, tower, given, limits)
     cast_bytes, frozen = probe.cast_bytes()
+    state_bytes = 0 if frozen else probe.state_bytes()
     with torch.no_grad():
         without_graph = probe.costs(backward=False)
     torch.clear_autocast_cache()
@@ -109,12 +111,13 @@ def _tower(
     if not frozen:
         kept = probe.costs(backward=True)
         if tower.blocks:
-            with computed_again(tower.blocks, model.random):
+            with computed_again(tower.blocks, probe.state):
                 checkpointed = probe.costs(backward=True)
     per_sample = tower.features.element_size() * math.prod(tower.features.shape[1:])
     tokens = example.lengths[0] if isinstance(example, Ragged) else 0
     input_bytes = -(-bytes_of(example) // rows)
-    return TowerCosts(name, per_sample, input_bytes, without_graph, kept, checkpointed, tokens), cast_bytes
+    passes = (without_graph, kept, checkpointed)
+    return TowerCosts(name, per_sample, input_bytes, *passes, tokens, state_bytes), cast_bytes
 
 
 @dataclasses.dataclass
@@ -125,6 +128,7 @@ class Probe:
     tower: Tower
     given: Callable[[int], Any]
     limits: Limits
+    _random: RandomState | None = None
 
     @classmethod
     def profile(cls, device: torch.device) -> str:
@@ -139,6 +143,19 @@ class Probe:
                 outputs.append(self.tower.run(self.given(min(SMALLEST, self.limits.samples))))
             kept.append(meter.kept_bytes)
         return max(0, kept[0] - kept[1]), not outputs[0].requires_grad
+
+    def state(self) -> RandomState:
+        """Of all generators; it shares with the one before what did not change."""
+        self._random = self.model.random(self._random)
+        return self._random
+
+    def state_bytes(self) -> int:
+        """What one pass changes: buffers of the tower, and random states."""
+        random = self.state()
+        with torch.no_grad(), changed_buffers(buffers_of(self.tower.modules)) as changed:
+            self.tower.run(self.given(min(SMALLEST, self.limits.samples)))
+        drawn = self.state().bytes_on(self.model.device, random)
+        return sum(value.nbytes for _, value in changed) + drawn
 
     def costs(self, backward: bool) -> PassCosts:
         """The costs of micro-batches of SMALLEST samples, twice as many, and so on."""
@@ -234,7 +251,7 @@ def autocast_in(device: torch.device, dtype: torch.dtype | None) -> contextlib.A
 def unchanged(modules: Sequence[nn.Module], device: torch.device, generators: Sequence[Any]) -> Iterator[None]:
     """Gradients, buffers and random numbers are afterwards what they were; no wrapper reduces gradients inside."""
     parameters, buffers = parameters_of(modules), [(each, each.clone()) for each in buffers_of(modules)]
-    gradients, random = [each.grad for each in parameters], RandomState(device, generators)
+    gradients, random = [each.grad for each in parameters], RandomState(sources_of(device, generators))
     try:
         for each in parameters:
             each.grad = None

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Source = tuple[Callable[[], Any], Callable[[Any], object]]
+
 
 class RandomState:
     """The state of every generator that a tower may draw from: torch's of the CPU and of the device, those that the
@@ -26,8 +28,8 @@ class RandomState:
     Where nothing was drawn since `before`, its states are shared: one of the CPU takes 5 KB.
     """
 
-    def __init__(self, device: torch.device, generators: Sequence[Any], before: RandomState | None = None) -> None:
-        self._sources = list(_sources(device, generators))
+    def __init__(self, sources: Iterable[Source], before: RandomState | None = None) -> None:
+        self._sources = list(sources)
         held: Sequence[Any] = () if before is None else before._states
         found = itertools.zip_longest((get() for get, _ in self._sources), held)
         self._states: list[Any] = [old if _equal(new, old) else new for new, old in found]
@@ -36,15 +38,15 @@ class RandomState:
         for (_, put), state in zip(self._sources, self._states, strict=True):
             put(state)
 
-    def bytes_beside(self, before: RandomState | None) -> int:
-        """Of torch's states that are not shared with another's."""
+    def bytes_on(self, device: torch.device, before: RandomState | None = None) -> int:
+        """Of torch's states that are not shared with those before; they are all in the memory of the host."""
+        if device.type != "cpu":
+            return 0
         shared = set() if before is None else set(map(id, before._states))
         return sum(each.nbytes for each in self._states if isinstance(each, Tensor) and id(each) not in shared)
 
 
-def _sources(
-    device: torch.device, generators: Sequence[Any]
-) -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+def sources_of(device: torch.device, generators: Sequence[Any]) -> Iterator[Source]:
     """How the state of each generator is read, and set."""
     yield torch.get_rng_state, torch.set_rng_state
     if device.type == "cuda":
@@ -61,7 +63,7 @@ def _sources(
         yield sys.modules["numpy"].random.get_state, sys.modules["numpy"].random.set_state
 
 
-def _numpy_source(bits: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _numpy_source(bits: Any) -> Source:
     return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 

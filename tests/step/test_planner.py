@@ -42,7 +42,8 @@ def everything(given: StepProblem, costs: Any, samples: int) -> list[TowerPlan]:
 @hypothesis.given(st.integers(5, 20), st.integers(60, 500), st.integers(0, 3))
 def test_the_choice_is_the_best_of_all(samples: int, memory_mb: int, seed: int) -> None:
     """Against every plan of one tower."""
-    costs = dataclasses.replace(COSTS, towers=((IMAGE, TEXT)[seed % 2],), cast_bytes=seed * MB)
+    tower = dataclasses.replace((IMAGE, TEXT)[seed % 2], state_bytes=seed // 2 * MB)
+    costs = dataclasses.replace(COSTS, towers=(tower,), cast_bytes=seed * MB, state_bytes=seed // 2 * 2 * MB)
     given = problem(samples, memory_mb, costs)
     found = [
         account(given, [plan], loss)
@@ -85,6 +86,18 @@ def test_more_memory_is_never_slower_and_never_exceeded(samples: int, memory_mb:
         assert [plan.samples for plan in found.towers] == [samples, samples]
         times.append(found.time_s)
     assert times == sorted(times, reverse=True)
+
+
+def test_where_second_passes_need_much_micro_batches_are_larger() -> None:
+    """What single samples would keep for theirs exceeds what larger activations take; the promise holds."""
+    towers = tuple(dataclasses.replace(each, state_bytes=5 * MB) for each in (IMAGE, TEXT))
+    given = problem(640, 100, dataclasses.replace(COSTS, towers=towers))
+    with pytest.raises(InfeasibleError) as caught:
+        choose(given)
+    smallest = caught.value.smallest_budget_bytes
+    assert smallest is not None and smallest < 640 * 5 * MB
+    found = choose(dataclasses.replace(given, memory_bytes=smallest))
+    assert found.peak_bytes <= smallest and min(plan.cached.micro_batch for plan in found.towers) > 8
 
 
 def test_treatments_by_memory() -> None:
