@@ -42,11 +42,8 @@ def choose(problem: StepProblem) -> Account:
 
     Raises InputError where towers have no way that the problem allows, and InfeasibleError where nothing fits.
     """
-    found = next(filter(None, (_best(problem, resort) for resort in range(RESORTS))), None)
-    if found is None:
-        least = _smallest(problem)
-        if least.peak_bytes <= problem.memory_bytes:
-            return account(problem, least.towers, problem.losses.within_budgets(problem.samples)[0])
+    least = _smallest(problem)
+    if least.peak_bytes > problem.memory_bytes:
         smallest, largest = least.peak_bytes, largest_samples(problem) * problem.world_size
         fits = f"the largest batch that fits has {largest} samples" if largest else "no batch fits"
         devices = f" on {problem.world_size} devices" if problem.world_size > 1 else ""
@@ -55,7 +52,8 @@ def choose(problem: StepProblem) -> Account:
             f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}{devices}",
             smallest, largest,
         )  # fmt: skip
-    return found
+    found = next(filter(None, (_best(problem, resort) for resort in range(RESORTS))), None)
+    return found or account(problem, least.towers, problem.losses.within_budgets(problem.samples)[0])
 
 
 def largest_samples(problem: StepProblem) -> int:
@@ -263,10 +261,10 @@ def _all_sizes(problem: StepProblem, costs: TowerCosts, samples: int) -> list[in
 def _sizes(problem: StepProblem, costs: TowerCosts, samples: int, resort: int) -> list[int]:
     """The measured sizes that are about as fast as any, as far as the batch goes.
 
-    Each further resort has the three sizes below those of the one before, down to single samples.
+    Each further resort has the smallest of these, and three sizes below those of the resort before.
     """
     sizes, graph = _all_sizes(problem, costs, samples), costs.kept or costs.without_graph
     rates = {size: graph.seconds(size) / size for size in sizes if size >= min(graph.sizes[0], sizes[-1])}
     fast = [size for size, rate in rates.items() if rate <= SLOWER * min(rates.values())]
     smaller = [size for size in sizes if size < fast[0]]
-    return fast if resort == 0 else smaller[::-1][3 * resort - 3 :][:3] or smaller[:1] or fast[:1]
+    return fast if resort == 0 else [*(smaller[::-1][3 * resort - 3 :][:3] or smaller[:1]), fast[0]]

@@ -94,6 +94,11 @@ class StepCosts:
     workspace_bytes: int = 0
     state_bytes: int = 0
 
+    @property
+    def with_targets(self) -> bool:
+        """Whether they include a loss that is a mean over samples; there are no features then."""
+        return self.dim == 0
+
 
 def write_costs(path: str | os.PathLike[str], costs: StepCosts) -> None:
     """Write the costs as TOML, atomically. Raises OSError."""

@@ -10,19 +10,31 @@ ranks      gradients are reduced once
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from infcl_gen.errors import InputError
+from infcl_gen.inputs.text import show
 from infcl_gen.step.blocks import computed_again
-from infcl_gen.step.feed import Feed, Ragged, Slabs, gathered, rows_of
-from infcl_gen.step.gradients import Exchange, leaves_of
-from infcl_gen.step.plan import Pass, TowerPlan
-from infcl_gen.step.state import RandomState, buffers_of, changed_buffers, parameters_of, restore_buffers, sources_of
+from infcl_gen.step.feed import Feed, Ragged, Slabs, form_of, form_text, gathered, rows_of
+from infcl_gen.step.gradients import Exchange, inside, is_sharded, leaves_of
+from infcl_gen.step.plan import STREAMED, TREATMENTS, Pass, TowerPlan
+from infcl_gen.step.state import (
+    RandomState,
+    autocast_in,
+    buffers_of,
+    changed_buffers,
+    parameters_of,
+    restore_buffers,
+    sources_of,
+)
 
 Number = float | Tensor | Callable[[], Tensor]
 
@@ -32,12 +44,14 @@ class Tower(NamedTuple):
 
     features  none, (0, ...): their shape, dtype and device
     blocks    modules that are computed again where a micro-batch is checkpointed
+    form      the structure of its inputs, or None for any
     """
 
     run: Callable[[Any], Tensor]
     features: Tensor
     modules: tuple[nn.Module, ...] = ()
     blocks: tuple[nn.Module, ...] = ()
+    form: Any = None
 
 
 class Model(NamedTuple):
@@ -47,6 +61,7 @@ class Model(NamedTuple):
     autocast    the dtype that towers and loss compute in, or None for what is set around the step
     generators  further ones that the towers draw from
     value       what a step returns of the loss: its value over ranks
+    group       the process group of the ranks; None is the default one, where there is one
     """
 
     towers: tuple[Tower, ...]
@@ -57,6 +72,7 @@ class Model(NamedTuple):
     autocast: torch.dtype | None
     generators: tuple[Any, ...]
     value: Callable[[Tensor], Tensor]
+    group: Any = None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -90,7 +106,78 @@ def bar(passes: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-class TrainingStep:
+class Step:
+    """What is common to all steps: what they take and refuse, and what is around their passes.
+
+    names   of what a step takes for each of at most `samples` samples, in the structures `forms`; None: any
+    """
+
+    def __init__(
+        self, names: Sequence[str], forms: Sequence[Any], samples: int, model: Model, progress: bool = False
+    ) -> None:
+        self.names, self.forms, self.samples, self.model, self.progress = names, forms, samples, model, progress
+        self.slabs = Slabs()
+        self._sharded = bool(inside(model.modules, is_sharded))
+        self._trained = self._trainable()
+
+    def __call__(self, *inputs: Any, scaler: Any = None) -> Tensor:
+        if len(inputs) == 1 and isinstance(inputs[0], Iterator):
+            inputs = tuple(gathered(inputs[0], len(self.names), self.samples))
+        rows = self._rows(inputs)
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
+            raise InputError(f"scaler: {show(scaler)} scales no loss; give a torch.amp.GradScaler")
+        if self._trainable() != self._trained:
+            raise InputError("towers: parameters were frozen or unfrozen since the step was planned; plan it again")
+        if torch.is_inference_mode_enabled():
+            raise InputError("a training step has gradients: call it outside torch.inference_mode()")
+        with torch.enable_grad(), autocast_in(self.model.device, self.model.autocast):
+            return self._run(inputs, rows, scaler)
+
+    def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor:
+        raise NotImplementedError
+
+    def bar(self, passes: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return bar(passes) if self.progress else contextlib.nullcontext(lambda: None)
+
+    def check_ranks(self, passes: Sequence[Pass]) -> None:
+        """Raises InputError on all ranks where they pass a sharded tower differently often: each pass gathers its
+        parameters from all of them, and would wait for ever."""
+        if not self._sharded:
+            return
+        kinds = list(itertools.product(range(len(self.names)), (*TREATMENTS, STREAMED)))
+        counts = Counter((each.tower, each.treatment) for each in passes)
+        mine = [counts[kind] for kind in kinds]
+        found = torch.tensor([mine, [-count for count in mine]], device=self.model.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.model.group)
+        for (tower, treatment), most, least in zip(kinds, *found.tolist(), strict=True):
+            if most != -least:
+                raise InputError(
+                    f"inputs: ranks pass {self.names[tower]} in {-least} to {most} {treatment} micro-batches; under "
+                    "FSDP2 each has as many: give all ranks equally many samples"
+                )
+
+    def _rows(self, inputs: Sequence[Any]) -> int:
+        """The samples of a step, of which each input has as many."""
+        if len(inputs) != len(self.names):
+            names = ", ".join(self.names)
+            raise InputError(f"inputs: {len(inputs)} were given; the step takes {len(self.names)}: step({names})")
+        for given, form, name in zip(inputs, self.forms, self.names, strict=True):
+            found = form_of(given)
+            if None not in (form, found) and found != form:
+                raise InputError(f"inputs: {name} got {form_text(found)}; the step is planned for {form_text(form)}")
+        counts = [rows_of(given, f"inputs: {name}") for given, name in zip(inputs, self.names, strict=True)]
+        if len({*counts}) > 1:
+            have = " and ".join(map(str, counts))
+            raise InputError(f"inputs: {' and '.join(self.names)} have {have} samples; give equally many")
+        if counts[0] > self.samples:
+            raise InputError(f"inputs: {counts[0]} samples were given; the step is planned for {self.samples}")
+        return counts[0]
+
+    def _trainable(self) -> list[bool]:
+        return [each.requires_grad for each in parameters_of(self.model.modules)]
+
+
+class TrainingStep(Step):
     """One exact step: `loss = step(*inputs)`, an input for each tower. Gradients are in `.grad`; the loss is detached.
 
     An input may be `Samples`, which are made when their turn comes. `step(iterator)` takes micro-batches, tuples of
@@ -105,62 +192,40 @@ class TrainingStep:
     """
 
     def __init__(self, plans: Sequence[TowerPlan], model: Model, progress: bool = False) -> None:
-        self.plans, self.model, self.progress = tuple(plans), model, progress
-        self.slabs = Slabs()
+        forms = [tower.form for tower in model.towers]
+        super().__init__([plan.name for plan in plans], forms, plans[0].samples, model, progress)
+        self.plans = tuple(plans)
         self.repeats = False  # whether second passes were seen to give the features of the first
-        self._trained = self._trainable()
 
-    def __call__(self, *inputs: Any, scaler: Any = None) -> Tensor:
-        model, dtype = self.model, self.model.autocast
-        if len(inputs) == 1 and isinstance(inputs[0], Iterator):
-            inputs = tuple(gathered(inputs[0], len(self.plans), self.plans[0].samples))
-        if self._trainable() != self._trained:
-            raise InputError("towers: parameters were frozen or unfrozen since the step was planned; plan it again")
-        if torch.is_inference_mode_enabled():
-            raise InputError("a training step has gradients: call it outside torch.inference_mode()")
-        with contextlib.ExitStack() as around:
-            around.enter_context(torch.enable_grad())
-            scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
-            numbers = [leaf for each in (scale, bias) for leaf in leaves_of(each)]
-            if dtype is not None:
-                around.enter_context(torch.autocast(model.device.type, dtype))
-            exchange = around.enter_context(Exchange(model.modules, numbers))
-            run = _Run(self, inputs, exchange)
-            if self.progress:
-                run.passed = around.enter_context(bar(run.passes))
-            loss = run.loss(scale, bias, scaler)
+    def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor:
+        model = self.model
+        scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
+        numbers = [leaf for each in (scale, bias) for leaf in leaves_of(each)]
+        with Exchange(model.modules, numbers, model.group) as exchange:
+            run = _Run(self, inputs, rows, exchange)
+            self.check_ranks(run.turns)
+            with self.bar(run.passes) as run.passed:
+                loss = run.loss(scale, bias, scaler)
         return model.value(loss)
-
-    def _trainable(self) -> list[bool]:
-        return [each.requires_grad for each in parameters_of(self.model.modules)]
 
 
 class _Run:
     """One call of a step."""
 
-    def __init__(self, step: TrainingStep, inputs: Sequence[Any], exchange: Exchange) -> None:
+    passed: Callable[[], None]  # called behind each pass
+
+    def __init__(self, step: TrainingStep, inputs: Sequence[Any], rows: int, exchange: Exchange) -> None:
         self._step, self._model, self._plans, self._exchange = step, step.model, step.plans, exchange
-        if len(inputs) != len(self._plans):
-            names = ", ".join(plan.name for plan in self._plans)
-            raise InputError(f"inputs: {len(inputs)} were given; the step has {len(self._plans)} towers ({names})")
-        self._samples = [rows_of(x, f"inputs: {plan.name}") for x, plan in zip(inputs, self._plans, strict=True)]
-        for plan, samples in zip(self._plans, self._samples, strict=True):
-            if samples > plan.samples:
-                raise InputError(f"inputs: {plan.name} got {samples} samples; the step is planned for {plan.samples}")
         self._sorted = [given.order if isinstance(given, Ragged) else None for given in inputs]
-        self._turns = [
+        self.turns = [
             each
             for t, (plan, given) in enumerate(zip(self._plans, inputs, strict=True))
-            for each in plan.passes(self._samples[t], t, _lengths(given, plan))
+            for each in plan.passes(rows, t, _lengths(given, plan))
         ]
-        trained = [turn for turn in self._turns if not self._plans[turn.tower].frozen]
-        self.passes = len(self._turns) + len(trained)  # each forward that leaves features, and what ends in backward
-        self.passed: Callable[[], None] = _nothing
+        trained = [turn for turn in self.turns if not self._plans[turn.tower].frozen]
+        self.passes = len(self.turns) + len(trained)  # each forward that leaves features, and what ends in backward
         self._feed = Feed(inputs, self._model.device, step.slabs)
-        self._features = [
-            tower.features.new_empty(samples, *tower.features.shape[1:])
-            for tower, samples in zip(self._model.towers, self._samples, strict=True)
-        ]
+        self._features = [tower.features.new_empty(rows, *tower.features.shape[1:]) for tower in self._model.towers]
         self._random: RandomState | None = None
         self._buffers = [buffers_of(tower.modules) for tower in self._model.towers]
         self._last: dict[nn.Module, Pass] = {}  # of each module, the micro-batch whose backward is its last
@@ -171,7 +236,7 @@ class _Run:
         torch.clear_autocast_cache()  # weights that were cast without a graph
         kept = list(self._kept_passes())
         leaves = [x.requires_grad_(not plan.frozen) for x, plan in zip(self._features, self._plans, strict=True)]
-        loss = self._model.loss(*leaves, scale) if bias is None else self._model.loss(*leaves, scale, bias)
+        loss = one_number(self._model.loss(*leaves, *(each for each in (scale, bias) if each is not None)))
         (loss if scaler is None else scaler.scale(loss)).backward()
         kept = [each for each in kept if leaves[each[0].tower].grad is not None]  # else the loss has no use for them
         cached = [each for each in cached if leaves[each.turn.tower].grad is not None]
@@ -189,7 +254,7 @@ class _Run:
 
     def _first_passes(self) -> Iterator[_Cached]:
         """Features of cached micro-batches, without a graph."""
-        for turn, given in self._feed.stream(each for each in self._turns if each.treatment == "cached"):
+        for turn, given in self._feed.stream(each for each in self.turns if each.treatment == "cached"):
             random = self._state()
             with torch.no_grad(), changed_buffers(self._buffers[turn.tower]) as changed:
                 self._store(turn, self._model.towers[turn.tower].run(given))
@@ -198,7 +263,7 @@ class _Run:
 
     def _kept_passes(self) -> Iterator[tuple[Pass, Tensor]]:
         """The other micro-batches, with features whose graph stays."""
-        for turn, given in self._feed.stream(each for each in self._turns if each.treatment != "cached"):
+        for turn, given in self._feed.stream(each for each in self.turns if each.treatment != "cached"):
             tower = self._model.towers[turn.tower]
             with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._state):
                 output = tower.run(given)
@@ -268,8 +333,12 @@ def _lengths(given: Any, plan: TowerPlan) -> list[int] | None:
     return given.lengths
 
 
-def _nothing() -> None:
-    pass
+def one_number(loss: Any) -> Tensor:
+    """The loss. Raises InputError where it is no 0-dim tensor."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise InputError(f"loss: gave {what}; expected one number, a tensor (), such as the mean over samples")
+    return loss
 
 
 def _differs(again: Tensor, first: Tensor) -> Tensor:

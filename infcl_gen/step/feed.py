@@ -116,6 +116,15 @@ def rows_of(tree: Any, what: str) -> int:
     return int(sizes.pop())
 
 
+def form_of(tree: Any) -> Any:
+    """The structure of an input; None where it is not there yet."""
+    return None if isinstance(tree, Samples) else pytree.tree_structure(tree)
+
+
+def form_text(form: Any) -> str:
+    return str(pytree.tree_unflatten(["tensor"] * form.num_leaves, form)).replace("'tensor'", "tensor")
+
+
 def bytes_of(tree: Any) -> int:
     """The bytes of the tensors of an input; of sequences, those of the longest."""
     if isinstance(tree, Ragged):
@@ -125,9 +134,13 @@ def bytes_of(tree: Any) -> int:
 
 def part_of(tree: Any, rows: slice) -> Any:
     """These rows of an input; what is no tensor with rows is passed as it is."""
-    if isinstance(tree, Samples):
-        return tree.make(rows)
-    return pytree.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf, tree)
+
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, Samples):
+            return leaf.make(rows)
+        return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    return pytree.tree_map(part, tree)
 
 
 def moved(tree: Any, device: torch.device) -> Any:

@@ -24,8 +24,8 @@ class Exchange:
     it; those of DDP, and of numbers that are in no module, are averaged by `reduce`.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], numbers: Iterable[Tensor]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[nn.Module], numbers: Iterable[Tensor], group: Any = None) -> None:
+        self._modules, self._group = modules, group
         own = {each: None for each in parameters_of(modules) if each.requires_grad}
         self._numbers = [each for each in numbers if each not in own]
         self._parameters = [*own, *self._numbers]
@@ -62,7 +62,7 @@ class Exchange:
         for module in replicated:
             average([each for each in module.parameters() if each.requires_grad], module.process_group)
         if replicated or inside(self._modules, is_sharded):
-            average(self._numbers, replicated[0].process_group if replicated else None)
+            average(self._numbers, replicated[0].process_group if replicated else self._group)
 
 
 @contextmanager

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from infcl_gen.emission import load_cached
 from infcl_gen.errors import InputError, in_python_words
 from infcl_gen.inputs.problem import MAX_BATCH
-from infcl_gen.inputs.text import check_integer, parse_count
+from infcl_gen.inputs.text import check_integer, parse_count, show
 from infcl_gen.lazy import global_value
-from infcl_gen.step.account import LossCosts
 from infcl_gen.step.blocks import blocks_of
 from infcl_gen.step.costs import StepCosts, read_costs
 from infcl_gen.step.estimate import fake_mode_of, faked, probe_for
 from infcl_gen.step.executor import Model, Number, Tower, TrainingStep
-from infcl_gen.step.feed import moved, on_host, part_of, rows_of
+from infcl_gen.step.feed import Ragged, Samples, form_of, moved, on_host, part_of, rows_of
 from infcl_gen.step.means import MeanLoss, MeanStep
-from infcl_gen.step.measure import SMALLEST, Limits, MeasuredLoss, Probe, autocast_in, measure, unchanged
-from infcl_gen.step.plan import STREAMED, TREATMENTS
+from infcl_gen.step.measure import SMALLEST, Limits, MeasuredLoss, Probe, measure, unchanged
+from infcl_gen.step.plan import TREATMENTS
 from infcl_gen.step.planner import PlannedLoss, StepPlan, check_treatments, plan_from_costs
 from infcl_gen.step.setting import Run, Setting, compiled, memory_of, optimizer_bytes_of, wrapper_of
+from infcl_gen.step.state import autocast_in, is_generator
 
 LARGEST_MICRO_BATCH = 4096
 
@@ -81,21 +81,30 @@ def plan_step(
     The device is that of the parameters. Ranks call it together. Raises InputError, and InfeasibleError with the
     largest batch that fits and the smallest memory that would do.
     """
-    _check_arguments(targets, loss, denominator, scale, bias, treatments)
-    if targets is not None and not callable(towers):
-        raise InputError("towers: a loss with targets is a mean over the samples of one model; give that")
+    models = (model,) if isinstance(model, nn.Module) else model
+    _check_kinds(
+        ("towers", towers, callable(towers) or (_listed(towers, callable) and towers), "modules, methods or functions"),
+        ("example", example, callable(towers) or _listed(example), "a list with an input for each tower"),
+        ("scale", scale, isinstance(scale, int | float | Tensor) or callable(scale), "a number, tensor or function"),
+        ("bias", bias, bias is None or isinstance(bias, int | float | Tensor) or callable(bias), "what scale= takes"),
+        ("denominator", denominator, denominator is None or callable(denominator), "a function of targets"),
+        ("autocast", autocast, autocast in (None, torch.bfloat16, torch.float16), "torch.bfloat16 or torch.float16"),
+        ("model", model, _listed(models, lambda each: isinstance(each, nn.Module)), "a module, or a list of them"),
+        ("generators", generators, _listed(generators, is_generator), "a list of generators of torch, Python or NumPy"),
+    )
     runs: list[Run] = [towers] if callable(towers) else list(towers)
     inputs = [example] if callable(towers) else list(example)
     if len(runs) != len(inputs):
         raise InputError(f"example: {len(inputs)} inputs were given for {len(runs)} towers")
-    setting = Setting.of(runs, (model,) if isinstance(model, nn.Module) else tuple(model), group)
+    allowed = check_treatments(treatments)
+    _check_meaning(runs, inputs, targets, loss, denominator, scale, bias, allowed)
+    setting = Setting.of(runs, tuple(models), group)
     setting.check_norms(batch_norm)
     wrapper = wrapper_of(setting.everything)
     mode = fake_mode_of(setting.everything)
     if mode is not None and (targets is not None or callable(loss)):
         raise InputError("loss: towers without values are planned with a built-in loss, or with FILE.py:NAME")
     probe = Probe if mode is None else probe_for(device_profile)
-    allowed = check_treatments(treatments) if targets is None else (STREAMED,)
     asked = (
         None if batch_size is None else check_integer("batch_size", parse_count(batch_size, "batch_size"), 1, MAX_BATCH)
     )
@@ -106,8 +115,9 @@ def plan_step(
     limits = Limits(micro_batch or largest, allowed_bytes, setting.agree)
     host = mode is not None or on_host(inputs, setting.device)
     bare = Model(
-        (), loss if callable(loss) else _unknown, scale, bias, setting.device, autocast, tuple(generators), _itself
-    )
+        (), loss if callable(loss) else _unknown, scale, bias, setting.device, autocast, tuple(generators), _itself,
+        setting.process_group,
+    )  # fmt: skip
     losses: Any
     with faked(mode, inputs) as inputs:
         with unchanged(setting.everything, setting.device, bare.generators), autocast_in(setting.device, autocast):
@@ -115,12 +125,13 @@ def plan_step(
                 bound = bare._replace(towers=tuple(_towers(setting, runs, inputs)))
             else:
                 mean = MeanLoss(_function(loss), denominator)
-                bound = bare._replace(towers=(_of_mean(setting, runs[0], mean, example, targets),))
-                inputs = [(example, targets)]
-        measured = _given_costs(costs, len(runs)) or setting.told(measure(bound, inputs, setting.names, limits, probe))
+                bound = bare._replace(towers=(_of_mean(setting, runs[0], mean, inputs[0], targets),))
+                inputs = [(inputs[0], targets)]
+        given = _given_costs(costs, len(runs), targets is not None)
+        measured = given or setting.told(measure(bound, inputs, setting.names, limits, probe))
     if targets is not None:
-        losses = _NoLoss()
-        make: Any = functools.partial(_mean_step, bound, mean, setting)
+        losses = None
+        make: Any = functools.partial(_mean_step, bound, mean)
     elif callable(loss):
         losses, make = (
             MeasuredLoss(bound, asked and -(-asked // setting.size)),
@@ -138,22 +149,51 @@ def plan_step(
     return plan if mode is not None else dataclasses.replace(plan, make_step=make)
 
 
-def _check_arguments(targets: Any, loss: Any, denominator: Any, scale: Any, bias: Any, treatments: Any) -> None:
+def _listed(value: Any, fits: Callable[[Any], bool] = lambda each: True) -> bool:
+    """Whether it is a list or tuple of such values."""
+    return isinstance(value, list | tuple) and all(map(fits, value))
+
+
+def _check_kinds(*arguments: tuple[str, Any, Any, str]) -> None:
+    """Of each argument: its name, its value, whether that is of the right kind, and which that is."""
+    for name, value, fits, kind in arguments:
+        if not fits:
+            raise InputError(f"{name}: expected {kind}, got {show(value)}")
+
+
+def _check_meaning(
+    runs: Any, inputs: Any, targets: Any, loss: Any, denominator: Any, scale: Any, bias: Any, treatments: Any
+) -> None:
     """Raises InputError for arguments that have no meaning beside others."""
+    if targets is not None and len(runs) > 1:
+        raise InputError("towers: a loss with targets is a mean over the samples of one model; give that")
+    if targets is None and isinstance(loss, nn.modules.loss._Loss):
+        raise InputError(f"loss: {type(loss).__name__} compares outputs with targets; give targets= of the example")
+    if targets is None and isinstance(loss, str) and len(runs) != 2:
+        raise InputError(f"towers: {loss!r} compares the features of two towers, and {len(runs)} were given")
+    for each in inputs:
+        if isinstance(each, Samples) and not (isinstance(each, Ragged) and targets is None):
+            raise InputError(f"example: {type(each).__name__} are inputs of a step; give a tensor of some samples")
     if isinstance(loss, type):
         raise InputError(f"loss: {loss.__name__} is a class; give a module of it: {loss.__name__}()")
     if targets is None and denominator is not None:
         raise InputError("denominator: is of a loss with targets; give targets= as well")
-    if targets is not None and (scale != 1.0 or bias is not None or tuple(treatments) != TREATMENTS):
+    contrastive = not isinstance(scale, int | float) or scale != 1 or bias is not None or {*treatments} != {*TREATMENTS}
+    if targets is not None and contrastive:
         raise InputError("scale, bias, treatments: are of a contrastive loss; a loss with targets has none of them")
 
 
-def _given_costs(costs: Any, towers: int) -> StepCosts | None:
+def _given_costs(costs: Any, towers: int, with_targets: bool) -> StepCosts | None:
     if costs is None:
         return None
-    found = costs if isinstance(costs, StepCosts) else read_costs(os.fspath(costs), "costs")
+    _check_kinds(
+        ("costs", costs, isinstance(costs, StepCosts | str | os.PathLike), "StepCosts, or a profile FILE.toml")
+    )
+    found = costs if isinstance(costs, StepCosts) else read_costs(costs, "costs")
     if len(found.towers) != towers:
         raise InputError(f"costs: are of {len(found.towers)} towers; the step has {towers}")
+    if found.with_targets != with_targets:
+        raise InputError(f"costs: are of a loss with{'out' * with_targets} targets, unlike the step's")
     return found
 
 
@@ -168,7 +208,8 @@ def _towers(setting: Setting, runs: Sequence[Run], inputs: Sequence[Any]) -> lis
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InputError(f"towers: {name} gave {shape} for {rows} samples; expected features (M, D)")
         # A compiled tower would not see that its blocks are computed again.
-        found.append(Tower(run, output[:0].clone(), modules, () if compiled(run, modules) else blocks_of(modules)))
+        blocks = () if compiled(run, modules) else blocks_of(modules)
+        found.append(Tower(run, output[:0].clone(), modules, blocks, form_of(given)))
     return found
 
 
@@ -179,8 +220,10 @@ def _of_mean(setting: Setting, run: Run, mean: MeanLoss, example: Any, targets: 
         raise InputError(f"targets: {rows_of(targets, 'targets')} samples; the example has {rows}")
     with torch.no_grad():
         aims = moved(targets, setting.device)
-        mean.check(run(moved(example, setting.device)), aims)
-    return Tower(lambda pair: mean.sum_of(run(pair[0]), pair[1]), torch.empty(0, 0), setting.modules[0])
+        dtype = mean.check(run(moved(example, setting.device)), aims)
+    forms = form_of(example), form_of(targets)
+    like = torch.empty(0, 0, dtype=dtype)
+    return Tower(lambda pair: mean.sum_of(run(pair[0]), pair[1]), like, setting.modules[0], form=forms)
 
 
 def _function(loss: Any) -> Callable[[Any, Any], Tensor]:
@@ -200,18 +243,8 @@ def _training_step(
     return TrainingStep(plan.account.towers, bound, progress)
 
 
-def _mean_step(bound: Model, mean: MeanLoss, setting: Setting, plan: StepPlan, progress: bool) -> MeanStep:
-    return MeanStep(plan.account.towers[0], bound, mean, setting.process_group, progress)
-
-
-class _NoLoss:
-    """`Losses` of a step whose loss is measured with its model."""
-
-    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
-        return 0
-
-    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
-        return [LossCosts(0, 0.0)]
+def _mean_step(bound: Model, mean: MeanLoss, plan: StepPlan, progress: bool) -> MeanStep:
+    return MeanStep(plan.account.towers[0], bound, mean, progress)
 
 
 def _unknown(*features: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ targets alone decide. A mean of the micro-batches' means would weigh samples of 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from infcl_gen.errors import InputError
-from infcl_gen.step.executor import Model, bar
-from infcl_gen.step.feed import Feed, Slabs, part_of, rows_of
+from infcl_gen.step.executor import Model, Step, one_number
+from infcl_gen.step.feed import Feed, Ragged, part_of, rows_of
 from infcl_gen.step.gradients import Exchange
 from infcl_gen.step.plan import Pass, TowerPlan
 
@@ -52,10 +51,7 @@ class MeanLoss:
             self.denominator, self._loss, self._is_sum = _samples, loss, False
 
     def sum_of(self, outputs: Any, targets: Any) -> Tensor:
-        value = self._loss(outputs, targets)
-        if not isinstance(value, Tensor) or value.dim():
-            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"loss: gave {what}; expected one number, the mean over samples")
+        value = one_number(self._loss(outputs, targets))
         return value if self._is_sum else value * self.denominator(targets)
 
     def counting(self, turns: list[Pass], targets: Any) -> list[Pass]:
@@ -65,13 +61,14 @@ class MeanLoss:
         weights = [torch.as_tensor(self.denominator(part_of(targets, turn.rows))) for turn in turns]
         return [turn for turn, weight in zip(turns, torch.stack(weights).tolist(), strict=True) if weight]
 
-    def check(self, outputs: Any, targets: Any) -> None:
-        """Raises InputError where the parts of an example do not add up to the whole."""
+    def check(self, outputs: Any, targets: Any) -> torch.dtype:
+        """The loss's dtype. Raises InputError where the parts of an example do not add up to the whole."""
         rows = rows_of(targets, "targets")
         if rows < 3:
             raise InputError(f"example: {rows} samples; at least 3 are needed to see that the loss is a mean over them")
         cuts = (0, 1, rows // 2 + 1, rows)
-        whole, total = self.sum_of(outputs, targets).double(), self.denominator(targets)
+        loss, total = self.sum_of(outputs, targets), self.denominator(targets)
+        whole = loss.double()
         parts = [
             self.sum_of(*(part_of(each, slice(first, last)) for each in (outputs, targets))).double()
             for first, last in itertools.pairwise(cuts)
@@ -87,40 +84,34 @@ class MeanLoss:
                 "no mean over samples. Say what it is divided by: denominator=lambda targets: ...; a contrastive loss "
                 "is planned without targets, with a tower for each input"
             )
+        return loss.dtype
 
 
-class MeanStep:
+class MeanStep(Step):
     """One exact step: `loss = step(inputs, targets)`. Gradients are in `.grad`; the loss is the batch's, detached.
 
-    Each micro-batch passes forward and backward at once. What holds for `TrainingStep` about gradients that are there,
-    errors, scalers and ranks holds here. A batch in which nothing counts gives NaN, as in torch.
+    Each micro-batch passes forward and backward at once. What holds for `TrainingStep` about iterators, gradients that
+    are there, errors, scalers and ranks holds here. A batch in which nothing counts gives NaN, as in torch.
     """
 
-    def __init__(self, plan: TowerPlan, model: Model, loss: MeanLoss, group: Any, progress: bool = False) -> None:
-        self._plan, self._model, self._mean, self._group, self._progress = plan, model, loss, group, progress
-        self._slabs = Slabs()
+    def __init__(self, plan: TowerPlan, model: Model, loss: MeanLoss, progress: bool = False) -> None:
+        super().__init__(("inputs", "targets"), model.towers[0].form or (None, None), plan.samples, model, progress)
+        self._plan, self._mean = plan, loss
 
-    def __call__(self, inputs: Any, targets: Any, scaler: Any = None) -> Tensor:
-        model, (tower,) = self._model, self._model.towers
-        rows = rows_of(inputs, "inputs")
-        if rows_of(targets, "targets") != rows:
-            raise InputError(f"targets: {rows_of(targets, 'targets')} samples; the inputs have {rows}")
-        if rows > self._plan.samples:
-            raise InputError(f"inputs: {rows} samples; the step is planned for {self._plan.samples}")
+    def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor:
+        model, (tower,), targets = self.model, self.model.towers, inputs[1]
         turns = self._mean.counting(list(self._plan.passes(rows)), targets)
+        self.check_ranks(turns)
+        if isinstance(inputs[0], Ragged):
+            raise InputError("inputs: Ragged sorts its sequences, and targets keep their places; give padded tensors")
         total = torch.as_tensor(self._mean.denominator(targets), dtype=torch.float64).to(model.device).clone()
         size = 1
-        if self._group is not None:
-            dist.all_reduce(total, group=self._group)
-            size = dist.get_world_size(self._group)
+        if model.group is not None:
+            dist.all_reduce(total, group=model.group)
+            size = dist.get_world_size(model.group)
         value = torch.zeros((), dtype=torch.float64, device=model.device)
-        feed = Feed([(inputs, targets)], model.device, self._slabs)
-        with contextlib.ExitStack() as around:
-            around.enter_context(torch.enable_grad())
-            if model.autocast is not None:
-                around.enter_context(torch.autocast(model.device.type, model.autocast))
-            exchange = around.enter_context(Exchange(model.modules, ()))
-            passed = around.enter_context(bar(len(turns))) if self._progress else None
+        feed = Feed([tuple(inputs)], model.device, self.slabs)
+        with Exchange(model.modules, (), model.group) as exchange, self.bar(len(turns)) as passed:
             for turn, given in feed.stream(turns):
                 part = tower.run(given)
                 value += part.detach()
@@ -128,13 +119,11 @@ class MeanStep:
                 share = part * (size / total).to(part.dtype)
                 share = share if scaler is None else scaler.scale(share)
                 exchange.backward(share, torch.ones_like(share), model.modules if turn == turns[-1] else ())
-                if passed is not None:
-                    passed()
+                passed()
             exchange.reduce()
-        if self._group is not None:
-            dist.all_reduce(value, group=self._group)
-        mean: Tensor = value / total
-        return mean
+        if model.group is not None:
+            dist.all_reduce(value, group=model.group)
+        return (value / total).to(tower.features.dtype)
 
 
 class _ClassWeights:

@@ -25,11 +25,19 @@ from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.step.account import LossCosts
 from infcl_gen.step.blocks import computed_again
 from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
-from infcl_gen.step.executor import Model, Tower
+from infcl_gen.step.executor import Model, Tower, one_number
 from infcl_gen.step.feed import Ragged, bytes_of, rows_of
 from infcl_gen.step.feed import moved as moved_to
 from infcl_gen.step.gradients import unreduced
-from infcl_gen.step.state import RandomState, buffers_of, changed_buffers, parameters_of, restore_buffers, sources_of
+from infcl_gen.step.state import (
+    RandomState,
+    autocast_in,
+    buffers_of,
+    changed_buffers,
+    parameters_of,
+    restore_buffers,
+    sources_of,
+)
 from infcl_gen.verification.memory import PeakMeter, give_workspaces_back
 
 SMALLEST = 16  # samples of the first micro-batch
@@ -242,11 +250,6 @@ def _doubling(first: int, largest: int) -> Iterator[int]:
     yield largest
 
 
-def autocast_in(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """As around a step: in `dtype`, or as it is where that is None."""
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
 @contextlib.contextmanager
 def unchanged(modules: Sequence[nn.Module], device: torch.device, generators: Sequence[Any]) -> Iterator[None]:
     """Gradients, buffers and random numbers are afterwards what they were; no wrapper reduces gradients inside."""
@@ -314,7 +317,7 @@ class MeasuredLoss:
         def run() -> None:
             features = [torch.randn_like(x.expand(size, *x.shape[1:])).requires_grad_() for x in like]
             numbers = [each() if callable(each) else each for each in (model.scale, model.bias) if each is not None]
-            torch.autograd.grad(model.loss(*features, *numbers), features, allow_unused=True)
+            torch.autograd.grad(one_number(model.loss(*features, *numbers)), features, allow_unused=True)
 
         like = [tower.features.new_zeros(1, *tower.features.shape[1:]) for tower in model.towers]
         with unchanged(model.modules, model.device, model.generators), autocast_in(model.device, model.autocast):

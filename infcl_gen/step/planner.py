@@ -14,7 +14,7 @@ from infcl_gen.planning import Plan
 from infcl_gen.step.account import Account, LossCosts, Losses, StepProblem
 from infcl_gen.step.choose import choose, largest_samples
 from infcl_gen.step.costs import StepCosts
-from infcl_gen.step.plan import TREATMENTS, TowerPlan
+from infcl_gen.step.plan import STREAMED, TREATMENTS, TowerPlan
 
 WRAPPERS = ("none", "ddp", "fsdp2")
 # Bytes of state for each byte of a trained parameter.
@@ -100,7 +100,7 @@ def _replace(plan: TowerPlan, tokens: int) -> TowerPlan:
 
 def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
     """The treatments of a contrastive step, each once. Raises InputError for others, or none."""
-    if isinstance(treatments, str) or not treatments:
+    if not isinstance(treatments, list | tuple) or not treatments:
         raise InputError(f"--treatments: give one or more of {', '.join(TREATMENTS)}, as a tuple in Python")
     for each in treatments:
         check_word("--treatments", each, TREATMENTS)
@@ -108,12 +108,21 @@ def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
 
 
 def plan_from_costs(
-    costs: StepCosts, memory_bytes: int, losses: Losses, *, batch_size: int | None, world_size: int = 1, **options: Any
+    costs: StepCosts,
+    memory_bytes: int,
+    losses: Losses | None,
+    *,
+    batch_size: int | None,
+    world_size: int = 1,
+    **options: Any,
 ) -> StepPlan:
     """The fastest step within the memory; without a batch size, of the largest batch that fits.
 
-    options: further fields of `StepProblem`. Raises InputError or InfeasibleError.
+    losses: None where the costs are with targets. options: further fields of `StepProblem`. Raises InputError or
+    InfeasibleError.
     """
+    if losses is None or costs.with_targets:
+        losses, options = _NoLoss(), options | {"treatments": (STREAMED,)}
     check_word("--wrapper", options.get("wrapper", "none"), WRAPPERS)
     towers = len(costs.towers)
     asked = None if batch_size is None else -(-batch_size // world_size)
@@ -143,6 +152,16 @@ def _alternatives(problem: StepProblem) -> list[Alternative]:
         except InputError:  # no blocks to compute again
             continue
     return found
+
+
+class _NoLoss:
+    """`Losses` of a step whose loss is measured with its model."""
+
+    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
+        return 0
+
+    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
+        return [LossCosts(0, 0.0)]
 
 
 class PlannedLoss:

@@ -40,7 +40,10 @@ class Setting(NamedTuple):
     def of(cls, runs: Sequence[Run], model: tuple[nn.Module, ...], group: Any) -> Setting:
         """model: what all towers run; else it is found. Raises InputError where that fails."""
         modules = [model or tuple(_modules_of(run)) for run in runs]
-        ranks = find_group(options_of(group, "mean").group_name)
+        try:
+            ranks = find_group(options_of(group, "mean").group_name)
+        except (TypeError, ValueError) as error:
+            raise InputError(str(error)) from None
         return cls(_names_of(runs), modules, _device_of(modules), None if ranks is None else ranks.process_group)
 
     @property

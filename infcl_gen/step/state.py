@@ -63,6 +63,11 @@ def sources_of(device: torch.device, generators: Sequence[Any]) -> Iterator[Sour
         yield sys.modules["numpy"].random.get_state, sys.modules["numpy"].random.set_state
 
 
+def is_generator(value: Any) -> bool:
+    """Whether it is one of torch, of Python or of NumPy."""
+    return isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator")
+
+
 def _numpy_source(bits: Any) -> Source:
     return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
@@ -71,6 +76,11 @@ def _equal(new: Any, old: Any) -> bool:
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         return torch.equal(new, old)
     return pickle.dumps(new) == pickle.dumps(old)  # NumPy's hold arrays
+
+
+def autocast_in(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """As around a step: in `dtype`, or as it is where that is None."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

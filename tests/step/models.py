@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from infcl_gen import ContrastiveLoss, global_value
 from infcl_gen.step.blocks import blocks_of
 from infcl_gen.step.executor import Model, Tower
+from infcl_gen.step.plan import TowerPlan
 
 DIM = 8
 
@@ -87,6 +88,16 @@ def plain(module: Pair, image: Tensor, text: Tensor) -> tuple[Tensor, dict[str, 
     loss = dense(own.image(image), own.text(text), own.log_scale.exp())
     loss.backward()
     return loss.detach(), gradients(own)
+
+
+def features_of(
+    plan: Sequence[TowerPlan], towers: Sequence[Callable[[Any], Tensor]], inputs: Sequence[Any]
+) -> list[Tensor]:
+    """The features of a plan's micro-batches in its order with all graphs kept, written apart from the executor."""
+    passes = [each for t, of_tower in enumerate(plan) for each in of_tower.passes(len(inputs[t]), t)]
+    passes.sort(key=lambda each: each.treatment != "cached")
+    outputs = {each: towers[each.tower](inputs[each.tower][each.rows]) for each in passes}
+    return [torch.cat([outputs[each] for each in sorted(passes) if each.tower == t]) for t in range(len(plan))]
 
 
 def dense(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:

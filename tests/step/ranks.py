@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,8 @@ from infcl_gen.step import gradients
 from infcl_gen.step.blocks import blocks_of
 from infcl_gen.step.executor import Tower, TrainingStep
 from infcl_gen.step.plan import Part, TowerPlan
-from tests.step.models import DIM, Pair, batch, difference, model_of, pair, plain
+from tests.step.models import DIM, Pair, batch, dense, difference, features_of, model_of, pair, plain
+from tests.step.models import gradients as gradients_of
 
 
 def plans(rows: int, way: str) -> list[TowerPlan]:
@@ -60,9 +62,18 @@ def step(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
         towers=tuple(Tower(run, like, (model,), own) for run, own in zip(towers, blocks, strict=True))
     )
     run = TrainingStep(plans(rows[seat.rank], way), executed)
-    with contextlib.suppress(KeyboardInterrupt):  # with features and graphs there, on all ranks
-        interrupted = TrainingStep(plans(rows[seat.rank], way), executed._replace(loss=interrupt))
-        interrupted(*(x[first : first + rows[seat.rank]] for x in batch(sum(rows), 3)))
+    own = [x[first : first + rows[seat.rank]] for x in batch(sum(rows), 3)]
+    for at in argument.get("interrupts", ()):  # a pass of the image tower, on all ranks; 0: the loss
+        interrupted = interrupting(executed, at)
+        with contextlib.suppress(KeyboardInterrupt):
+            TrainingStep(plans(rows[seat.rank], way), interrupted)(*own)
+            raise AssertionError(f"no interrupt at {at}")
+        assert not whole_gradients(module)
+    if len({*rows}) > 1 and wrapper == "fsdp":
+        try:
+            run(*own)
+        except InputError as error:
+            return {"refused": str(error)}
     if argument.get("planted"):  # wrappers reduce in each pass
         gradients.unreduced = lambda modules: contextlib.nullcontext()
         gradients._reduces = lambda modules, reduces: None
@@ -81,8 +92,19 @@ def step(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     return {**found, "reductions": len(reductions)}
 
 
-def interrupt(*features: torch.Tensor) -> torch.Tensor:
-    raise KeyboardInterrupt
+def interrupting(model: Any, at: int) -> Any:
+    """The model with an interrupt before a pass of its first tower, or in the loss."""
+    tower, passes = model.towers[0], 0
+
+    def interrupt(*features: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    def run(x: Any) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        return interrupt() if passes == at else tower.run(x)
+
+    return model._replace(towers=(tower._replace(run=run), *model.towers[1:]), loss=model.loss if at else interrupt)
 
 
 def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -127,7 +149,7 @@ def planned(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     model, scale = wrapped(module, argument["wrapper"])
     static = DistributedDataParallel(pair(), static_graph=True)
     try:
-        infcl_gen.plan_step(static, batch(4)[0], batch_size=4)
+        infcl_gen.plan_step([static, static], batch(4), batch_size=4)
     except InputError as error:
         refused = str(error)
     inputs = batch(40)
@@ -140,6 +162,47 @@ def planned(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     found = whole_gradients(module)
     true = {name: each.reshape(found[name].shape) for name, each in plain(original, *inputs)[1].items()}
     return {"plan": plan.as_dict(), "error": difference(found, true), "refused": refused}
+
+
+def subgroup(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
+    """The error of a step with dropout of the last two of three ranks, which draw from different seeds."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 60.0)
+    group = dist.new_group([1, 2])
+    if seat.rank == 0:
+        return {"error": 0.0}
+    original, module = pair(dropout=0.3), pair(dropout=0.3)
+    if argument["wrapper"] == "fsdp":
+        module.log_scale = nn.Parameter(module.log_scale.detach().reshape(1))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in blocks_of([module.image]):
+            fully_shard(block, mesh=mesh)
+        towers, scale = (module.image, module.text), lambda: module.log_scale.exp()
+    else:
+        model = DistributedDataParallel(module, process_group=group)
+        towers, scale = (lambda x: model(image=x), lambda x: model(text=x)), lambda: module.log_scale.exp()
+    inputs = batch(20)
+    plan = infcl_gen.plan_step(
+        towers, [x[:4] for x in inputs], scale=scale, batch_size=20, memory="64MiB", micro_batch=3, group=group,
+        treatments=argument["treatments"],
+    )  # fmt: skip
+    torch.manual_seed(seat.rank)
+    plan.step()(*(x[(seat.rank - 1) * 10 :][:10] for x in inputs))
+    features = []
+    for rank in (1, 2):
+        torch.manual_seed(rank)
+        part = [x[(rank - 1) * 10 :][:10] for x in inputs]
+        features.append(features_of(plan.account.towers, (original.image, original.text), part))
+    dense(*map(torch.cat, zip(*features, strict=True)), original.log_scale.exp()).backward()
+    found = whole_gradients(module)
+    if argument["wrapper"] == "fsdp":  # the user averages what no wrapper does
+        averaged = ("image.blocks", "log_scale")
+        for name in found:
+            if not name.startswith(averaged):
+                dist.all_reduce(found[name], group=group)
+                found[name] /= 2
+    true = {name: each.reshape(found[name].shape) for name, each in gradients_of(original).items()}
+    return {"error": difference(found, true)}
 
 
 def classifier() -> nn.Module:

@@ -20,7 +20,7 @@ from infcl_gen.step import executor
 from infcl_gen.step.blocks import blocks_of
 from infcl_gen.step.executor import Tower, TrainingStep, UnrepeatableError
 from infcl_gen.step.plan import Part, TowerPlan
-from tests.step.models import DIM, Pair, batch, dense, difference, gradients, model_of, pair, plain
+from tests.step.models import DIM, Pair, batch, dense, difference, features_of, gradients, model_of, pair, plain
 
 ROWS = 23
 PLANS = {
@@ -48,10 +48,7 @@ def test_gradients_are_those_of_one_large_batch(image: str, text: str) -> None:
 
 def kept_step(module: Pair, towers: Sequence[Any], plan: Sequence[TowerPlan], inputs: Sequence[Tensor]) -> Tensor:
     """The same micro-batches in the same order with all graphs kept, written apart from the executor."""
-    turns = [each for t, of_tower in enumerate(plan) for each in of_tower.passes(len(inputs[t]), t)]
-    turns.sort(key=lambda turn: turn.treatment != "cached")
-    outputs = {turn: towers[turn.tower](inputs[turn.tower][turn.rows]) for turn in turns}
-    image, text = (torch.cat([outputs[turn] for turn in sorted(turns) if turn.tower == t]) for t in range(2))
+    image, text = features_of(plan, towers, inputs)
     loss = dense(image, text, module.log_scale.exp())
     loss.backward()
     return loss.detach()
@@ -173,31 +170,51 @@ def test_gradients_accumulate_over_steps() -> None:
     assert difference(gradients(module), {name: first[name] + second[name] for name in first}) < 1e-12
 
 
+MOMENTS = [
+    *(("forward", moment) for moment in range(1, 40, 3)),  # the tower has 15 passes
+    *(("backward", moment) for moment in (1, 4, 9, 10, 11)),  # and 10 of them are differentiated
+    ("loss", 1),
+    ("reduction", 1),
+]
+
+
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("moment", range(1, 40, 3))
-def test_an_interrupt_leaves_gradients_as_they_were(moment: int, before: bool) -> None:
-    """In any micro-batch of any pass."""
-    module, inputs, calls = pair(dropout=0.2), batch(ROWS), 0
+@pytest.mark.parametrize(("place", "moment"), MOMENTS)
+def test_an_interrupt_leaves_gradients_as_they_were(
+    place: str, moment: int, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any micro-batch of any pass, in the loss, and where ranks reduce gradients."""
+    module, inputs, calls = pair(dropout=0.2), batch(ROWS), {"forward": 0, "backward": 0, "loss": 0, "reduction": 0}
     if before:
-        plain(module, *inputs)
         dense(module.image(inputs[0]), module.text(inputs[1]), module.log_scale.exp()).backward()
     held, values = gradients(module), {name: each.clone() for name, each in module.named_parameters()}
 
-    def interrupted(x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == moment:
+    def happens(what: str) -> None:
+        calls[what] += 1
+        if (what, calls[what]) == (place, moment):
             raise KeyboardInterrupt
+
+    def text(x: Tensor) -> Tensor:
+        happens("forward")
         features: Tensor = module.text(x)
+        if features.requires_grad:
+            features.register_hook(lambda gradient: happens("backward"))
         return features
 
-    step = TrainingStep(mixed(), model_of(module, (module.image, interrupted)))
-    try:
-        step(*inputs)
-    except KeyboardInterrupt:
+    def loss(*features: Tensor) -> Tensor:
+        happens("loss")
+        return dense(*features)
+
+    reduce = executor.Exchange.reduce
+    monkeypatch.setattr(executor.Exchange, "reduce", lambda self: [reduce(self), happens("reduction")])
+    step = TrainingStep(mixed(), model_of(module, (module.image, text), loss=loss, value=lambda x: x))
+    if (place, moment) in MOMENTS[:5] + MOMENTS[13:17] + MOMENTS[18:]:
+        with pytest.raises(KeyboardInterrupt):
+            step(*inputs)
         assert difference(gradients(module), held) == 0 if held else not gradients(module)
     else:
-        assert moment > 2 * 5 + 3 + 2  # passes of the tower
+        step(*inputs)
+        assert (calls["forward"], calls["backward"]) == (15, 10)
     assert all(torch.equal(each, values[name]) for name, each in module.named_parameters())
     assert not [block for block in module.modules() if "forward" in vars(block)]
 
@@ -355,6 +372,24 @@ def test_autocast_reaches_every_pass() -> None:
     assert error < 2 * of_plain_error + 0.02
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_second_passes_have_the_autocast_of_the_first(around: bool) -> None:
+    """Also where the user sets it around the step; and behind it there is none."""
+    module, inputs, seen = pair(dtype=torch.float32), batch(ROWS, dtype=torch.float32), list[Any]()
+
+    def image(x: Tensor) -> Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()))
+        features: Tensor = module.image(x)
+        return features
+
+    model = model_of(module, (image, module.text), autocast=torch.bfloat16)
+    step = TrainingStep(plans("cached", "kept"), model._replace(autocast=None) if around else model)
+    with torch.autocast("cpu", torch.bfloat16) if around else contextlib.nullcontext():
+        step(*inputs)
+    assert seen == [(True, torch.bfloat16, False)] * 5 + [(True, torch.bfloat16, True)] * 5
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_a_compiled_tower() -> None:
     module, inputs = pair(), batch(ROWS)
     compiled = torch.compile(module.image, backend="aot_eager")
@@ -414,11 +449,12 @@ def test_a_bar_is_at_its_end_when_the_step_is(frozen: tuple[str, ...], monkeypat
 
 
 WRONG = {
-    "one input": (lambda image, text: (image,), "inputs: 1 were given; the step has 2 towers"),
+    "one input": (lambda image, text: (image,), r"1 were given; the step takes 2: step\(image, text\)"),
     "too many samples": (
-        lambda image, text: (torch.cat([image, image]), text),
-        "inputs: image got 46 samples; the step is planned for 23",
+        lambda image, text: (torch.cat([image, image]), torch.cat([text, text])),
+        "inputs: 46 samples were given; the step is planned for 23",
     ),
+    "unequal samples": (lambda image, text: (image, text[:4]), "image and text have 23 and 4 samples; give equally"),
     "no rows": (lambda image, text: (image, 3), "inputs: text: has no tensor with rows"),
     "rows that differ": (lambda image, text: (image, {"a": text, "b": text[:4]}), "has tensors of 4, 23 rows"),
 }
@@ -429,6 +465,19 @@ def test_wrong_inputs_are_refused(what: str) -> None:
     change, message = WRONG[what]
     with pytest.raises(InputError, match=message):
         TrainingStep(mixed(), model_of(pair()))(*change(*batch(ROWS)))
+
+
+def test_what_is_no_scaler_is_refused() -> None:
+    with pytest.raises(InputError, match="scaler: 'dynamic' scales no loss; give a"):
+        TrainingStep(mixed(), model_of(pair()))(*batch(ROWS), scaler="dynamic")
+
+
+def test_a_loss_of_each_sample_is_refused() -> None:
+    module = pair()
+    model = model_of(module, loss=lambda image, text, scale: scale * (image * text).sum(1))
+    with pytest.raises(InputError, match=r"loss: gave \(23,\); expected one number, a tensor \(\)"):
+        TrainingStep(mixed(), model)(*batch(ROWS))
+    assert not gradients(module)
 
 
 def test_features_that_are_not_as_planned_are_refused() -> None:

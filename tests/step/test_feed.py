@@ -106,7 +106,7 @@ def test_errors_of_what_makes_samples_are_the_step_s() -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         step_of(Samples(ROWS, make), batch(ROWS)[1])
-    with pytest.raises(InputError, match="image got 24 samples"):
+    with pytest.raises(InputError, match="image and text have 24 and 23 samples"):
         step_of(Samples(ROWS + 1, make), batch(ROWS)[1])
 
 

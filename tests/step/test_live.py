@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,30 @@ def test_inputs_of_several_tensors_and_methods_of_a_model() -> None:
     assert difference(gradients(module), plain(module, image, text)[1]) < 1e-12
 
 
+class Named(Pair):
+    def encode_image(self, image: Tensor) -> Tensor:
+        features: Tensor = self.image(image)
+        return features
+
+    def encode_text(self, text: Tensor) -> Tensor:
+        features: Tensor = self.text(text)
+        return features
+
+
+def test_methods_are_towers_and_memory_is_what_is_free() -> None:
+    torch.manual_seed(0)
+    module, inputs = Named().double(), batch(40)
+    towers = [module.encode_image, module.encode_text]
+    plan = infcl_gen.plan_step(towers, batch(8), scale=lambda: module.log_scale.exp(), batch_size=40)
+    assert [tower.name for tower in plan.account.towers] == ["encode_image", "encode_text"]
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0.001 * total < plan.problem.memory_bytes < total
+    # Parameters of the whole model count, whichever methods run them.
+    assert plan.problem.costs.parameter_bytes == sum(each.nbytes for each in module.parameters())
+    plan.step()(*inputs)
+    assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+
+
 def test_costs_may_be_given(tmp_path: Path) -> None:
     module, first = wide()
     write_costs(str(tmp_path / "wide.toml"), first.problem.costs)
@@ -241,9 +266,52 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no treatments": (lambda m, x: ([m.image, m.text], x, {"treatments": ()}), "treatments: give one or more of"),
     "a treatment as text": (lambda m, x: ([m.image, m.text], x, {"treatments": "cached"}), "give one or more of"),
     "costs of other towers": (
-        lambda m, x: (m.image, x[0], {"costs": wide()[1].problem.costs}),
+        lambda m, x: (
+            m.image,
+            x[0],
+            {"costs": wide()[1].problem.costs, "targets": m.image(x[0]).detach(), "loss": nn.MSELoss()},
+        ),
         "costs: are of 2 towers",
     ),
+    "no costs": (
+        lambda m, x: ([m.image, m.text], x, {"costs": 3}),
+        "costs: expected StepCosts, or a profile FILE.toml",
+    ),
+    "absent costs": (
+        lambda m, x: ([m.image, m.text], x, {"costs": "absent.toml"}),
+        "costs: cannot read 'absent.toml': No such file or directory",
+    ),
+    "autocast as text": (lambda m, x: ([m.image, m.text], x, {"autocast": "bf16"}), "expected torch.bfloat16 or torch"),
+    "a model as text": (lambda m, x: ([m.image, m.text], x, {"model": "m"}), "model: expected a module, or a list"),
+    "a group as text": (
+        lambda m, x: ([m.image, m.text], x, {"group": "m"}),
+        "group must be a ProcessGroup, .*, not str",
+    ),
+    "towers as text": (lambda m, x: ("image", x, {}), "towers: expected modules, methods or functions, got 'image'"),
+    "no towers": (lambda m, x: ([], x, {}), r"towers: expected modules, methods or functions, got \[\]"),
+    "one tower": (lambda m, x: (m.image, x[0], {}), "'clip' compares the features of two towers, and 1 were given"),
+    "one input for all": (
+        lambda m, x: ([m.image, m.text], x[0], {}),
+        "example: expected a list with an input for each",
+    ),
+    "forgotten targets": (
+        lambda m, x: (m.image, x[0], {"loss": nn.MSELoss()}),
+        "loss: MSELoss compares outputs with targets; give targets= of the example",
+    ),
+    "a loss of each sample": (
+        lambda m, x: ([m.image, m.text], x, {"loss": lambda a, b, scale: (a * b).sum(1)}),
+        r"loss: gave \(\d+,\); expected one number",
+    ),
+    "a scale as text": (
+        lambda m, x: ([m.image, m.text], x, {"scale": "x"}),
+        "scale: expected a number, tensor or func",
+    ),
+    "a bias as text": (lambda m, x: ([m.image, m.text], x, {"bias": "x"}), "bias: expected what scale= takes, got 'x'"),
+    "a seed as a generator": (
+        lambda m, x: ([m.image, m.text], x, {"generators": [3]}),
+        "a list of generators of torch",
+    ),
+    "treatments as a number": (lambda m, x: ([m.image, m.text], x, {"treatments": 3}), "treatments: give one or more"),
     "too little memory": (lambda m, x: ([m.image, m.text], x, {"memory": 1000}), "1000 B are allowed, and no batch"),
     "two devices": (
         lambda m, x: ([m.image, nn.Linear(6, 8, device="meta")], x, {}),
@@ -258,6 +326,25 @@ def test_wrong_arguments_are_refused(what: str) -> None:
     towers, example, options = change(pair(dtype=torch.float32), batch(16, dtype=torch.float32))
     with pytest.raises((InputError, InfeasibleError), match=message):
         infcl_gen.plan_step(towers, example, **{"batch_size": 64, "memory": "1GiB", **options})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            {"tokens": 0, "mask": 0},
+            "got {'tokens': tensor, 'mask': tensor}; the step is planned for {'tokens': tensor}",
+        ),
+        ([0], r"got \[tensor\]; the step is planned for {'tokens': tensor}"),
+        (0, "got tensor; the step is planned for {'tokens': tensor}"),
+    ],
+)
+def test_inputs_of_another_structure_are_refused(text: Any, message: str) -> None:
+    module, (images, texts) = pair(), batch(40)
+    towers = [module.image, lambda given: module.text(given["tokens"])]
+    plan = infcl_gen.plan_step(towers, [images, {"tokens": texts}], batch_size=40, memory="1GiB")
+    with pytest.raises(InputError, match=message):
+        plan.step()(images, torch.utils._pytree.tree_map(lambda _: texts, text))
 
 
 class TestTowersWithoutValues:

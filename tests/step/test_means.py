@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import infcl_gen
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.processes import run_ranks
+from infcl_gen.step.feed import Ragged, Samples
 from infcl_gen.step.means import MeanLoss
 from infcl_gen.verification.memory import PeakMeter
 from tests.step.models import difference, gradients
@@ -60,7 +61,7 @@ LOSSES: dict[str, tuple[Any, Callable[[int], Tensor], dict[str, Any]]] = {
 
 
 def planned(module: nn.Module, loss: Any, targets: Tensor, micro_batch: int | None = 5, **options: Any) -> Any:
-    inputs = labelled(len(targets))[0]
+    inputs = options.pop("inputs", labelled(len(targets))[0])
     given: dict[str, Any] = {"memory": "1GiB", "batch_size": len(targets), "micro_batch": micro_batch}
     return infcl_gen.plan_step(module, inputs, targets=targets, loss=loss, **given | options)
 
@@ -153,6 +154,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a loss of each sample": ({"loss": lambda outputs, _: outputs.sum(1)}, r"loss: gave \(23,\); expected one number"),
     "a scale": ({"scale": 2.0}, "scale, bias, treatments: are of a contrastive loss"),
     "treatments": ({"treatments": ("kept",)}, "scale, bias, treatments: are of a contrastive loss"),
+    "an example of sequences": ({"example": Ragged([torch.ones(3)] * ROWS)}, "example: Ragged are inputs of a step"),
+    "samples as an example": (
+        {"example": Samples(4, lambda rows: None)},
+        "example: Samples are inputs of a step; give",
+    ),
+    "a denominator that is no function": ({"denominator": 4}, "denominator: expected a function of targets, got 4"),
     "targets of another batch": ({"targets": torch.zeros(4, dtype=torch.int64)}, "targets: 4 samples; the example has"),
 }
 
@@ -163,7 +170,7 @@ def test_what_is_no_mean_over_samples_is_refused(what: str) -> None:
     inputs, targets = labelled(ROWS)
     given: dict[str, Any] = {"targets": targets.clamp(min=0), "loss": nn.CrossEntropyLoss(), "batch_size": ROWS}
     with pytest.raises(InputError, match=message):
-        infcl_gen.plan_step(classifier(), inputs, memory="1GiB", **given | options)
+        infcl_gen.plan_step(classifier(), memory="1GiB", **{"example": inputs, **given, **options})
 
 
 def test_several_towers_have_no_targets() -> None:
@@ -175,7 +182,57 @@ def test_several_towers_have_no_targets() -> None:
 def test_wrong_batches_are_refused() -> None:
     inputs, targets = labelled(ROWS)
     step = planned(classifier(), nn.CrossEntropyLoss(ignore_index=-1), targets).step()
-    with pytest.raises(InputError, match="targets: 4 samples; the inputs have 23"):
+    with pytest.raises(InputError, match="inputs and targets have 23 and 4 samples; give equally many"):
         step(inputs, targets[:4])
-    with pytest.raises(InputError, match="inputs: 46 samples; the step is planned for 23"):
+    with pytest.raises(InputError, match="inputs: 46 samples were given; the step is planned for 23"):
         step(torch.cat([inputs, inputs]), torch.cat([targets, targets]))
+    with pytest.raises(InputError, match=r"inputs: 1 were given; the step takes 2: step\(inputs, targets\)"):
+        step(inputs)
+    with pytest.raises(InputError, match=r"targets got {'class': tensor}; the step is planned for tensor"):
+        step(inputs, {"class": targets})
+    with pytest.raises(InputError, match="Ragged sorts its sequences, and targets keep their places"):
+        step(Ragged(list(inputs)), targets)
+    with pytest.raises(InputError, match="scaler: 3 scales no loss"):
+        step(inputs, targets, scaler=3)
+
+
+def test_parameters_that_were_frozen_since_are_refused() -> None:
+    module, (inputs, targets) = classifier(), labelled(ROWS)
+    step = planned(module, nn.CrossEntropyLoss(ignore_index=-1), targets).step()
+    module[0].requires_grad_(False)
+    with pytest.raises(InputError, match="were frozen or unfrozen since the step was planned"):
+        step(inputs, targets)
+    module[0].requires_grad_(True)
+    with torch.inference_mode(), pytest.raises(InputError, match="call it outside torch"):
+        step(inputs, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scaler_and_the_dtype_of_the_loss(dtype: torch.dtype) -> None:
+    module, other = classifier().to(dtype), classifier().to(dtype)
+    inputs, targets = labelled(ROWS)[0].to(dtype), labelled(ROWS)[1]
+    loss, scaler = nn.CrossEntropyLoss(ignore_index=-1), torch.amp.GradScaler("cpu", init_scale=64.0)
+    value = planned(module, loss, targets, inputs=inputs).step()(inputs, targets, scaler=scaler)
+    true = loss(other(inputs), targets)
+    (64 * true).backward()
+    assert value.dtype == dtype and torch.allclose(value, true, rtol=1e-6)
+    assert difference(gradients(module), gradients(other)) < (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_samples_and_micro_batches_of_an_iterator() -> None:
+    (inputs, targets), loss, found = labelled(ROWS), nn.CrossEntropyLoss(ignore_index=-1), []
+    parts = [(inputs[start : start + 4], targets[start : start + 4]) for start in range(0, ROWS, 4)]
+    for given in (inputs, targets), (Samples(ROWS, lambda rows: inputs[rows]), targets), (iter(parts),):
+        module = classifier()
+        planned(module, loss, targets).step()(*given)
+        found.append(gradients(module))
+    assert max(difference(found[0], other) for other in found[1:]) < 1e-12
+
+
+def test_a_model_in_a_list() -> None:
+    inputs, targets = labelled(ROWS)
+    loss, modules = nn.CrossEntropyLoss(ignore_index=-1), (classifier(), classifier())
+    for towers, example in ((modules[0], inputs), ([modules[1]], [inputs])):
+        options = {"targets": targets, "loss": loss, "batch_size": ROWS, "memory": "1GiB"}
+        infcl_gen.plan_step(towers, example, **options).step()(inputs, targets)
+    assert difference(*map(gradients, modules)) < 1e-12

@@ -23,7 +23,26 @@ CASES = [
 
 @pytest.mark.parametrize(("wrapper", "rows", "way"), CASES)
 def test_gradients_are_those_of_the_whole_batch(wrapper: str, rows: tuple[int, ...], way: str, tmp_path: Path) -> None:
-    job = {"wrapper": wrapper, "rows": list(rows), "way": way, "cache": str(tmp_path)}
+    """Behind steps that were interrupted in the loss, in a first pass, and between second ones."""
+    interrupts = [0, *[2] * (min(rows) > 0), *[-(-rows[0] // 3) + 2] * (way == "cached")]
+    job = {"wrapper": wrapper, "rows": list(rows), "way": way, "cache": str(tmp_path), "interrupts": interrupts}
     for answer in run_ranks("tests.step.ranks:step", job, len(rows), 120.0):
         assert max(answer["errors"]) < 1e-12 and max(answer["values"]) < 1e-12, answer
         assert answer["reductions"] == (len(rows) > 1) * (6 if wrapper == "fsdp" else 1)  # 5 blocks and the rest
+
+
+def test_uneven_micro_batches_under_fsdp2_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    """They would wait for one another for ever."""
+    job = {"wrapper": "fsdp", "rows": [8, 5], "way": "cached", "cache": str(tmp_path)}
+    message = (
+        "ranks pass image in 2 to 3 cached micro-batches; under FSDP2 each has as many: give all ranks equally many"
+    )
+    assert all(message in answer["refused"] for answer in run_ranks("tests.step.ranks:step", job, 2, 60.0))
+
+
+@pytest.mark.parametrize("treatments", [["cached"], ["checkpointed"]])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_ranks_of_a_group_draw_their_own_random_numbers(wrapper: str, treatments: list[str], tmp_path: Path) -> None:
+    job = {"wrapper": wrapper, "treatments": treatments, "cache": str(tmp_path)}
+    for answer in run_ranks("tests.step.ranks:subgroup", job, 3, 60.0):
+        assert answer["error"] < 1e-12
