@@ -5,11 +5,11 @@ from typing import Any
 
 import click
 
-from infcl_gen.cli import options, text
+from infcl_gen.cli import options
 from infcl_gen.cli.group import show
 from infcl_gen.cli.options import NUMBER, command, option
 from infcl_gen.files import cache_folder
-from infcl_gen.inputs.text import bytes_text, check_word
+from infcl_gen.inputs.text import bytes_text, check_word, table_text
 
 LONGEST_DAYS = 36500
 _NAMED = ("loss", "batch_size", "dim", "dtype", "devices", "device_profile")
@@ -38,7 +38,7 @@ def cache(flags: dict[str, Any]) -> None:
     ]
     result = {"path": str(cache_folder()), "packages": rows}
     said = f"{cache_folder()}: {'removed' if action == 'prune' else 'holds'} {len(rows)}"
-    show(flags, result, lambda: f"{text.table_text(_HEADER, [_cells(row) for row in rows])}\n{said}" if rows else said)
+    show(flags, result, lambda: f"{table_text(_HEADER, [_cells(row) for row in rows])}\n{said}" if rows else said)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

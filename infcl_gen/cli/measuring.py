@@ -12,7 +12,7 @@ from infcl_gen.cli.group import show
 from infcl_gen.cli.options import COUNT, COUNTS, NAMES, NUMBER, command, option
 from infcl_gen.errors import InputError, ToolchainError, VerificationError
 from infcl_gen.inputs.problem import MAX_BATCH, MAX_DIM, make_problem
-from infcl_gen.inputs.text import flag_name
+from infcl_gen.inputs.text import flag_name, table_text
 
 BENCH = ("batches", "dims", "package", "against", "scale", "features", "repeats", "ranks", "errors")
 
@@ -142,12 +142,12 @@ def doctor(flags: dict[str, Any]) -> None:
     report = examine()
     rows = [dataclasses.asdict(finding) for finding in report.findings]
     result: dict[str, Any] = {"findings": rows, "links": None}
-    shown = text.table_text(tuple(rows[0]), [tuple(row.values()) for row in rows])
+    shown = table_text(tuple(rows[0]), [tuple(row.values()) for row in rows])
     if report.links is not None:
         lines, (header, *rates) = report.links.cluster_file(report.profile), report.links.table()
         pairs = [[rate or None for rate in row] for row in report.links.pairs]
         result["links"] = {"pairs_gbs": pairs, "ring_gbs": report.links.ring, "cluster_file": lines}
-        shown += f"\n\nLinks, one copy at a time\n{text.table_text(header, rates)}\n\nFor a --cluster file\n"
+        shown += f"\n\nLinks, one copy at a time\n{table_text(header, rates)}\n\nFor a --cluster file\n"
         shown += "\n".join("  " + line for line in lines)
     show(flags, result, lambda: shown)
     if any(row["state"] == "missing" and row["subject"] == "torch" for row in rows):

@@ -17,7 +17,7 @@ from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.hardware import resolve_cluster
 from infcl_gen.inputs.cluster_file import MAX_DEVICES, read_cluster
 from infcl_gen.inputs.problem import MAX_BATCH, Problem, make_problem
-from infcl_gen.inputs.text import bytes_text
+from infcl_gen.inputs.text import bytes_text, table_text
 from infcl_gen.version import __version__
 
 DEVICES_PER_NODE = 8
@@ -64,7 +64,7 @@ def scale(flags: dict[str, Any]) -> None:
         write_results(output, result)
     if picture is not None:
         plot(rows, picture, f"simulated, not measured: {board}; {command}")
-    table = text.table_text(HEADER, [cells(row) for row in rows])
+    table = table_text(HEADER, [cells(row) for row in rows])
     lines = [table, f"simulated for {board}, not measured", *text.wrote(output, picture)]
     show(flags, result, lambda: "\n".join(lines))
 

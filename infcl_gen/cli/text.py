@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infcl_gen.inputs.problem import Problem
-from infcl_gen.inputs.text import bytes_text, clean, count_text, time_text
+from infcl_gen.inputs.text import bytes_text, count_text, table_text, time_text
 
 if TYPE_CHECKING:
     from infcl_gen.planning.planner import Plan
@@ -136,12 +136,3 @@ def _is_table(value: object) -> bool:
 
 def _cell(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
-
-
-def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, indented by two. Line breaks in cells are escaped."""
-    lines = [[clean(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
-    if not lines:
-        return "  (none)"
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from infcl_gen.errors import InputError
@@ -95,6 +95,15 @@ def count_text(value: float) -> str:
         if value >= 10**power:
             return f"{value / 10**power:.3g} {unit}"
     return f"{value:.3g} "
+
+
+def table_text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, indented by two. Line breaks in cells are escaped."""
+    lines = [[clean(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]
+    if not lines:
+        return "  (none)"
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def read_toml(flag: str, path: str | os.PathLike[str]) -> dict[str, Any]:

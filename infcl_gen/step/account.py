@@ -1,10 +1,10 @@
 """Bytes and seconds of a step: what is allocated in each phase, and how long each takes.
 
-    first      cached micro-batches pass the towers without a graph
-    graphs     the others pass with theirs, which stays
-    loss       its forward and backward
-    backward   of the graphs that were kept
-    second     cached micro-batches again, forward and backward; streamed ones
+    cached_forward     cached micro-batches pass the towers without a graph
+    forward            the others pass with theirs, which stays
+    loss               its forward and backward
+    backward           of the graphs that were kept
+    forward_backward   cached micro-batches again, and streamed ones
 
 The peak is that of the largest phase (arXiv 2410.17243, equation 10, with the graphs that a plan keeps).
 """
@@ -19,7 +19,7 @@ from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
 from infcl_gen.step.plan import STREAMED, TREATMENTS, Part, TowerPlan
 
 BUCKET_BYTES = 64 << 20  # of gradients that are reduced over ranks together, without FSDP2
-PHASES = ("first", "graphs", "loss", "backward", "second")
+PHASES = ("cached_forward", "forward", "loss", "backward", "forward_backward")
 
 
 class LossCosts(NamedTuple):
@@ -31,12 +31,12 @@ class LossCosts(NamedTuple):
 
 
 class Losses(Protocol):
-    """The loss of so many samples of each tower per device."""
+    """The loss of so many samples per device."""
 
-    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
+    def smallest_bytes(self, samples: int) -> int:
         """The least memory that it takes."""
 
-    def within_budgets(self, samples: tuple[int, ...]) -> Sequence[LossCosts]:
+    def within_budgets(self, samples: int) -> Sequence[LossCosts]:
         """Its costs within several budgets, the smallest first."""
 
 
@@ -44,7 +44,7 @@ class Losses(Protocol):
 class StepProblem:
     """What a step is planned for, per device.
 
-    samples        of each tower
+    samples        that pass each tower
     memory_bytes   all that the process may allocate on the device
     optimizer_bytes   of the optimiser's state, for all parameters
     world_size, wrapper   "none", "ddp" (gradients are reduced in buckets), "fsdp2" (each device has a share)
@@ -53,7 +53,7 @@ class StepProblem:
     """
 
     costs: StepCosts
-    samples: tuple[int, ...]
+    samples: int
     memory_bytes: int
     losses: Losses
     optimizer_bytes: int = 0
@@ -68,7 +68,7 @@ class Item(NamedTuple):
     """Bytes of one kind, and the phases in which they are allocated."""
 
     name: str
-    size: int
+    size_bytes: int
     phases: tuple[str, ...]
     why: str
 
@@ -80,10 +80,10 @@ class Account:
     towers: tuple[TowerPlan, ...]
     loss: LossCosts
     items: tuple[Item, ...]
-    seconds: dict[str, float]
+    phase_s: dict[str, float]
 
     def bytes_in(self, phase: str) -> int:
-        return sum(item.size for item in self.items if phase in item.phases)
+        return sum(item.size_bytes for item in self.items if phase in item.phases)
 
     @property
     def peak_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Account:
 
     @property
     def time_s(self) -> float:
-        return sum(self.seconds.values())
+        return sum(self.phase_s.values())
 
 
 def account(problem: StepProblem, towers: Sequence[TowerPlan], loss: LossCosts) -> Account:
@@ -109,13 +109,12 @@ def passes_of(part: Part) -> Iterator[tuple[int, int]]:
         yield rest, 1
 
 
-def ways(costs: TowerCosts, plan: TowerPlan) -> Iterator[tuple[str, PassCosts, Part]]:
-    """The treatments that a tower's samples get, with what their graph costs."""
-    for name in ("checkpointed", "kept"):
-        graph: PassCosts | None = getattr(costs, name)
-        part: Part = getattr(plan, name)
-        if part.samples and graph is not None:
-            yield name, graph, part
+def graphs_of(costs: TowerCosts, plan: TowerPlan) -> Iterator[tuple[str, PassCosts, Part]]:
+    """The treatments whose graphs stay, with what these cost."""
+    for treatment, part in plan.parts():
+        graph = costs.graph(treatment)
+        if treatment in ("checkpointed", "kept") and graph is not None:
+            yield treatment, graph, part
 
 
 def tower_seconds(problem: StepProblem, costs: TowerCosts, plan: TowerPlan) -> float:
@@ -125,18 +124,17 @@ def tower_seconds(problem: StepProblem, costs: TowerCosts, plan: TowerPlan) -> f
 
 def _tower_seconds(problem: StepProblem, costs: TowerCosts, plan: TowerPlan) -> dict[str, float]:
     found = dict.fromkeys(PHASES, 0.0)
-    for size, count in passes_of(plan.cached):
-        first_s = costs.without_graph.at("forward_s", size)
-        found["first"] += count * _pass_seconds(problem, costs, first_s, size)
-        if costs.kept is not None:
-            found["second"] += count * _pass_seconds(problem, costs, costs.kept.seconds(size), size)
-    for size, count in passes_of(plan.streamed):
-        assert costs.kept is not None
-        found["second"] += count * _pass_seconds(problem, costs, costs.kept.seconds(size), size)
-    for _, graph, part in ways(costs, plan):
+    for treatment, part in plan.parts():
+        graph = costs.graph(treatment)
         for size, count in passes_of(part):
-            found["graphs"] += count * _pass_seconds(problem, costs, graph.at("forward_s", size), size)
-            found["backward"] += count * graph.at("backward_s", size)
+            if treatment == "cached":
+                first_s = costs.without_graph.at("forward_s", size)
+                found["cached_forward"] += count * _pass_seconds(problem, costs, first_s, size)
+            if graph is not None and treatment in ("cached", STREAMED):
+                found["forward_backward"] += count * _pass_seconds(problem, costs, graph.seconds(size), size)
+            elif graph is not None:
+                found["forward"] += count * _pass_seconds(problem, costs, graph.at("forward_s", size), size)
+                found["backward"] += count * graph.at("backward_s", size)
     return found
 
 
@@ -163,7 +161,7 @@ def kept_bytes(graph: PassCosts, part: Part) -> int:
 
 def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item]:
     costs = problem.costs
-    after = ("backward", "second")
+    after, again = ("backward", "forward_backward"), ("cached_forward", "forward_backward")
     sharded = problem.wrapper == "fsdp2"
     share = problem.world_size if sharded else 1
     yield Item("parameters", -(-costs.parameter_bytes // share), PHASES, "and buffers")
@@ -171,30 +169,40 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
     if sharded:
         yield Item("own gradients", -(-costs.gradient_bytes // share), after, "this device's share")
     if problem.wrapper == "ddp" and problem.world_size > 1:
-        yield Item("buckets", min(BUCKET_BYTES, costs.gradient_bytes), ("second",), "gradients reduced together")
+        yield Item(
+            "buckets", min(BUCKET_BYTES, costs.gradient_bytes), ("forward_backward",), "gradients reduced together"
+        )
     yield Item("optimizer", -(-problem.optimizer_bytes // share), PHASES, "its state")
     yield Item("workspace", costs.workspace_bytes, PHASES, "the matrix library keeps it")
     yield Item("cast weights", costs.cast_bytes, PHASES, "autocast keeps them while graphs need them")
     if problem.inputs == "device":
-        size = sum(tower.input_bytes * samples for tower, samples in zip(costs.towers, problem.samples, strict=True))
+        size = problem.samples * sum(tower.input_bytes for tower in costs.towers)
         yield Item("inputs", size, PHASES, "the whole batch")
     else:
         again = ("cached", STREAMED)
-        for phases, names in ((("first", "second"), again), (("graphs",), ("checkpointed", "kept"))):
+        for phases, names in (
+            (("cached_forward", "forward_backward"), again),
+            (("forward",), ("checkpointed", "kept")),
+        ):
             parts = [(tower, getattr(plan, name)) for tower, plan in pairs for name in names]
             largest = max(tower.input_bytes * min(part.micro_batch, part.samples) for tower, part in parts)
             yield Item("inputs", largest, phases, "a micro-batch that arrives ahead of its pass")
-    features = sum(tower.feature_bytes * samples for tower, samples in zip(costs.towers, problem.samples, strict=True))
+    features = problem.samples * sum(tower.feature_bytes for tower in costs.towers)
     yield Item("features", features, PHASES, "of all samples")
     yield Item("feature gradients", features, after, "what towers are given to go backward from")
     for tower, plan in pairs:
-        for name, graph, part in ways(tower, plan):
+        for name, graph, part in graphs_of(tower, plan):
             why = f"{part.samples} samples of {tower.name}, {part.micro_batch} at a time"
-            yield Item(f"{name} graphs", kept_bytes(graph, part), ("graphs", "loss", "backward"), why)
+            yield Item(f"{name} graphs", kept_bytes(graph, part), ("forward", "loss", "backward"), why)
     if any(plan.cached.samples for _, plan in pairs):
         states = sum(tower.state_bytes * plan.cached.passes for tower, plan in pairs)
         yield Item("states", states, PHASES, "buffers and random numbers, for second passes")
-        yield Item("copied buffers", costs.state_bytes, ("first", "second"), "for it shows later which a pass changes")
+        yield Item(
+            "copied buffers",
+            costs.state_bytes,
+            ("cached_forward", "forward_backward"),
+            "for it shows later which a pass changes",
+        )
     yield Item("loss", loss.peak_bytes, ("loss",), "its scratch, and the features' gradients")
     for phase, size in _workspace(pairs).items():
         yield Item("activations", size, (phase,), "of one micro-batch while it is computed")
@@ -202,17 +210,18 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
 
 def _workspace(pairs: Pairs) -> dict[str, int]:
     """By phase, what the pass of one micro-batch allocates beside the graphs that stay."""
-    found = dict.fromkeys(("first", "graphs", "backward", "second"), 0.0)
+    found = dict.fromkeys(PHASES, 0.0)
     for costs, plan in pairs:
-        for size in {size for size, _ in passes_of(plan.cached)}:
-            found["first"] = max(found["first"], costs.without_graph.at("forward_peak_bytes", size))
-        for size in {size for part in (plan.cached, plan.streamed) for size, _ in passes_of(part)}:
-            if costs.kept is not None:
-                peaks = (costs.kept.at(name, size) for name in ("forward_peak_bytes", "backward_peak_bytes"))
-                found["second"] = max(found["second"], *peaks)
-        for _, graph, part in ways(costs, plan):
-            for size in {size for size, _ in passes_of(part)}:
-                kept = graph.at("kept_bytes", size)
-                found["graphs"] = max(found["graphs"], graph.at("forward_peak_bytes", size) - kept)
-                found["backward"] = max(found["backward"], graph.at("backward_peak_bytes", size) - kept)
-    return {phase: round(size) for phase, size in found.items()}
+        for treatment, size in {(treatment, size) for treatment, part in plan.parts() for size, _ in passes_of(part)}:
+            graph, peaks = costs.graph(treatment), dict[str, float]()
+            if treatment == "cached":
+                peaks["cached_forward"] = costs.without_graph.at("forward_peak_bytes", size)
+            if graph is not None:
+                forward, backward = (graph.at(name, size) for name in ("forward_peak_bytes", "backward_peak_bytes"))
+                if treatment in ("cached", STREAMED):
+                    peaks["forward_backward"] = max(forward, backward)
+                else:
+                    kept = graph.at("kept_bytes", size)
+                    peaks |= {"forward": forward - kept, "backward": backward - kept}
+            found |= {phase: max(found[phase], peak) for phase, peak in peaks.items()}
+    return {phase: round(size) for phase, size in found.items() if size}

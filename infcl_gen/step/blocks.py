@@ -31,7 +31,7 @@ def blocks_of(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
 
 
 @contextlib.contextmanager
-def computed_again(blocks: Sequence[nn.Module], state: Callable[[], RandomState]) -> Iterator[None]:
+def recomputed(blocks: Sequence[nn.Module], state: Callable[[], RandomState]) -> Iterator[None]:
     """Inside, a block's forward keeps its inputs alone; backward computes the rest from the same random numbers."""
     own = [vars(block).get("forward") for block in blocks]
     for block in blocks:

@@ -19,20 +19,20 @@ from typing import Any, NamedTuple
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
-from infcl_gen.step.account import Account, LossCosts, StepProblem, account, kept_bytes, tower_seconds, ways
+from infcl_gen.step.account import Account, LossCosts, StepProblem, account, graphs_of, kept_bytes, tower_seconds
 from infcl_gen.step.costs import TowerCosts
 from infcl_gen.step.plan import STREAMED, Part, TowerPlan
 
 FINE = 64
-SLOWER = 1.1  # micro-batches that take so many times the best time per sample are a resort
-RESORTS = 7  # sets of micro-batch sizes that are tried until something fits
+NEARLY_AS_FAST = 1.1  # micro-batches that take so many times the best time per sample are a attempt
+ATTEMPTS = 7  # sets of micro-batch sizes that are tried until something fits
 THINNED = 64  # points of a frontier, where there are more than two towers
 
 
 class Point(NamedTuple):
-    """One way for a tower: bytes of its graphs, and its seconds."""
+    """One way for a tower: what it holds until backward, and its seconds."""
 
-    size: int
+    held_bytes: int
     time_s: float
     plan: TowerPlan
 
@@ -48,20 +48,19 @@ def choose(problem: StepProblem) -> Account:
         fits = f"the largest batch that fits has {largest} samples" if largest else "no batch fits"
         devices = f" on {problem.world_size} devices" if problem.world_size > 1 else ""
         raise InfeasibleError(
-            f"a step of {' and '.join(map(str, dict.fromkeys(problem.samples)))} samples a device needs "
+            f"a step of {problem.samples} samples a device needs "
             f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}{devices}",
             smallest, largest,
         )  # fmt: skip
-    found = next(filter(None, (_best(problem, resort) for resort in range(RESORTS))), None)
+    found = next(filter(None, (_best(problem, attempt) for attempt in range(ATTEMPTS))), None)
     return found or account(problem, least.towers, problem.losses.within_budgets(problem.samples)[0])
 
 
 def largest_samples(problem: StepProblem) -> int:
-    """The largest batch of a device that fits, with as many samples for each tower; 0 if none does."""
+    """The largest batch of a device that fits, 0 if none does."""
 
     def too_large(samples: int) -> bool:
-        same = dataclasses.replace(problem, samples=(samples,) * len(problem.samples))
-        return _smallest(same).peak_bytes > problem.memory_bytes
+        return _smallest(dataclasses.replace(problem, samples=samples)).peak_bytes > problem.memory_bytes
 
     return bisect.bisect_left(range(1, MAX_BATCH // problem.world_size + 1), True, key=too_large)
 
@@ -71,32 +70,28 @@ def _smallest(problem: StepProblem) -> Account:
     loss = LossCosts(problem.losses.smallest_bytes(problem.samples), 0.0)
     found = [
         account(problem, towers, loss)
-        for towers in itertools.product(*(_uniform(problem, tower) for tower in range(len(problem.samples))))
+        for towers in itertools.product(*(_uniform(problem, costs) for costs in problem.costs.towers))
     ]
     if not found:
         raise InputError(f"treatments: {', '.join(problem.treatments)}: a tower has no blocks; allow cached or kept")
     return min(found, key=lambda each: each.peak_bytes)
 
 
-def _uniform(problem: StepProblem, tower: int) -> Iterator[TowerPlan]:
+def _uniform(problem: StepProblem, costs: TowerCosts) -> Iterator[TowerPlan]:
     """Plans with one treatment for all samples of a tower, in its smallest micro-batches; or larger ones, of which
     fewer keep states for a second pass."""
-    costs, samples = problem.costs.towers[tower], problem.samples[tower]
-    sizes = _all_sizes(problem, costs, samples)
+    sizes = _all_sizes(problem, costs)
     for treatment in ("cached",) if costs.frozen else _treatments(problem, costs):
         for size in sizes if costs.state_bytes and treatment == "cached" else sizes[:1]:
-            yield _with(TowerPlan(costs.name, frozen=costs.frozen), {treatment: Part(samples, size)})
+            yield _plan(costs, {treatment: Part(problem.samples, size)})
 
 
 def _treatments(problem: StepProblem, costs: TowerCosts) -> list[str]:
     return [each for each in problem.treatments if each != "checkpointed" or costs.checkpointed is not None]
 
 
-def _best(problem: StepProblem, resort: int) -> Account | None:
-    towers = [
-        list(_frontiers(problem, costs, samples, resort))
-        for costs, samples in zip(problem.costs.towers, problem.samples, strict=True)
-    ]
+def _best(problem: StepProblem, attempt: int) -> Account | None:
+    towers = [list(_frontiers(problem, costs, attempt)) for costs in problem.costs.towers]
     best: Account | None = None
     rooms: dict[Any, int] = {}
     for loss in problem.losses.within_budgets(problem.samples):
@@ -114,16 +109,12 @@ def _best(problem: StepProblem, resort: int) -> Account | None:
     return None if best is None else _improved(problem, best)
 
 
-def _order(found: Account) -> tuple[float, int]:
-    return found.time_s, found.peak_bytes
-
-
 def _improved(problem: StepProblem, found: Account) -> Account:
     """Single micro-batches get another treatment, as long as the step gets faster and fits."""
     while True:
         moved = (account(problem, plans, found.loss) for plans in _neighbours(problem, found.towers))
         fitting = [each for each in moved if each.peak_bytes <= problem.memory_bytes]
-        best = min(fitting, key=_order, default=found)
+        best = min(fitting, key=lambda each: (each.time_s, each.peak_bytes), default=found)
         if best.time_s >= found.time_s:
             return found
         found = best
@@ -138,14 +129,14 @@ def _neighbours(problem: StepProblem, towers: Sequence[TowerPlan]) -> Iterator[l
             if moved:
                 parts = {source: dataclasses.replace(giving, samples=giving.samples - moved)}
                 parts[target] = Part(taking.samples + moved, size)
-                yield [*towers[:place], _with(plan, parts), *towers[place + 1 :]]
+                yield [*towers[:place], dataclasses.replace(plan, **parts), *towers[place + 1 :]]
 
 
 def _room(problem: StepProblem, most: Sequence[TowerPlan], loss: LossCosts) -> int:
     """Bytes that graphs may take beside everything else."""
     full = account(problem, most, loss)
     graphs = sum(held_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, most, strict=True))
-    return problem.memory_bytes - max(full.bytes_in(phase) for phase in ("graphs", "loss", "backward")) + graphs
+    return problem.memory_bytes - max(full.bytes_in(phase) for phase in ("forward", "loss", "backward")) + graphs
 
 
 class Frontier(NamedTuple):
@@ -155,55 +146,54 @@ class Frontier(NamedTuple):
     """
 
     points: list[Point]
-    sizes: list[int]
     most: TowerPlan
 
 
-def _frontiers(problem: StepProblem, costs: TowerCosts, samples: int, resort: int) -> Iterator[Frontier]:
+def _frontiers(problem: StepProblem, costs: TowerCosts, attempt: int) -> Iterator[Frontier]:
     """One frontier for each pair of micro-batch sizes and each set of treatments.
 
     A set of its own has room of its own: what it does not use allocates nothing while it is computed.
     """
-    sizes, treatments = _sizes(problem, costs, samples, resort), _treatments(problem, costs)
+    samples, treatments = problem.samples, _treatments(problem, costs)
+    sizes = _sizes(problem, costs, attempt)
     if STREAMED in treatments:
         for size in sizes:
-            plan = TowerPlan(costs.name, streamed=Part(samples, size))
-            yield Frontier([Point(0, tower_seconds(problem, costs, plan), plan)], [0], TowerPlan(costs.name))
+            plan = _plan(costs, {STREAMED: Part(samples, size)})
+            yield Frontier([Point(0, tower_seconds(problem, costs, plan), plan)], _plan(costs, {}))
         return
     graphs = [] if costs.frozen else [each for each in treatments if each != "cached"]
     cached = costs.frozen or "cached" in treatments
     rate = functools.lru_cache(maxsize=None)(functools.partial(_part, problem, costs))
     for size in sizes if cached else ():
-        plan = TowerPlan(costs.name, cached=Part(samples, size), frozen=costs.frozen)
+        plan = _plan(costs, {"cached": Part(samples, size)})
         held = held_bytes(costs, plan)
-        yield Frontier([Point(held, tower_seconds(problem, costs, plan), plan)], [held], TowerPlan(costs.name))
+        yield Frontier([Point(held, tower_seconds(problem, costs, plan), plan)], _plan(costs, {}))
     for chosen in [*([each] for each in graphs), *([graphs] if len(graphs) > 1 else [])]:
         for graph in sizes:
-            most = _with(TowerPlan(costs.name), {name: Part(min(graph, samples), graph) for name in chosen})
+            most = _plan(costs, {name: Part(min(graph, samples), graph) for name in chosen})
             for other in sizes if cached else sizes[:1]:
-                plans = _plans(costs.name, samples, other, graph, [*chosen, *["cached"] * cached])
+                plans = _plans(costs, samples, other, graph, [*chosen, *["cached"] * cached])
                 points = _pareto(_point(rate, plan) for plan in plans)
                 if points:
-                    yield Frontier(points, [point.size for point in points], most)
+                    yield Frontier(points, most)
 
 
-def _with(plan: TowerPlan, parts: Mapping[str, Any]) -> TowerPlan:
-    return dataclasses.replace(plan, **parts)
+def _plan(costs: TowerCosts, parts: Mapping[str, Any]) -> TowerPlan:
+    return TowerPlan(costs.name, frozen=costs.frozen, tokens=costs.tokens, **parts)
 
 
 def _part(problem: StepProblem, costs: TowerCosts, treatment: str, part: Part) -> tuple[int, float]:
     """Bytes of graphs, and seconds, of the samples with one treatment."""
-    plan = _with(TowerPlan(costs.name), {treatment: part})
+    plan = _plan(costs, {treatment: part})
     return held_bytes(costs, plan), tower_seconds(problem, costs, plan)
 
 
 def _point(rate: Callable[[str, Part], tuple[int, float]], plan: TowerPlan) -> Point:
-    parts = (("cached", plan.cached), ("checkpointed", plan.checkpointed), ("kept", plan.kept))
-    found = [rate(name, part) for name, part in parts if part.samples]
+    found = [rate(*each) for each in plan.parts()]
     return Point(sum(size for size, _ in found), sum(time_s for _, time_s in found), plan)
 
 
-def _plans(name: str, samples: int, cached: int, graph: int, treatments: Sequence[str]) -> Iterator[TowerPlan]:
+def _plans(costs: TowerCosts, samples: int, cached: int, graph: int, treatments: Sequence[str]) -> Iterator[TowerPlan]:
     """All numbers of micro-batches that are checkpointed and kept; the rest is cached, in micro-batches of its own."""
     passes = -(-samples // graph)
     group = -(-passes // FINE) * graph
@@ -214,7 +204,8 @@ def _plans(name: str, samples: int, cached: int, graph: int, treatments: Sequenc
             others = min(kept * group, samples - some)
             rest = samples - some - others
             if rest == 0 or "cached" in treatments:
-                yield TowerPlan(name, Part(rest, cached), Part(some, graph), Part(others, graph))
+                parts = {"cached": Part(rest, cached), "checkpointed": Part(some, graph), "kept": Part(others, graph)}
+                yield _plan(costs, parts)
             if others < kept * group:
                 break
 
@@ -229,7 +220,7 @@ def _pareto(points: Iterable[Point]) -> list[Point]:
 
 def held_bytes(costs: TowerCosts, plan: TowerPlan) -> int:
     """Of all graphs that stay, and of the states for second passes."""
-    graphs = sum(kept_bytes(graph, part) for _, graph, part in ways(costs, plan))
+    graphs = sum(kept_bytes(graph, part) for _, graph, part in graphs_of(costs, plan))
     return graphs + costs.state_bytes * plan.cached.passes
 
 
@@ -237,34 +228,34 @@ def _fastest(frontiers: Sequence[Frontier], room: int) -> tuple[float, list[Poin
     """The points, one of each frontier, that take the least time within the room; infinite time if none fits."""
     first, *others = frontiers
     if not others:
-        place = bisect.bisect_right(first.sizes, room)
+        place = bisect.bisect_right(first.points, room, key=lambda point: point.held_bytes)
         return (first.points[place - 1].time_s, [first.points[place - 1]]) if place else (math.inf, [])
     best: tuple[float, list[Point]] = math.inf, []
     step = 1 if len(others) == 1 else max(1, len(first.points) // THINNED)
     for point in itertools.chain(first.points[::step], first.points[-1:]):
-        if point.size > room:
+        if point.held_bytes > room:
             break
-        time_s, rest = _fastest(others, room - point.size)
+        time_s, rest = _fastest(others, room - point.held_bytes)
         if point.time_s + time_s < best[0]:
             best = point.time_s + time_s, [point, *rest]
     return best
 
 
-def _all_sizes(problem: StepProblem, costs: TowerCosts, samples: int) -> list[int]:
+def _all_sizes(problem: StepProblem, costs: TowerCosts) -> list[int]:
     """Micro-batches to choose from, in ascending order: those that were measured, and powers of two below."""
     if problem.micro_batch is not None:
-        return [min(problem.micro_batch, samples)]
-    measured = sorted({min(size, samples) for size in (costs.kept or costs.without_graph).sizes})
+        return [min(problem.micro_batch, problem.samples)]
+    measured = sorted({min(size, problem.samples) for size in (costs.kept or costs.without_graph).sizes})
     return [*(1 << power for power in range((measured[0] - 1).bit_length())), *measured]
 
 
-def _sizes(problem: StepProblem, costs: TowerCosts, samples: int, resort: int) -> list[int]:
+def _sizes(problem: StepProblem, costs: TowerCosts, attempt: int) -> list[int]:
     """The measured sizes that are about as fast as any, as far as the batch goes.
 
-    Each further resort has the smallest of these, and three sizes below those of the resort before.
+    Each further attempt has the smallest of these, and three sizes below those of the attempt before.
     """
-    sizes, graph = _all_sizes(problem, costs, samples), costs.kept or costs.without_graph
+    sizes, graph = _all_sizes(problem, costs), costs.kept or costs.without_graph
     rates = {size: graph.seconds(size) / size for size in sizes if size >= min(graph.sizes[0], sizes[-1])}
-    fast = [size for size, rate in rates.items() if rate <= SLOWER * min(rates.values())]
+    fast = [size for size, rate in rates.items() if rate <= NEARLY_AS_FAST * min(rates.values())]
     smaller = [size for size in sizes if size < fast[0]]
-    return fast if resort == 0 else [*(smaller[::-1][3 * resort - 3 :][:3] or smaller[:1]), fast[0]]
+    return fast if attempt == 0 else [*(smaller[::-1][3 * attempt - 3 :][:3] or smaller[:1]), fast[0]]

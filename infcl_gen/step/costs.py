@@ -64,6 +64,10 @@ class TowerCosts:
     tokens: int = 0  # of a sample, where samples have various lengths
     state_bytes: int = 0  # kept of a cached micro-batch for its second pass: changed buffers, random states on the CPU
 
+    def graph(self, treatment: str) -> PassCosts | None:
+        """Of the pass that ends in backward."""
+        return self.checkpointed if treatment == "checkpointed" else self.kept
+
     @property
     def frozen(self) -> bool:
         return self.kept is None
@@ -71,7 +75,7 @@ class TowerCosts:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """A model on a device: its towers, and what does not depend on the batch. Bytes are of the whole model.
+    """Towers on a device, and what does not depend on the batch. Bytes are of all towers.
 
     device      the device profile, as --device-profile
     dim, dtype  of the features
@@ -81,7 +85,6 @@ class StepCosts:
     host_to_device_gbs   1e9 bytes a second; 0 where the device is the host
     """
 
-    name: str
     device: str
     towers: tuple[TowerCosts, ...]
     dim: int
@@ -152,10 +155,8 @@ def _check(flag: str, where: str, costs: PassCosts | None) -> None:
         raise InputError(f"{flag}: {where}: sizes must be positive and ascending")
     for field in dataclasses.fields(PassCosts):
         values = getattr(costs, field.name)
-        if (
-            len(values) not in ({count, 0} if field.name.startswith("backward") else {count})
-            or min(values, default=0) < 0
-        ):
+        counts = {count, 0} if field.name.startswith("backward") else {count}
+        if len(values) not in counts or min(values, default=0) < 0:
             raise InputError(f"{flag}: {where}: {field.name} must have {count} values of at least 0, one for each size")
 
 

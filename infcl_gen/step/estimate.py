@@ -8,7 +8,8 @@ may keep other tensors than those of the CPU, so a measurement on the device sho
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,20 +72,23 @@ def probe_for(device_profile: str | None) -> type[Probe]:
 
         def cast_bytes(self) -> tuple[int, bool]:
             """What micro-batches keep whatever their size: weights that autocast casts, which a device keeps once."""
-            (_, _, some, *_), (_, _, more, *_) = (self.row(size, False) for size in LOOKED_AT)
-            self.cast = max(0, round(_line(LOOKED_AT, (some, more))(0)))
+            self.cast = round(self.line(False).at("kept_bytes", 0))
             return self.cast, not self.tower.run(self.given(1)).requires_grad
 
+        def line(self, backward: bool) -> PassCosts:
+            """Through two sizes."""
+            forward_s, forward_peak, kept, *after = zip(*(self.row(size, backward) for size in LOOKED_AT), strict=True)
+            return PassCosts(LOOKED_AT, forward_s, forward_peak, kept, *(after if backward else ()))
+
         def costs(self, backward: bool) -> PassCosts:
-            rows = [self.row(size, backward) for size in LOOKED_AT]
-            lines = [_line(LOOKED_AT, values) for values in zip(*rows, strict=True)]
-            forward_s, forward_peak, kept, backward_s, backward_peak = (list(map(line, SIZES)) for line in lines)
-            peaks, graphs, behind = (
-                tuple(max(0, round(each) - self.cast) for each in sizes)
-                for sizes in (forward_peak, kept, backward_peak)
-            )
-            after = (tuple(backward_s), behind) if backward else ((), ())
-            return PassCosts(SIZES, tuple(forward_s), peaks, graphs, *after)
+            line = self.line(backward)
+
+            def sizes(name: str) -> Any:
+                cast = self.cast if name.endswith("bytes") else 0
+                found = (max(0, line.at(name, size) - cast) for size in SIZES if getattr(line, name))
+                return tuple(map(round, found) if name.endswith("bytes") else found)
+
+            return PassCosts(SIZES, *(sizes(field.name) for field in dataclasses.fields(PassCosts)[1:]))
 
         def row(self, size: int, backward: bool) -> tuple[float, int, int, float, int]:
             given, backward_peak, behind = self.given(size), 0, FlopCounterMode(display=False)
@@ -123,12 +127,6 @@ def _bytes(tracker: MemTracker, moment: str) -> int:
         for kind, size in by_kind.items()
         if kind != "Total" and getattr(kind, "value", kind) not in held
     )
-
-
-def _line(places: Sequence[int], values: Sequence[float]) -> Callable[[int], float]:
-    """The straight line through two points."""
-    slope = (values[1] - values[0]) / (places[1] - places[0])
-    return lambda place: max(0.0, values[0] + slope * (place - places[0]))
 
 
 def _seconds(flops: FlopCounterMode, profile: DeviceProfile, dtype: torch.dtype) -> float:

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +22,12 @@ from torch import Tensor, nn
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs.text import show
-from infcl_gen.step.blocks import computed_again
-from infcl_gen.step.feed import Feed, Ragged, Slabs, form_of, form_text, gathered, rows_of
-from infcl_gen.step.gradients import Exchange, inside, is_sharded, leaves_of
-from infcl_gen.step.plan import STREAMED, TREATMENTS, Pass, TowerPlan
-from infcl_gen.step.state import (
-    RandomState,
-    autocast_in,
-    buffers_of,
-    changed_buffers,
-    parameters_of,
-    restore_buffers,
-    sources_of,
-)
+from infcl_gen.step import state
+from infcl_gen.step.blocks import recomputed
+from infcl_gen.step.feed import Feed, Ragged, StagingBuffers, form_of, form_text, gathered, rows_of
+from infcl_gen.step.gradients import GradientSync, inside, is_sharded, leaves_of
+from infcl_gen.step.plan import STREAMED, TREATMENTS, MicroBatch, TowerPlan
+from infcl_gen.step.state import RandomState
 
 Number = float | Tensor | Callable[[], Tensor]
 
@@ -57,7 +50,8 @@ class Tower(NamedTuple):
 class Model(NamedTuple):
     """Everything of a training step but its plan and its inputs.
 
-    loss        (*features, scale) -> this rank's loss; (*features, scale, bias) where there is a bias
+    loss        (*features, scale) -> this rank's loss; (*features, scale, bias) where there is a bias; until a step is
+                made of a plan the name of a built-in one
     autocast    the dtype that towers and loss compute in, or None for what is set around the step
     generators  further ones that the towers draw from
     value       what a step returns of the loss: its value over ranks
@@ -65,7 +59,7 @@ class Model(NamedTuple):
     """
 
     towers: tuple[Tower, ...]
-    loss: Callable[..., Tensor]
+    loss: Any
     scale: Number
     bias: Number | None
     device: torch.device
@@ -79,19 +73,14 @@ class Model(NamedTuple):
         return tuple(dict.fromkeys(module for tower in self.towers for module in tower.modules))
 
     def random(self, before: RandomState | None = None) -> RandomState:
-        return RandomState(sources_of(self.device, self.generators), before)
+        return RandomState(state.sources_of(self.device, self.generators), before)
 
 
 class UnrepeatableError(RuntimeError):
     """A second pass of a micro-batch gave other features than the first."""
 
 
-class _Cached(NamedTuple):
-    """A micro-batch that passes its tower again, and what both passes must meet."""
-
-    turn: Pass
-    random: RandomState
-    buffers: list[tuple[Tensor, Tensor]]
+Met = tuple[RandomState, list[tuple[Tensor, Tensor]]]  # random numbers and buffers, by both passes of a micro-batch
 
 
 @contextlib.contextmanager
@@ -116,7 +105,7 @@ class Step:
         self, names: Sequence[str], forms: Sequence[Any], samples: int, model: Model, progress: bool = False
     ) -> None:
         self.names, self.forms, self.samples, self.model, self.progress = names, forms, samples, model, progress
-        self.slabs = Slabs()
+        self.staging = StagingBuffers(model.device)
         self._sharded = bool(inside(model.modules, is_sharded))
         self._trained = self._trainable()
 
@@ -130,7 +119,7 @@ class Step:
             raise InputError("towers: parameters were frozen or unfrozen since the step was planned; plan it again")
         if torch.is_inference_mode_enabled():
             raise InputError("a training step has gradients: call it outside torch.inference_mode()")
-        with torch.enable_grad(), autocast_in(self.model.device, self.model.autocast):
+        with torch.enable_grad(), state.autocast_in(self.model.device, self.model.autocast):
             return self._run(inputs, rows, scaler)
 
     def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor:
@@ -139,7 +128,7 @@ class Step:
     def bar(self, passes: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
         return bar(passes) if self.progress else contextlib.nullcontext(lambda: None)
 
-    def check_ranks(self, passes: Sequence[Pass]) -> None:
+    def check_ranks(self, passes: Sequence[MicroBatch]) -> None:
         """Raises InputError on all ranks where they pass a sharded tower differently often: each pass gathers its
         parameters from all of them, and would wait for ever."""
         if not self._sharded:
@@ -174,7 +163,7 @@ class Step:
         return counts[0]
 
     def _trainable(self) -> list[bool]:
-        return [each.requires_grad for each in parameters_of(self.model.modules)]
+        return [each.requires_grad for each in state.parameters_of(self.model.modules)]
 
 
 class TrainingStep(Step):
@@ -201,9 +190,9 @@ class TrainingStep(Step):
         model = self.model
         scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
         numbers = [leaf for each in (scale, bias) for leaf in leaves_of(each)]
-        with Exchange(model.modules, numbers, model.group) as exchange:
-            run = _Run(self, inputs, rows, exchange)
-            self.check_ranks(run.turns)
+        with GradientSync(model.modules, numbers, model.group) as sync:
+            run = _Run(self, inputs, rows, sync)
+            self.check_ranks(run.micros)
             with self.bar(run.passes) as run.passed:
                 loss = run.loss(scale, bias, scaler)
         return model.value(loss)
@@ -214,109 +203,110 @@ class _Run:
 
     passed: Callable[[], None]  # called behind each pass
 
-    def __init__(self, step: TrainingStep, inputs: Sequence[Any], rows: int, exchange: Exchange) -> None:
-        self._step, self._model, self._plans, self._exchange = step, step.model, step.plans, exchange
+    def __init__(self, step: TrainingStep, inputs: Sequence[Any], rows: int, sync: GradientSync) -> None:
+        self._step, self._model, self._plans, self._sync = step, step.model, step.plans, sync
         self._sorted = [given.order if isinstance(given, Ragged) else None for given in inputs]
-        self.turns = [
+        self.micros = [
             each
             for t, (plan, given) in enumerate(zip(self._plans, inputs, strict=True))
             for each in plan.passes(rows, t, _lengths(given, plan))
         ]
-        trained = [turn for turn in self.turns if not self._plans[turn.tower].frozen]
-        self.passes = len(self.turns) + len(trained)  # each forward that leaves features, and what ends in backward
-        self._feed = Feed(inputs, self._model.device, step.slabs)
+        trained = [micro for micro in self.micros if not self._plans[micro.tower].frozen]
+        self.passes = len(self.micros) + len(trained)  # each forward that leaves features, and what ends in backward
+        self._feed = Feed(inputs, self._model.device, step.staging)
         self._features = [tower.features.new_empty(rows, *tower.features.shape[1:]) for tower in self._model.towers]
         self._random: RandomState | None = None
-        self._buffers = [buffers_of(tower.modules) for tower in self._model.towers]
-        self._last: dict[nn.Module, Pass] = {}  # of each module, the micro-batch whose backward is its last
+        self._buffers = [state.buffers_of(tower.modules) for tower in self._model.towers]
+        self._last: dict[nn.Module, MicroBatch] = {}  # of each module, the micro-batch whose backward is its last
 
     def loss(self, scale: Any, bias: Any, scaler: Any) -> Tensor:
         """The loss, detached, once all gradients are accumulated and reduced."""
-        cached = [each for each in self._first_passes() if not self._plans[each.turn.tower].frozen]
+        cached = {micro: met for micro, met in self._first_passes() if not self._plans[micro.tower].frozen}
         torch.clear_autocast_cache()  # weights that were cast without a graph
         kept = list(self._kept_passes())
         leaves = [x.requires_grad_(not plan.frozen) for x, plan in zip(self._features, self._plans, strict=True)]
         loss = one_number(self._model.loss(*leaves, *(each for each in (scale, bias) if each is not None)))
         (loss if scaler is None else scaler.scale(loss)).backward()
         kept = [each for each in kept if leaves[each[0].tower].grad is not None]  # else the loss has no use for them
-        cached = [each for each in cached if leaves[each.turn.tower].grad is not None]
-        order = [*(turn for turn, _ in reversed(kept)), *(each.turn for each in cached)]
-        self._last = {module: turn for turn in order for module in self._model.towers[turn.tower].modules}
+        cached = {micro: met for micro, met in cached.items() if leaves[micro.tower].grad is not None}
+        order = [*(micro for micro, _ in reversed(kept)), *cached]
+        self._last = {module: micro for micro in order for module in self._model.towers[micro.tower].modules}
         while kept:
-            turn, output = kept.pop()
-            self._backward(turn, output)
+            micro, output = kept.pop()
+            self._backward(micro, output)
             del output
         torch.clear_autocast_cache()
         if cached:
             self._second_passes(cached)
-        self._exchange.reduce()
+        self._sync.reduce()
         return loss.detach()
 
-    def _first_passes(self) -> Iterator[_Cached]:
+    def _first_passes(self) -> Iterator[tuple[MicroBatch, Met]]:
         """Features of cached micro-batches, without a graph."""
-        for turn, given in self._feed.stream(each for each in self.turns if each.treatment == "cached"):
+        for micro, given in self._feed.stream(each for each in self.micros if each.treatment == "cached"):
             random = self._state()
-            with torch.no_grad(), changed_buffers(self._buffers[turn.tower]) as changed:
-                self._store(turn, self._model.towers[turn.tower].run(given))
-            self._buffers[turn.tower] = [buffer for buffer, _ in changed]
-            yield _Cached(turn, random, changed)
+            with torch.no_grad(), state.changed_buffers(self._buffers[micro.tower]) as changed:
+                self._store(micro, self._model.towers[micro.tower].run(given))
+            self._buffers[micro.tower] = [buffer for buffer, _ in changed]
+            yield micro, (random, changed)
 
-    def _kept_passes(self) -> Iterator[tuple[Pass, Tensor]]:
+    def _kept_passes(self) -> Iterator[tuple[MicroBatch, Tensor]]:
         """The other micro-batches, with features whose graph stays."""
-        for turn, given in self._feed.stream(each for each in self.turns if each.treatment != "cached"):
-            tower = self._model.towers[turn.tower]
-            with computed_again(tower.blocks if turn.treatment == "checkpointed" else (), self._state):
+        for micro, given in self._feed.stream(each for each in self.micros if each.treatment != "cached"):
+            tower = self._model.towers[micro.tower]
+            with recomputed(tower.blocks if micro.treatment == "checkpointed" else (), self._state):
                 output = tower.run(given)
-            self._store(turn, output)
-            yield turn, output
+            self._store(micro, output)
+            yield micro, output
 
-    def _second_passes(self, cached: Sequence[_Cached]) -> None:
+    def _second_passes(self, cached: Mapping[MicroBatch, Met]) -> None:
         """The graph of each cached micro-batch, from the random numbers and buffers of its first pass; backward."""
-        random, changed = self._state(), dict.fromkeys(buffer for each in cached for buffer, _ in each.buffers)
+        random, changed = self._state(), {buffer for _, some in cached.values() for buffer, _ in some}
         after = [(buffer, buffer.clone()) for buffer in changed]
-        met, differ = {each.turn: each for each in cached}, dict[Pass, Tensor]()
+        differ: dict[MicroBatch, Tensor] = {}
         try:
-            for turn, given in self._feed.stream(met):
-                met[turn].random.restore()
-                restore_buffers(met[turn].buffers)
-                output = self._model.towers[turn.tower].run(given)
+            for micro, given in self._feed.stream(cached):
+                first, buffers = cached[micro]
+                first.restore()
+                state.restore_buffers(buffers)
+                output = self._model.towers[micro.tower].run(given)
                 if not self._step.repeats:
-                    differ[turn] = _differs(output.detach(), self._features[turn.tower].detach()[self._places(turn)])
-                self._backward(turn, output)
+                    differ[micro] = _differs(output.detach(), self._features[micro.tower].detach()[self._places(micro)])
+                self._backward(micro, output)
         finally:
             random.restore()
-            restore_buffers(after)
-        for turn, found in differ.items():
+            state.restore_buffers(after)
+        for micro, found in differ.items():
             if bool(found):
                 raise UnrepeatableError(
-                    f"{self._plans[turn.tower].name}: rows {turn.start} to {turn.stop} have other features "
+                    f"{self._plans[micro.tower].name}: rows {micro.start} to {micro.stop} have other features "
                     "in their second pass than in their first; name the generators that the tower draws from "
                     "(generators=), or keep all graphs (treatments=('kept',))"
                 )
         self._step.repeats = True
 
-    def _backward(self, turn: Pass, output: Tensor) -> None:
-        gradient = self._features[turn.tower].grad
+    def _backward(self, micro: MicroBatch, output: Tensor) -> None:
+        gradient = self._features[micro.tower].grad
         assert gradient is not None
-        last_of = [module for module, last in self._last.items() if last == turn]
-        self._exchange.backward(output, gradient[self._places(turn)], last_of)
+        last_of = [module for module, last in self._last.items() if last == micro]
+        self._sync.backward(output, gradient[self._places(micro)], last_of)
         self.passed()
 
     def _state(self) -> RandomState:
         self._random = self._model.random(self._random)
         return self._random
 
-    def _places(self, turn: Pass) -> slice | Tensor:
+    def _places(self, micro: MicroBatch) -> slice | Tensor:
         """Of the samples of a micro-batch among all."""
-        order = self._sorted[turn.tower]
-        return turn.rows if order is None else order[turn.rows].to(self._model.device)
+        order = self._sorted[micro.tower]
+        return micro.rows if order is None else order[micro.rows].to(self._model.device)
 
-    def _store(self, turn: Pass, output: Any) -> None:
-        whole, places = self._features[turn.tower], self._places(turn)
+    def _store(self, micro: MicroBatch, output: Any) -> None:
+        whole, places = self._features[micro.tower], self._places(micro)
         here = whole[places]
         if not isinstance(output, Tensor) or output.shape != here.shape or output.dtype != here.dtype:
             kind = f"{output.dtype} {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            name, planned = self._plans[turn.tower].name, f"{here.dtype} {tuple(here.shape)}"
+            name, planned = self._plans[micro.tower].name, f"{here.dtype} {tuple(here.shape)}"
             raise InputError(f"{name}: gave {kind} for {len(here)} samples; the step is planned for {planned}")
         whole[places] = output.detach()
         self.passed()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from infcl_gen.errors import InputError
-from infcl_gen.step.plan import Pass
+from infcl_gen.step.plan import MicroBatch
 
 AHEAD = 1  # micro-batches that are on their way while one is computed
 
@@ -74,35 +74,29 @@ def gathered(batches: Iterator[Any], towers: int, samples: int) -> list[Any]:
 
     Raises InputError where a micro-batch is no such tuple, or holds more than are left.
     """
-    whole: list[list[Tensor]] = []
-    forms: list[Any] = []
-    start = 0
+    whole: list[Tensor] = []
+    form, start = None, 0
     for batch in batches:
         if not isinstance(batch, tuple | list) or len(batch) != towers:
             raise InputError(f"inputs: a micro-batch of {type(batch).__name__}; expected a tuple of {towers} inputs")
-        count = rows_of(batch[0], "inputs: a micro-batch")
+        count = rows_of(batch, "inputs: a micro-batch")
         if start + count > samples:
             raise InputError(
                 f"inputs: a micro-batch of {count} behind {start} samples; the step is planned for {samples}"
             )
-        flat = [pytree.tree_flatten(each) for each in batch]
-        if not all(isinstance(leaf, Tensor) for leaves, _ in flat for leaf in leaves):
+        leaves, form = pytree.tree_flatten(list(batch))
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise InputError("inputs: micro-batches of an iterator hold tensors alone; give whole inputs, or Samples")
-        if not whole:
-            forms = [form for _, form in flat]
-            whole = [[leaf.new_empty(samples, *leaf.shape[1:]) for leaf in leaves] for leaves, _ in flat]
-        for places, (leaves, _) in zip(whole, flat, strict=True):
-            for place, leaf in zip(places, leaves, strict=True):
-                place[start : start + count] = leaf
+        whole = whole or [leaf.new_empty(samples, *leaf.shape[1:]) for leaf in leaves]
+        for place, leaf in zip(whole, leaves, strict=True):
+            place[start : start + count] = leaf
         start += count
         if start == samples:
             break
-    if not start:
+    if form is None:
         raise InputError("inputs: the iterator gave no micro-batch")
-    return [
-        pytree.tree_unflatten([place[:start] for place in places], form)
-        for places, form in zip(whole, forms, strict=True)
-    ]
+    found: list[Any] = pytree.tree_unflatten([place[:start] for place in whole], form)
+    return found
 
 
 def rows_of(tree: Any, what: str) -> int:
@@ -132,12 +126,12 @@ def bytes_of(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def part_of(tree: Any, rows: slice) -> Any:
+def part_of(tree: Any, rows: slice | Tensor) -> Any:
     """These rows of an input; what is no tensor with rows is passed as it is."""
 
     def part(leaf: Any) -> Any:
         if isinstance(leaf, Samples):
-            return leaf.make(rows)
+            return leaf.make(rows)  # type: ignore[arg-type]
         return leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
     return pytree.tree_map(part, tree)
@@ -158,16 +152,16 @@ def on_host(trees: Sequence[Any], device: torch.device) -> bool:
 class Feed:
     """The inputs of a step, one for each tower, on `device` when their turn comes.
 
-    What has to be made or copied is, by a thread of the slabs' owner: host tensors that are not pinned go through
-    pinned slabs, two for each, which are allocated once.
+    What has to be made or copied is, by the thread of the staging buffers: host tensors that are not pinned go
+    through pinned ones, two for each, which are allocated once.
     """
 
-    def __init__(self, inputs: Sequence[Any], device: torch.device, slabs: Slabs) -> None:
-        self._inputs, self._device, self._slabs = inputs, device, slabs
+    def __init__(self, inputs: Sequence[Any], device: torch.device, staging: StagingBuffers) -> None:
+        self._inputs, self._device, self._staging = inputs, device, staging
 
-    def stream(self, passes: Iterable[Pass]) -> Iterator[tuple[Pass, Any]]:
+    def stream(self, passes: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """Each pass with its input on the device; AHEAD further ones are made and copied meanwhile."""
-        waiting: list[tuple[Pass, Callable[[], Any]]] = []
+        waiting: list[tuple[MicroBatch, Callable[[], Any]]] = []
         for each in passes:
             waiting.append((each, self._started(each)))
             if len(waiting) > AHEAD:
@@ -176,12 +170,12 @@ class Feed:
         for first, arrived in waiting:
             yield first, arrived()
 
-    def _started(self, each: Pass) -> Callable[[], Any]:
+    def _started(self, each: MicroBatch) -> Callable[[], Any]:
         given = self._inputs[each.tower]
         if not isinstance(given, Samples) and not on_host([given], self._device):
             part = part_of(given, each.rows)
             return lambda: part
-        sent = self._slabs.thread.submit(self._sent, each)
+        sent = self._staging.thread.submit(self._sent, each)
 
         def arrived() -> Any:
             leaves, form, copied = sent.result()
@@ -195,39 +189,35 @@ class Feed:
 
         return arrived
 
-    def _sent(self, each: Pass) -> tuple[list[Any], Any, torch.cuda.Event | None]:
+    def _sent(self, each: MicroBatch) -> tuple[list[Any], Any, torch.cuda.Event | None]:
         """The leaves of an input on the device, and the end of their copies."""
         leaves, form = pytree.tree_flatten(part_of(self._inputs[each.tower], each.rows))
-        if self._device.type != "cuda":
+        stream = self._staging.stream
+        if stream is None:
             return leaves, form, None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._slabs.stream(self._device)) as _:
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
             moved = [self._moved(leaf, (each.tower, place)) for place, leaf in enumerate(leaves)]
-            return moved, form, self._slabs.stream(self._device).record_event()
+            return moved, form, stream.record_event()
 
     def _moved(self, leaf: Any, place: tuple[int, int]) -> Any:
         if not isinstance(leaf, Tensor) or leaf.device.type != "cpu" or not leaf.dim():
             return leaf
         if leaf.is_pinned():
             return leaf.to(self._device, non_blocking=True)
-        return self._slabs.sent(leaf, place, self._device)
+        return self._staging.sent(leaf, place, self._device)
 
 
-class Slabs:
+class StagingBuffers:
     """Pinned host memory for micro-batches on their way, by input, which grows to the largest one and stays; and the
     thread that fills it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.thread = ThreadPoolExecutor(1, "infcl-feed")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._held: dict[tuple[int, int], list[tuple[Tensor, torch.cuda.Event]]] = {}
 
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
-
     def sent(self, leaf: Tensor, place: tuple[int, int], device: torch.device) -> Tensor:
-        """`leaf` on the device, by a copy on the current stream. A slab is filled again once its last copy is done."""
+        """`leaf` on the device, by a copy on the current stream. It is filled again once its last copy is done."""
         held = self._held.setdefault(place, [])
         memory, done = held.pop(0) if len(held) > AHEAD else (torch.empty(0, dtype=torch.uint8), torch.cuda.Event())
         done.synchronize()

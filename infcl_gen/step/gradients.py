@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -16,7 +15,7 @@ from infcl_gen.step.account import BUCKET_BYTES
 from infcl_gen.step.state import parameters_of
 
 
-class Exchange:
+class GradientSync:
     """A context manager around the backward passes of a step over `modules`.
 
     Gradients begin as None, and those of before are added at the end; after an error they are what they were. No
@@ -39,9 +38,7 @@ class Exchange:
             parameter.grad = None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for parameter, before in zip(self._parameters, self._before, strict=True):
             if kind is None and before is not None and parameter.grad is not None:
                 before += parameter.grad

@@ -17,6 +17,7 @@ from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import check_integer, parse_count, show
 from infcl_gen.lazy import global_value
 from infcl_gen.step.blocks import blocks_of
+from infcl_gen.step.context import Context, Run, compiled, memory_of, optimizer_bytes_of, wrapper_of
 from infcl_gen.step.costs import StepCosts, read_costs
 from infcl_gen.step.estimate import fake_mode_of, faked, probe_for
 from infcl_gen.step.executor import Model, Number, Tower, TrainingStep
@@ -25,7 +26,6 @@ from infcl_gen.step.means import MeanLoss, MeanStep
 from infcl_gen.step.measure import SMALLEST, Limits, MeasuredLoss, Probe, measure, unchanged
 from infcl_gen.step.plan import TREATMENTS
 from infcl_gen.step.planner import PlannedLoss, StepPlan, check_treatments, plan_from_costs
-from infcl_gen.step.setting import Run, Setting, compiled, memory_of, optimizer_bytes_of, wrapper_of
 from infcl_gen.step.state import autocast_in, is_generator
 
 LARGEST_MICRO_BATCH = 4096
@@ -98,51 +98,46 @@ def plan_step(
         raise InputError(f"example: {len(inputs)} inputs were given for {len(runs)} towers")
     allowed = check_treatments(treatments)
     _check_meaning(runs, inputs, targets, loss, denominator, scale, bias, allowed)
-    setting = Setting.of(runs, tuple(models), group)
-    setting.check_norms(batch_norm)
-    wrapper = wrapper_of(setting.everything)
-    mode = fake_mode_of(setting.everything)
+    context = Context.of(runs, tuple(models), group)
+    context.check_norms(batch_norm)
+    wrapper = wrapper_of(context.everything)
+    mode = fake_mode_of(context.everything)
     if mode is not None and (targets is not None or callable(loss)):
         raise InputError("loss: towers without values are planned with a built-in loss, or with FILE.py:NAME")
     probe = Probe if mode is None else probe_for(device_profile)
-    asked = (
-        None if batch_size is None else check_integer("batch_size", parse_count(batch_size, "batch_size"), 1, MAX_BATCH)
-    )
-    if micro_batch is not None:
-        check_integer("micro_batch", micro_batch, 1, MAX_BATCH)
-    largest = LARGEST_MICRO_BATCH if asked is None else min(LARGEST_MICRO_BATCH, -(-asked // setting.size))
-    allowed_bytes = setting.least(memory_of(memory, setting.device, None if mode is None else device_profile))
-    limits = Limits(micro_batch or largest, allowed_bytes, setting.agree)
-    host = mode is not None or on_host(inputs, setting.device)
-    bare = Model(
-        (), loss if callable(loss) else _unknown, scale, bias, setting.device, autocast, tuple(generators), _itself,
-        setting.process_group,
-    )  # fmt: skip
+    asked = None if batch_size is None else parse_count(batch_size, "batch_size")
+    for name, count in (("batch_size", asked), ("micro_batch", micro_batch)):
+        if count is not None:
+            check_integer(name, count, 1, MAX_BATCH)
+    largest = LARGEST_MICRO_BATCH if asked is None else min(LARGEST_MICRO_BATCH, -(-asked // context.size))
+    allowed_bytes = context.least(memory_of(memory, context.device, None if mode is None else device_profile))
+    limits = Limits(micro_batch or largest, allowed_bytes, context.agree)
+    host = mode is not None or on_host(inputs, context.device)
+    around = context.device, autocast, tuple(generators)
+    bare = Model((), loss, scale, bias, *around, lambda value: value, context.process_group)
     losses: Any
     with faked(mode, inputs) as inputs:
-        with unchanged(setting.everything, setting.device, bare.generators), autocast_in(setting.device, autocast):
+        with unchanged(context.everything, context.device, bare.generators), autocast_in(context.device, autocast):
             if targets is None:
-                bound = bare._replace(towers=tuple(_towers(setting, runs, inputs)))
+                bound = bare._replace(towers=tuple(_towers(context, runs, inputs)))
             else:
-                mean = MeanLoss(_function(loss), denominator)
-                bound = bare._replace(towers=(_of_mean(setting, runs[0], mean, inputs[0], targets),))
+                mean = MeanLoss(loss, denominator)  # type: ignore[arg-type]
+                bound = bare._replace(towers=(_of_mean(context, runs[0], mean, inputs[0], targets),))
                 inputs = [(inputs[0], targets)]
         given = _given_costs(costs, len(runs), targets is not None)
-        measured = given or setting.told(measure(bound, inputs, setting.names, limits, probe))
+        measured = given or context.told(measure(bound, inputs, context.names, limits, probe))
     if targets is not None:
         losses = None
-        make: Any = functools.partial(_mean_step, bound, mean)
+        make: Any = lambda plan, progress: MeanStep(plan.account.towers[0], bound, mean, progress)  # noqa: E731
     elif callable(loss):
-        losses, make = (
-            MeasuredLoss(bound, asked and -(-asked // setting.size)),
-            functools.partial(_training_step, bound, None, group),
-        )
+        losses = MeasuredLoss(bound, asked and -(-asked // context.size))
+        make = functools.partial(_training_step, bound, None, group)
     else:
         flags = {"loss": loss, "dim": measured.dim, "dtype": measured.dtype, "device_profile": measured.device}
-        losses = PlannedLoss(flags, setting.size)
+        losses = PlannedLoss(flags, context.size)
         make = functools.partial(_training_step, bound, losses, group)
     plan = plan_from_costs(
-        measured, limits.memory_bytes, losses, batch_size=asked, world_size=setting.size, treatments=allowed,
+        measured, limits.memory_bytes, losses, batch_size=asked, world_size=context.size, treatments=allowed,
         micro_batch=micro_batch, wrapper=wrapper, inputs="host" if host else "device",
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
     )  # fmt: skip
@@ -167,6 +162,8 @@ def _check_meaning(
     """Raises InputError for arguments that have no meaning beside others."""
     if targets is not None and len(runs) > 1:
         raise InputError("towers: a loss with targets is a mean over the samples of one model; give that")
+    if targets is not None and not callable(loss):
+        raise InputError(f"loss: {loss!r} has no targets; with targets= give a loss module of torch or a function")
     if targets is None and isinstance(loss, nn.modules.loss._Loss):
         raise InputError(f"loss: {type(loss).__name__} compares outputs with targets; give targets= of the example")
     if targets is None and isinstance(loss, str) and len(runs) != 2:
@@ -186,10 +183,9 @@ def _check_meaning(
 def _given_costs(costs: Any, towers: int, with_targets: bool) -> StepCosts | None:
     if costs is None:
         return None
-    _check_kinds(
-        ("costs", costs, isinstance(costs, StepCosts | str | os.PathLike), "StepCosts, or a profile FILE.toml")
-    )
-    found = costs if isinstance(costs, StepCosts) else read_costs(costs, "costs")
+    if not isinstance(costs, StepCosts | str | os.PathLike):
+        raise InputError(f"costs: expected StepCosts, or a profile FILE.toml, got {show(costs)}")
+    found = costs if isinstance(costs, StepCosts) else read_costs(os.fspath(costs), "costs")
     if len(found.towers) != towers:
         raise InputError(f"costs: are of {len(found.towers)} towers; the step has {towers}")
     if found.with_targets != with_targets:
@@ -197,13 +193,13 @@ def _given_costs(costs: Any, towers: int, with_targets: bool) -> StepCosts | Non
     return found
 
 
-def _towers(setting: Setting, runs: Sequence[Run], inputs: Sequence[Any]) -> list[Tower]:
+def _towers(context: Context, runs: Sequence[Run], inputs: Sequence[Any]) -> list[Tower]:
     """The towers, with no features, (0, ...), of the shape and dtype that they give."""
     found = []
-    for run, given, name, modules in zip(runs, inputs, setting.names, setting.modules, strict=True):
+    for run, given, name, modules in zip(runs, inputs, context.names, context.modules, strict=True):
         rows = min(SMALLEST, rows_of(given, f"example: {name}"))
         with torch.no_grad():
-            output = run(moved(part_of(given, slice(0, rows)), setting.device))
+            output = run(moved(part_of(given, slice(0, rows)), context.device))
         if not isinstance(output, Tensor) or output.dim() < 2 or output.shape[0] != rows:
             shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InputError(f"towers: {name} gave {shape} for {rows} samples; expected features (M, D)")
@@ -213,24 +209,16 @@ def _towers(setting: Setting, runs: Sequence[Run], inputs: Sequence[Any]) -> lis
     return found
 
 
-def _of_mean(setting: Setting, run: Run, mean: MeanLoss, example: Any, targets: Any) -> Tower:
+def _of_mean(context: Context, run: Run, mean: MeanLoss, example: Any, targets: Any) -> Tower:
     """A model and its loss as one tower without features, which takes pairs of inputs and targets."""
     rows = rows_of(example, "example")
     if rows != rows_of(targets, "targets"):
         raise InputError(f"targets: {rows_of(targets, 'targets')} samples; the example has {rows}")
     with torch.no_grad():
-        aims = moved(targets, setting.device)
-        dtype = mean.check(run(moved(example, setting.device)), aims)
+        dtype = mean.check(run(moved(example, context.device)), moved(targets, context.device))
     forms = form_of(example), form_of(targets)
     like = torch.empty(0, 0, dtype=dtype)
-    return Tower(lambda pair: mean.sum_of(run(pair[0]), pair[1]), like, setting.modules[0], form=forms)
-
-
-def _function(loss: Any) -> Callable[[Any, Any], Tensor]:
-    if not callable(loss):
-        raise InputError(f"loss: {loss!r} has no targets; with targets= give a loss module of torch or a function")
-    function: Callable[[Any, Any], Tensor] = loss
-    return function
+    return Tower(lambda pair: mean.sum_of(run(pair[0]), pair[1]), like, context.modules[0], form=forms)
 
 
 def _training_step(
@@ -241,15 +229,3 @@ def _training_step(
         loss, value = (functools.partial(each, group=group) for each in (package.contrastive_loss, global_value))
         bound = bound._replace(loss=loss, value=value)
     return TrainingStep(plan.account.towers, bound, progress)
-
-
-def _mean_step(bound: Model, mean: MeanLoss, plan: StepPlan, progress: bool) -> MeanStep:
-    return MeanStep(plan.account.towers[0], bound, mean, progress)
-
-
-def _unknown(*features: Tensor) -> Tensor:
-    raise AssertionError("the loss is generated when the step is made")
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value

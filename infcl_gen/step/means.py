@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from infcl_gen.errors import InputError
 from infcl_gen.step.executor import Model, Step, one_number
 from infcl_gen.step.feed import Feed, Ragged, part_of, rows_of
-from infcl_gen.step.gradients import Exchange
-from infcl_gen.step.plan import Pass, TowerPlan
+from infcl_gen.step.gradients import GradientSync
+from infcl_gen.step.plan import MicroBatch, TowerPlan
 
 _OVER_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _OVER_ELEMENTS = (
@@ -45,21 +45,22 @@ class MeanLoss:
             summing: Any = copy.copy(loss)
             summing.reduction = "sum"
             classes = isinstance(loss, _OVER_CLASSES)
-            self.denominator = _ClassWeights(loss) if classes else _elements
+            self.denominator = _ClassWeights(loss) if classes else lambda targets: float(targets.numel())
             self._loss, self._is_sum = summing, True
         else:
-            self.denominator, self._loss, self._is_sum = _samples, loss, False
+            self.denominator = lambda targets: float(rows_of(targets, "targets"))
+            self._loss, self._is_sum = loss, False
 
     def sum_of(self, outputs: Any, targets: Any) -> Tensor:
         value = one_number(self._loss(outputs, targets))
         return value if self._is_sum else value * self.denominator(targets)
 
-    def counting(self, turns: list[Pass], targets: Any) -> list[Pass]:
+    def counting(self, micros: list[MicroBatch], targets: Any) -> list[MicroBatch]:
         """The micro-batches in which something counts: the mean of nothing is NaN, also times 0."""
-        if self._is_sum or not turns:
-            return turns
-        weights = [torch.as_tensor(self.denominator(part_of(targets, turn.rows))) for turn in turns]
-        return [turn for turn, weight in zip(turns, torch.stack(weights).tolist(), strict=True) if weight]
+        if self._is_sum or not micros:
+            return micros
+        weights = [torch.as_tensor(self.denominator(part_of(targets, micro.rows))) for micro in micros]
+        return [micro for micro, weight in zip(micros, torch.stack(weights).tolist(), strict=True) if weight]
 
     def check(self, outputs: Any, targets: Any) -> torch.dtype:
         """The loss's dtype. Raises InputError where the parts of an example do not add up to the whole."""
@@ -100,8 +101,8 @@ class MeanStep(Step):
 
     def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor:
         model, (tower,), targets = self.model, self.model.towers, inputs[1]
-        turns = self._mean.counting(list(self._plan.passes(rows)), targets)
-        self.check_ranks(turns)
+        micros = self._mean.counting(list(self._plan.passes(rows)), targets)
+        self.check_ranks(micros)
         if isinstance(inputs[0], Ragged):
             raise InputError("inputs: Ragged sorts its sequences, and targets keep their places; give padded tensors")
         total = torch.as_tensor(self._mean.denominator(targets), dtype=torch.float64).to(model.device).clone()
@@ -110,17 +111,17 @@ class MeanStep(Step):
             dist.all_reduce(total, group=model.group)
             size = dist.get_world_size(model.group)
         value = torch.zeros((), dtype=torch.float64, device=model.device)
-        feed = Feed([tuple(inputs)], model.device, self.slabs)
-        with Exchange(model.modules, (), model.group) as exchange, self.bar(len(turns)) as passed:
-            for turn, given in feed.stream(turns):
+        feed = Feed([tuple(inputs)], model.device, self.staging)
+        with GradientSync(model.modules, (), model.group) as sync, self.bar(len(micros)) as passed:
+            for micro, given in feed.stream(micros):
                 part = tower.run(given)
                 value += part.detach()
                 # Wrappers average over ranks.
                 share = part * (size / total).to(part.dtype)
                 share = share if scaler is None else scaler.scale(share)
-                exchange.backward(share, torch.ones_like(share), model.modules if turn == turns[-1] else ())
+                sync.backward(share, torch.ones_like(share), model.modules if micro == micros[-1] else ())
                 passed()
-            exchange.reduce()
+            sync.reduce()
         if model.group is not None:
             dist.all_reduce(value, group=model.group)
         return (value / total).to(tower.features.dtype)
@@ -141,11 +142,3 @@ class _ClassWeights:
         weight = self._weight.to(targets.device, torch.float64)
         total: Tensor = torch.where(counts, weight[torch.where(counts, targets, 0)], 0.0).sum()
         return total
-
-
-def _elements(targets: Tensor) -> float:
-    return float(targets.numel())
-
-
-def _samples(targets: Any) -> float:
-    return float(rows_of(targets, "targets"))

@@ -16,18 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from infcl_gen.errors import InputError
 from infcl_gen.hardware.detection import detect
 from infcl_gen.inputs.problem import TORCH_DTYPES
 from infcl_gen.step.account import LossCosts
-from infcl_gen.step.blocks import computed_again
+from infcl_gen.step.blocks import recomputed
 from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
 from infcl_gen.step.executor import Model, Tower, one_number
-from infcl_gen.step.feed import Ragged, bytes_of, rows_of
-from infcl_gen.step.feed import moved as moved_to
+from infcl_gen.step.feed import Ragged, bytes_of, moved, part_of, rows_of
 from infcl_gen.step.gradients import unreduced
 from infcl_gen.step.state import (
     RandomState,
@@ -42,7 +40,9 @@ from infcl_gen.verification.memory import PeakMeter, give_workspaces_back
 
 SMALLEST = 16  # samples of the first micro-batch
 REPEATS = 3
-FASTER = 0.98  # a larger micro-batch is tried while the last one took less than this of the time per sample before
+WORTH_GROWING = (
+    0.98  # a larger micro-batch is tried while the last one took less than this of the time per sample before
+)
 MOST_MEMORY = 0.8  # of what is free: for the next micro-batch, which is predicted from the last one
 COPY_BYTES = 64 << 20
 LARGEST_LOSS = 2048  # samples for which a loss of the user is measured
@@ -51,12 +51,12 @@ LARGEST_LOSS = 2048  # samples for which a loss of the user is measured
 class Limits(NamedTuple):
     """How far to measure.
 
-    samples       of the largest micro-batch
+    micro_batch   samples of the largest one
     memory_bytes  that the process may allocate on the device
     agree         what this rank decides -> what all ranks do: they pass sharded towers together
     """
 
-    samples: int
+    micro_batch: int
     memory_bytes: int
     agree: Callable[[bool], bool]
 
@@ -78,7 +78,6 @@ def measure(
     trained = [each for each in parameters if each.requires_grad]
     features = model.towers[0].features
     return StepCosts(
-        name="",
         device=probe_of.profile(model.device),
         towers=tuple(costs for costs, _ in found),
         dim=math.prod(features.shape[1:]),
@@ -100,14 +99,8 @@ def _tower(
     rows = rows_of(example, f"example: {name}")
 
     def given(size: int) -> Any:
-        if isinstance(example, Ragged):
-            return moved_to(example.longest(size), model.device)
-        places = torch.arange(size) % rows
-
-        def moved(leaf: Any) -> Any:
-            return leaf[places.to(leaf.device)].to(model.device) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-        return pytree.tree_map(moved, example)
+        some = example.longest(size) if isinstance(example, Ragged) else part_of(example, torch.arange(size) % rows)
+        return moved(some, model.device)
 
     probe = probe_of(model, tower, given, limits)
     cast_bytes, frozen = probe.cast_bytes()
@@ -119,7 +112,7 @@ def _tower(
     if not frozen:
         kept = probe.costs(backward=True)
         if tower.blocks:
-            with computed_again(tower.blocks, probe.state):
+            with recomputed(tower.blocks, probe.state):
                 checkpointed = probe.costs(backward=True)
     per_sample = tower.features.element_size() * math.prod(tower.features.shape[1:])
     tokens = example.lengths[0] if isinstance(example, Ragged) else 0
@@ -148,7 +141,7 @@ class Probe:
         kept, outputs = [], []
         for _ in range(2):
             with self._meter() as meter:
-                outputs.append(self.tower.run(self.given(min(SMALLEST, self.limits.samples))))
+                outputs.append(self.tower.run(self.given(min(SMALLEST, self.limits.micro_batch))))
             kept.append(meter.kept_bytes)
         return max(0, kept[0] - kept[1]), not outputs[0].requires_grad
 
@@ -161,14 +154,14 @@ class Probe:
         """What one pass changes: buffers of the tower, and random states."""
         random = self.state()
         with torch.no_grad(), changed_buffers(buffers_of(self.tower.modules)) as changed:
-            self.tower.run(self.given(min(SMALLEST, self.limits.samples)))
+            self.tower.run(self.given(min(SMALLEST, self.limits.micro_batch)))
         drawn = self.state().bytes_on(self.model.device, random)
         return sum(value.nbytes for _, value in changed) + drawn
 
     def costs(self, backward: bool) -> PassCosts:
         """The costs of micro-batches of SMALLEST samples, twice as many, and so on."""
         rows: list[tuple[int, float, int, int, float, int]] = []
-        for size in _doubling(SMALLEST, self.limits.samples):
+        for size in _doubling(SMALLEST, self.limits.micro_batch):
             if rows and not self.limits.agree(self.worth_trying(rows, size)):
                 break
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -179,7 +172,7 @@ class Probe:
         if len(rows) == 1 and rows[0][0] > 1:  # what a pass takes whatever its size shows between two sizes
             rows.insert(0, (rows[0][0] // 2, *self.row(rows[0][0] // 2, backward)))
         if not rows:
-            raise InputError(f"memory: a micro-batch of {min(SMALLEST, self.limits.samples)} samples does not fit")
+            raise InputError(f"memory: a micro-batch of {min(SMALLEST, self.limits.micro_batch)} samples does not fit")
         sizes, forward_s, forward_peak, kept, backward_s, backward_peak = zip(*rows, strict=True)
         behind = (backward_s, backward_peak) if backward else ((), ())
         return PassCosts(sizes, forward_s, forward_peak, kept, *behind)
@@ -190,7 +183,7 @@ class Probe:
         if used + peaks[-1] * size / rows[-1][0] > MOST_MEMORY * self.limits.memory_bytes:
             return False
         rates = [(row[1] + row[4]) / row[0] for row in rows]
-        return len(rates) < 3 or min(rates[-2:]) < FASTER * min(rates[:-2])
+        return len(rates) < 3 or min(rates[-2:]) < WORTH_GROWING * min(rates[:-2])
 
     def row(self, size: int, backward: bool) -> tuple[float, int, int, float, int]:
         """(seconds of forward, its peak, what it keeps, seconds of backward, its peak) of one micro-batch."""
@@ -216,30 +209,20 @@ class Probe:
         return PeakMeter(self.model.device, workspaces=False)
 
     def _times(self, size: int, backward: bool) -> tuple[float, float]:
-        given, clock = self.given(size), _Clock(self.model.device)
+        given = self.given(size)
+        start = _now(self.model.device)
         output = self.tower.run(given)
-        forward_s = clock.lap()
+        middle = _now(self.model.device)
         if backward:
             torch.autograd.backward(output, torch.ones_like(output))
-        return forward_s, clock.lap() if backward else 0.0
+        return middle - start, _now(self.model.device) - middle if backward else 0.0
 
 
-class _Clock:
-    """Seconds since it was made or asked before, once the device is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._wait()
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        self._wait()
-        before, self._last = self._last, time.perf_counter()
-        return self._last - before
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+def _now(device: torch.device) -> float:
+    """Seconds of a clock, once the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _doubling(first: int, largest: int) -> Iterator[int]:
@@ -285,9 +268,9 @@ def _copy_rate(device: torch.device) -> float:
     host.to(device)
     times = []
     for _ in range(REPEATS):
-        clock = _Clock(device)
+        start = _now(device)
         host.to(device)
-        times.append(clock.lap())
+        times.append(_now(device) - start)
     return COPY_BYTES / statistics.median(times) / 1e9
 
 
@@ -299,11 +282,11 @@ class MeasuredLoss:
         self._sizes = sorted({max(1, largest // 4), max(1, largest // 2), largest})
         self._found = [self._row(model, size) for size in self._sizes]
 
-    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
-        return math.ceil(self._at(max(samples), 0))
+    def smallest_bytes(self, samples: int) -> int:
+        return math.ceil(self._at(samples, 0))
 
-    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
-        return [LossCosts(self.smallest_bytes(samples), self._at(max(samples), 1))]
+    def within_budgets(self, samples: int) -> list[LossCosts]:
+        return [LossCosts(self.smallest_bytes(samples), self._at(samples, 1))]
 
     def _at(self, samples: int, place: int) -> float:
         """By Lagrange's formula: a loss takes bytes and seconds with the square of its batch, at most."""
@@ -324,6 +307,6 @@ class MeasuredLoss:
             run()
             with PeakMeter(model.device) as meter:
                 run()
-            clock = _Clock(model.device)
+            start = _now(model.device)
             run()
-            return meter.peak_bytes, clock.lap()
+            return meter.peak_bytes, _now(model.device) - start

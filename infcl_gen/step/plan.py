@@ -44,25 +44,31 @@ class TowerPlan:
 
     @property
     def samples(self) -> int:
-        return sum(getattr(self, treatment).samples for treatment in (*TREATMENTS, STREAMED))
+        return sum(part.samples for _, part in self.parts())
 
-    def passes(self, samples: int, tower: int = 0, lengths: Sequence[int] | None = None) -> Iterator[Pass]:
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """The treatments that some samples have; those of which most stays until backward come first."""
+        for treatment in (STREAMED, *reversed(TREATMENTS)):
+            part: Part = getattr(self, treatment)
+            if part.samples:
+                yield treatment, part
+
+    def passes(self, samples: int, tower: int = 0, lengths: Sequence[int] | None = None) -> Iterator[MicroBatch]:
         """Those of the first `samples` samples: what is kept comes first, so that fewer samples keep no more.
 
         lengths   tokens of each sample, in descending order: a micro-batch holds as many samples as have the tokens of
                   the planned ones, when all are as long as its first
         """
         start, tokens = 0, self.tokens if lengths else 1
-        for treatment in (STREAMED, *reversed(TREATMENTS)):
-            part: Part = getattr(self, treatment)
+        for treatment, part in self.parts():
             left = part.samples * tokens
             while start < samples and left >= (length := lengths[start] if lengths else 1):
                 size = min(max(1, part.micro_batch * tokens // length), left // length, samples - start)
-                yield Pass(tower, start, start + size, treatment)
+                yield MicroBatch(tower, start, start + size, treatment)
                 start, left = start + size, left - size * length
 
 
-class Pass(NamedTuple):
+class MicroBatch(NamedTuple):
     """One micro-batch of a tower."""
 
     tower: int

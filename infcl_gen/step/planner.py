@@ -9,26 +9,19 @@ from typing import Any, NamedTuple
 
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import Problem, make_problem
-from infcl_gen.inputs.text import check_word
+from infcl_gen.inputs.text import check_word, parse_bytes, show
 from infcl_gen.planning import Plan
-from infcl_gen.step.account import Account, LossCosts, Losses, StepProblem
+from infcl_gen.step.account import PHASES, Account, LossCosts, Losses, StepProblem
 from infcl_gen.step.choose import choose, largest_samples
 from infcl_gen.step.costs import StepCosts
-from infcl_gen.step.plan import STREAMED, TREATMENTS, TowerPlan
+from infcl_gen.step.plan import STREAMED, TREATMENTS
+from infcl_gen.step.text import step_text
 
 WRAPPERS = ("none", "ddp", "fsdp2")
 # Bytes of state for each byte of a trained parameter.
 OPTIMIZERS = {
-    "none": 0,
-    "sgd": 0,
-    "momentum": 1,
-    "adamw": 2,
-    "adam": 2,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "lion": 1,
-    "muon": 1,
-}
+    "none": 0, "sgd": 0, "momentum": 1, "adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "muon": 1,
+}  # fmt: skip
 LONG_S = 20.0
 BUDGETS = (1, 2, 8)  # of the loss, times its smallest; and "auto"
 
@@ -45,7 +38,8 @@ class Alternative(NamedTuple):
 class StepPlan:
     """A step of `samples` per device and tower: how they pass, what it takes, what else there is.
 
-    `largest_batch`: over all devices, within the same memory. `step` makes what executes it, where it was planned for
+    `largest_batch`: over all devices, within the same memory. `asked_batch_size`: before it was rounded up to equal
+    parts of devices; None where the largest was asked for. `step` makes what executes it, where it was planned for
     towers and not from a profile.
     """
 
@@ -53,11 +47,12 @@ class StepPlan:
     account: Account
     alternatives: tuple[Alternative, ...]
     largest_batch: int
+    asked_batch_size: int | None = None
     make_step: Callable[[StepPlan, bool], Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def batch_size(self) -> int:
-        return max(self.problem.samples) * self.problem.world_size
+        return self.problem.samples * self.problem.world_size
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -78,24 +73,25 @@ class StepPlan:
             )
         return self.make_step(self, self.predicted_time_s > LONG_S if progress is None else progress)
 
+    def __str__(self) -> str:
+        """What `infcl-gen step` prints."""
+        return step_text(self.as_dict())
+
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals."""
         account, problem = self.account, self.problem
         return {
-            "model": problem.costs.name, "device": problem.costs.device, "versions": dict(problem.costs.versions),
-            "batch_size": self.batch_size, "devices": problem.world_size, "wrapper": problem.wrapper,
-            "inputs": problem.inputs, "memory_bytes": problem.memory_bytes, "largest_batch": self.largest_batch,
-            "predicted_peak_bytes": account.peak_bytes, "predicted_time_s": account.time_s,
+            "device": problem.costs.device, "versions": dict(problem.costs.versions),
+            "batch_size": self.batch_size, "asked_batch_size": self.asked_batch_size, "devices": problem.world_size,
+            "wrapper": problem.wrapper, "inputs": problem.inputs, "memory_bytes": problem.memory_bytes,
+            "largest_batch": self.largest_batch, "predicted_peak_bytes": account.peak_bytes,
+            "predicted_time_s": account.time_s,
             "towers": [dataclasses.asdict(each) for each in account.towers],
             "items": [each._asdict() for each in account.items],
-            "seconds": dict(account.seconds),
+            "phases": [{"name": x, "time_s": account.phase_s[x], "bytes": account.bytes_in(x)} for x in PHASES],
             "loss": account.loss._asdict(),
             "alternatives": [each._asdict() for each in self.alternatives],
         }  # fmt: skip
-
-
-def _replace(plan: TowerPlan, tokens: int) -> TowerPlan:
-    return dataclasses.replace(plan, tokens=tokens)
 
 
 def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
@@ -108,34 +104,25 @@ def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
 
 
 def plan_from_costs(
-    costs: StepCosts,
-    memory_bytes: int,
-    losses: Losses | None,
-    *,
-    batch_size: int | None,
-    world_size: int = 1,
-    **options: Any,
+    costs: StepCosts, memory_bytes: int, losses: Losses | None, batch_size: int | None, world_size: int = 1, **more: Any
 ) -> StepPlan:
     """The fastest step within the memory; without a batch size, of the largest batch that fits.
 
-    losses: None where the costs are with targets. options: further fields of `StepProblem`. Raises InputError or
+    losses: None where the costs are with targets. more: further fields of `StepProblem`. Raises InputError or
     InfeasibleError.
     """
     if losses is None or costs.with_targets:
-        losses, options = _NoLoss(), options | {"treatments": (STREAMED,)}
-    check_word("--wrapper", options.get("wrapper", "none"), WRAPPERS)
-    towers = len(costs.towers)
+        losses, more = _NoLoss(), more | {"treatments": (STREAMED,)}
+    check_word("--wrapper", more.get("wrapper", "none"), WRAPPERS)
     asked = None if batch_size is None else -(-batch_size // world_size)
-    problem = StepProblem(costs, (asked or 1,) * towers, memory_bytes, losses, world_size=world_size, **options)
+    problem = StepProblem(costs, asked or 1, memory_bytes, losses, world_size=world_size, **more)
     largest = largest_samples(problem)
     if asked is None:
         if not largest:
             choose(problem)  # raises
-        problem = dataclasses.replace(problem, samples=(largest,) * towers)
+        problem = dataclasses.replace(problem, samples=largest)
     found = choose(problem)
-    named = zip(found.towers, costs.towers, strict=True)
-    found = dataclasses.replace(found, towers=tuple(_replace(plan, tokens=tower.tokens) for plan, tower in named))
-    return StepPlan(problem, found, tuple(_alternatives(problem)), largest * world_size)
+    return StepPlan(problem, found, tuple(_alternatives(problem)), largest * world_size, batch_size)
 
 
 def _alternatives(problem: StepProblem) -> list[Alternative]:
@@ -157,10 +144,10 @@ def _alternatives(problem: StepProblem) -> list[Alternative]:
 class _NoLoss:
     """`Losses` of a step whose loss is measured with its model."""
 
-    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
+    def smallest_bytes(self, samples: int) -> int:
         return 0
 
-    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
+    def within_budgets(self, samples: int) -> list[LossCosts]:
         return [LossCosts(0, 0.0)]
 
 
@@ -171,7 +158,7 @@ class PlannedLoss:
         self._flags, self._world_size = dict(flags), world_size
         self._plans: dict[Any, Plan] = {}
 
-    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
+    def smallest_bytes(self, samples: int) -> int:
         try:
             return self._plan(samples, "auto").smallest_budget_bytes
         except InfeasibleError as error:
@@ -179,7 +166,7 @@ class PlannedLoss:
                 raise
             return error.smallest_budget_bytes
 
-    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
+    def within_budgets(self, samples: int) -> list[LossCosts]:
         smallest = self.smallest_bytes(samples)
         plans = [self._plan(samples, times * smallest) for times in BUDGETS]
         with contextlib.suppress(InfeasibleError):
@@ -187,14 +174,12 @@ class PlannedLoss:
         by_peak = {plan.predicted_peak_bytes: plan for plan in plans}
         return [LossCosts(peak, plan.predicted_queued_s, plan.budget_bytes) for peak, plan in sorted(by_peak.items())]
 
-    def problem(self, samples: tuple[int, ...], budget: str | int | None) -> Problem:
+    def problem(self, samples: int, budget: str | int | None) -> Problem:
         """The problem for so many samples of each tower per device."""
-        batch = {"batch_size": max(1, samples[0]) * self._world_size, "devices": self._world_size}
-        if samples[-1] != samples[0]:
-            batch["keys"] = max(1, samples[-1]) * self._world_size
+        batch = {"batch_size": max(1, samples) * self._world_size, "devices": self._world_size}
         return make_problem(**self._flags, **batch, memory_budget="auto" if budget is None else budget)
 
-    def _plan(self, samples: tuple[int, ...], budget: str | int) -> Plan:
+    def _plan(self, samples: int, budget: str | int) -> Plan:
         from infcl_gen.emission import plan_problem
 
         if (samples, budget) not in self._plans:
@@ -203,8 +188,11 @@ class PlannedLoss:
 
 
 def optimizer_bytes(optimizer: str | int, gradient_bytes: int) -> int:
-    """Of the state of an optimiser: by its name, or as it is given."""
-    if isinstance(optimizer, int):
-        return optimizer
-    check_word("optimizer", optimizer, tuple(OPTIMIZERS))
-    return OPTIMIZERS[optimizer] * gradient_bytes
+    """Of the state of an optimiser: by its name, or as they are given."""
+    if optimizer in OPTIMIZERS:
+        return OPTIMIZERS[str(optimizer)] * gradient_bytes
+    try:
+        return parse_bytes(optimizer, "--optimizer")
+    except InputError:
+        names = ", ".join(OPTIMIZERS)
+        raise InputError(f"--optimizer: {show(optimizer)} is unknown; valid: {names}, or a size such as 2GiB") from None

@@ -8,6 +8,7 @@ cast without a graph must not reach the pass that needs one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pickle
 import random
@@ -57,7 +58,8 @@ def sources_of(device: torch.device, generators: Sequence[Any]) -> Iterator[Sour
         elif isinstance(generator, random.Random):
             yield generator.getstate, generator.setstate
         else:
-            yield _numpy_source(generator.bit_generator)
+            bits: Any = generator.bit_generator
+            yield functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
     yield random.getstate, random.setstate
     if "numpy" in sys.modules:  # last: it may be imported between two states
         yield sys.modules["numpy"].random.get_state, sys.modules["numpy"].random.set_state
@@ -66,10 +68,6 @@ def sources_of(device: torch.device, generators: Sequence[Any]) -> Iterator[Sour
 def is_generator(value: Any) -> bool:
     """Whether it is one of torch, of Python or of NumPy."""
     return isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator")
-
-
-def _numpy_source(bits: Any) -> Source:
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 
 def _equal(new: Any, old: Any) -> bool:

@@ -25,16 +25,16 @@ def passes(kept_mb: float, forward_us: float, backward_us: float, extra_mb: floa
 
 IMAGE = TowerCosts("image", 1024, 602112, passes(0.001, 50, 0, 1.3), passes(20, 50, 84, 3), passes(2.5, 50, 120, 21))
 TEXT = TowerCosts("text", 1024, 616, passes(0.001, 27, 0, 1.0), passes(13.5, 27, 40, 2), passes(1.4, 27, 58, 14))
-COSTS = StepCosts("pair", "h200", (IMAGE, TEXT), 512, "bf16", 5 * MB, 5 * MB, 2 * MB, 50.0, {"torch": "2.11.0"})
+COSTS = StepCosts("h200", (IMAGE, TEXT), 512, "bf16", 5 * MB, 5 * MB, 2 * MB, 50.0, {"torch": "2.11.0"})
 FROZEN = dataclasses.replace(IMAGE, kept=None, checkpointed=None)
 
 
 class Loss:
     """Linear memory, quadratic time; twice the memory is faster."""
 
-    def smallest_bytes(self, samples: tuple[int, ...]) -> int:
-        return 10_000 * samples[0]
+    def smallest_bytes(self, samples: int) -> int:
+        return 10_000 * samples
 
-    def within_budgets(self, samples: tuple[int, ...]) -> list[LossCosts]:
-        smallest, time_s = self.smallest_bytes(samples), 1e-9 * samples[0] ** 2
+    def within_budgets(self, samples: int) -> list[LossCosts]:
+        smallest, time_s = self.smallest_bytes(samples), 1e-9 * samples**2
         return [LossCosts(smallest, time_s, smallest), LossCosts(2 * smallest, 0.9 * time_s, 2 * smallest)]

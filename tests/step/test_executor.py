@@ -205,8 +205,8 @@ def test_an_interrupt_leaves_gradients_as_they_were(
         happens("loss")
         return dense(*features)
 
-    reduce = executor.Exchange.reduce
-    monkeypatch.setattr(executor.Exchange, "reduce", lambda self: [reduce(self), happens("reduction")])
+    reduce = executor.GradientSync.reduce
+    monkeypatch.setattr(executor.GradientSync, "reduce", lambda self: [reduce(self), happens("reduction")])
     step = TrainingStep(mixed(), model_of(module, (module.image, text), loss=loss, value=lambda x: x))
     if (place, moment) in MOMENTS[:5] + MOMENTS[13:17] + MOMENTS[18:]:
         with pytest.raises(KeyboardInterrupt):

@@ -204,7 +204,7 @@ def test_the_state_of_an_optimiser_counts() -> None:
 
     def counted(optimizer: Any) -> int:
         plan = planned(module, costs=first.problem.costs, optimizer=optimizer)
-        return next(item.size for item in plan.account.items if item.name == "optimizer")
+        return next(item.size_bytes for item in plan.account.items if item.name == "optimizer")
 
     assert counted(None) == counted("adamw") == counted(torch.optim.AdamW(module.parameters())) == 2 * size
     assert counted(torch.optim.SGD(module.parameters(), lr=1.0)) == 0 and counted(12345) == 12345

@@ -19,13 +19,13 @@ from infcl_gen.step.account import PHASES, StepProblem, account
 from infcl_gen.step.choose import choose, largest_samples
 from infcl_gen.step.costs import StepCosts, costs_text, read_costs, write_costs
 from infcl_gen.step.plan import Part, TowerPlan
-from infcl_gen.step.planner import plan_from_costs
+from infcl_gen.step.planner import PlannedLoss, plan_from_costs
 from tests.step.costs import COSTS, FROZEN, IMAGE, MB, SIZES, TEXT, Loss
 from tests.test_cli import run
 
 
 def problem(samples: int = 64, memory_mb: int = 500, costs: StepCosts = COSTS, **options: Any) -> StepProblem:
-    return StepProblem(costs, (samples,) * len(costs.towers), memory_mb * MB, Loss(), **options)
+    return StepProblem(costs, samples, memory_mb * MB, Loss(), **options)
 
 
 @hypothesis.settings(max_examples=8)
@@ -90,7 +90,7 @@ def test_the_choice_is_the_best_of_all(samples: int, memory_mb: int, seed: int) 
 def _sensible_is_best(given: StepProblem, found: list[Any], best_s: float) -> bool:
     best = next(each for each in found if each.time_s == best_s and each.peak_bytes <= given.memory_bytes)
     return all(
-        part.micro_batch in choosing._sizes(given, costs, plan.samples, 0)
+        part.micro_batch in choosing._sizes(given, costs, 0)
         for costs, plan in zip(given.costs.towers, best.towers, strict=True)
         for part in (plan.cached, plan.checkpointed, plan.kept)
         if part.samples
@@ -172,7 +172,7 @@ def test_a_frozen_tower_passes_once() -> None:
 def test_fully_sharded_parameters_are_shared_out() -> None:
     def size(name: str, **options: Any) -> int:
         found = choose(problem(64, 5000, optimizer_bytes=10 * MB, **options))
-        return sum(item.size for item in found.items if item.name == name)
+        return sum(item.size_bytes for item in found.items if item.name == name)
 
     alone, sharded = {"world_size": 1}, {"world_size": 5, "wrapper": "fsdp2"}
     assert size("parameters", **alone) == 5 * MB and size("parameters", **sharded) == MB
@@ -198,7 +198,7 @@ def test_micro_batches_may_be_given() -> None:
 
 class TestProfiles:
     def test_they_survive_a_file(self, tmp_path: Path) -> None:
-        for costs in (COSTS, dataclasses.replace(COSTS, towers=(FROZEN,), name='a "b"\n', versions={})):
+        for costs in (COSTS, dataclasses.replace(COSTS, towers=(FROZEN,), device='a "b"\n', versions={})):
             write_costs(tmp_path / "costs.toml", costs)
             again = read_costs(tmp_path / "costs.toml")
             assert costs_text(again) == costs_text(costs)
@@ -237,8 +237,35 @@ class TestCommand:
             assert part in done.stdout
         plan = json.loads(run("step", *flags, "--json").stdout)["plan"]
         assert plan["predicted_peak_bytes"] <= 80 * 10**9 and plan["devices"] == 8 and plan["wrapper"] == "ddp"
-        assert sum(plan["seconds"].values()) == pytest.approx(plan["predicted_time_s"])
+        assert sum(each["time_s"] for each in plan["phases"]) == pytest.approx(plan["predicted_time_s"])
+        assert max(each["bytes"] for each in plan["phases"]) == plan["predicted_peak_bytes"]
         assert {each["treatments"][0] for each in plan["alternatives"]} == {"cached", "checkpointed", "kept"}
+
+    def test_what_people_read(self, profile: str) -> None:
+        """What Python prints; the phase of the peak; a batch that is rounded up; nothing that takes no memory."""
+        flags = ("--profile", profile, "--memory-budget", "4GiB", "--devices", "3", "--inputs", "host")
+        printed = run("step", *flags, "--batch-size", "100").stdout
+        assert "a batch of 102 on 3 devices (h200); 100 is rounded up to equal parts" in printed
+        assert "rounded" not in run("step", *flags, "--batch-size", "102").stdout and " 0 B" not in printed
+        assert len([line for line in printed.splitlines() if line.endswith("GiB  peak")]) == 1
+        assert any(line.split()[:5] == ["parameters", "4.8", "MiB", "all", "and"] for line in printed.splitlines())
+        plan = plan_from_costs(
+            COSTS, 4 << 30, PlannedLoss({"loss": "clip", "dim": 512, "dtype": "bf16", "device_profile": "h200"}, 3),
+            batch_size=100, world_size=3, wrapper="ddp", optimizer_bytes=2 * COSTS.gradient_bytes,
+        )  # fmt: skip
+        assert f"{plan}\n" == printed
+
+    def test_a_profile_of_a_model_with_targets(self, profile: str, tmp_path: Path) -> None:
+        tower = dataclasses.replace(IMAGE, feature_bytes=0, checkpointed=None)
+        write_costs(tmp_path / "targets.toml", dataclasses.replace(COSTS, dim=0, dtype="fp32", towers=(tower,)))
+        flags = ("--profile", str(tmp_path / "targets.toml"), "--memory-budget", "2GiB", "--batch-size", "1000")
+        printed = run("step", *flags).stdout
+        assert "  streamed  " in printed and "features" not in printed and "  cached  " not in printed
+        plan = json.loads(run("step", *flags, "--json").stdout)["plan"]
+        assert plan["towers"][0]["streamed"]["samples"] == 1000 and plan["alternatives"] == []
+        for more in (("--loss", "clip"), ("--treatments", "kept")):
+            done = run("step", *flags, *more)
+            assert done.exit_code == 2 and "--loss, --treatments: are of a contrastive step" in done.stderr
 
     def test_without_a_batch_the_largest_is_planned(self, profile: str) -> None:
         done = run("step", "--profile", profile, "--memory-budget", "4GiB", "--json")
@@ -253,7 +280,11 @@ class TestCommand:
             (("--profile", "none.toml", "--memory-budget", "1GB"), 2, "cannot read 'none.toml'"),
             (("--profile", "P", "--memory-budget", "1GB", "--batch-size", "16M"), 3, "the largest batch that fits has"),
             (("--profile", "P", "--memory-budget", "1GB", "--wrapper", "zero"), 2, "--wrapper: 'zero' is unknown"),
-            (("--profile", "P", "--memory-budget", "1GB", "--optimizer", "big"), 2, "--optimizer: 'big' is not a size"),
+            (
+                ("--profile", "P", "--memory-budget", "1GB", "--optimizer", "big"),
+                2,
+                "--optimizer: 'big' is unknown; valid: none, ",
+            ),
             (("--profile", "P", "--memory-budget", "1GB", "--treatments", "kept,lost"), 2, "'lost' is unknown"),
             (("--profile", "P", "--memory-budget", "1GB", "--inputs", "disk"), 2, "--inputs: 'disk' is unknown"),
         ],

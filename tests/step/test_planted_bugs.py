@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infcl_gen.processes import ProcessError, run_ranks
-from infcl_gen.step import executor, gradients, state
+from infcl_gen.step import gradients, state
 from infcl_gen.step.executor import TrainingStep
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.verification.memory import PeakMeter
@@ -88,7 +88,7 @@ def moving() -> bool:
 
 def scaled_each_time(patch: pytest.MonkeyPatch) -> None:
     """The gradient of the scale is added once for each micro-batch (open_clip's --accum-freq)."""
-    original, seen = gradients.Exchange.backward, dict[Any, Tensor]()
+    original, seen = gradients.GradientSync.backward, dict[Any, Tensor]()
 
     def backward(self: Any, output: Tensor, gradient: Tensor, last_of: Any) -> None:
         original(self, output, gradient, last_of)
@@ -96,23 +96,23 @@ def scaled_each_time(patch: pytest.MonkeyPatch) -> None:
             if each.dim() == 0 and each.grad is not None:
                 each.grad += seen.setdefault(each, each.grad.clone())
 
-    patch.setattr(gradients.Exchange, "backward", backward)
+    patch.setattr(gradients.GradientSync, "backward", backward)
 
 
 def weighted(weigh: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
-    original = gradients.Exchange.backward
+    original = gradients.GradientSync.backward
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         def backward(self: Any, output: Tensor, gradient: Tensor, last_of: Any) -> None:
             original(self, output, weigh(gradient), last_of)
 
-        patch.setattr(gradients.Exchange, "backward", backward)
+        patch.setattr(gradients.GradientSync, "backward", backward)
 
     return plant
 
 
 def graphs_retained(patch: pytest.MonkeyPatch) -> None:
-    original, held = gradients.Exchange.backward, list[Tensor]()
+    original, held = gradients.GradientSync.backward, list[Tensor]()
 
     def backward(self: Any, output: Tensor, gradient: Tensor, last_of: Any) -> None:
         held.append(output)
@@ -121,7 +121,7 @@ def graphs_retained(patch: pytest.MonkeyPatch) -> None:
             inner.setattr(torch.autograd, "backward", lambda x, g: free(x, g, retain_graph=True))
             original(self, output, gradient, last_of)
 
-    patch.setattr(gradients.Exchange, "backward", backward)
+    patch.setattr(gradients.GradientSync, "backward", backward)
 
 
 def without(owner: Any, name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -134,7 +134,7 @@ BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], bool]]]
     "micro-batches weighted alike, whatever their size": (weighted(lambda g: g * 3 / len(g)), exact),
     "random numbers of the second pass": (without(state.RandomState, "restore"), replayed),
     "graphs that are retained": (graphs_retained, freed),
-    "buffers of the second pass": (without(executor, "restore_buffers"), moving),
+    "buffers of the second pass": (without(state, "restore_buffers"), moving),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from infcl_gen.hardware.profile import load_profile
 from infcl_gen.inputs.text import parse_bytes
 from infcl_gen.runtime.api import options_of
 from infcl_gen.runtime.group import find_group
-from infcl_gen.step.costs import StepCosts, costs_of, costs_text
+from infcl_gen.step.costs import StepCosts
 from infcl_gen.step.gradients import inside, is_replicated, is_sharded
 from infcl_gen.step.planner import optimizer_bytes
 
@@ -28,7 +27,7 @@ SPARE = 0.03  # of the memory that is free: blocks of the allocator that nothing
 Run = Callable[[Any], Tensor]
 
 
-class Setting(NamedTuple):
+class Context(NamedTuple):
     """The modules of each tower, with a name, on one device, in the ranks of a group, if there is one."""
 
     names: list[str]
@@ -37,7 +36,7 @@ class Setting(NamedTuple):
     process_group: Any
 
     @classmethod
-    def of(cls, runs: Sequence[Run], model: tuple[nn.Module, ...], group: Any) -> Setting:
+    def of(cls, runs: Sequence[Run], model: tuple[nn.Module, ...], group: Any) -> Context:
         """model: what all towers run; else it is found. Raises InputError where that fails."""
         modules = [model or tuple(_modules_of(run)) for run in runs]
         try:
@@ -70,12 +69,9 @@ class Setting(NamedTuple):
         """Rank 0's costs, on every rank."""
         if self.process_group is None:
             return costs
-        text = costs_text(costs).encode()
-        size = torch.tensor([len(text)], device=self.device)
-        dist.broadcast(size, group=self.process_group, group_src=0)
-        words = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8)[: int(size)].to(self.device)
-        dist.broadcast(words, group=self.process_group, group_src=0)
-        return costs_of(tomllib.loads(bytes(words.tolist()).decode()), "the costs of rank 0")
+        told = [costs]
+        dist.broadcast_object_list(told, group=self.process_group, device=self.device, group_src=0)
+        return told[0]
 
     def check_norms(self, accepted: str | None) -> None:
         """Raises InputError for batch normalisation in training mode, unless `accepted` is "micro-batch"."""
