@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 import infcl_gen
+from infcl_gen import Samples
 from infcl_gen.bench.results import measured_before, measurement, write_results
 from infcl_gen.bench.timing import turns
-from infcl_gen.step.feed import Samples
 
 WAYS = ("open_clip", "infcl", "planned", "two_forwards", "accum_freq")
 SAME = ("way", "model", "batch", "memory_bytes", "micro_batch", "checkpointing")  # rows of one measurement

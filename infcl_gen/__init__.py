@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from infcl_gen.losses.language import LossSpec
     from infcl_gen.planning.planner import Plan
     from infcl_gen.planning.timeline import Timeline
+    from infcl_gen.step.feed import Ragged, Samples
     from infcl_gen.step.live import plan_step
 
 __all__ = [
     "ContrastiveLoss",
-    "InfclError", "InfeasibleError", "InputError", "LockTimeoutError", "LossSpec", "Problem", "ToolchainError",
-    "VerificationError", "__version__", "contrastive_loss", "generate", "global_value", "load", "plan", "plan_step",
-    "simulate",
+    "InfclError", "InfeasibleError", "InputError", "LockTimeoutError", "LossSpec", "Problem", "Ragged", "Samples",
+    "ToolchainError", "VerificationError", "__version__", "contrastive_loss", "generate", "global_value", "load",
+    "plan", "plan_step", "simulate",
 ]  # fmt: skip
 
 
@@ -47,6 +48,8 @@ _LATER = {
     "contrastive_loss": "infcl_gen.lazy",
     "global_value": "infcl_gen.lazy",
     "LossSpec": "infcl_gen.losses.language",
+    "Ragged": "infcl_gen.step.feed",
+    "Samples": "infcl_gen.step.feed",
     "plan_step": "infcl_gen.step.live",
 }
 

@@ -28,7 +28,7 @@ from infcl_gen.step.plan import TREATMENTS
 from infcl_gen.step.planner import PlannedLoss, StepPlan, check_treatments, plan_from_costs
 from infcl_gen.step.state import autocast_in, is_generator
 
-LARGEST_MICRO_BATCH = 4096
+LARGEST_MICRO_BATCH = 4096  # that is measured; one image of ViT-B/32 keeps 33.5 MB for backward
 
 
 @in_python_words()

@@ -22,7 +22,7 @@ WRAPPERS = ("none", "ddp", "fsdp2")
 OPTIMIZERS = {
     "none": 0, "sgd": 0, "momentum": 1, "adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "muon": 1,
 }  # fmt: skip
-LONG_S = 20.0
+LONG_S = 20.0  # a step that takes longer shows a bar
 BUDGETS = (1, 2, 8)  # of the loss, times its smallest; and "auto"
 
 
