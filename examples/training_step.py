@@ -6,6 +6,7 @@
 
     open_clip, infcl   one forward and backward of the whole batch, with the loss of open_clip, of this project
     planned            `infcl_gen.plan_step`, within --memory
+    cached             the same with a gradient cache alone
     two_forwards       of the planned micro-batches: forward without a graph, then forward and backward; no loss
     accum_freq         open_clip's training loop with --accum-freq, in micro-batches of --micro-batch
 
@@ -28,8 +29,9 @@ import infcl_gen
 from infcl_gen import Samples
 from infcl_gen.bench.results import measured_before, measurement, write_results
 from infcl_gen.bench.timing import turns
+from infcl_gen.step.plan import TREATMENTS
 
-WAYS = ("open_clip", "infcl", "planned", "two_forwards", "accum_freq")
+WAYS = ("open_clip", "infcl", "planned", "cached", "two_forwards", "accum_freq")
 SAME = ("way", "model", "batch", "memory_bytes", "micro_batch", "checkpointing")  # rows of one measurement
 Step = Callable[[], object]
 
@@ -88,43 +90,44 @@ class Ways:
         self._flags, self._open_clip = flags, open_clip
         self._model = open_clip.create_model(flags.model).cuda().train()
         self._images, self._texts = self._inputs(flags.batch_size)
-        self._plan: Any = None
+        self._plans: dict[str, Any] = {}
 
     def identity(self, way: str) -> dict[str, Any]:
         """What rows of the same measurement share."""
-        planned = way in ("planned", "two_forwards")
+        planned = way in ("planned", "cached", "two_forwards")
         micro_batch = self._flags.micro_batch if way == "accum_freq" else None
         return {
             "way": way, "model": self._flags.model, "batch": self._flags.batch_size, "images": self._flags.images,
-            "memory_bytes": self.plan.problem.memory_bytes if planned and self._flags.memory != "auto" else None,
+            "memory_bytes": self.plan().problem.memory_bytes if planned and self._flags.memory != "auto" else None,
             "micro_batch": micro_batch, "checkpointing": self._flags.checkpointing and not planned,
         }  # fmt: skip
 
-    @property
-    def plan(self) -> Any:
+    def plan(self, way: str = "planned") -> Any:
         """The planned step; autocast is part of it."""
-        if self._plan is None:
+        if way not in self._plans:
             image, text = self._model.encode_image, self._model.encode_text
-            self._plan = infcl_gen.plan_step(
+            self._plans[way] = infcl_gen.plan_step(
                 [lambda x: image(x, normalize=True), lambda x: text(x, normalize=True)],
                 [self._inputs(64, "device")[0], self._inputs(64, "device")[1]],
                 scale=lambda: self._model.logit_scale.exp(), batch_size=self._flags.batch_size, model=self._model,
                 memory=self._flags.memory, optimizer="none", autocast=torch.bfloat16,
+                treatments=("cached",) if way == "cached" else TREATMENTS,
             )  # fmt: skip
-        return self._plan
+        return self._plans[way]
 
     def predicted(self, way: str) -> dict[str, Any]:
-        if way != "planned":
+        if way not in ("planned", "cached"):
             return {}
-        towers = [f"{tower.name}: {_described(tower)}" for tower in self.plan.account.towers]
+        plan = self.plan(way)
+        towers = [f"{tower.name}: {_described(tower)}" for tower in plan.account.towers]
         return {
-            "predicted_peak_bytes": self.plan.predicted_peak_bytes, "predicted_ms": 1e3 * self.plan.predicted_time_s,
+            "predicted_peak_bytes": plan.predicted_peak_bytes, "predicted_ms": 1e3 * plan.predicted_time_s,
             "towers": "; ".join(towers),
         }  # fmt: skip
 
     def step(self, way: str) -> Step:
-        if way == "planned":
-            run = self.plan.step(progress=False)
+        if way in ("planned", "cached"):
+            run = self.plan(way).step(progress=False)
             return lambda: run(self._images, self._texts)
         if way == "two_forwards":
             return self._two_forwards
@@ -163,10 +166,8 @@ class Ways:
         value.backward()
 
     def _two_forwards(self) -> None:
-        for tower, x, plan in zip(
-            (self._model.encode_image, self._model.encode_text), (self._images, self._texts), self.plan.account.towers,
-            strict=True,
-        ):  # fmt: skip
+        towers = self._model.encode_image, self._model.encode_text
+        for tower, x, plan in zip(towers, (self._images, self._texts), self.plan().account.towers, strict=True):
             size = max(part.micro_batch for part in (plan.cached, plan.checkpointed, plan.kept) if part.samples)
             with torch.autocast("cuda", torch.bfloat16):
                 for start in range(0, self._flags.batch_size, size):
@@ -179,7 +180,7 @@ class Ways:
 
     def _accum_freq(self) -> None:
         """As open_clip_train.train.train_one_epoch: features of all, then each micro-batch again among the others'."""
-        size = self._flags.micro_batch or max(tower.cached.micro_batch for tower in self.plan.account.towers)
+        size = self._flags.micro_batch or max(tower.cached.micro_batch for tower in self.plan().account.towers)
         loss, starts = self._open_clip.ClipLoss(), range(0, self._flags.batch_size, size)
         kept: list[list[Tensor]] = [[], []]
         for start in starts:
