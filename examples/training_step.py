@@ -10,13 +10,14 @@
     two_forwards       of the planned micro-batches: forward without a graph, then forward and backward; no loss
     accum_freq         open_clip's training loop with --accum-freq, in micro-batches of --micro-batch
 
-Random images and texts, bf16 autocast, gradients of all parameters; one CUDA GPU. Rows that the output has already are
-not measured again, so that a campaign can be done in parts.
+Random images and texts, bf16 autocast, gradients of all parameters; one CUDA GPU. --batch-size and --memory take lists.
+Rows that the output has already are not measured again, so that a campaign can be done in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ import infcl_gen
 from infcl_gen import Samples
 from infcl_gen.bench.results import measured_before, measurement, write_results
 from infcl_gen.bench.timing import turns
+from infcl_gen.step.costs import write_costs
 from infcl_gen.step.plan import TREATMENTS
 
 WAYS = ("open_clip", "infcl", "planned", "cached", "two_forwards", "accum_freq")
@@ -39,7 +41,7 @@ Step = Callable[[], object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B-32", help="an architecture of open_clip")
-    parser.add_argument("--batch-size", type=int, default=2048, help="image-text pairs of a step")
+    parser.add_argument("--batch-size", default="2048", help="image-text pairs of a step")
     parser.add_argument("--ways", default="open_clip,infcl", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--memory", default="auto", help="for a planned step: 24GiB, or auto")
     parser.add_argument("--micro-batch", type=int, help="of accum_freq; the plan's size, if it is not given")
@@ -47,6 +49,8 @@ def main() -> None:
         "--checkpointing", action="store_true", help="open_clip's --grad-checkpointing, where not planned"
     )
     parser.add_argument("--images", choices=("device", "host", "made"), default="device", help="where the batch is")
+    parser.add_argument("--costs", type=Path, help="what the towers cost: read, or measured and written where absent")
+    parser.add_argument("--warm", type=int, default=1, help="steps of each way that are not timed")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each way")
     parser.add_argument("--output", type=Path, help="write the rows to this .json file, beside those that it has")
     flags = parser.parse_args()
@@ -60,22 +64,21 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(4, "training_step: a CUDA GPU is needed; torch sees none\n")
 
-    command = (
-        f"python examples/training_step.py --model {flags.model} --batch-size {flags.batch_size} --ways {flags.ways}"
-    )
+    command = f"python examples/training_step.py --model {flags.model} --ways {flags.ways}"
     rows, _, command = (
         measured_before(flags.output, command, ["open_clip_torch"]) if flags.output else ([], {}, command)
     )
-    made = Ways(open_clip, flags)
-    wanted = {way: made.identity(way) for way in ways}
-    steps = {way: made.step(way) for way in ways if not any(_is(row, wanted[way]) for row in rows)}
-    fresh = measured(steps, flags.repeats, made.forget)
-    for way, row in fresh.items():
-        rows.append(wanted[way] | made.predicted(way) | row)
-        seconds = f"{row['median_ms']:10.1f} +- {row['std_ms']:.1f} ms" if row["error"] is None else row["error"]
-        print(f"{way:14s} {seconds}  {row['peak_bytes'] / 2**20:10,.0f} MiB")
-    if flags.output is not None and fresh:
-        write_results(flags.output, measurement(rows, command, {}, ["open_clip_torch"]))
+    sizes, budgets = map(int, flags.batch_size.split(",")), flags.memory.split(",")
+    for batch, memory in itertools.product(sizes, budgets):
+        made = Ways(open_clip, flags, batch, memory)
+        wanted = {way: made.identity(way) for way in ways}
+        steps = {way: made.step(way) for way in ways if not any(_is(row, wanted[way]) for row in rows)}
+        for way, row in measured(steps, flags.warm, flags.repeats, made.forget).items():
+            rows.append(wanted[way] | made.predicted(way) | row)
+            seconds = f"{row['median_ms']:10.1f} +- {row['std_ms']:.1f} ms" if row["error"] is None else row["error"]
+            print(f"{way:14s} {batch:8d} {memory:8s} {seconds}  {row['peak_bytes'] / 2**20:10,.0f} MiB", flush=True)
+        if flags.output is not None and steps:
+            write_results(flags.output, measurement(rows, command, {}, ["open_clip_torch"]))
 
 
 def _is(row: dict[str, Any], identity: dict[str, Any]) -> bool:
@@ -85,11 +88,11 @@ def _is(row: dict[str, Any], identity: dict[str, Any]) -> bool:
 class Ways:
     """The ways of a step of one model on one batch; each leaves gradients behind, which are removed before the next."""
 
-    def __init__(self, open_clip: Any, flags: argparse.Namespace) -> None:
+    def __init__(self, open_clip: Any, flags: argparse.Namespace, batch: int, memory: str) -> None:
         torch.manual_seed(0)
-        self._flags, self._open_clip = flags, open_clip
+        self._flags, self._open_clip, self._batch, self._memory = flags, open_clip, batch, memory
         self._model = open_clip.create_model(flags.model).cuda().train()
-        self._images, self._texts = self._inputs(flags.batch_size)
+        self._images, self._texts = self._inputs(batch)
         self._plans: dict[str, Any] = {}
 
     def identity(self, way: str) -> dict[str, Any]:
@@ -97,8 +100,8 @@ class Ways:
         planned = way in ("planned", "cached", "two_forwards")
         micro_batch = self._flags.micro_batch if way == "accum_freq" else None
         return {
-            "way": way, "model": self._flags.model, "batch": self._flags.batch_size, "images": self._flags.images,
-            "memory_bytes": self.plan().problem.memory_bytes if planned and self._flags.memory != "auto" else None,
+            "way": way, "model": self._flags.model, "batch": self._batch, "images": self._flags.images,
+            "memory_bytes": self.plan().problem.memory_bytes if planned and self._memory != "auto" else None,
             "micro_batch": micro_batch, "checkpointing": self._flags.checkpointing and not planned,
         }  # fmt: skip
 
@@ -106,13 +109,17 @@ class Ways:
         """The planned step; autocast is part of it."""
         if way not in self._plans:
             image, text = self._model.encode_image, self._model.encode_text
+            costs = self._flags.costs
             self._plans[way] = infcl_gen.plan_step(
                 [lambda x: image(x, normalize=True), lambda x: text(x, normalize=True)],
                 [self._inputs(64, "device")[0], self._inputs(64, "device")[1]],
-                scale=lambda: self._model.logit_scale.exp(), batch_size=self._flags.batch_size, model=self._model,
-                memory=self._flags.memory, optimizer="none", autocast=torch.bfloat16,
+                scale=lambda: self._model.logit_scale.exp(), batch_size=self._batch, model=self._model,
+                memory=self._memory, optimizer="none", autocast=torch.bfloat16,
                 treatments=("cached",) if way == "cached" else TREATMENTS,
+                costs=costs if costs is not None and costs.exists() else None,
             )  # fmt: skip
+            if costs is not None and not costs.exists():
+                write_costs(costs, self._plans[way].problem.costs)
         return self._plans[way]
 
     def predicted(self, way: str) -> dict[str, Any]:
@@ -170,18 +177,18 @@ class Ways:
         for tower, x, plan in zip(towers, (self._images, self._texts), self.plan().account.towers, strict=True):
             size = max(part.micro_batch for part in (plan.cached, plan.checkpointed, plan.kept) if part.samples)
             with torch.autocast("cuda", torch.bfloat16):
-                for start in range(0, self._flags.batch_size, size):
+                for start in range(0, self._batch, size):
                     with torch.no_grad():
                         tower(x[start : start + size].cuda(), normalize=True)
                 torch.clear_autocast_cache()
-                for start in range(0, self._flags.batch_size, size):
+                for start in range(0, self._batch, size):
                     features = tower(x[start : start + size].cuda(), normalize=True)
                     features.backward(torch.ones_like(features))
 
     def _accum_freq(self) -> None:
         """As open_clip_train.train.train_one_epoch: features of all, then each micro-batch again among the others'."""
         size = self._flags.micro_batch or max(tower.cached.micro_batch for tower in self.plan().account.towers)
-        loss, starts = self._open_clip.ClipLoss(), range(0, self._flags.batch_size, size)
+        loss, starts = self._open_clip.ClipLoss(), range(0, self._batch, size)
         kept: list[list[Tensor]] = [[], []]
         for start in starts:
             with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
@@ -203,33 +210,41 @@ def _described(tower: Any) -> str:
     return ", ".join(f"{part.samples} {name} by {part.micro_batch}" for name, part in parts if part.samples)
 
 
-def measured(steps: dict[str, Step], repeats: int, forget: Step) -> dict[str, dict[str, Any]]:
-    """Peak of a second step of each, and times of further ones in turns; what runs out of memory stops there."""
+def measured(steps: dict[str, Step], warm: int, repeats: int, forget: Step) -> dict[str, dict[str, Any]]:
+    """Times of steps in turns, and the peak of all. In a turn, `warm` steps fill the allocator before the timed one."""
     found: dict[str, dict[str, Any]] = {}
-    for name, step in steps.items():
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for name in steps:
         found[name] = {"peak_bytes": 0, "median_ms": None, "std_ms": None, "repeats": repeats, "error": None}
-        try:
-            for _ in range(2):
-                forget()
-                torch.cuda.reset_peak_memory_stats()
-                step()
-        except torch.OutOfMemoryError:
-            found[name]["error"] = "out of memory"
-        found[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
-        forget()
+    for _, name in turns(list(steps), repeats):
+        row = found[name]
+        if row["error"] is not None:
+            continue
         torch.cuda.empty_cache()
-    times: dict[str, list[float]] = {name: [] for name, row in found.items() if row["error"] is None}
-    for _, name in turns(list(times), repeats):
-        forget()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        steps[name]()
-        end.record()
-        end.synchronize()
-        times[name].append(start.elapsed_time(end))
+        try:
+            taken_ms = [_timed_ms(steps[name], forget) for _ in range(warm + 1)]
+            times[name].append(taken_ms[-1])
+        except torch.OutOfMemoryError as error:
+            row["error"] = f"out of memory: {error}".partition(" Process ")[0]
+            forget()
+        row["peak_bytes"] = max(row["peak_bytes"], torch.cuda.max_memory_allocated())
     for name, some in times.items():
-        found[name] |= {"median_ms": statistics.median(some), "std_ms": statistics.stdev(some) if repeats > 1 else 0.0}
+        if found[name]["error"] is None:
+            deviation = statistics.stdev(some) if len(some) > 1 else 0.0
+            found[name] |= {"median_ms": statistics.median(some), "std_ms": deviation}
     return found
+
+
+def _timed_ms(step: Step, forget: Step) -> float:
+    """Of a step without gradients from before."""
+    forget()
+    torch.cuda.reset_peak_memory_stats()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 if __name__ == "__main__":

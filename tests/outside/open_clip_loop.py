@@ -6,8 +6,8 @@ python -m tests.outside.open_clip_loop --device cuda    on GPUs, one per rank; a
 
 Each case calls `open_clip_train.main` with a tiny model and random pairs, on one and on two processes. The truth is the
 gradient of the dense loss over all pairs, in fp64, of a copy of the initial model. In fp32 each parameter's gradient
-must be within EXACT of it. Under autocast its error is at most twice that of open_clip's own loss in the same loop,
-plus two roundings. With `--accum-freq k` the loop sums the scale's gradient over k whole losses: k times the true one,
+must be within EXACT of it; on a GPU two roundings more, since fp32 features multiply as bf16 halves. Under autocast its
+error is at most twice that of open_clip's own loss in the same loop, plus two roundings. With `--accum-freq k` the loop sums the scale's gradient over k whole losses: k times the true one,
 whatever the loss, unless a hook divides it.
 
 A released open_clip is installed by `pip install open_clip_torch`; another source is put first on PYTHONPATH.
@@ -33,6 +33,7 @@ from infcl_gen.processes import Seat, run_ranks
 
 EXACT = 1e-5  # relative norm error of a parameter's gradient, in fp32
 UNITS = {"amp_bf16": 2.0**-8, "amp": 2.0**-11}  # of rounding
+HALVES = 2.0**-17  # rounding of products of fp32 features on a GPU
 ROWS, STEPS, WIDTH, VOCABULARY, LENGTH, PIXELS = 24, 3, 32, 96, 12, 32
 TIMEOUT_S = 1800.0
 TINY = {
@@ -257,11 +258,11 @@ def compared(gradient: Any, true: Any) -> list[float]:
     return [float((gradient - true).norm() / size), float((gradient * true).sum() / size**2)]
 
 
-def judge(case: Case, result: dict[str, Any], beside: dict[str, Any] | None) -> list[str]:
+def judge(case: Case, result: dict[str, Any], beside: dict[str, Any] | None, device: str = "cpu") -> list[str]:
     """What is wrong with a case; `beside` is the result of `case.beside()`, None for exact cases."""
     wrong = []
     for name, (error, ratio) in result["gradients"].items():
-        allowed = EXACT
+        allowed = EXACT + 2 * HALVES * (device == "cuda")
         if name.endswith("logit_scale"):
             error = abs(ratio / case.scale_factor - 1)
         if beside is not None:
@@ -300,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> int:
         results = dict(zip(jobs, found[0], strict=True))
         for case, result in results.items():
             other = results[case.beside()] if case.ours and case.precision in UNITS else None
-            wrong = judge(case, result, other) if case.ours or case.precision not in UNITS else []
+            wrong = judge(case, result, other, options.device) if case.ours or case.precision not in UNITS else []
             failed += bool(wrong)
             error = max(error for name, (error, _) in result["gradients"].items() if not name.endswith("logit_scale"))
             scale_error, ratio = next(v for name, v in result["gradients"].items() if name.endswith("logit_scale"))

@@ -382,6 +382,9 @@ def fail(
         may_have = backend.startswith("nccl") and rank in served(world, failure)
         if may_have and answer[0] == "ok" and not answer[1][0]:
             assert_equal(answer[1][3], healthy[rank])
+        elif backend == "nccl" and failure.past_comparing and answer[0] == "ok":
+            # Ranks that share a GPU send through sockets, which may notice before the watchdog.
+            assert_told(answer, rank, world, victim, failure)
         elif backend == "nccl" and failure.past_comparing:
             assert_ended(pool, answer, rank, seconds)
         elif backend == "nccl" and failure.place == "forward" and "forward ring" not in str(answer[1]):
