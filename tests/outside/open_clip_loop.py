@@ -7,8 +7,8 @@ python -m tests.outside.open_clip_loop --device cuda    on GPUs, one per rank; a
 Each case calls `open_clip_train.main` with a tiny model and random pairs, on one and on two processes. The truth is the
 gradient of the dense loss over all pairs, in fp64, of a copy of the initial model. In fp32 each parameter's gradient
 must be within EXACT of it; on a GPU two roundings more, since fp32 features multiply as bf16 halves. Under autocast its
-error is at most twice that of open_clip's own loss in the same loop, plus two roundings. With `--accum-freq k` the loop sums the scale's gradient over k whole losses: k times the true one,
-whatever the loss, unless a hook divides it.
+error is at most twice that of open_clip's own loss in the same loop, plus two roundings. With `--accum-freq k` the loop
+sums the scale's gradient over k whole losses: k times the true one, whatever the loss, unless a hook divides it.
 
 A released open_clip is installed by `pip install open_clip_torch`; another source is put first on PYTHONPATH.
 """
