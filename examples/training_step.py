@@ -17,6 +17,7 @@ Rows that the output has already are not measured again, so that a campaign can 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import statistics
 from collections.abc import Callable
@@ -79,6 +80,8 @@ def main() -> None:
             print(f"{way:14s} {batch:8d} {memory:8s} {seconds}  {row['peak_bytes'] / 2**20:10,.0f} MiB", flush=True)
         if flags.output is not None and steps:
             write_results(flags.output, measurement(rows, command, {}, ["open_clip_torch"]))
+        del made, steps
+        gc.collect()  # modules are in cycles: their memory would be in the next peak
 
 
 def _is(row: dict[str, Any], identity: dict[str, Any]) -> bool:
@@ -112,7 +115,7 @@ class Ways:
             costs = self._flags.costs
             self._plans[way] = infcl_gen.plan_step(
                 [lambda x: image(x, normalize=True), lambda x: text(x, normalize=True)],
-                [self._inputs(64, "device")[0], self._inputs(64, "device")[1]],
+                list(self._inputs(64, "device" if self._flags.images == "device" else "host")),
                 scale=lambda: self._model.logit_scale.exp(), batch_size=self._batch, model=self._model,
                 memory=self._memory, optimizer="none", autocast=torch.bfloat16,
                 treatments=("cached",) if way == "cached" else TREATMENTS,
@@ -165,7 +168,9 @@ class Ways:
         return images, texts
 
     def _part(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        return self._images[start : start + size].cuda(), self._texts[start : start + size]
+        part = slice(start, start + size)
+        images = self._images.make(part) if isinstance(self._images, Samples) else self._images[part].cuda()
+        return images, self._texts[part]
 
     def _whole(self, loss: Any) -> None:
         with torch.autocast("cuda", torch.bfloat16):
