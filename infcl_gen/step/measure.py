@@ -74,6 +74,8 @@ def measure(
             _tower(model, tower, given, name, limits, probe_of)
             for tower, given, name in zip(model.towers, example, names, strict=True)
         ]
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # segments of the largest micro-batches: what a step keeps would split them
     parameters, buffers = parameters_of(model.modules), buffers_of(model.modules)
     trained = [each for each in parameters if each.requires_grad]
     features = model.towers[0].features
