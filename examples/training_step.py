@@ -17,7 +17,9 @@ Rows that the output has already are not measured again, so that a campaign can 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
+import importlib.metadata
 import itertools
 import statistics
 from collections.abc import Callable
@@ -31,7 +33,7 @@ import infcl_gen
 from infcl_gen import Samples
 from infcl_gen.bench.results import measured_before, measurement, write_results
 from infcl_gen.bench.timing import turns
-from infcl_gen.step.costs import write_costs
+from infcl_gen.step.costs import StepCosts, write_costs
 from infcl_gen.step.plan import TREATMENTS
 
 WAYS = ("open_clip", "infcl", "planned", "cached", "two_forwards", "accum_freq")
@@ -111,10 +113,9 @@ class Ways:
     def plan(self, way: str = "planned") -> Any:
         """The planned step; autocast is part of it."""
         if way not in self._plans:
-            image, text = self._model.encode_image, self._model.encode_text
             costs = self._flags.costs
             self._plans[way] = infcl_gen.plan_step(
-                [lambda x: image(x, normalize=True), lambda x: text(x, normalize=True)],
+                self._towers(),
                 list(self._inputs(64, "device" if self._flags.images == "device" else "host")),
                 scale=lambda: self._model.logit_scale.exp(), batch_size=self._batch, model=self._model,
                 memory=self._memory, optimizer="none", autocast=torch.bfloat16,
@@ -122,8 +123,29 @@ class Ways:
                 costs=costs if costs is not None and costs.exists() else None,
             )  # fmt: skip
             if costs is not None and not costs.exists():
-                write_costs(costs, self._plans[way].problem.costs)
+                write_costs(costs, self._described_costs(self._plans[way].problem.costs))
         return self._plans[way]
+
+    def _towers(self) -> list[Callable[[Tensor], Tensor]]:
+        model = self._model
+
+        def image(images: Tensor) -> Tensor:
+            return model.encode_image(images, normalize=True)  # type: ignore[no-any-return]
+
+        def text(texts: Tensor) -> Tensor:
+            return model.encode_text(texts, normalize=True)  # type: ignore[no-any-return]
+
+        return [image, text]
+
+    def _described_costs(self, costs: StepCosts) -> StepCosts:
+        """With what they depend on."""
+        model = self._model
+        return dataclasses.replace(
+            costs,
+            versions={**costs.versions, "open_clip": importlib.metadata.version("open_clip_torch")},
+            measured=f"open_clip {self._flags.model}, fp32 weights under bf16 autocast, image "
+            f"{model.visual.image_size[0]}, text {model.context_length} tokens, TF32 at the default of torch",
+        )
 
     def predicted(self, way: str) -> dict[str, Any]:
         if way not in ("planned", "cached"):

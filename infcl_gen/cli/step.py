@@ -11,7 +11,7 @@ from infcl_gen.inputs.text import check_word, flag_name, parse_bytes
 
 
 @command(
-    option("--profile", "FILE.toml", "What the towers cost, as plan_step measured it.", str),
+    option("--profile", "NAME|FILE.toml", "What the towers cost: vit_l_14-h200, or what plan_step measured.", str),
     options.batch_size,
     options.devices,
     options.loss,
@@ -24,7 +24,10 @@ from infcl_gen.inputs.text import check_word, flag_name, parse_bytes
 )
 def step(flags: dict[str, Any]) -> None:
     """Plan a training step: micro-batches, memory by item, time by phase, the largest batch for the memory."""
-    for name, example in (("profile", "the FILE.toml of the towers"), ("memory_budget", "a size, for example 80GB")):
+    for name, example in (
+        ("profile", "a name, for example vit_l_14-h200, or a FILE.toml"),
+        ("memory_budget", "a size, for example 80GB"),
+    ):
         if flags[name] is None:
             raise InputError(f"{flag_name(name)}: is required; give {example}")
     from infcl_gen.step.costs import read_costs

@@ -1,4 +1,7 @@
-"""What towers cost: bytes and seconds of a micro-batch by its size and treatment, measured once and kept as TOML."""
+"""What towers cost: bytes and seconds of a micro-batch by its size and treatment, measured once and kept as TOML.
+
+Profiles of common towers are in `profiles/*.toml`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from typing import Any
 
 from infcl_gen.errors import InputError
 from infcl_gen.files import write_file
-from infcl_gen.inputs.text import check_keys, read_toml, show
+from infcl_gen.inputs.text import check_keys, check_text, read_toml, show
 
 SCHEMA = 1
+_PROFILES = Path(__file__).parent / "profiles"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,7 @@ class TowerCosts:
 class StepCosts:
     """Towers on a device, and what does not depend on the batch. Bytes are of all towers.
 
+    measured    the model, its autocast, and whatever else these costs depend on, in words
     device      the device profile, as --device-profile
     dim, dtype  of the features
     cast_bytes  copies of weights that autocast keeps while graphs are there
@@ -96,6 +101,7 @@ class StepCosts:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     workspace_bytes: int = 0
     state_bytes: int = 0
+    measured: str = ""
 
     @property
     def with_targets(self) -> bool:
@@ -123,9 +129,19 @@ def costs_text(costs: StepCosts) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_costs(path: str | Path, flag: str = "--profile") -> StepCosts:
-    """The costs in a TOML file. Raises InputError naming `flag`."""
-    return costs_of(read_toml(flag, path), show(str(path)), flag)
+def profile_names() -> tuple[str, ...]:
+    """Sorted names of the profiles of infcl_gen."""
+    return tuple(sorted(file.stem for file in _PROFILES.glob("*.toml")))
+
+
+def read_costs(profile: str | os.PathLike[str], flag: str = "--profile") -> StepCosts:
+    """The costs in a FILE.toml, or in the profile of a name. Raises InputError naming `flag`."""
+    name = check_text(flag, os.fspath(profile))
+    path = Path(name) if name.endswith(".toml") else _PROFILES / f"{name}.toml"
+    if not name.endswith(".toml") and name not in profile_names():
+        valid = ", ".join(profile_names())
+        raise InputError(f"{flag}: {show(name)} is neither a profile nor a FILE.toml; valid: {valid}")
+    return costs_of(read_toml(flag, path), show(name), flag)
 
 
 def costs_of(table: dict[str, Any], where: str, flag: str = "--profile") -> StepCosts:

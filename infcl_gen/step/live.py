@@ -74,7 +74,8 @@ def plan_step(
     generators   that towers draw from, beside torch's own
     batch_norm   "micro-batch" accepts normalisation over micro-batches: gradients are then not those of the batch
     group        as for `contrastive_loss`
-    costs        what an earlier plan measured (`plan.problem.costs`), or a profile FILE.toml, instead of measuring
+    costs        instead of measuring: what an earlier plan measured (`plan.problem.costs`), a FILE.toml with it, or
+                 the name of a profile: "vit_b_32-h200"
     device_profile   the device that towers without values, made under FakeTensorMode, are planned for: "h200"; costs
                  are estimated then, and the plan does not run
 
@@ -184,8 +185,8 @@ def _given_costs(costs: Any, towers: int, with_targets: bool) -> StepCosts | Non
     if costs is None:
         return None
     if not isinstance(costs, StepCosts | str | os.PathLike):
-        raise InputError(f"costs: expected StepCosts, or a profile FILE.toml, got {show(costs)}")
-    found = costs if isinstance(costs, StepCosts) else read_costs(os.fspath(costs), "costs")
+        raise InputError(f"costs: expected StepCosts, the name of a profile or its FILE.toml, got {show(costs)}")
+    found = costs if isinstance(costs, StepCosts) else read_costs(costs, "costs")
     if len(found.towers) != towers:
         raise InputError(f"costs: are of {len(found.towers)} towers; the step has {towers}")
     if found.with_targets != with_targets:

@@ -81,7 +81,8 @@ class StepPlan:
         """The plan as literals."""
         account, problem = self.account, self.problem
         return {
-            "device": problem.costs.device, "versions": dict(problem.costs.versions),
+            "device": problem.costs.device, "measured": problem.costs.measured,
+            "versions": dict(problem.costs.versions),
             "batch_size": self.batch_size, "asked_batch_size": self.asked_batch_size, "devices": problem.world_size,
             "wrapper": problem.wrapper, "inputs": problem.inputs, "memory_bytes": problem.memory_bytes,
             "largest_batch": self.largest_batch, "predicted_peak_bytes": account.peak_bytes,

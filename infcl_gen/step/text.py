@@ -39,9 +39,10 @@ def step_text(plan: dict[str, Any]) -> str:
     devices = f"{plan['devices']} device" + "s" * (plan["devices"] > 1)
     asked, batch = plan["asked_batch_size"], plan["batch_size"]
     rounded = f"; {asked} is rounded up to equal parts" if asked not in (None, batch) else ""
+    measured = f"\nCosts of towers: {plan['measured']}" if plan["measured"] else ""
     parts = [
         f"A step of {' and '.join(tower['name'] for tower in plan['towers'])}: a batch of {batch} on {devices} "
-        f"({plan['device']}){rounded}",
+        f"({plan['device']}){rounded}{measured}",
         "Towers, per device\n" + table_text(("tower", "treatment", "samples", "micro-batch"), towers),
         f"Memory per device\n{table_text(('item', 'size', 'in', 'why'), items)}\n"
         f"peak {bytes_text(peak_bytes)} of {bytes_text(plan['memory_bytes'])}; "

@@ -190,6 +190,13 @@ def test_costs_may_be_given(tmp_path: Path) -> None:
         assert again.predicted_peak_bytes == first.predicted_peak_bytes
 
 
+def test_costs_may_be_of_a_built_in_profile() -> None:
+    plan = planned(wide()[0], "80GB", costs="vit_b_32-h200")
+    assert plan.problem.costs.measured.startswith("open_clip ViT-B-32") and plan.predicted_time_s > 0
+    with pytest.raises(InputError, match=r"costs: 'vit' is neither .*; valid: vit_b_16-h200, "):
+        planned(wide()[0], "80GB", costs="vit")
+
+
 def test_the_largest_batch() -> None:
     module, first = wide()
     plan = planned(module, "64MiB", costs=first.problem.costs, batch_size=None)
@@ -275,7 +282,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "no costs": (
         lambda m, x: ([m.image, m.text], x, {"costs": 3}),
-        "costs: expected StepCosts, or a profile FILE.toml",
+        "costs: expected StepCosts, the name of a profile or its FILE.toml",
     ),
     "absent costs": (
         lambda m, x: ([m.image, m.text], x, {"costs": "absent.toml"}),

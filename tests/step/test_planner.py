@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.step import choose as choosing
 from infcl_gen.step.account import PHASES, StepProblem, account
 from infcl_gen.step.choose import choose, largest_samples
-from infcl_gen.step.costs import StepCosts, costs_text, read_costs, write_costs
+from infcl_gen.step.costs import StepCosts, costs_text, profile_names, read_costs, write_costs
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import PlannedLoss, plan_from_costs
+from tests.documents import commands
 from tests.step.costs import COSTS, FROZEN, IMAGE, MB, SIZES, TEXT, Loss
 from tests.test_cli import run
+
+PROFILES = Path(choosing.__file__).parent / "profiles"
 
 
 def problem(samples: int = 64, memory_mb: int = 500, costs: StepCosts = COSTS, **options: Any) -> StepProblem:
@@ -198,11 +202,31 @@ def test_micro_batches_may_be_given() -> None:
 
 class TestProfiles:
     def test_they_survive_a_file(self, tmp_path: Path) -> None:
-        for costs in (COSTS, dataclasses.replace(COSTS, towers=(FROZEN,), device='a "b"\n', versions={})):
+        for costs in (
+            COSTS,
+            dataclasses.replace(COSTS, towers=(FROZEN,), device='a "b"\n', versions={}, measured='"x"'),
+        ):
             write_costs(tmp_path / "costs.toml", costs)
             again = read_costs(tmp_path / "costs.toml")
             assert costs_text(again) == costs_text(costs)
             assert again.towers[0].without_graph.kept_bytes == costs.towers[0].without_graph.kept_bytes
+
+    @pytest.mark.parametrize("name", profile_names())
+    def test_built_in_ones(self, name: str) -> None:
+        """Written by `write_costs`; a pair of a model takes the memory that was measured by itself: 33.5 MB, 249 MB."""
+        costs = read_costs(name)
+        assert (PROFILES / f"{name}.toml").read_text() == costs_text(costs)
+        assert [tower.name for tower in costs.towers] == ["image", "text"] and costs.device == name.split("-")[-1]
+        assert costs.measured and {"torch", "open_clip"} <= {*costs.versions}
+        pair_bytes = sum(tower.kept.at("kept_bytes", 256) / 256 for tower in costs.towers if tower.kept)
+        known_mb = {"vit_b_32-h200": 33.5, "vit_l_14-h200": 249.0}
+        assert name not in known_mb or pair_bytes / MB == pytest.approx(known_mb[name], rel=0.05)
+
+    def test_they_are_found_by_name_or_file(self) -> None:
+        assert read_costs("vit_b_32-h200") == read_costs(PROFILES / "vit_b_32-h200.toml")
+        for name in ("vit_b_32", "costs", "../profiles/vit_b_32-h200"):
+            with pytest.raises(InputError, match=f"--profile: '{name}' .*; valid: {', '.join(profile_names())}"):
+                read_costs(name)
 
     @pytest.mark.parametrize(
         ("old", "new", "message"),
@@ -241,6 +265,12 @@ class TestCommand:
         assert max(each["bytes"] for each in plan["phases"]) == plan["predicted_peak_bytes"]
         assert {each["treatments"][0] for each in plan["alternatives"]} == {"cached", "checkpointed", "kept"}
 
+    def test_the_documented_command(self) -> None:
+        (line,) = (line for page, line in commands() if page == "docs/steps.md")
+        done = run(*shlex.split(line)[1:])
+        assert done.exit_code == 0 and "A step of image and text: a batch of 4194304 on 8 devices" in done.stdout
+        assert "Costs of towers: open_clip ViT-L-14, " in done.stdout
+
     def test_what_people_read(self, profile: str) -> None:
         """What Python prints; the phase of the peak; a batch that is rounded up; nothing that takes no memory."""
         flags = ("--profile", profile, "--memory-budget", "4GiB", "--devices", "3", "--inputs", "host")
@@ -276,6 +306,11 @@ class TestCommand:
         ("flags", "code", "message"),
         [
             ((), 2, "--profile: is required"),
+            (
+                ("--profile", "vit_l_14", "--memory-budget", "1GB"),
+                2,
+                "valid: vit_b_16-h200, vit_b_32-h200, vit_l_14-h2",
+            ),
             (("--profile", "P"), 2, "--memory-budget: is required"),
             (("--profile", "none.toml", "--memory-budget", "1GB"), 2, "cannot read 'none.toml'"),
             (("--profile", "P", "--memory-budget", "1GB", "--batch-size", "16M"), 3, "the largest batch that fits has"),
