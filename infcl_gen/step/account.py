@@ -179,11 +179,7 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
         size = problem.samples * sum(tower.input_bytes for tower in costs.towers)
         yield Item("inputs", size, PHASES, "the whole batch")
     else:
-        again = ("cached", STREAMED)
-        for phases, names in (
-            (("cached_forward", "forward_backward"), again),
-            (("forward",), ("checkpointed", "kept")),
-        ):
+        for phases, names in ((again, ("cached", STREAMED)), (("forward",), ("checkpointed", "kept"))):
             parts = [(tower, getattr(plan, name)) for tower, plan in pairs for name in names]
             largest = max(tower.input_bytes * min(part.micro_batch, part.samples) for tower, part in parts)
             yield Item("inputs", largest, phases, "a micro-batch that arrives ahead of its pass")
@@ -197,12 +193,7 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
     if any(plan.cached.samples for _, plan in pairs):
         states = sum(tower.state_bytes * plan.cached.passes for tower, plan in pairs)
         yield Item("states", states, PHASES, "buffers and random numbers, for second passes")
-        yield Item(
-            "copied buffers",
-            costs.state_bytes,
-            ("cached_forward", "forward_backward"),
-            "for it shows later which a pass changes",
-        )
+        yield Item("copied buffers", costs.state_bytes, again, "to see which ones a pass changes")
     yield Item("loss", loss.peak_bytes, ("loss",), "its scratch, and the features' gradients")
     for phase, size in _workspace(pairs).items():
         yield Item("activations", size, (phase,), "of one micro-batch while it is computed")

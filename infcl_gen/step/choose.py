@@ -57,12 +57,29 @@ def choose(problem: StepProblem) -> Account:
 
 
 def largest_samples(problem: StepProblem) -> int:
-    """The largest batch of a device that fits, 0 if none does."""
+    """The largest batch of a device that fits, 0 if none does.
 
-    def too_large(samples: int) -> bool:
-        return _smallest(dataclasses.replace(problem, samples=samples)).peak_bytes > problem.memory_bytes
+    By the Illinois method, since memory is nearly linear in samples: about 6 accounts, where bisection needs 40.
+    """
 
-    return bisect.bisect_left(range(1, MAX_BATCH // problem.world_size + 1), True, key=too_large)
+    def excess_bytes(samples: int) -> int:
+        return _smallest(dataclasses.replace(problem, samples=samples)).peak_bytes - problem.memory_bytes
+
+    fits, fails = 0, MAX_BATCH // problem.world_size
+    below, above, moved = -float(problem.memory_bytes), float(excess_bytes(fails)), 0
+    if above <= 0:
+        return fails
+    while fails - fits > 1:
+        guess = fits + int((fails - fits) * below / (below - above))
+        guess = min(max(guess, fits + 1), fails - 1)
+        excess = excess_bytes(guess)
+        side = 1 if excess > 0 else -1
+        if side > 0:
+            fails, above, below = guess, excess, below / (2 if moved == side else 1)
+        else:
+            fits, below, above = guess, min(excess, -1.0), above / (2 if moved == side else 1)
+        moved = side
+    return fits
 
 
 def _smallest(problem: StepProblem) -> Account:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import json
@@ -15,6 +16,7 @@ import hypothesis.strategies as st
 import pytest
 
 from infcl_gen.errors import InfeasibleError, InputError
+from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.step import choose as choosing
 from infcl_gen.step.account import PHASES, StepProblem, account
 from infcl_gen.step.choose import choose, largest_samples
@@ -158,6 +160,38 @@ def test_what_does_not_fit_names_what_would() -> None:
     with pytest.raises(InfeasibleError, match=rf"fits has {4 * largest} samples on 4 devices") as together:
         choose(problem(6400, 80, world_size=4))
     assert together.value.largest_batch == 4 * largest
+
+
+@hypothesis.given(
+    st.integers(1, 2000),
+    st.integers(1, 8),
+    st.sampled_from([0, 1, 10**4]),
+    st.sampled_from([1, 77, 4096]),
+    st.booleans(),
+)
+def test_the_largest_batch_is_that_of_a_bisection(
+    memory_mb: int, world_size: int, quadratic: int, tile: int, on_host: bool
+) -> None:
+    """Also where the loss's memory grows by steps or with the square of the batch; in few accounts if it is linear."""
+
+    class Stairs(Loss):
+        asked = 0
+
+        def smallest_bytes(self, samples: int) -> int:
+            self.asked += 1
+            rows = -(-samples // tile) * tile
+            return 10_000 * rows + quadratic * rows**2
+
+    losses = Stairs()
+    given = StepProblem(COSTS, 1, memory_mb * MB, losses, world_size=world_size, inputs="host" if on_host else "device")
+    found, asked = largest_samples(given), losses.asked
+
+    def peak_bytes(samples: int) -> int:
+        return choosing._smallest(dataclasses.replace(given, samples=samples)).peak_bytes
+
+    most = MAX_BATCH // world_size
+    assert found == bisect.bisect_left(range(1, most + 1), True, key=lambda each: peak_bytes(each) > given.memory_bytes)
+    assert asked <= (20 if tile == 1 and not quadratic else 100)
 
 
 def test_the_largest_batch_is_planned_where_none_is_given() -> None:
