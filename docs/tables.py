@@ -1,4 +1,5 @@
-"""Tables of measured and simulated rows, written from the .json files of tune/bench between markers of pages.
+"""Tables of measured and simulated rows, written from the .json files of tune/bench between markers of pages; and plans
+of training steps beside those of Inf-CL's paper.
 
 python docs/tables.py            rewrites the tables of PAGES
 python docs/tables.py --check    exits with 1 if they do not show what the files hold
@@ -6,6 +7,7 @@ python docs/tables.py --check    exits with 1 if they do not show what the files
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -15,6 +17,11 @@ from typing import Any
 
 from infcl_gen.cli.scaling import HEADER, cells
 from infcl_gen.files import checksum
+from infcl_gen.step.account import PHASES, Account, LossCosts, StepProblem, account
+from infcl_gen.step.choose import largest_samples
+from infcl_gen.step.costs import read_costs
+from infcl_gen.step.plan import Part, TowerPlan
+from infcl_gen.step.planner import PlannedLoss, optimizer_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
@@ -23,12 +30,32 @@ PAGES = {
     "README.md": ("compared",),
     "docs/benchmarks.md": ("measured", "simulated"),
     "docs/gradients.md": ("conventions",),
+    "docs/steps.md": ("largest_batches", "step_memory"),
 }
 CONVENTIONS = "cpu-conventions.json"  # by docs/conventions.py
 STEP = "h100-step.json"  # by examples/training_step.py
 SHOWN = ("infcl", "open_clip-compiled", "liger-kernel", "cut-cross-entropy", "open_clip", "inf_cl")
 BESIDE_PEERS = ("h200-grid.json", "h200-scale100.json", "h200-autocast-speed.json")
 MIB = 2**20
+PAPER_MEMORY = 80 * 10**9  # of an A800
+PAPER_MICRO_BATCH = 128  # "accumulation batch size"
+PAPER_K = 1024
+# arXiv 2410.17243, Table 2: the largest batch of Inf-CL in k, and its loss in GB; None where there is no figure.
+PAPER_LARGEST: dict[tuple[str, str], dict[int, tuple[int, float] | None]] = {
+    ("vit_b_32", "device"): {8: None, 32: None}, ("vit_b_32", "host"): {8: None, 32: None},
+    ("vit_b_16", "device"): {8: (800, 3.01), 32: (3456, 3.27)}, ("vit_b_16", "host"): {8: None, 32: None},
+    ("vit_l_14", "device"): {8: (448, 2.52), 32: (2048, 2.89)},
+    ("vit_l_14", "host"): {8: (4096, 26.12), 32: (12288, 19.59)},
+}  # fmt: skip
+# Table 1: loss (peak) in GB of ViT-L/14 by batch in k; "host" is its data offload, "x" exceeds the device.
+PAPER_BATCHES = (32, 64, 128, 256, 1024)
+PAPER_STEPS = {
+    (8, "device", "OpenCLIP"): ("2.27 (43.97)", "8.63 (46.38)", "33.64 (51.23)", "x", "x"),
+    (8, "device", "Inf-CL"): ("0.18 (44.20)", "0.36 (46.63)", "0.72 (51.46)", "1.45 (61.13)", "x"),
+    (8, "host", "Inf-CL"): ("0.18 (42.40)", "0.36 (42.49)", "0.72 (42.69)", "1.45 (43.07)", "6.53 (45.40)"),
+    (32, "device", "OpenCLIP"): ("0.71 (42.46)", "2.45 (43.06)", "8.98 (44.26)", "34.35 (46.71)", "x"),
+    (32, "device", "Inf-CL"): ("0.05 (42.48)", "0.09 (43.08)", "0.18 (44.30)", "0.35 (46.71)", "1.44 (61.20)"),
+}
 SAME = 1e-4  # of the true loss: ranks whose values differ by less return the same
 
 
@@ -49,11 +76,13 @@ def main() -> int:
 
 
 def tables(kind: str) -> str:
-    """Those of each measured or simulated file, in the order of their names; or that of one file, for the README
-    ("compared") and for "conventions".
+    """Those of each measured or simulated file, in the order of their names; that of one file, for the README
+    ("compared") and for "conventions"; or that of plans.
 
     Raises ValueError for a wrong checksum.
     """
+    if kind in ("largest_batches", "step_memory"):
+        return largest_batches() if kind == "largest_batches" else step_memory()
     if kind == "compared":
         losses, step = (json.loads((ROOT / "tune" / "bench" / name).read_text()) for name in (BESIDE_PEERS[0], STEP))
         return compared(losses["rows"], step["rows"])
@@ -115,6 +144,65 @@ def compared(rows: Rows, steps: Rows) -> str:
         what = f"a step of {row['model']}, {row['batch']:,} pairs, H100, loss of {row['way']}"
         lines.append((what, f"{row['median_ms']:.1f}", f"{row['peak_bytes'] / MIB:,.0f}"))
     return _table(("who", "ms", "MiB"), lines)
+
+
+def paper_step(model: str, devices: int, inputs: str, batch: int | None) -> Account:
+    """A step in the paper's setting, with the smallest memory of its loss; without a batch, of the largest that fits.
+
+    DDP, AdamW, and a gradient cache in micro-batches of 128.
+    """
+    costs = read_costs(f"{model}-h200")
+    # An A800 is an A100 with fewer links.
+    loss = {"loss": "clip", "dim": costs.dim, "dtype": costs.dtype, "device_profile": "a100"}
+    losses = PlannedLoss(loss, devices)
+    problem = StepProblem(
+        costs, (batch or 0) // devices, PAPER_MEMORY, losses, optimizer_bytes("adamw", costs.gradient_bytes), devices,
+        "ddp", inputs, ("cached",), PAPER_MICRO_BATCH,
+    )  # fmt: skip
+    samples = problem.samples or largest_samples(problem)
+    towers = [TowerPlan(tower.name, Part(samples, PAPER_MICRO_BATCH)) for tower in costs.towers]
+    found = LossCosts(losses.smallest_bytes(samples), 0.0)
+    return account(dataclasses.replace(problem, samples=samples), towers, found)
+
+
+def largest_batches() -> str:
+    """Table 2 of the paper: the largest batches, what fills the device there, and the plans of the paper's batches."""
+    head = (
+        "model", "GPUs", "batch on", "Inf-CL: largest batch", "its loss, GB", "plan of it: loss (peak), GB",
+        "plan: largest batch", "largest items at its peak, GB",
+    )  # fmt: skip
+    lines = []
+    for (model, inputs), figures in PAPER_LARGEST.items():
+        for devices, figure in figures.items():
+            largest = paper_step(model, devices, inputs, None)
+            peak = max(PHASES, key=largest.bytes_in)
+            items = sorted((item for item in largest.items if peak in item.phases), key=lambda item: -item.size_bytes)
+            batch, loss_gb = figure or (0, 0.0)
+            theirs = ("not given", "not given", "")
+            if figure:
+                own = _loss_and_peak(paper_step(model, devices, inputs, batch * PAPER_K))
+                theirs = (f"{batch}k", f"{loss_gb:.2f}", own)
+            lines.append((
+                model, devices, inputs, *theirs, f"{largest.towers[0].samples * devices // PAPER_K}k",
+                ", ".join(f"{item.name} {item.size_bytes / 1e9:.1f}" for item in items[:2]),
+            ))  # fmt: skip
+    return _table(head, lines)
+
+
+def step_memory() -> str:
+    """Table 1 of the paper: loss (peak) of a step of ViT-L/14."""
+    lines: list[tuple[Any, ...]] = []
+    for (devices, inputs, who), figures in PAPER_STEPS.items():
+        lines.append((devices, inputs, who, *figures))
+        if who == "Inf-CL":
+            steps = (paper_step("vit_l_14", devices, inputs, batch * PAPER_K) for batch in PAPER_BATCHES)
+            lines.append((devices, inputs, "plan", *map(_loss_and_peak, steps)))
+    return _table(("GPUs", "batch on", "loss (peak), GB", *(f"{batch}k" for batch in PAPER_BATCHES)), lines)
+
+
+def _loss_and_peak(step: Account) -> str:
+    gb = step.loss.peak_bytes / 1e9, step.peak_bytes / 1e9
+    return "x" if step.peak_bytes > PAPER_MEMORY else "{:.2f} ({:.2f})".format(*gb)
 
 
 def training_steps(rows: Rows) -> str:

@@ -1,12 +1,16 @@
 """docs/tables.py: the tables of docs/benchmarks.md are those of the committed measurements."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.bench.rows import rows_of_several_points
+from tests.test_cli import run
 
 ROOT = Path(__file__).resolve().parent.parent
 SPEC = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs" / "tables.py")
@@ -54,3 +58,13 @@ def test_peers_beside_the_fastest_package() -> None:
     rows = [{**point, "impl": impl, "queued_ms": time_ms} for impl, time_ms in times.items()]
     rows += [{**point, "impl": "infcl", "queued_ms": 8.0}, {**rows[1], "batch": 1024, "queued_ms": 1.0}]
     assert tables.beside_peers(rows).endswith("fastest package (8.0 ms): slow 3.0, slower 3.8.\n")
+
+
+@pytest.mark.parametrize(("model", "inputs"), [("vit_l_14", "device"), ("vit_l_14", "host"), ("vit_b_16", "device")])
+def test_the_steps_of_the_paper_are_what_the_command_plans(model: str, inputs: str) -> None:
+    """Up to the loss, which the command plans for the profile's device."""
+    flags = f"--profile {model}-h200 --devices 8 --memory-budget 80GB --inputs {inputs} --treatments cached"
+    plan = json.loads(run("step", *flags.split(), "--micro-batch", "128", "--json").stdout)["plan"]
+    shown = tables.paper_step(model, 8, inputs, None)
+    assert 8 * shown.towers[0].samples == pytest.approx(plan["largest_batch"], rel=0.01)
+    assert shown.peak_bytes == pytest.approx(80e9, rel=1e-4) and shown.peak_bytes <= tables.PAPER_MEMORY
