@@ -22,8 +22,8 @@ from infcl_gen.step.costs import StepCosts
 from infcl_gen.step.gradients import inside, is_replicated, is_sharded
 from infcl_gen.step.planner import optimizer_bytes
 
-# Of the memory that is free: blocks of the allocator that nothing fits. A step of 32 768 pairs of ViT-B/32 loses 1 % with
-# expandable segments, else 3 to 11 %, by what the process allocated before.
+# Of the memory that is free: blocks of the allocator that nothing fits. A step of 32 768 pairs of ViT-B/32 loses 1 %
+# with expandable segments, else 3 to 11 %, by what the process allocated before.
 SPARE, SPARE_IN_FIXED_SEGMENTS = 0.03, 0.08
 
 Run = Callable[[Any], Tensor]
