@@ -209,8 +209,9 @@ def training_steps(rows: Rows) -> str:
     """A line for each model, batch and loss."""
     lines = [
         (
-            *(row["model"], f"{row['batch']:,}", row["way"], f"{row['median_ms']:.1f}", f"{row['std_ms']:.1f}"),
-            f"{row['peak_bytes'] / MIB:,.0f}",
+            *(row["model"], f"{row['batch']:,}", row["way"]),
+            *((_failure(row), "") if row.get("error") else (f"{row['median_ms']:.1f}", f"{row['std_ms']:.1f}")),
+            f"{row['peak_bytes'] / MIB:,.0f}" if row["peak_bytes"] else "",
         )
         for row in rows
     ]
@@ -305,8 +306,13 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     if row["error"]:
-        return str(row["error"]).partition(":")[0]
+        return _failure(row)
     return f"{_times(row, 'median_ms', 'queued_ms', 'std_ms')}, {row['peak_bytes'] / MIB:.0f}"
+
+
+def _failure(row: dict[str, Any]) -> str:
+    """ "out of memory": the error without its details."""
+    return str(row["error"]).partition(":")[0]
 
 
 def _times(row: dict[str, Any], idle: str, queued: str, spread: str | None = None) -> str:

@@ -9,23 +9,27 @@
     cached             the same with a gradient cache alone
     two_forwards       of the planned micro-batches: forward without a graph, then forward and backward; no loss
     accum_freq         open_clip's training loop with --accum-freq, in micro-batches of --micro-batch
+    gradcache, sentence_transformers   gradient caches of other libraries (gradient_caches.py), in the same ones
 
 Random images and texts, bf16 autocast, gradients of all parameters; one CUDA GPU. --batch-size and --memory take lists.
-Rows that the output has already are not measured again, so that a campaign can be done in parts.
+Rows that the output has already are not measured again, so that a campaign can be done in parts. The row of a way whose
+library is not installed says "absent".
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gradient_caches
 import torch
 from torch import Tensor
 
@@ -33,11 +37,15 @@ import infcl_gen
 from infcl_gen import Samples
 from infcl_gen.bench.results import measured_before, measurement, write_results
 from infcl_gen.bench.timing import turns
+from infcl_gen.inputs.text import one_line
 from infcl_gen.step.costs import StepCosts, write_costs
 from infcl_gen.step.plan import TREATMENTS
 
-WAYS = ("open_clip", "infcl", "planned", "cached", "two_forwards", "accum_freq")
+PLANNED, PEERS = ("planned", "cached"), ("gradcache", "sentence_transformers")
+WHOLE = ("open_clip", "infcl")
+WAYS = (*WHOLE, *PLANNED, "two_forwards", "accum_freq", *PEERS)
 SAME = ("way", "model", "batch", "memory_bytes", "micro_batch", "checkpointing")  # rows of one measurement
+ABSENT = "absent"
 Step = Callable[[], object]
 
 
@@ -47,7 +55,7 @@ def main() -> None:
     parser.add_argument("--batch-size", default="2048", help="image-text pairs of a step")
     parser.add_argument("--ways", default="open_clip,infcl", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--memory", default="auto", help="for a planned step: 24GiB, or auto")
-    parser.add_argument("--micro-batch", type=int, help="of accum_freq; the plan's size, if it is not given")
+    parser.add_argument("--micro-batch", type=int, help="of accum_freq and of other libraries [the plan's]")
     parser.add_argument(
         "--checkpointing", action="store_true", help="open_clip's --grad-checkpointing, where not planned"
     )
@@ -60,6 +68,8 @@ def main() -> None:
     ways = flags.ways.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
         parser.error(f"--ways: {', '.join(unknown)}: valid: {', '.join(WAYS)}")
+    if flags.images == "made" and (whole := [way for way in ways if way in (*WHOLE, *PEERS)]):
+        parser.error(f"--images made: {', '.join(whole)} take a batch that is there; leave them out")
     try:
         import open_clip
     except ImportError:
@@ -71,16 +81,18 @@ def main() -> None:
     rows, _, command = (
         measured_before(flags.output, command, ["open_clip_torch"]) if flags.output else ([], {}, command)
     )
+    rows = [row for row in rows if row["way"] not in ways or not (row["error"] or "").startswith(ABSENT)]
     sizes, budgets = map(int, flags.batch_size.split(",")), flags.memory.split(",")
     for batch, memory in itertools.product(sizes, budgets):
         made = Ways(open_clip, flags, batch, memory)
         wanted = {way: made.identity(way) for way in ways}
-        steps = {way: made.step(way) for way in ways if not any(_is(row, wanted[way]) for row in rows)}
-        for way, row in measured(steps, flags.warm, flags.repeats, made.forget).items():
+        left = [way for way in ways if not any(_is(row, wanted[way]) for row in rows)]
+        steps, found = startable(left, made.step, flags.repeats)
+        for way, row in (found | measured(steps, flags.warm, flags.repeats, made.forget)).items():
             rows.append(wanted[way] | made.predicted(way) | row)
             seconds = f"{row['median_ms']:10.1f} +- {row['std_ms']:.1f} ms" if row["error"] is None else row["error"]
             print(f"{way:14s} {batch:8d} {memory:8s} {seconds}  {row['peak_bytes'] / 2**20:10,.0f} MiB", flush=True)
-        if flags.output is not None and steps:
+        if flags.output is not None and left:
             write_results(flags.output, measurement(rows, command, {}, ["open_clip_torch"]))
         del made, steps
         gc.collect()  # modules are in cycles: their memory would be in the next peak
@@ -102,8 +114,8 @@ class Ways:
 
     def identity(self, way: str) -> dict[str, Any]:
         """What rows of the same measurement share."""
-        planned = way in ("planned", "cached", "two_forwards")
-        micro_batch = self._flags.micro_batch if way == "accum_freq" else None
+        planned = way in (*PLANNED, "two_forwards")
+        micro_batch = self._flags.micro_batch if way in ("accum_freq", *PEERS) else None
         return {
             "way": way, "model": self._flags.model, "batch": self._batch, "images": self._flags.images,
             "memory_bytes": self.plan().problem.memory_bytes if planned and self._memory != "auto" else None,
@@ -130,7 +142,7 @@ class Ways:
         model = self._model
 
         def image(images: Tensor) -> Tensor:
-            return model.encode_image(images, normalize=True)  # type: ignore[no-any-return]
+            return model.encode_image(images.cuda(), normalize=True)  # type: ignore[no-any-return]
 
         def text(texts: Tensor) -> Tensor:
             return model.encode_text(texts, normalize=True)  # type: ignore[no-any-return]
@@ -148,7 +160,7 @@ class Ways:
         )
 
     def predicted(self, way: str) -> dict[str, Any]:
-        if way not in ("planned", "cached"):
+        if way not in PLANNED:
             return {}
         plan = self.plan(way)
         towers = [f"{tower.name}: {_described(tower)}" for tower in plan.account.towers]
@@ -158,7 +170,7 @@ class Ways:
         }  # fmt: skip
 
     def step(self, way: str) -> Step:
-        if way in ("planned", "cached"):
+        if way in PLANNED:
             run = self.plan(way).step(progress=False)
             return lambda: run(self._images, self._texts)
         if way == "two_forwards":
@@ -166,6 +178,8 @@ class Ways:
         self._model.set_grad_checkpointing(self._flags.checkpointing)
         if way == "accum_freq":
             return self._accum_freq
+        if way in PEERS:
+            return self._gradient_cache(way)
         loss = self._open_clip.ClipLoss() if way == "open_clip" else infcl_gen.ContrastiveLoss()
         return lambda: self._whole(loss)
 
@@ -189,10 +203,28 @@ class Ways:
             part.copy_(torch.randn(part.shape, device="cuda"))
         return images, texts
 
+    def _some(self, place: int, start: int, size: int) -> Tensor:
+        """The inputs of a micro-batch of one tower."""
+        rows, given = slice(start, min(start + size, self._batch)), (self._images, self._texts)[place]
+        some: Tensor = given.make(rows) if isinstance(given, Samples) else given[rows]
+        return some.cuda()
+
     def _part(self, start: int, size: int) -> tuple[Tensor, Tensor]:
-        part = slice(start, start + size)
-        images = self._images.make(part) if isinstance(self._images, Samples) else self._images[part].cuda()
-        return images, self._texts[part]
+        return self._some(0, start, size), self._some(1, start, size)
+
+    def _micro_batch(self) -> int:
+        planned = (tower.cached.micro_batch for tower in self.plan().account.towers)
+        return int(self._flags.micro_batch or max(planned))
+
+    def _gradient_cache(self, way: str) -> Step:
+        """Of another library, with open_clip's loss where it takes one."""
+        more = {"loss": self._open_clip.ClipLoss()} if way == "gradcache" else {}
+        inputs, autocast = (self._images, self._texts), functools.partial(torch.autocast, "cuda", torch.bfloat16)
+        make = getattr(gradient_caches, way)
+        step: Step = make(
+            self._towers(), inputs, self._model.logit_scale.exp, self._micro_batch(), autocast=autocast, **more
+        )
+        return step
 
     def _whole(self, loss: Any) -> None:
         with torch.autocast("cuda", torch.bfloat16):
@@ -200,21 +232,20 @@ class Ways:
         value.backward()
 
     def _two_forwards(self) -> None:
-        towers = self._model.encode_image, self._model.encode_text
-        for tower, x, plan in zip(towers, (self._images, self._texts), self.plan().account.towers, strict=True):
+        for place, (tower, plan) in enumerate(zip(self._towers(), self.plan().account.towers, strict=True)):
             size = max(part.micro_batch for part in (plan.cached, plan.checkpointed, plan.kept) if part.samples)
             with torch.autocast("cuda", torch.bfloat16):
                 for start in range(0, self._batch, size):
                     with torch.no_grad():
-                        tower(x[start : start + size].cuda(), normalize=True)
+                        tower(self._some(place, start, size))
                 torch.clear_autocast_cache()
                 for start in range(0, self._batch, size):
-                    features = tower(x[start : start + size].cuda(), normalize=True)
+                    features = tower(self._some(place, start, size))
                     features.backward(torch.ones_like(features))
 
     def _accum_freq(self) -> None:
         """As open_clip_train.train.train_one_epoch: features of all, then each micro-batch again among the others'."""
-        size = self._flags.micro_batch or max(tower.cached.micro_batch for tower in self.plan().account.towers)
+        size = self._micro_batch()
         loss, starts = self._open_clip.ClipLoss(), range(0, self._batch, size)
         kept: list[list[Tensor]] = [[], []]
         for start in starts:
@@ -237,12 +268,29 @@ def _described(tower: Any) -> str:
     return ", ".join(f"{part.samples} {name} by {part.micro_batch}" for name, part in parts if part.samples)
 
 
+def startable(
+    ways: Sequence[str], make: Callable[[str], Step], repeats: int
+) -> tuple[dict[str, Step], dict[str, dict[str, Any]]]:
+    """The steps of ways, and rows of those whose library is not installed."""
+    steps, rows = {}, {}
+    for way in ways:
+        try:
+            steps[way] = make(way)
+        except ImportError as error:
+            rows[way] = _row(repeats) | {"error": f"{ABSENT}: {one_line(error)}"}
+    return steps, rows
+
+
+def _row(repeats: int) -> dict[str, Any]:
+    return {"peak_bytes": 0, "median_ms": None, "std_ms": None, "repeats": repeats, "error": None}
+
+
 def measured(steps: dict[str, Step], warm: int, repeats: int, forget: Step) -> dict[str, dict[str, Any]]:
     """Times of steps in turns, and the peak of all. In a turn, `warm` steps fill the allocator before the timed one."""
     found: dict[str, dict[str, Any]] = {}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for name in steps:
-        found[name] = {"peak_bytes": 0, "median_ms": None, "std_ms": None, "repeats": repeats, "error": None}
+        found[name] = _row(repeats)
     for _, name in turns(list(steps), repeats):
         row = found[name]
         if row["error"] is not None:

@@ -52,6 +52,19 @@ def test_comparisons_as_tables() -> None:
     assert "| infcl | 1024.00 ± 0.50 (1000.25), 1024 |" in text and "| 1.25 (1.12) |" in text
 
 
+def test_steps_that_failed_say_why() -> None:
+    row: dict[str, Any] = {"model": "ViT-B-32", "batch": 32768, "way": "planned", "std_ms": 2.0, "error": None}
+    rows = [{**row, "median_ms": 8590.0, "peak_bytes": 2**30}]
+    for error, peak_bytes in (("out of memory: 1 GiB", 2**31), ("absent: no module", 0)):
+        rows.append({**row, "median_ms": None, "std_ms": None, "peak_bytes": peak_bytes, "error": error})
+    lines = tables.training_steps(rows).splitlines()[-3:]
+    assert lines[0] == "| ViT-B-32 | 32,768 | planned | 8590.0 | 2.0 | 1,024 |"
+    assert [line.partition(" planned ")[2] for line in lines[1:]] == [
+        "| out of memory |  | 2,048 |",
+        "| absent |  |  |",
+    ]
+
+
 def test_peers_beside_the_fastest_package() -> None:
     point: dict[str, Any] = {"batch": 65536, "dim": 768, "error": None, "scale": 14.3}
     times = {"infcl": 10.0, "slow": 24.0, "slower": 30.0}
