@@ -33,7 +33,8 @@ PAGES = {
     "docs/steps.md": ("largest_batches", "step_memory"),
 }
 CONVENTIONS = "cpu-conventions.json"  # by docs/conventions.py
-STEP = "h100-step.json"  # by examples/training_step.py
+STEP = "h200-step.json"  # by examples/training_step.py
+STEP_SHOWN = 32768, {"planned": "`plan_step`", "accum_freq": "open_clip's `--accum-freq`"}
 SHOWN = ("infcl", "open_clip-compiled", "liger-kernel", "cut-cross-entropy", "open_clip", "inf_cl")
 BESIDE_PEERS = ("h200-grid.json", "h200-scale100.json", "h200-autocast-speed.json")
 MIB = 2**20
@@ -140,9 +141,11 @@ def compared(rows: Rows, steps: Rows) -> str:
         (_who(row), f"{row['queued_ms']:.1f}", f"{row['peak_bytes'] / MIB:,.0f}")
         for row in sorted(shown, key=lambda row: row["queued_ms"])
     ]
+    batch, named = STEP_SHOWN
     for row in steps:
-        what = f"a step of {row['model']}, {row['batch']:,} pairs, H100, loss of {row['way']}"
-        lines.append((what, f"{row['median_ms']:.1f}", f"{row['peak_bytes'] / MIB:,.0f}"))
+        if row["batch"] == batch and row["way"] in named:
+            what = f"a step of {row['model']}, {batch:,} pairs: {named[row['way']]}"
+            lines.append((what, f"{row['median_ms']:,.0f}", f"{row['peak_bytes'] / MIB:,.0f}"))
     return _table(("who", "ms", "MiB"), lines)
 
 
@@ -206,16 +209,20 @@ def _loss_and_peak(step: Account) -> str:
 
 
 def training_steps(rows: Rows) -> str:
-    """A line for each model, batch and loss."""
-    lines = [
-        (
-            *(row["model"], f"{row['batch']:,}", row["way"]),
-            *((_failure(row), "") if row.get("error") else (f"{row['median_ms']:.1f}", f"{row['std_ms']:.1f}")),
+    """A line for each model, batch, budget and way."""
+    lines = []
+    for row in rows:
+        budget, size = row.get("memory_bytes"), row.get("micro_batch")
+        way = f"{row['way']} by {size}" if size else row["way"]
+        predicted = row.get("predicted_ms"), row.get("predicted_peak_bytes")
+        lines.append((
+            row["model"], f"{row['batch']:,}", way, f"{budget / 2**30:.0f} GiB" if budget else "",
+            *((_failure(row), "") if row.get("error") else (f"{row['median_ms']:,.0f}", f"{row['std_ms']:.0f}")),
             f"{row['peak_bytes'] / MIB:,.0f}" if row["peak_bytes"] else "",
-        )
-        for row in rows
-    ]
-    return _table(("model", "pairs", "loss of", "ms", "std", "MiB"), lines)
+            *((f"{predicted[0]:,.0f}", f"{predicted[1] / MIB:,.0f}") if all(predicted) else ("", "")),
+        ))  # fmt: skip
+    head = "model", "pairs", "way", "budget", "ms", "std", "MiB", "predicted ms", "predicted MiB"
+    return _table(head, lines)
 
 
 def beside_peers(rows: Rows) -> str:
