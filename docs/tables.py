@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
+
+from infcl_gen import cli
 from infcl_gen.cli.scaling import HEADER, cells
 from infcl_gen.files import checksum
 from infcl_gen.step.account import PHASES, Account, LossCosts, StepProblem, account
 from infcl_gen.step.choose import largest_samples
-from infcl_gen.step.costs import read_costs
+from infcl_gen.step.costs import PassCosts, StepCosts, profile_names, read_costs
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import PlannedLoss, optimizer_bytes
 
@@ -30,7 +33,7 @@ PAGES = {
     "README.md": ("compared",),
     "docs/benchmarks.md": ("measured", "simulated"),
     "docs/gradients.md": ("conventions",),
-    "docs/steps.md": ("largest_batches", "step_memory"),
+    "docs/steps.md": ("pair_costs", "step_plan", "largest_batches", "step_memory"),
 }
 CONVENTIONS = "cpu-conventions.json"  # by docs/conventions.py
 STEP = "h200-step.json"  # by examples/training_step.py
@@ -82,8 +85,12 @@ def tables(kind: str) -> str:
 
     Raises ValueError for a wrong checksum.
     """
-    if kind in ("largest_batches", "step_memory"):
-        return largest_batches() if kind == "largest_batches" else step_memory()
+    if kind in PAGES["docs/steps.md"]:
+        made: dict[str, Callable[[], str]] = {
+            "pair_costs": pair_costs, "step_plan": step_plan, "largest_batches": largest_batches,
+            "step_memory": step_memory,
+        }  # fmt: skip
+        return made[kind]()
     if kind == "compared":
         losses, step = (json.loads((ROOT / "tune" / "bench" / name).read_text()) for name in (BESIDE_PEERS[0], STEP))
         return compared(losses["rows"], step["rows"])
@@ -147,6 +154,43 @@ def compared(rows: Rows, steps: Rows) -> str:
             what = f"a step of {row['model']}, {batch:,} pairs: {named[row['way']]}"
             lines.append((what, f"{row['median_ms']:,.0f}", f"{row['peak_bytes'] / MIB:,.0f}"))
     return _table(("who", "ms", "MiB"), lines)
+
+
+def pair_costs() -> str:
+    """What a pair takes by each of the built-in profiles, in the largest micro-batches that were measured."""
+    head = (
+        "model", "parameters, gradients, AdamW: GB", "graph of a pair: MB", "checkpointed: MB",
+        "features and their gradients: KB", "loss: KB", "kept: µs", "checkpointed: µs", "cached: µs",
+    )  # fmt: skip
+    held = "kept", "checkpointed"
+    lines = []
+    for name in profile_names():
+        costs = read_costs(name)
+        loss = {"loss": "clip", "dim": costs.dim, "dtype": costs.dtype, "device_profile": costs.device}
+        loss_bytes = PlannedLoss(loss, 1).smallest_bytes(COMPARED[0]) / COMPARED[0]
+        state_bytes = costs.parameter_bytes + costs.gradient_bytes + optimizer_bytes("adamw", costs.gradient_bytes)
+
+        def summed(kind: str, cost: Callable[[PassCosts, int], float], costs: StepCosts = costs) -> float:
+            passes: list[PassCosts] = [getattr(tower, kind) for tower in costs.towers]
+            return sum(cost(each, each.sizes[-1]) / each.sizes[-1] for each in passes)
+
+        kept_s = summed("kept", PassCosts.seconds)
+        times_s = kept_s, summed("checkpointed", PassCosts.seconds), kept_s + summed("without_graph", PassCosts.seconds)
+        lines.append((
+            name, f"{state_bytes / 1e9:.1f}",
+            *(f"{summed(kind, lambda each, size: each.at('kept_bytes', size)) / 1e6:.1f}" for kind in held),
+            f"{2 * sum(tower.feature_bytes for tower in costs.towers) / 1e3:.1f}", f"{loss_bytes / 1e3:.1f}",
+            *(f"{1e6 * time_s:.0f}" for time_s in times_s),
+        ))  # fmt: skip
+    return _table(head, lines)
+
+
+def step_plan() -> str:
+    """What the command that stands before it on the page prints."""
+    page = (ROOT / "docs" / "steps.md").read_text(encoding="utf-8")
+    command = page.partition("<!-- step_plan:begin -->")[0].rpartition("```sh\ninfcl-gen ")[2].partition("\n")[0]
+    printed = CliRunner().invoke(cli.main, command.split(), catch_exceptions=False).stdout
+    return f"\n```text\n{printed}```\n"
 
 
 def paper_step(model: str, devices: int, inputs: str, batch: int | None) -> Account:

@@ -48,7 +48,7 @@ def choose(problem: StepProblem) -> Account:
         fits = f"the largest batch that fits has {largest} samples" if largest else "no batch fits"
         devices = f" on {problem.world_size} devices" if problem.world_size > 1 else ""
         raise InfeasibleError(
-            f"a step of {problem.samples} samples a device needs "
+            f"a step of {problem.samples} samples per device needs "
             f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}{devices}",
             smallest, largest,
         )  # fmt: skip
@@ -90,7 +90,9 @@ def _smallest(problem: StepProblem) -> Account:
         for towers in itertools.product(*(_uniform(problem, costs) for costs in problem.costs.towers))
     ]
     if not found:
-        raise InputError(f"treatments: {', '.join(problem.treatments)}: a tower has no blocks; allow cached or kept")
+        raise InputError(
+            f"treatments: {', '.join(problem.treatments)}: a tower has no blocks to checkpoint; allow cached or kept"
+        )
     return min(found, key=lambda each: each.peak_bytes)
 
 

@@ -117,7 +117,7 @@ def _names_of(runs: Sequence[Any]) -> list[str]:
 def _device_of(modules: Sequence[tuple[nn.Module, ...]]) -> torch.device:
     for place, some in enumerate(modules):
         if not some:
-            raise InputError(f"towers: no module is found in tower {place}; name what it runs: model=...")
+            raise InputError(f"towers: no module is found in tower {place}; name the modules that it runs: model=[...]")
     devices = {each.device for some in modules for module in some for each in module.parameters()}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no device"
@@ -132,7 +132,7 @@ def compiled(run: Any, modules: tuple[nn.Module, ...]) -> bool:
 def wrapper_of(modules: Iterable[nn.Module]) -> str:
     replicated = inside(modules, is_replicated)
     if any(each.static_graph for each in replicated):
-        raise InputError("towers: DistributedDataParallel(static_graph=True) allows one pass a step; give False")
+        raise InputError("towers: static_graph=True of DistributedDataParallel allows one pass per step; give False")
     if replicated:
         return "ddp"
     return "fsdp2" if inside(modules, is_sharded) else "none"

@@ -59,7 +59,7 @@ def faked(mode: FakeTensorMode | None, example: Any) -> Iterator[Any]:
 def probe_for(device_profile: str | None) -> type[Probe]:
     """What estimates the costs on a device. Raises InputError without the name of a profile."""
     if device_profile is None:
-        raise InputError("device_profile: towers without values are planned for a device that is named: h200, h100")
+        raise InputError("device_profile: is required for towers without values; name the device to plan for: h200")
     profile = load_profile(device_profile)
 
     class FakeProbe(Probe):

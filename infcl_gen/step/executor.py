@@ -142,7 +142,7 @@ class Step:
             if most != -least:
                 raise InputError(
                     f"inputs: ranks pass {self.names[tower]} in {-least} to {most} {treatment} micro-batches; under "
-                    "FSDP2 each has as many: give all ranks equally many samples"
+                    "FSDP2 all must pass equally many; give all ranks equally many samples"
                 )
 
     def _rows(self, inputs: Sequence[Any]) -> int:

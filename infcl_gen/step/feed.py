@@ -82,7 +82,7 @@ def gathered(batches: Iterator[Any], towers: int, samples: int) -> list[Any]:
         count = rows_of(batch, "inputs: a micro-batch")
         if start + count > samples:
             raise InputError(
-                f"inputs: a micro-batch of {count} behind {start} samples; the step is planned for {samples}"
+                f"inputs: a micro-batch of {count} after {start} samples; the step is planned for {samples}"
             )
         leaves, form = pytree.tree_flatten(list(batch))
         if not all(isinstance(leaf, Tensor) for leaf in leaves):

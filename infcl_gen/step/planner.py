@@ -69,7 +69,7 @@ class StepPlan:
         """
         if self.make_step is None:
             raise InputError(
-                "step: this plan is from a profile or an estimate; plan_step with real towers, where they are"
+                "step: a plan from a profile or an estimate has no towers to run; call plan_step on their device"
             )
         return self.make_step(self, self.predicted_time_s > LONG_S if progress is None else progress)
 

@@ -91,7 +91,7 @@ def test_an_iterator_is_read_no_further_than_the_batch() -> None:
         ([], "the iterator gave no micro-batch"),
         ([torch.ones(4, 6)], "a micro-batch of Tensor; expected a tuple of 2 inputs"),
         ([(torch.ones(4, 6),) * 3], "a micro-batch of tuple; expected a tuple of 2 inputs"),
-        ([(torch.ones(20, 6),) * 2] * 2, "a micro-batch of 20 behind 20 samples; the step is planned for 23"),
+        ([(torch.ones(20, 6),) * 2] * 2, "a micro-batch of 20 after 20 samples; the step is planned for 23"),
         ([(torch.ones(4, 6), {"a": torch.ones(4, 6), "b": "x"})], "hold tensors alone"),
     ],
 )

@@ -255,7 +255,7 @@ def test_batch_normalisation_is_refused_or_accepted() -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "one example": (lambda m, x: ([m.image, m.text], x[:1], {}), "example: 1 inputs were given for 2 towers"),
-    "no module": (lambda m, x: ([lambda y: y, m.text], x, {}), "no module is found in tower 0; name what it runs"),
+    "no module": (lambda m, x: ([lambda y: y, m.text], x, {}), "no module is found in tower 0; name the modules"),
     "features of one number": (
         lambda m, x: ([lambda y: m.image(y).sum(), m.text], x, {}),
         r"towers: tower gave \(\) for 16 samples; expected features \(M, D\)",
@@ -381,11 +381,11 @@ class TestTowersWithoutValues:
         assert fast.problem.memory_bytes == int(0.97 * load_profile("h200").memory_bytes)
 
     def test_such_a_plan_does_not_run(self) -> None:
-        with pytest.raises(InputError, match="from a profile or an estimate; plan_step with real towers"):
+        with pytest.raises(InputError, match="from a profile or an estimate has no towers"):
             self.planned().step()
 
     def test_what_it_needs_is_named(self) -> None:
-        with pytest.raises(InputError, match="device_profile: towers without values are planned for a device"):
+        with pytest.raises(InputError, match="device_profile: is required for towers without values"):
             self.planned(device_profile=None)
         with pytest.raises(InputError, match="towers without values are planned with a built-in loss"):
             self.planned(loss=dense)
@@ -398,4 +398,4 @@ def test_ranks_plan_together(wrapper: str, tmp_path: Path) -> None:
     assert first["plan"]["memory_bytes"] == 32 << 20  # of the rank that has less
     assert first["plan"] == second["plan"] and first["plan"]["wrapper"] == {"ddp": "ddp", "fsdp": "fsdp2"}[wrapper]
     assert max(first["error"], second["error"]) < 1e-12
-    assert "DistributedDataParallel(static_graph=True) allows one pass a step" in first["refused"]
+    assert "static_graph=True of DistributedDataParallel allows one pass per step" in first["refused"]

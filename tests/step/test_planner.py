@@ -144,7 +144,9 @@ def test_treatments_by_memory() -> None:
 
 
 def test_what_does_not_fit_names_what_would() -> None:
-    message = r"a step of 6400 samples a device needs .*; 76.3 MiB are allowed, and the largest batch that fits has \d+"
+    message = (
+        r"a step of 6400 samples per device needs .*; 76.3 MiB are allowed, and the largest batch that fits has \d+"
+    )
     with pytest.raises(InfeasibleError, match=message) as caught:
         choose(problem(6400, 80))
     smallest, largest = caught.value.smallest_budget_bytes, caught.value.largest_batch
@@ -198,7 +200,7 @@ def test_the_largest_batch_is_planned_where_none_is_given() -> None:
     plan = plan_from_costs(COSTS, 500 * MB, Loss(), batch_size=None, world_size=4)
     assert plan.batch_size == plan.largest_batch == 4 * largest_samples(problem(1, 500, world_size=4))
     assert plan.predicted_peak_bytes <= 500 * MB
-    with pytest.raises(InputError, match="this plan is from a profile or an estimate"):
+    with pytest.raises(InputError, match="a plan from a profile or an estimate has no towers to run"):
         plan.step()
 
 

@@ -34,9 +34,7 @@ def test_gradients_are_those_of_the_whole_batch(wrapper: str, rows: tuple[int, .
 def test_uneven_micro_batches_under_fsdp2_are_refused_on_all_ranks(tmp_path: Path) -> None:
     """They would wait for one another for ever."""
     job = {"wrapper": "fsdp", "rows": [8, 5], "way": "cached", "cache": str(tmp_path)}
-    message = (
-        "ranks pass image in 2 to 3 cached micro-batches; under FSDP2 each has as many: give all ranks equally many"
-    )
+    message = "ranks pass image in 2 to 3 cached micro-batches; under FSDP2 all must pass equally many"
     assert all(message in answer["refused"] for answer in run_ranks("tests.step.ranks:step", job, 2, 60.0))
 
 
