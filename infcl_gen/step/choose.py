@@ -24,8 +24,8 @@ from infcl_gen.step.costs import TowerCosts
 from infcl_gen.step.plan import STREAMED, Part, TowerPlan
 
 FINE = 64
-NEARLY_AS_FAST = 1.1  # micro-batches that take so many times the best time per sample are a attempt
-ATTEMPTS = 7  # sets of micro-batch sizes that are tried until something fits
+NEARLY_AS_FAST = 1.1  # the first attempt is with micro-batches that take at most so many times the best time per sample
+ATTEMPTS = 7  # sets of micro-batch sizes that are tried: slower ones leave more room for graphs
 THINNED = 64  # points of a frontier, where there are more than two towers
 
 
@@ -52,8 +52,10 @@ def choose(problem: StepProblem) -> Account:
             f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}{devices}",
             smallest, largest,
         )  # fmt: skip
-    found = next(filter(None, (_best(problem, attempt) for attempt in range(ATTEMPTS))), None)
-    return found or account(problem, least.towers, problem.losses.within_budgets(problem.samples)[0])
+    found = filter(None, (_best(problem, attempt) for attempt in range(ATTEMPTS)))
+    return min(found, key=lambda each: (each.time_s, each.peak_bytes), default=None) or account(
+        problem, least.towers, problem.losses.within_budgets(problem.samples)[0]
+    )
 
 
 def largest_samples(problem: StepProblem) -> int:

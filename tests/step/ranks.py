@@ -205,6 +205,76 @@ def subgroup(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
     return {"error": difference(found, true)}
 
 
+def numbers(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
+    """The errors of a scale and a bias that are in no module, in a step of the last two of three ranks."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 60.0)
+    group = dist.new_group([1, 2])
+    if seat.rank == 0:
+        return {"errors": [0.0]}
+    module, original = pair(), pair()
+    scale, bias = (nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (3.0, 0.4))
+    if argument["wrapper"] == "ddp":
+        towers: list[Any] = [DistributedDataParallel(each, process_group=group) for each in (module.image, module.text)]
+    else:
+        towers = [fully_shard(each, mesh=DeviceMesh.from_group(group, "cpu")) for each in (module.image, module.text)]
+    inputs = batch(20)
+    parts = [[x[start : start + 10] for x in inputs] for start in (0, 10)]
+    plan = infcl_gen.plan_step(
+        towers, [x[:4] for x in inputs], loss=with_bias, scale=scale, bias=bias, batch_size=20, memory="64MiB",
+        micro_batch=3, group=group,
+    )  # fmt: skip
+    plan.step()(*parts[seat.rank - 1])
+    true = [each.detach().clone().requires_grad_() for each in (scale, bias)]
+    for image, text in parts:
+        (with_bias(original.image(image), original.text(text), *true) / 2).backward()
+    return {"errors": [float((a.grad - b.grad).abs()) for a, b in zip((scale, bias), true, strict=True)]}
+
+
+def with_bias(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Of one rank's features alone."""
+    return dense(image, text, scale) + bias * (image - text).square().mean()
+
+
+def after_error(argument: dict[str, Any], seat: Seat) -> dict[str, Any]:
+    """The error of the gradients of the user's own step behind a planned one that failed, on all ranks at once."""
+    os.environ["INFCL_GEN_CACHE"] = argument["cache"]
+    seat.join_group("cpu", 60.0)
+    original, module = pair(), pair()
+    module.log_scale = None
+    model, _ = wrapped(module, argument["wrapper"])
+    image, text = batch(8)
+    own = slice(4 * seat.rank, 4 * seat.rank + 4)
+
+    def failing(*features: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a loss that fails")
+
+    run, passes = (lambda x: model(image=x)), 0
+
+    def in_a_pass(x: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
+        passes += 1
+        if passes == argument["failing"]:
+            raise ValueError("a tower that fails")
+        return run(x)
+
+    like, bare = torch.empty(0, DIM, dtype=torch.float64), model_of(original, scale=1.0)
+    towers = (Tower(in_a_pass, like, (model,)), Tower(lambda x: model(text=x), like, (model,)))
+    loss = bare.loss if argument["failing"] else failing
+    with contextlib.suppress(ValueError):
+        TrainingStep(plans(4, argument["way"]), bare._replace(towers=towers, loss=loss, scale=2.0))(
+            image[own], text[own]
+        )
+        raise AssertionError("nothing failed")
+    assert not whole_gradients(module)
+    first, second = model(image[own], text[own])
+    (first * second).sum().backward()
+    first, second = original(image, text)
+    (first * second).sum().backward()
+    true = {name: each / 2 for name, each in gradients_of(original).items()}
+    return {"error": difference(whole_gradients(module), true)}
+
+
 def classifier() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4)).double()

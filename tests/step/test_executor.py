@@ -19,6 +19,7 @@ from infcl_gen.errors import InputError
 from infcl_gen.step import executor
 from infcl_gen.step.blocks import blocks_of
 from infcl_gen.step.executor import Tower, TrainingStep, UnrepeatableError
+from infcl_gen.step.feed import Samples
 from infcl_gen.step.plan import Part, TowerPlan
 from tests.step.models import DIM, Pair, batch, dense, difference, features_of, gradients, model_of, pair, plain
 
@@ -219,6 +220,64 @@ def test_an_interrupt_leaves_gradients_as_they_were(
     assert not [block for block in module.modules() if "forward" in vars(block)]
 
 
+PHASES = ("cached forward", "forward", "loss", "backward", "block again", "second pass", "second backward", "inputs")
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_interrupt_in_a_phase_leaves_the_very_gradients(phase: str, before: bool) -> None:
+    """In the last moment of each: a micro-batch of each treatment went before it, where the phase has several."""
+    module, (images, texts), seen = pair(), batch(ROWS), list[str]()
+    if before:
+        plain_loss = dense(module.image(images), module.text(texts), module.log_scale.exp())
+        plain_loss.backward()
+    held = {name: (each.grad, None if each.grad is None else each.grad.clone()) for name, each in parameters(module)}
+    values = {name: each.detach().clone() for name, each in parameters(module)}
+    counts = {"cached forward": 5, "forward": 5, "loss": 1, "backward": 5, "block again": 3, "inputs": 12}
+    last = {**counts, "second pass": 5, "second backward": 5}[phase]
+
+    def happens(what: str) -> None:
+        seen.append(what)
+        if what == phase and seen.count(what) == last:
+            raise KeyboardInterrupt
+
+    def image(x: Tensor) -> Tensor:
+        differentiated = "loss" in seen
+        first = "forward" if torch.is_grad_enabled() else "cached forward"
+        happens("second pass" if differentiated else first)
+        features: Tensor = module.image(x)
+        if features.requires_grad:
+            features.register_hook(lambda _: happens("second backward" if differentiated else "backward"))
+        return features
+
+    def block(*_: object) -> None:
+        if "backward" in seen and "second pass" not in seen:
+            happens("block again")
+
+    def loss(*features: Tensor) -> Tensor:
+        happens("loss")
+        return dense(*features)
+
+    def make(rows: slice) -> Tensor:
+        happens("inputs")
+        return texts[rows]
+
+    module.image.blocks[0].norm.register_forward_hook(block)
+    step = TrainingStep(mixed(), model_of(module, (image, module.text), loss=loss, value=lambda x: x))
+    with pytest.raises(KeyboardInterrupt):
+        step(images, Samples(ROWS, make))
+    for name, each in parameters(module):
+        gradient, value = held[name]
+        assert each.grad is gradient and torch.equal(each, values[name])
+        assert gradient is None or torch.equal(gradient, value)
+    assert not [inner for inner in module.modules() if "forward" in vars(inner)]
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters())
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_buffers_are_those_of_one_pass(before: bool) -> None:
     """A counter, and a value that features depend on, which every pass in training mode changes; `before` such a step
@@ -339,6 +398,21 @@ def test_a_gradient_scaler() -> None:
     assert difference(gradients(module), of_plain) < 1e-12
 
 
+def test_a_scaler_skips_a_step_whose_gradients_overflow() -> None:
+    module, inputs = pair(dtype=torch.float32), batch(ROWS, dtype=torch.float32)
+    model = model_of(module, loss=lambda *features: 1e3 * dense(*features), value=lambda x: x)
+    optimizer, step = torch.optim.SGD(module.parameters(), lr=0.1), TrainingStep(mixed(), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    values = [each.detach().clone() for each in module.parameters()]
+    for overflows in (True, False):
+        step(*inputs, scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, module.parameters(), values)) == overflows
+    assert scaler.get_scale() == 2.0**27
+
+
 def test_several_losses_of_the_user_on_the_same_features() -> None:
     def both(image: Tensor, text: Tensor, scale: Tensor, bias: float) -> Tensor:
         return dense(image, text, scale) + bias * (image - text).square().mean()
@@ -388,6 +462,20 @@ def test_second_passes_have_the_autocast_of_the_first(around: bool) -> None:
         step(*inputs)
     assert seen == [(True, torch.bfloat16, False)] * 5 + [(True, torch.bfloat16, True)] * 5
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_second_passes_under_autocast_give_the_features_of_the_first_bit_by_bit() -> None:
+    module, inputs, seen = pair(dtype=torch.float32), batch(ROWS, dtype=torch.float32), dict[bool, list[Tensor]]()
+
+    def image(x: Tensor) -> Tensor:
+        features: Tensor = module.image.last(module.image.first(x))
+        seen.setdefault(torch.is_grad_enabled(), []).append(features.detach().clone())
+        return features
+
+    model = model_of(module, (image, module.text), autocast=torch.bfloat16)
+    TrainingStep(plans("cached", "kept"), model)(*inputs)
+    assert {each.dtype for some in seen.values() for each in some} == {torch.bfloat16}
+    assert len(seen[False]) == 5 and all(map(torch.equal, seen[False], seen[True]))
 
 
 def test_a_compiled_tower() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -16,7 +17,9 @@ import infcl_gen
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.hardware.profile import load_profile
 from infcl_gen.processes import run_ranks
+from infcl_gen.step.account import account
 from infcl_gen.step.costs import write_costs
+from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import StepPlan
 from infcl_gen.verification.memory import PeakMeter
 from tests.step.models import Encoder, Pair, batch, dense, difference, gradients, pair, plain
@@ -180,6 +183,48 @@ def test_methods_are_towers_and_memory_is_what_is_free() -> None:
     assert plan.problem.costs.parameter_bytes == sum(each.nbytes for each in module.parameters())
     plan.step()(*inputs)
     assert difference(gradients(module), plain(module, *inputs)[1]) < 1e-12
+
+
+def test_memory_that_is_free_is_taken_but_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, first = wide()
+    pages = {"SC_AVPHYS_PAGES": 1 << 16, "SC_PAGE_SIZE": 4096}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sysconf", pages.__getitem__)
+        plan = planned(module, "auto", costs=first.problem.costs)
+    assert plan.problem.memory_bytes == int(0.97 * (256 << 20))
+
+
+SPLITS = [
+    ((0, 200, 312), (512, 0, 0)),
+    ((0, 0, 512), (0, 0, 512)),
+    ((100, 0, 412), (100, 100, 312)),
+    ((512, 0, 0), (0, 0, 512)),
+    ((1, 510, 1), (300, 1, 211)),
+]
+
+
+@functools.cache
+def of_a_small_loss() -> StepPlan:
+    """The towers take what there is of memory."""
+    return planned(
+        wide()[0], loss=lambda image, text, scale: scale * (image * text).sum(), costs=wide()[1].problem.costs
+    )
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 32), (48, 100)])
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_account_bounds_the_peak_of_any_mixture(
+    split: tuple[tuple[int, int, int], ...], sizes: tuple[int, int]
+) -> None:
+    """Of plans that nobody chose: numbers of samples that are kept, checkpointed and cached, for each tower."""
+    (module, _), (cached, graph) = wide(), sizes
+    first = of_a_small_loss()
+    towers = [
+        TowerPlan(costs.name, Part(parts[2], cached), Part(parts[1], graph), Part(parts[0], graph))
+        for costs, parts in zip(first.problem.costs.towers, split, strict=True)
+    ]
+    found = account(first.problem, towers, first.account.loss)
+    bounds(dataclasses.replace(first, account=found), module)
 
 
 def test_costs_may_be_given(tmp_path: Path) -> None:

@@ -219,6 +219,30 @@ def test_a_scaler_and_the_dtype_of_the_loss(dtype: torch.dtype) -> None:
     assert difference(gradients(module), gradients(other)) < (1e-12 if dtype == torch.float64 else 1e-5)
 
 
+def test_a_scaler_skips_a_step_whose_gradients_overflow() -> None:
+    """As without micro-batches: parameters stay, and the scale gets smaller; the next step is taken."""
+    (inputs, targets), loss, found = labelled(ROWS), nn.CrossEntropyLoss(ignore_index=-1), []
+    inputs = 1e3 * inputs.float()
+    for planned_step in (True, False):
+        module = classifier().float()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+        step = planned(module, loss, targets, inputs=inputs).step() if planned_step else None
+        values = [each.detach().clone() for each in module.parameters()]
+        for place in range(2):
+            if step is not None:
+                step(inputs, targets, scaler=scaler)
+            else:
+                scaler.scale(loss(module(inputs), targets)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert all(map(torch.equal, module.parameters(), values)) == (place == 0)
+        assert scaler.get_scale() == 2.0**27
+        found.append(dict(module.named_parameters()))
+    assert all(torch.allclose(found[0][name], found[1][name], rtol=1e-4) for name in found[1])
+
+
 def test_samples_and_micro_batches_of_an_iterator() -> None:
     (inputs, targets), loss, found = labelled(ROWS), nn.CrossEntropyLoss(ignore_index=-1), []
     parts = [(inputs[start : start + 4], targets[start : start + 4]) for start in range(0, ROWS, 4)]

@@ -18,9 +18,17 @@ import pytest
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.step import choose as choosing
-from infcl_gen.step.account import PHASES, StepProblem, account
+from infcl_gen.step.account import PHASES, LossCosts, StepProblem, account
 from infcl_gen.step.choose import choose, largest_samples
-from infcl_gen.step.costs import StepCosts, costs_text, profile_names, read_costs, write_costs
+from infcl_gen.step.costs import (
+    PassCosts,
+    StepCosts,
+    TowerCosts,
+    costs_text,
+    profile_names,
+    read_costs,
+    write_costs,
+)
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import PlannedLoss, plan_from_costs
 from tests.documents import commands
@@ -28,6 +36,7 @@ from tests.step.costs import COSTS, FROZEN, IMAGE, MB, SIZES, TEXT, Loss
 from tests.test_cli import run
 
 PROFILES = Path(choosing.__file__).parent / "profiles"
+SMALL = (2, 4, 8)  # micro-batches, where all plans are compared
 
 
 def problem(samples: int = 64, memory_mb: int = 500, costs: StepCosts = COSTS, **options: Any) -> StepProblem:
@@ -65,6 +74,60 @@ def everything(given: StepProblem, costs: Any, samples: int) -> list[TowerPlan]:
                 rest = samples - some - others
                 found.append(TowerPlan(costs.name, Part(rest, cached), Part(some, graph), Part(others, graph)))
     return list(dict.fromkeys(found))
+
+
+@st.composite
+def tower_costs(draw: st.DrawFn, name: str) -> TowerCosts:
+    """Of any tower: what it keeps, how much less with checkpoints, how long a pass takes at least, and per sample."""
+    kept_mb, share = draw(st.floats(1, 30)), draw(st.floats(0.05, 0.6))
+    forward_us, again = draw(st.floats(5, 100)), draw(st.floats(0.7, 1.0))
+    start_s, extra_mb = draw(st.sampled_from([0.0, 20e-6, 200e-6])), draw(st.floats(0.5, 10))
+    backward_us = draw(st.floats(1.2, 2.2)) * forward_us
+
+    def graph(size_mb: float, behind_us: float, more_mb: float) -> PassCosts:
+        times = [tuple(start_s + us * 1e-6 * size for size in SMALL) for us in (forward_us, behind_us)]
+        sizes = [tuple(round(mb * MB * size) for size in SMALL) for mb in (size_mb + more_mb / 3, size_mb)]
+        behind = tuple(round((size_mb + more_mb) * MB * size) for size in SMALL)
+        return PassCosts(SMALL, times[0], *sizes, times[1] if behind_us else (), behind if behind_us else ())
+
+    return TowerCosts(
+        name, 1024, 0, graph(0.001, 0, extra_mb), graph(kept_mb, backward_us, extra_mb),
+        graph(share * kept_mb, backward_us + again * forward_us, (1 - share) * kept_mb / 6 + extra_mb),
+    )  # fmt: skip
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(st.integers(4, 8), st.floats(0.02, 1.0), tower_costs("image"), tower_costs("text"))
+def test_the_choice_for_two_different_towers_is_within_one_percent(
+    samples: int, share: float, image: TowerCosts, text: TowerCosts
+) -> None:
+    """Of all plans in equal groups: any micro-batches, and any numbers of them that are kept and checkpointed."""
+    costs = dataclasses.replace(COSTS, towers=(image, text))
+    most = account(problem(samples, 0, costs), [TowerPlan("", kept=Part(samples, samples))] * 2, LossCosts(0, 0.0))
+    given = dataclasses.replace(problem(samples, 0, costs), memory_bytes=int(share * most.peak_bytes))
+    found = [
+        account(given, plans, loss)
+        for plans in itertools.product(*(in_groups(tower.name, samples) for tower in costs.towers))
+        for loss in given.losses.within_budgets(samples)
+    ]
+    best_s = min((each.time_s for each in found if each.peak_bytes <= given.memory_bytes), default=math.inf)
+    try:
+        chosen = choose(given)
+    except InfeasibleError:
+        assert best_s == math.inf
+        return
+    assert chosen.peak_bytes <= given.memory_bytes and chosen.time_s <= 1.01 * best_s
+
+
+def in_groups(name: str, samples: int) -> list[TowerPlan]:
+    """Every plan of a tower whose graphs are of one size of micro-batches, and whose cached ones of another."""
+    found = set()
+    for cached, graph in itertools.product(SMALL, SMALL):
+        for some in {*range(0, samples, graph), samples}:
+            for others in {*range(0, samples - some, graph), samples - some}:
+                rest = samples - some - others
+                found.add(TowerPlan(name, Part(rest, cached), Part(some, graph), Part(others, graph)))
+    return list(found)
 
 
 @hypothesis.given(st.integers(5, 20), st.integers(60, 500), st.integers(0, 3))

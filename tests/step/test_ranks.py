@@ -44,3 +44,18 @@ def test_ranks_of_a_group_draw_their_own_random_numbers(wrapper: str, treatments
     job = {"wrapper": wrapper, "treatments": treatments, "cache": str(tmp_path)}
     for answer in run_ranks("tests.step.ranks:subgroup", job, 3, 60.0):
         assert answer["error"] < 1e-12
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_scale_and_a_bias_in_no_module_are_averaged_in_the_group(wrapper: str, tmp_path: Path) -> None:
+    for answer in run_ranks("tests.step.ranks:numbers", {"wrapper": wrapper, "cache": str(tmp_path)}, 3, 60.0):
+        assert max(answer["errors"]) < 1e-12
+
+
+@pytest.mark.parametrize(("failing", "way"), [(0, "cached"), (0, "kept"), (2, "cached"), (2, "kept"), (4, "cached")])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_wrappers_reduce_as_before_behind_an_error(wrapper: str, failing: int, way: str, tmp_path: Path) -> None:
+    """In the loss, in a first pass and in a second one: the user's own backward is averaged over ranks."""
+    job = {"wrapper": wrapper, "failing": failing, "way": way, "cache": str(tmp_path)}
+    for answer in run_ranks("tests.step.ranks:after_error", job, 2, 60.0):
+        assert answer["error"] < 1e-12
