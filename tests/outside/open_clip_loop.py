@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -204,6 +205,8 @@ def run_case(case: Case, folder: Path, device: str) -> dict[str, Any]:
     with contextlib.ExitStack() as patches:
         replace(patches, main, "create_model_and_transforms", create_and_keep)
         replace(patches, main, "get_data", lambda *_, **__: {"train": loader})
+        # From its default of 65 536 the first steps on two ranks are infinite, also with open_clip's loss.
+        replace(patches, torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=1024.0))
         if device == "cpu":  # the loop passes device_ids=[cpu], which DistributedDataParallel refuses
             parallel = torch.nn.parallel.DistributedDataParallel
             original = parallel.__init__

@@ -20,15 +20,7 @@ from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.step import choose as choosing
 from infcl_gen.step.account import PHASES, LossCosts, StepProblem, account
 from infcl_gen.step.choose import choose, largest_samples
-from infcl_gen.step.costs import (
-    PassCosts,
-    StepCosts,
-    TowerCosts,
-    costs_text,
-    profile_names,
-    read_costs,
-    write_costs,
-)
+from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts, costs_text, profile_names, read_costs, write_costs
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import PlannedLoss, plan_from_costs
 from tests.documents import commands
