@@ -201,6 +201,37 @@ def test_a_budget_that_the_next_power_of_two_exceeds_serves_the_batch() -> None:
     assert tried == [(65_536, 128)]
 
 
+def test_a_call_like_the_last_one_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other call does. Planted: each of the conditions left out."""
+    q, k = features(7)
+    criterion = infcl_gen.ContrastiveLoss()
+    looked_up: list[Any] = []
+    run = lazy._run
+    monkeypatch.setattr(lazy, "_run", lambda *given: looked_up.append(given) or run(*given))
+
+    def lookups(*given: Any) -> list[int]:
+        """Of two equal calls."""
+        found = []
+        for _ in range(2):
+            looked_up.clear()
+            found.append((value(criterion(*given)), len(looked_up)))
+        assert found[0][0] == found[1][0] == value(infcl_gen.contrastive_loss(*given, loss=criterion.loss))
+        return [count for _, count in found]
+
+    assert lookups(q, k, 10.0) == [1, 0]
+    assert lookups(q.double(), k.double(), 10.0) == [1, 0]
+    assert lookups(q[:, :6], k[:, :6], 10.0) == [1, 0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lookups(q, k, 10.0) == [1, 0]
+    assert lookups(q, k, 10.0) == [1, 0]
+    criterion.memory_budget = "1GiB"
+    assert lookups(q, k, 10.0) == [1, 0]
+    criterion.loss = "infonce"
+    assert lookups(q, k, 10.0) == [1, 0]
+    lazy._loads = "another"
+    assert lookups(q, k, 10.0) == [1, 0]
+
+
 def test_modules_are_copied_and_pickled() -> None:
     q, k = features(7)
     criterion = infcl_gen.ContrastiveLoss()
