@@ -166,8 +166,7 @@ def pair_costs() -> str:
     lines = []
     for name in profile_names():
         costs = read_costs(name)
-        loss = {"loss": "clip", "dim": costs.dim, "dtype": costs.dtype, "device_profile": costs.device}
-        loss_bytes = PlannedLoss(loss, 1).smallest_bytes(COMPARED[0]) / COMPARED[0]
+        loss_bytes = PlannedLoss("clip", costs, 1).smallest_bytes(COMPARED[0]) / COMPARED[0]
         state_bytes = costs.parameter_bytes + costs.gradient_bytes + optimizer_bytes("adamw", costs.gradient_bytes)
 
         def summed(kind: str, cost: Callable[[PassCosts, int], float], costs: StepCosts = costs) -> float:
@@ -200,8 +199,7 @@ def paper_step(model: str, devices: int, inputs: str, batch: int | None) -> Acco
     """
     costs = read_costs(f"{model}-h200")
     # An A800 is an A100 with fewer links.
-    loss = {"loss": "clip", "dim": costs.dim, "dtype": costs.dtype, "device_profile": "a100"}
-    losses = PlannedLoss(loss, devices)
+    losses = PlannedLoss("clip", dataclasses.replace(costs, device="a100"), devices)
     problem = StepProblem(
         costs, (batch or 0) // devices, PAPER_MEMORY, losses, optimizer_bytes("adamw", costs.gradient_bytes), devices,
         "ddp", inputs, ("cached",), PAPER_MICRO_BATCH,

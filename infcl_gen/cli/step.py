@@ -41,11 +41,11 @@ def step(flags: dict[str, Any]) -> None:
     named = TREATMENTS if flags["treatments"] is None else tuple(map(str, options.parts(flags["treatments"])))
     inputs = flags["inputs"] or ("host" if costs.host_to_device_gbs else "device")
     check_word("--inputs", inputs, ("host", "device"))
-    loss = {"loss": flags["loss"] or "clip", "dim": costs.dim, "dtype": costs.dtype, "device_profile": costs.device}
     batch = None if flags["batch_size"] is None else options.count(flags, "batch_size", 1, 1, MAX_BATCH)
     plan = plan_from_costs(
         costs, parse_bytes(flags["memory_budget"], "--memory-budget"),
-        None if costs.with_targets else PlannedLoss(loss, devices), batch_size=batch, world_size=devices,
+        None if costs.with_targets else PlannedLoss(flags["loss"] or "clip", costs, devices),
+        batch_size=batch, world_size=devices,
         wrapper=flags["wrapper"] or ("ddp" if devices > 1 else "none"), inputs=inputs,
         optimizer_bytes=optimizer_bytes(flags["optimizer"] or "adamw", costs.gradient_bytes),
         treatments=check_treatments(named),

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
-from infcl_gen.step.plan import STREAMED, TREATMENTS, Part, TowerPlan
+from infcl_gen.step.plan import STREAMED, TREATMENTS, WITH_GRAPHS, Part, TowerPlan
 
 BUCKET_BYTES = 64 << 20  # of gradients that are reduced over ranks together, without FSDP2
 PHASES = ("cached_forward", "forward", "loss", "backward", "forward_backward")
@@ -113,7 +113,7 @@ def graphs_of(costs: TowerCosts, plan: TowerPlan) -> Iterator[tuple[str, PassCos
     """The treatments whose graphs stay, with what these cost."""
     for treatment, part in plan.parts():
         graph = costs.graph(treatment)
-        if treatment in ("checkpointed", "kept") and graph is not None:
+        if treatment in WITH_GRAPHS and graph is not None:
             yield treatment, graph, part
 
 
@@ -140,8 +140,8 @@ def _tower_seconds(problem: StepProblem, costs: TowerCosts, plan: TowerPlan) -> 
 
 def _pass_seconds(problem: StepProblem, costs: TowerCosts, compute_s: float, size: int) -> float:
     """Of one pass whose input arrives while the one before computes."""
-    rate = problem.costs.host_to_device_gbs * 1e9
-    copy_s = size * costs.input_bytes / rate if problem.inputs == "host" and rate else 0.0
+    bytes_per_s = problem.costs.host_to_device_gbs * 1e9
+    copy_s = size * costs.input_bytes / bytes_per_s if problem.inputs == "host" and bytes_per_s else 0.0
     return max(compute_s, copy_s)
 
 
@@ -179,7 +179,7 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
         size = problem.samples * sum(tower.input_bytes for tower in costs.towers)
         yield Item("inputs", size, PHASES, "the whole batch")
     else:
-        for phases, names in ((again, ("cached", STREAMED)), (("forward",), ("checkpointed", "kept"))):
+        for phases, names in ((again, ("cached", STREAMED)), (("forward",), WITH_GRAPHS)):
             parts = [(tower, getattr(plan, name)) for tower, plan in pairs for name in names]
             largest = max(tower.input_bytes * min(part.micro_batch, part.samples) for tower, part in parts)
             yield Item("inputs", largest, phases, "a micro-batch that arrives ahead of its pass")

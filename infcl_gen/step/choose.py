@@ -2,7 +2,7 @@
 
 Keeping a graph saves a forward pass and costs its bytes. For each pair of micro-batch sizes (of cached samples, and of
 the others) a tower has a frontier: by the bytes that graphs may take, the least time. Frontiers of the towers are
-merged, and `account` decides between the best points. More than FINE micro-batches of a tower are chosen in equal
+merged, and `account` decides between the best points. More than GROUPS micro-batches of a tower are chosen in equal
 groups; at the end single ones are moved while that makes the step faster and fits.
 """
 
@@ -21,12 +21,13 @@ from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.step.account import Account, LossCosts, StepProblem, account, graphs_of, kept_bytes, tower_seconds
 from infcl_gen.step.costs import TowerCosts
-from infcl_gen.step.plan import STREAMED, Part, TowerPlan
+from infcl_gen.step.plan import STREAMED, WITH_GRAPHS, Part, TowerPlan
 
-FINE = 64
-NEARLY_AS_FAST = 1.1  # the first attempt is with micro-batches that take at most so many times the best time per sample
-ATTEMPTS = 7  # sets of micro-batch sizes that are tried: slower ones leave more room for graphs
-THINNED = 64  # points of a frontier, where there are more than two towers
+GROUPS = 64  # of a tower: a frontier has then up to 65 x 66 / 2 points
+NEARLY_AS_FAST = 1.1  # sizes of micro-batches that take at most so many times the best time per sample are tried first
+SMALLER = 3  # sizes that each further attempt tries
+ATTEMPTS = 7  # 18 smaller sizes, which leave more room for graphs; there are 12 powers of two below 4096
+THINNED = 64  # points of a frontier, where there are more than two towers: 64 x 64 pairs of two of them
 
 
 class Point(NamedTuple):
@@ -114,16 +115,16 @@ def _treatments(problem: StepProblem, costs: TowerCosts) -> list[str]:
 def _best(problem: StepProblem, attempt: int) -> Account | None:
     towers = [list(_frontiers(problem, costs, attempt)) for costs in problem.costs.towers]
     best: Account | None = None
-    rooms: dict[Any, int] = {}
+    room_bytes: dict[Any, int] = {}
     for loss in problem.losses.within_budgets(problem.samples):
         for chosen in itertools.product(*towers):
             limit_s = math.inf if best is None else best.time_s - loss.time_s
             if sum(frontier.points[-1].time_s for frontier in chosen) >= limit_s:
                 continue
-            key = loss, *(frontier.most for frontier in chosen)
-            if key not in rooms:
-                rooms[key] = _room(problem, [frontier.most for frontier in chosen], loss)
-            time_s, points = _fastest(chosen, rooms[key])
+            key = loss, *(frontier.one_each for frontier in chosen)
+            if key not in room_bytes:
+                room_bytes[key] = _room_bytes(problem, [frontier.one_each for frontier in chosen], loss)
+            time_s, points = _fastest(chosen, room_bytes[key])
             if time_s < limit_s:
                 found = account(problem, [point.plan for point in points], loss)
                 best = found if found.peak_bytes <= problem.memory_bytes else best
@@ -153,27 +154,28 @@ def _neighbours(problem: StepProblem, towers: Sequence[TowerPlan]) -> Iterator[l
                 yield [*towers[:place], dataclasses.replace(plan, **parts), *towers[place + 1 :]]
 
 
-def _room(problem: StepProblem, most: Sequence[TowerPlan], loss: LossCosts) -> int:
-    """Bytes that graphs may take beside everything else."""
-    full = account(problem, most, loss)
-    graphs = sum(held_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, most, strict=True))
-    return problem.memory_bytes - max(full.bytes_in(phase) for phase in ("forward", "loss", "backward")) + graphs
+def _room_bytes(problem: StepProblem, one_each: Sequence[TowerPlan], loss: LossCosts) -> int:
+    """What graphs may take beside everything else, which a micro-batch of each treatment tells."""
+    found = account(problem, one_each, loss)
+    graphs_bytes = sum(held_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, one_each, strict=True))
+    peak_bytes = max(found.bytes_in(phase) for phase in ("forward", "loss", "backward"))
+    return problem.memory_bytes - (peak_bytes - graphs_bytes)
 
 
 class Frontier(NamedTuple):
     """Ways for a tower of which none is faster and smaller than another, the smallest first.
 
-    `most`: its graphs of all treatments that occur, which says what is allocated while they are computed.
+    `one_each`: one micro-batch of each treatment with graphs that occurs.
     """
 
     points: list[Point]
-    most: TowerPlan
+    one_each: TowerPlan
 
 
 def _frontiers(problem: StepProblem, costs: TowerCosts, attempt: int) -> Iterator[Frontier]:
     """One frontier for each pair of micro-batch sizes and each set of treatments.
 
-    A set of its own has room of its own: what it does not use allocates nothing while it is computed.
+    Each set of treatments has its own room: a treatment that does not occur allocates nothing while it is computed.
     """
     samples, treatments = problem.samples, _treatments(problem, costs)
     sizes = _sizes(problem, costs, attempt)
@@ -182,42 +184,42 @@ def _frontiers(problem: StepProblem, costs: TowerCosts, attempt: int) -> Iterato
             plan = _plan(costs, {STREAMED: Part(samples, size)})
             yield Frontier([Point(0, tower_seconds(problem, costs, plan), plan)], _plan(costs, {}))
         return
-    graphs = [] if costs.frozen else [each for each in treatments if each != "cached"]
+    graphs = [] if costs.frozen else [each for each in treatments if each in WITH_GRAPHS]
     cached = costs.frozen or "cached" in treatments
-    rate = functools.lru_cache(maxsize=None)(functools.partial(_part, problem, costs))
+    cost_of = functools.lru_cache(maxsize=None)(functools.partial(_cost, problem, costs))
     for size in sizes if cached else ():
         plan = _plan(costs, {"cached": Part(samples, size)})
         held = held_bytes(costs, plan)
         yield Frontier([Point(held, tower_seconds(problem, costs, plan), plan)], _plan(costs, {}))
     for chosen in [*([each] for each in graphs), *([graphs] if len(graphs) > 1 else [])]:
         for graph in sizes:
-            most = _plan(costs, {name: Part(min(graph, samples), graph) for name in chosen})
+            one_each = _plan(costs, {name: Part(min(graph, samples), graph) for name in chosen})
             for other in sizes if cached else sizes[:1]:
                 plans = _plans(costs, samples, other, graph, [*chosen, *["cached"] * cached])
-                points = _pareto(_point(rate, plan) for plan in plans)
+                points = _pareto(_point(cost_of, plan) for plan in plans)
                 if points:
-                    yield Frontier(points, most)
+                    yield Frontier(points, one_each)
 
 
 def _plan(costs: TowerCosts, parts: Mapping[str, Any]) -> TowerPlan:
     return TowerPlan(costs.name, frozen=costs.frozen, tokens=costs.tokens, **parts)
 
 
-def _part(problem: StepProblem, costs: TowerCosts, treatment: str, part: Part) -> tuple[int, float]:
-    """Bytes of graphs, and seconds, of the samples with one treatment."""
+def _cost(problem: StepProblem, costs: TowerCosts, treatment: str, part: Part) -> tuple[int, float]:
+    """Bytes that are held until backward, and seconds, of the samples with one treatment."""
     plan = _plan(costs, {treatment: part})
     return held_bytes(costs, plan), tower_seconds(problem, costs, plan)
 
 
-def _point(rate: Callable[[str, Part], tuple[int, float]], plan: TowerPlan) -> Point:
-    found = [rate(*each) for each in plan.parts()]
-    return Point(sum(size for size, _ in found), sum(time_s for _, time_s in found), plan)
+def _point(cost_of: Callable[[str, Part], tuple[int, float]], plan: TowerPlan) -> Point:
+    found = [cost_of(*each) for each in plan.parts()]
+    return Point(sum(held for held, _ in found), sum(time_s for _, time_s in found), plan)
 
 
 def _plans(costs: TowerCosts, samples: int, cached: int, graph: int, treatments: Sequence[str]) -> Iterator[TowerPlan]:
     """All numbers of micro-batches that are checkpointed and kept; the rest is cached, in micro-batches of its own."""
     passes = -(-samples // graph)
-    group = -(-passes // FINE) * graph
+    group = -(-passes // GROUPS) * graph
     counts = range(-(-samples // group) + 1)
     for checkpointed in counts if "checkpointed" in treatments else (0,):
         some = min(checkpointed * group, samples)
@@ -245,18 +247,18 @@ def held_bytes(costs: TowerCosts, plan: TowerPlan) -> int:
     return graphs + costs.state_bytes * plan.cached.passes
 
 
-def _fastest(frontiers: Sequence[Frontier], room: int) -> tuple[float, list[Point]]:
+def _fastest(frontiers: Sequence[Frontier], room_bytes: int) -> tuple[float, list[Point]]:
     """The points, one of each frontier, that take the least time within the room; infinite time if none fits."""
     first, *others = frontiers
     if not others:
-        place = bisect.bisect_right(first.points, room, key=lambda point: point.held_bytes)
+        place = bisect.bisect_right(first.points, room_bytes, key=lambda point: point.held_bytes)
         return (first.points[place - 1].time_s, [first.points[place - 1]]) if place else (math.inf, [])
     best: tuple[float, list[Point]] = math.inf, []
     step = 1 if len(others) == 1 else max(1, len(first.points) // THINNED)
     for point in itertools.chain(first.points[::step], first.points[-1:]):
-        if point.held_bytes > room:
+        if point.held_bytes > room_bytes:
             break
-        time_s, rest = _fastest(others, room - point.held_bytes)
+        time_s, rest = _fastest(others, room_bytes - point.held_bytes)
         if point.time_s + time_s < best[0]:
             best = point.time_s + time_s, [point, *rest]
     return best
@@ -271,12 +273,16 @@ def _all_sizes(problem: StepProblem, costs: TowerCosts) -> list[int]:
 
 
 def _sizes(problem: StepProblem, costs: TowerCosts, attempt: int) -> list[int]:
-    """The measured sizes that are about as fast as any, as far as the batch goes.
+    """Sizes of micro-batches to try: at first the measured ones that are about as fast as any.
 
-    Each further attempt has the smallest of these, and three sizes below those of the attempt before.
+    Each further attempt has the smallest of these, and the next SMALLER sizes below them; at the end the smallest.
     """
     sizes, graph = _all_sizes(problem, costs), costs.kept or costs.without_graph
-    rates = {size: graph.seconds(size) / size for size in sizes if size >= min(graph.sizes[0], sizes[-1])}
-    fast = [size for size, rate in rates.items() if rate <= NEARLY_AS_FAST * min(rates.values())]
-    smaller = [size for size in sizes if size < fast[0]]
-    return fast if attempt == 0 else [*(smaller[::-1][3 * attempt - 3 :][:3] or smaller[:1]), fast[0]]
+    measured = [size for size in sizes if size >= min(graph.sizes[0], sizes[-1])]
+    sample_s = {size: graph.seconds(size) / size for size in measured}
+    fast = [size for size in measured if sample_s[size] <= NEARLY_AS_FAST * min(sample_s.values())]
+    if attempt == 0:
+        return fast
+    below = [size for size in reversed(sizes) if size < fast[0]]
+    first = SMALLER * (attempt - 1)
+    return [*(below[first : first + SMALLER] or below[-1:]), fast[0]]

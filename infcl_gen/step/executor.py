@@ -26,7 +26,7 @@ from infcl_gen.step import state
 from infcl_gen.step.blocks import recomputed
 from infcl_gen.step.feed import Feed, Ragged, StagingBuffers, form_of, form_text, gathered, rows_of
 from infcl_gen.step.gradients import GradientSync, inside, is_sharded, leaves_of
-from infcl_gen.step.plan import STREAMED, TREATMENTS, MicroBatch, TowerPlan
+from infcl_gen.step.plan import DEALT, MicroBatch, TowerPlan
 from infcl_gen.step.state import RandomState
 
 Number = float | Tensor | Callable[[], Tensor]
@@ -80,7 +80,8 @@ class UnrepeatableError(RuntimeError):
     """A second pass of a micro-batch gave other features than the first."""
 
 
-Met = tuple[RandomState, list[tuple[Tensor, Tensor]]]  # random numbers and buffers, by both passes of a micro-batch
+# What both passes of a micro-batch begin with: random numbers, and the buffers that it changes with their values.
+PassState = tuple[RandomState, list[tuple[Tensor, Tensor]]]
 
 
 @contextlib.contextmanager
@@ -133,7 +134,7 @@ class Step:
         parameters from all of them, and would wait for ever."""
         if not self._sharded:
             return
-        kinds = list(itertools.product(range(len(self.names)), (*TREATMENTS, STREAMED)))
+        kinds = list(itertools.product(range(len(self.names)), DEALT))
         counts = Counter((each.tower, each.treatment) for each in passes)
         mine = [counts[kind] for kind in kinds]
         found = torch.tensor([mine, [-count for count in mine]], device=self.model.device)
@@ -221,14 +222,14 @@ class _Run:
 
     def loss(self, scale: Any, bias: Any, scaler: Any) -> Tensor:
         """The loss, detached, once all gradients are accumulated and reduced."""
-        cached = {micro: met for micro, met in self._first_passes() if not self._plans[micro.tower].frozen}
+        cached = {micro: begin for micro, begin in self._first_passes() if not self._plans[micro.tower].frozen}
         torch.clear_autocast_cache()  # weights that were cast without a graph
         kept = list(self._kept_passes())
         leaves = [x.requires_grad_(not plan.frozen) for x, plan in zip(self._features, self._plans, strict=True)]
         loss = one_number(self._model.loss(*leaves, *(each for each in (scale, bias) if each is not None)))
         (loss if scaler is None else scaler.scale(loss)).backward()
         kept = [each for each in kept if leaves[each[0].tower].grad is not None]  # else the loss has no use for them
-        cached = {micro: met for micro, met in cached.items() if leaves[micro.tower].grad is not None}
+        cached = {micro: begin for micro, begin in cached.items() if leaves[micro.tower].grad is not None}
         order = [*(micro for micro, _ in reversed(kept)), *cached]
         self._last = {module: micro for micro in order for module in self._model.towers[micro.tower].modules}
         while kept:
@@ -241,7 +242,7 @@ class _Run:
         self._sync.reduce()
         return loss.detach()
 
-    def _first_passes(self) -> Iterator[tuple[MicroBatch, Met]]:
+    def _first_passes(self) -> Iterator[tuple[MicroBatch, PassState]]:
         """Features of cached micro-batches, without a graph."""
         for micro, given in self._feed.stream(each for each in self.micros if each.treatment == "cached"):
             random = self._state()
@@ -259,7 +260,7 @@ class _Run:
             self._store(micro, output)
             yield micro, output
 
-    def _second_passes(self, cached: Mapping[MicroBatch, Met]) -> None:
+    def _second_passes(self, cached: Mapping[MicroBatch, PassState]) -> None:
         """The graph of each cached micro-batch, from the random numbers and buffers of its first pass; backward."""
         random, changed = self._state(), {buffer for _, some in cached.values() for buffer, _ in some}
         after = [(buffer, buffer.clone()) for buffer in changed]

@@ -110,7 +110,8 @@ def plan_step(
     for name, count in (("batch_size", asked), ("micro_batch", micro_batch)):
         if count is not None:
             check_integer(name, count, 1, MAX_BATCH)
-    largest = LARGEST_MICRO_BATCH if asked is None else min(LARGEST_MICRO_BATCH, -(-asked // context.size))
+    samples = None if asked is None else -(-asked // context.size)
+    largest = min(LARGEST_MICRO_BATCH, samples or LARGEST_MICRO_BATCH)
     allowed_bytes = context.least(memory_of(memory, context.device, None if mode is None else device_profile))
     limits = Limits(micro_batch or largest, allowed_bytes, context.agree)
     host = mode is not None or on_host(inputs, context.device)
@@ -131,11 +132,10 @@ def plan_step(
         losses = None
         make: Any = lambda plan, progress: MeanStep(plan.account.towers[0], bound, mean, progress)  # noqa: E731
     elif callable(loss):
-        losses = MeasuredLoss(bound, asked and -(-asked // context.size))
+        losses = MeasuredLoss(bound, samples)
         make = functools.partial(_training_step, bound, None, group)
     else:
-        flags = {"loss": loss, "dim": measured.dim, "dtype": measured.dtype, "device_profile": measured.device}
-        losses = PlannedLoss(flags, context.size)
+        losses = PlannedLoss(loss, measured, context.size)
         make = functools.partial(_training_step, bound, losses, group)
     plan = plan_from_costs(
         measured, limits.memory_bytes, losses, batch_size=asked, world_size=context.size, treatments=allowed,

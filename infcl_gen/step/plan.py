@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 TREATMENTS = ("cached", "checkpointed", "kept")  # of samples that a contrastive loss sees together
 STREAMED = "streamed"
+WITH_GRAPHS = ("checkpointed", "kept")  # whose graphs stay from the first pass
+# Samples are dealt out in this order, so that a smaller batch than the planned one keeps no more.
+DEALT = (STREAMED, *reversed(TREATMENTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,7 @@ class TowerPlan:
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """The treatments that some samples have; those of which most stays until backward come first."""
-        for treatment in (STREAMED, *reversed(TREATMENTS)):
+        for treatment in DEALT:
             part: Part = getattr(self, treatment)
             if part.samples:
                 yield treatment, part

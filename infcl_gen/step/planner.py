@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from infcl_gen.errors import InfeasibleError, InputError
@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "none": 0, "sgd": 0, "momentum": 1, "adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "muon": 1,
 }  # fmt: skip
 LONG_S = 20.0  # a step that takes longer shows a bar
-BUDGETS = (1, 2, 8)  # of the loss, times its smallest; and "auto"
+BUDGETS = (1, 2, 8)  # of the loss, times its smallest, beside "auto": each costs a plan of 10 to 30 ms
 
 
 class Alternative(NamedTuple):
@@ -153,10 +153,11 @@ class _NoLoss:
 
 
 class PlannedLoss:
-    """`Losses` of a loss that this project generates. `flags`: of its problem, without sizes, devices and budget."""
+    """`Losses` of a loss that this project generates, of features as the towers give them."""
 
-    def __init__(self, flags: Mapping[str, Any], world_size: int) -> None:
-        self._flags, self._world_size = dict(flags), world_size
+    def __init__(self, loss: str, costs: StepCosts, world_size: int) -> None:
+        features = {"dim": costs.dim, "dtype": costs.dtype, "device_profile": costs.device}
+        self._flags, self._world_size = {"loss": loss, **features}, world_size
         self._plans: dict[Any, Plan] = {}
 
     def smallest_bytes(self, samples: int) -> int:

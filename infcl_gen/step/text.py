@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infcl_gen.inputs.text import bytes_text, table_text, time_text
-from infcl_gen.step.plan import STREAMED, TREATMENTS
+from infcl_gen.step.plan import DEALT
 
 
 def step_text(plan: dict[str, Any]) -> str:
@@ -13,7 +13,7 @@ def step_text(plan: dict[str, Any]) -> str:
     towers = [
         (tower["name"], treatment, str(part["samples"]), str(part["micro_batch"]))
         for tower in plan["towers"]
-        for treatment in (STREAMED, *reversed(TREATMENTS))
+        for treatment in DEALT
         if (part := tower[treatment])["samples"]
     ]
     everywhere = " ".join(each["name"] for each in plan["phases"])

@@ -371,7 +371,7 @@ class TestCommand:
         assert len([line for line in printed.splitlines() if line.endswith("GiB  peak")]) == 1
         assert any(line.split()[:5] == ["parameters", "4.8", "MiB", "all", "and"] for line in printed.splitlines())
         plan = plan_from_costs(
-            COSTS, 4 << 30, PlannedLoss({"loss": "clip", "dim": 512, "dtype": "bf16", "device_profile": "h200"}, 3),
+            COSTS, 4 << 30, PlannedLoss("clip", COSTS, 3),
             batch_size=100, world_size=3, wrapper="ddp", optimizer_bytes=2 * COSTS.gradient_bytes,
         )  # fmt: skip
         assert f"{plan}\n" == printed
