@@ -131,7 +131,7 @@ def test_memory_is_that_of_a_micro_batch_and_predicted() -> None:
         module.zero_grad()
         measured = meter.peak_bytes + sum(each.nbytes for each in (*module.parameters(), inputs, targets))
         assert measured <= plan.predicted_peak_bytes <= 1.1 * measured + plan.problem.costs.gradient_bytes
-    with pytest.raises(InfeasibleError, match=r"a step of 4096 samples a device needs"):
+    with pytest.raises(InfeasibleError, match=r"a step of 4096 samples per device needs"):
         planned(module, loss, targets, None, optimizer="none", memory=10_000, costs=costs)
 
 
