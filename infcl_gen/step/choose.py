@@ -20,7 +20,7 @@ from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.step.account import Account, LossCosts, StepProblem, account, graphs_of, kept_bytes, tower_seconds
-from infcl_gen.step.costs import TowerCosts
+from infcl_gen.step.costs import PassCosts, TowerCosts
 from infcl_gen.step.plan import STREAMED, WITH_GRAPHS, Part, TowerPlan
 
 GROUPS = 64  # of a tower: a frontier has then up to 65 x 66 / 2 points
@@ -187,14 +187,17 @@ def _frontiers(problem: StepProblem, costs: TowerCosts, attempt: int) -> Iterato
     graphs = [] if costs.frozen else [each for each in treatments if each in WITH_GRAPHS]
     cached = costs.frozen or "cached" in treatments
     cost_of = functools.lru_cache(maxsize=None)(functools.partial(_cost, problem, costs))
-    for size in sizes if cached else ():
+    others = [size for size in sizes if _measured(problem, costs, "cached", size)] if cached else []
+    for size in others:
         plan = _plan(costs, {"cached": Part(samples, size)})
         held = held_bytes(costs, plan)
         yield Frontier([Point(held, tower_seconds(problem, costs, plan), plan)], _plan(costs, {}))
     for chosen in [*([each] for each in graphs), *([graphs] if len(graphs) > 1 else [])]:
         for graph in sizes:
+            if not all(_measured(problem, costs, name, graph) for name in chosen):
+                continue
             one_each = _plan(costs, {name: Part(min(graph, samples), graph) for name in chosen})
-            for other in sizes if cached else sizes[:1]:
+            for other in others or sizes[:1]:
                 plans = _plans(costs, samples, other, graph, [*chosen, *["cached"] * cached])
                 points = _pareto(_point(cost_of, plan) for plan in plans)
                 if points:
@@ -264,25 +267,42 @@ def _fastest(frontiers: Sequence[Frontier], room_bytes: int) -> tuple[float, lis
     return best
 
 
+def _graphs(costs: TowerCosts) -> list[PassCosts]:
+    """What was measured of the passes of a tower that say which sizes there are."""
+    return [each for each in (costs.kept, costs.checkpointed) if each is not None] or [costs.without_graph]
+
+
 def _all_sizes(problem: StepProblem, costs: TowerCosts) -> list[int]:
     """Micro-batches to choose from, in ascending order: those that were measured, and powers of two below."""
     if problem.micro_batch is not None:
         return [min(problem.micro_batch, problem.samples)]
-    measured = sorted({min(size, problem.samples) for size in (costs.kept or costs.without_graph).sizes})
+    measured = sorted({min(size, problem.samples) for graph in _graphs(costs) for size in graph.sizes})
     return [*(1 << power for power in range((measured[0] - 1).bit_length())), *measured]
 
 
-def _sizes(problem: StepProblem, costs: TowerCosts, attempt: int) -> list[int]:
-    """Sizes of micro-batches to try: at first the measured ones that are about as fast as any.
+def _measured(problem: StepProblem, costs: TowerCosts, treatment: str, size: int) -> bool:
+    """Whether a treatment may have micro-batches of a size: graphs that are kept were not measured where they are
+    large."""
+    graph = costs.graph(treatment) or costs.without_graph
+    return problem.micro_batch is not None or size <= graph.sizes[-1]
 
-    Each further attempt has the smallest of these, and the next SMALLER sizes below them; at the end the smallest.
+
+def _sizes(problem: StepProblem, costs: TowerCosts, attempt: int) -> list[int]:
+    """Sizes of micro-batches to try: at first the measured ones that are about as fast as any of their treatment.
+
+    Each further attempt has the smallest and the largest of these, and the next SMALLER sizes below them; at the end
+    the smallest.
     """
-    sizes, graph = _all_sizes(problem, costs), costs.kept or costs.without_graph
-    measured = [size for size in sizes if size >= min(graph.sizes[0], sizes[-1])]
-    sample_s = {size: graph.seconds(size) / size for size in measured}
-    fast = [size for size in measured if sample_s[size] <= NEARLY_AS_FAST * min(sample_s.values())]
+    sizes = _all_sizes(problem, costs)
+    fast = sorted({size for graph in _graphs(costs) for size in _fast(graph, sizes)})
     if attempt == 0:
         return fast
     below = [size for size in reversed(sizes) if size < fast[0]]
     first = SMALLER * (attempt - 1)
-    return [*(below[first : first + SMALLER] or below[-1:]), fast[0]]
+    return sorted({*(below[first : first + SMALLER] or below[-1:]), fast[0], fast[-1]})
+
+
+def _fast(graph: PassCosts, sizes: Sequence[int]) -> list[int]:
+    measured = [size for size in sizes if graph.sizes[0] <= size <= graph.sizes[-1]] or [sizes[-1]]
+    sample_s = {size: graph.seconds(size) / size for size in measured}
+    return [size for size in measured if sample_s[size] <= NEARLY_AS_FAST * min(sample_s.values())]

@@ -158,6 +158,23 @@ def _sensible_is_best(given: StepProblem, found: list[Any], best_s: float) -> bo
     )
 
 
+def test_each_treatment_has_the_sizes_that_were_measured_of_it() -> None:
+    """Graphs that are kept are measured up to smaller sizes than checkpointed ones. Planted: the sizes of one for all,
+    and all sizes for each."""
+    kept = IMAGE.kept
+    assert kept is not None
+    few = PassCosts(*(each[:3] for each in dataclasses.astuple(kept)))
+    slow = dataclasses.replace(few, forward_s=tuple(2 * each for each in few.forward_s))
+    costs = dataclasses.replace(COSTS, towers=tuple(dataclasses.replace(each, kept=slow) for each in (IMAGE, TEXT)))
+    sizes = dict[str, set[int]]()
+    for memory_mb in (100, 200, 400, 800, 1600, 6000):
+        for plan in choose(dataclasses.replace(problem(256, memory_mb), costs=costs)).towers:
+            for treatment, part in plan.parts():
+                sizes.setdefault(treatment, set()).add(part.micro_batch)
+    assert max(sizes["checkpointed"]) == SIZES[-1]
+    assert max(sizes["cached"] | sizes.get("kept", set())) <= SIZES[2]
+
+
 @hypothesis.given(st.integers(1, 300), st.integers(30, 10_000), st.sampled_from(["host", "device"]))
 def test_more_memory_is_never_slower_and_never_exceeded(samples: int, memory_mb: int, inputs: str) -> None:
     times = []
