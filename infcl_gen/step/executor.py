@@ -9,6 +9,7 @@ ranks      gradients are reduced once
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import math
@@ -96,7 +97,7 @@ def bar(passes: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-class Step:
+class Step(abc.ABC):
     """What is common to all steps: what they take and refuse, and what is around their passes.
 
     names   of what a step takes for each of at most `samples` samples, in the structures `forms`; None: any
@@ -123,8 +124,8 @@ class Step:
         with torch.enable_grad(), state.autocast_in(self.model.device, self.model.autocast):
             return self._run(inputs, rows, scaler)
 
-    def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor: ...
 
     def bar(self, passes: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
         return bar(passes) if self.progress else contextlib.nullcontext(lambda: None)
