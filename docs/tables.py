@@ -257,13 +257,13 @@ def training_steps(rows: Rows) -> str:
         budget, size = row.get("memory_bytes"), row.get("micro_batch")
         way = f"{row['way']} by {size}" if size else row["way"]
         lines.append((
-            row["model"], f"{row['batch']:,}", way, f"{budget / 2**30:.0f} GiB" if budget else "",
+            row["model"], f"{row['batch']:,}", str(row["ranks"]), way, f"{budget / 2**30:.0f} GiB" if budget else "",
             *((_failure(row), "") if row.get("error") else (f"{row['median_ms']:,.0f}", f"{row['std_ms']:.0f}")),
             f"{row['peak_bytes'] / MIB:,.0f}" if row["peak_bytes"] else "",
             f"{row['predicted_ms']:,.0f}" if "predicted_ms" in row else "",
             f"{row['predicted_peak_bytes'] / MIB:,.0f}" if "predicted_ms" in row else "",
         ))  # fmt: skip
-    head = "model", "pairs", "way", "budget", "ms", "std", "MiB", "predicted ms", "predicted MiB"
+    head = "model", "pairs", "GPUs", "way", "budget", "ms", "std", "MiB", "predicted ms", "predicted MiB"
     return _table(head, lines)
 
 

@@ -14,6 +14,11 @@
 Random images and texts, bf16 autocast, gradients of all parameters; one CUDA GPU. --batch-size and --memory take lists.
 Rows that the output has already are not measured again, so that a campaign can be done in parts. The row of a way whose
 library is not installed says "absent".
+
+Under torchrun the model is in DistributedDataParallel, the batch is that of all ranks, and times and peaks are the
+largest of a rank:
+
+    torchrun --nproc-per-node 2 examples/training_step.py --ways planned,cached --batch-size 16384
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import functools
 import gc
 import importlib.metadata
 import itertools
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +37,9 @@ from typing import Any
 
 import gradient_caches
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import infcl_gen
 from infcl_gen import Samples
@@ -44,7 +52,7 @@ from infcl_gen.step.plan import TREATMENTS
 PLANNED, PEERS = ("planned", "cached"), ("gradcache", "sentence_transformers")
 WHOLE = ("open_clip", "infcl")
 WAYS = (*WHOLE, *PLANNED, "two_forwards", "accum_freq", *PEERS)
-SAME = ("way", "model", "batch", "memory_bytes", "micro_batch", "checkpointing")  # rows of one measurement
+SAME = ("way", "model", "batch", "ranks", "memory_bytes", "micro_batch", "checkpointing")  # rows of one measurement
 ABSENT = "absent"
 Step = Callable[[], object]
 
@@ -76,26 +84,37 @@ def main() -> None:
         parser.exit(4, "training_step: open_clip is missing; pip install open_clip_torch\n")
     if not torch.cuda.is_available():
         parser.exit(4, "training_step: a CUDA GPU is needed; torch sees none\n")
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if ranks > 1 and (alone := [way for way in ways if way not in PLANNED]):
+        parser.error(f"--ways: {', '.join(alone)} run on one GPU; under torchrun: {', '.join(PLANNED)}")
+    if ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
 
-    command = f"python examples/training_step.py --model {flags.model} --ways {flags.ways}"
+    launcher = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
+    command = f"{launcher} examples/training_step.py --model {flags.model} --ways {flags.ways}"
     rows, _, command = (
         measured_before(flags.output, command, ["open_clip_torch"]) if flags.output else ([], {}, command)
     )
     rows = [row for row in rows if row["way"] not in ways or not (row["error"] or "").startswith(ABSENT)]
     sizes, budgets = map(int, flags.batch_size.split(",")), flags.memory.split(",")
     for batch, memory in itertools.product(sizes, budgets):
-        made = Ways(open_clip, flags, batch, memory)
+        made = Ways(open_clip, flags, batch, memory, ranks)
         wanted = {way: made.identity(way) for way in ways}
         left = [way for way in ways if not any(_is(row, wanted[way]) for row in rows)]
         steps, found = startable(left, made.step, flags.repeats)
         for way, row in (found | measured(steps, flags.warm, flags.repeats, made.forget)).items():
             rows.append(wanted[way] | made.predicted(way) | row)
+            if rank:
+                continue
             seconds = f"{row['median_ms']:10.1f} +- {row['std_ms']:.1f} ms" if row["error"] is None else row["error"]
             print(f"{way:14s} {batch:8d} {memory:8s} {seconds}  {row['peak_bytes'] / 2**20:10,.0f} MiB", flush=True)
-        if flags.output is not None and left:
+        if flags.output is not None and left and not rank:
             write_results(flags.output, measurement(rows, command, {}, ["open_clip_torch"]))
         del made, steps
         gc.collect()  # modules are in cycles: their memory would be in the next peak
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 def _is(row: dict[str, Any], identity: dict[str, Any]) -> bool:
@@ -105,11 +124,13 @@ def _is(row: dict[str, Any], identity: dict[str, Any]) -> bool:
 class Ways:
     """The ways of a step of one model on one batch; each leaves gradients behind, which are removed before the next."""
 
-    def __init__(self, open_clip: Any, flags: argparse.Namespace, batch: int, memory: str) -> None:
+    def __init__(self, open_clip: Any, flags: argparse.Namespace, batch: int, memory: str, ranks: int = 1) -> None:
         torch.manual_seed(0)
         self._flags, self._open_clip, self._batch, self._memory = flags, open_clip, batch, memory
+        self._ranks = ranks
         self._model = open_clip.create_model(flags.model).cuda().train()
-        self._images, self._texts = self._inputs(batch)
+        self._replicated = DistributedDataParallel(self._model) if ranks > 1 else self._model
+        self._images, self._texts = self._inputs(batch // ranks)
         self._plans: dict[str, Any] = {}
 
     def identity(self, way: str) -> dict[str, Any]:
@@ -117,7 +138,8 @@ class Ways:
         planned = way in (*PLANNED, "two_forwards")
         micro_batch = self._flags.micro_batch if way in ("accum_freq", *PEERS) else None
         return {
-            "way": way, "model": self._flags.model, "batch": self._batch, "images": self._flags.images,
+            "way": way, "model": self._flags.model, "batch": self._batch, "ranks": self._ranks,
+            "images": self._flags.images,
             "memory_bytes": self.plan().problem.memory_bytes if planned and self._memory != "auto" else None,
             "micro_batch": micro_batch, "checkpointing": self._flags.checkpointing and not planned,
         }  # fmt: skip
@@ -129,23 +151,23 @@ class Ways:
             self._plans[way] = infcl_gen.plan_step(
                 self._towers(),
                 list(self._inputs(64, "device" if self._flags.images == "device" else "host")),
-                scale=lambda: self._model.logit_scale.exp(), batch_size=self._batch, model=self._model,
+                scale=lambda: self._model.logit_scale.exp(), batch_size=self._batch, model=self._replicated,
                 memory=self._memory, optimizer="none", autocast=torch.bfloat16,
                 treatments=("cached",) if way == "cached" else TREATMENTS,
                 costs=costs if costs is not None and costs.exists() else None,
             )  # fmt: skip
-            if costs is not None and not costs.exists():
+            if costs is not None and not costs.exists() and self._ranks == 1:
                 write_costs(costs, self._described_costs(self._plans[way].problem.costs))
         return self._plans[way]
 
     def _towers(self) -> list[Callable[[Tensor], Tensor]]:
-        model = self._model
+        model = self._replicated  # whose forward normalises the features of what it is given
 
         def image(images: Tensor) -> Tensor:
-            return model.encode_image(images.cuda(), normalize=True)  # type: ignore[no-any-return]
+            return model(image=images.cuda())[0]  # type: ignore[no-any-return]
 
         def text(texts: Tensor) -> Tensor:
-            return model.encode_text(texts, normalize=True)  # type: ignore[no-any-return]
+            return model(text=texts)[1]  # type: ignore[no-any-return]
 
         return [image, text]
 
@@ -172,6 +194,8 @@ class Ways:
     def step(self, way: str) -> Step:
         if way in PLANNED:
             run = self.plan(way).step(progress=False)
+            run(*self._inputs(64, "device"))  # libraries are loaded, and the loss compiled, once a process: 1 to 2 s
+            self.forget()
             return lambda: run(self._images, self._texts)
         if way == "two_forwards":
             return self._two_forwards
@@ -300,9 +324,11 @@ def measured(steps: dict[str, Step], warm: int, repeats: int, forget: Step) -> d
             taken_ms = [_timed_ms(steps[name], forget) for _ in range(warm + 1)]
             times[name].append(taken_ms[-1])
         except torch.OutOfMemoryError as error:
+            if dist.is_initialized():
+                raise  # other ranks wait: the launcher ends them
             row["error"] = f"out of memory: {error}".partition(" Process ")[0]
             forget()
-        row["peak_bytes"] = max(row["peak_bytes"], torch.cuda.max_memory_allocated())
+        row["peak_bytes"] = max(row["peak_bytes"], int(_largest(torch.cuda.max_memory_allocated())))
     for name, some in times.items():
         if found[name]["error"] is None:
             deviation = statistics.stdev(some) if len(some) > 1 else 0.0
@@ -319,7 +345,16 @@ def _timed_ms(step: Step, forget: Step) -> float:
     step()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end))
+    return _largest(start.elapsed_time(end))
+
+
+def _largest(value: float) -> float:
+    """Of all ranks."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value, dtype=torch.float64, device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 14 200 lines plan, emit, run, verify, measure and tune losses; 3 040 plan and run
+    """Limits to be raised knowingly: 14 200 lines plan, emit, run, verify, measure and tune losses; 3 070 plan and run
     training steps; 850 are what users meet first; 850 make pages."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
@@ -178,4 +178,4 @@ def test_the_source_stays_small() -> None:
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step
     assert rest <= 14_200, f"{rest} lines: shorten what is there, or raise the limit and say why"
-    assert door <= 850 and pages <= 850 and step <= 3_040
+    assert door <= 850 and pages <= 850 and step <= 3_070

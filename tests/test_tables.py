@@ -53,13 +53,14 @@ def test_comparisons_as_tables() -> None:
 
 
 def test_steps_that_failed_say_why() -> None:
-    row: dict[str, Any] = {"model": "ViT-B-32", "batch": 32768, "way": "planned", "std_ms": 2.0, "error": None}
+    row: dict[str, Any] = {"model": "ViT-B-32", "batch": 32768, "ranks": 1, "way": "planned", "std_ms": 2.0}
+    row["error"] = None
     predicted = {"predicted_ms": 8577.0, "predicted_peak_bytes": 2**30, "memory_bytes": 2**31, "micro_batch": 512}
     rows = [{**row, **predicted, "median_ms": 8590.0, "peak_bytes": 2**30}]
     for error, peak_bytes in (("out of memory: 1 GiB", 2**31), ("absent: no module", 0)):
         rows.append({**row, "median_ms": None, "std_ms": None, "peak_bytes": peak_bytes, "error": error})
     lines = tables.training_steps(rows).splitlines()[-3:]
-    assert lines[0] == "| ViT-B-32 | 32,768 | planned by 512 | 2 GiB | 8,590 | 2 | 1,024 | 8,577 | 1,024 |"
+    assert lines[0] == "| ViT-B-32 | 32,768 | 1 | planned by 512 | 2 GiB | 8,590 | 2 | 1,024 | 8,577 | 1,024 |"
     assert [line.partition(" planned ")[2] for line in lines[1:]] == [
         "|  | out of memory |  | 2,048 |  |  |",
         "|  | absent |  |  |  |  |",

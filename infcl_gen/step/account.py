@@ -168,10 +168,11 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
     yield Item("gradients", costs.gradient_bytes, after, "of parameters, whole until they are reduced")
     if sharded:
         yield Item("own gradients", -(-costs.gradient_bytes // share), after, "this device's share")
+    if problem.wrapper == "ddp":
+        yield Item("DDP's buckets", costs.gradient_bytes, PHASES, "held from when it is made, beside gradients")
     if problem.wrapper == "ddp" and problem.world_size > 1:
-        yield Item(
-            "buckets", min(BUCKET_BYTES, costs.gradient_bytes), ("forward_backward",), "gradients reduced together"
-        )
+        size = min(BUCKET_BYTES, costs.gradient_bytes)
+        yield Item("bucket", size, ("forward_backward",), "gradients that are reduced together")
     yield Item("optimizer", -(-problem.optimizer_bytes // share), PHASES, "its state")
     yield Item("workspace", costs.workspace_bytes, PHASES, "the matrix library keeps it")
     yield Item("cast weights", costs.cast_bytes, PHASES, "autocast keeps them while graphs need them")
@@ -200,9 +201,13 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
 
 
 def _workspace(pairs: Pairs) -> dict[str, int]:
-    """By phase, what the pass of one micro-batch allocates beside the graphs that stay."""
-    found = dict.fromkeys(PHASES, 0.0)
-    for costs, plan in pairs:
+    """By phase, what the pass of one micro-batch allocates beside the graphs that stay.
+
+    While a tower passes, forward or backward, the graphs of the towers behind it are not there: backward begins with
+    the last tower.
+    """
+    found, behind_bytes = dict.fromkeys(PHASES, 0.0), 0
+    for costs, plan in reversed(pairs):
         for treatment, size in {(treatment, size) for treatment, part in plan.parts() for size, _ in passes_of(part)}:
             graph, peaks = costs.graph(treatment), dict[str, float]()
             if treatment == "cached":
@@ -212,7 +217,8 @@ def _workspace(pairs: Pairs) -> dict[str, int]:
                 if treatment in ("cached", STREAMED):
                     peaks["forward_backward"] = max(forward, backward)
                 else:
-                    kept = graph.at("kept_bytes", size)
-                    peaks |= {"forward": forward - kept, "backward": backward - kept}
+                    there = graph.at("kept_bytes", size) + behind_bytes
+                    peaks |= {"forward": forward - there, "backward": backward - there}
             found |= {phase: max(found[phase], peak) for phase, peak in peaks.items()}
+        behind_bytes += sum(kept_bytes(graph, part) for _, graph, part in graphs_of(costs, plan))
     return {phase: round(size) for phase, size in found.items() if size}

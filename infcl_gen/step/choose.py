@@ -115,19 +115,28 @@ def _treatments(problem: StepProblem, costs: TowerCosts) -> list[str]:
 def _best(problem: StepProblem, attempt: int) -> Account | None:
     towers = [list(_frontiers(problem, costs, attempt)) for costs in problem.costs.towers]
     best: Account | None = None
-    room_bytes: dict[Any, int] = {}
+    rooms: dict[Any, Room] = {}
     for loss in problem.losses.within_budgets(problem.samples):
         for chosen in itertools.product(*towers):
             limit_s = math.inf if best is None else best.time_s - loss.time_s
             if sum(frontier.points[-1].time_s for frontier in chosen) >= limit_s:
                 continue
             key = loss, *(frontier.one_each for frontier in chosen)
-            if key not in room_bytes:
-                room_bytes[key] = _room_bytes(problem, [frontier.one_each for frontier in chosen], loss)
-            time_s, points = _fastest(chosen, room_bytes[key])
-            if time_s < limit_s:
+            if key not in rooms:
+                rooms[key] = _room(problem, account(problem, [frontier.one_each for frontier in chosen], loss))
+            room_bytes, most_bytes = rooms[key]
+            # A plan leaves more room than a micro-batch of each treatment: graphs of other towers are gone by then.
+            while _fastest(chosen, most_bytes)[0] < limit_s:
+                time_s, points = _fastest(chosen, room_bytes)
+                if not points:
+                    break
                 found = account(problem, [point.plan for point in points], loss)
-                best = found if found.peak_bytes <= problem.memory_bytes else best
+                if time_s < limit_s and found.peak_bytes <= problem.memory_bytes:
+                    best, limit_s = found, time_s
+                left_bytes, _ = _room(problem, found)
+                if left_bytes <= room_bytes or found.peak_bytes > problem.memory_bytes:
+                    break
+                room_bytes = left_bytes
     return None if best is None else _improved(problem, best)
 
 
@@ -154,12 +163,17 @@ def _neighbours(problem: StepProblem, towers: Sequence[TowerPlan]) -> Iterator[l
                 yield [*towers[:place], dataclasses.replace(plan, **parts), *towers[place + 1 :]]
 
 
-def _room_bytes(problem: StepProblem, one_each: Sequence[TowerPlan], loss: LossCosts) -> int:
-    """What graphs may take beside everything else, which a micro-batch of each treatment tells."""
-    found = account(problem, one_each, loss)
-    graphs_bytes = sum(held_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, one_each, strict=True))
-    peak_bytes = max(found.bytes_in(phase) for phase in ("forward", "loss", "backward"))
-    return problem.memory_bytes - (peak_bytes - graphs_bytes)
+class Room(NamedTuple):
+    """Bytes that graphs may take: beside everything else of a plan, and if computing them took nothing."""
+
+    room_bytes: int
+    most_bytes: int
+
+
+def _room(problem: StepProblem, found: Account) -> Room:
+    graphs_bytes = sum(held_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, found.towers, strict=True))
+    others_bytes = max(found.bytes_in(phase) for phase in ("forward", "loss", "backward")) - graphs_bytes
+    return Room(problem.memory_bytes - others_bytes, problem.memory_bytes - (found.bytes_in("loss") - graphs_bytes))
 
 
 class Frontier(NamedTuple):

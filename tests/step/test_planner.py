@@ -278,7 +278,9 @@ def test_fully_sharded_parameters_are_shared_out() -> None:
     assert size("parameters", **alone) == 5 * MB and size("parameters", **sharded) == MB
     assert size("optimizer", **sharded) == 2 * MB and size("gradients", **sharded) == 5 * MB
     assert size("own gradients", **sharded) == MB and not size("own gradients", **alone)
-    assert size("buckets", world_size=5, wrapper="ddp") == 5 * MB and not size("buckets", **alone)
+    replicated: dict[str, Any] = {"world_size": 5, "wrapper": "ddp"}
+    assert size("bucket", **replicated) == 5 * MB and not size("bucket", **alone)
+    assert size("DDP's buckets", **replicated) == 5 * MB and not size("DDP's buckets", **sharded)
 
 
 def test_inputs_from_the_host_take_their_time() -> None:
