@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infcl_gen.errors import InfeasibleError, InputError
@@ -28,6 +29,8 @@ NEARLY_AS_FAST = 1.1  # sizes of micro-batches that take at most so many times t
 SMALLER = 3  # sizes that each further attempt tries
 ATTEMPTS = 7  # 18 smaller sizes, which leave more room for graphs; there are 12 powers of two below 4096
 THINNED = 64  # points of a frontier, where there are more than two towers: 64 x 64 pairs of two of them
+SPLIT = ("kept", "checkpointed", "cached")
+Split = tuple[int, int, int]  # a number for each treatment of SPLIT
 
 
 class Point(NamedTuple):
@@ -211,10 +214,9 @@ def _frontiers(problem: StepProblem, costs: TowerCosts, attempt: int) -> Iterato
             if not all(_measured(problem, costs, name, graph) for name in chosen):
                 continue
             one_each = _plan(costs, {name: Part(min(graph, samples), graph) for name in chosen})
+            splits = list(_splits(samples, graph, [*chosen, *["cached"] * cached]))
             for other in others or sizes[:1]:
-                plans = _plans(costs, samples, other, graph, [*chosen, *["cached"] * cached])
-                points = _pareto(_point(cost_of, plan) for plan in plans)
-                if points:
+                if points := _frontier(costs, cost_of, splits, (graph, graph, other)):
                     yield Frontier(points, one_each)
 
 
@@ -222,19 +224,14 @@ def _plan(costs: TowerCosts, parts: Mapping[str, Any]) -> TowerPlan:
     return TowerPlan(costs.name, frozen=costs.frozen, tokens=costs.tokens, **parts)
 
 
-def _cost(problem: StepProblem, costs: TowerCosts, treatment: str, part: Part) -> tuple[int, float]:
+def _cost(problem: StepProblem, costs: TowerCosts, treatment: str, samples: int, size: int) -> tuple[int, float]:
     """Bytes that are held until backward, and seconds, of the samples with one treatment."""
-    plan = _plan(costs, {treatment: part})
+    plan = _plan(costs, {treatment: Part(samples, size)})
     return held_bytes(costs, plan), tower_seconds(problem, costs, plan)
 
 
-def _point(cost_of: Callable[[str, Part], tuple[int, float]], plan: TowerPlan) -> Point:
-    found = [cost_of(*each) for each in plan.parts()]
-    return Point(sum(held for held, _ in found), sum(time_s for _, time_s in found), plan)
-
-
-def _plans(costs: TowerCosts, samples: int, cached: int, graph: int, treatments: Sequence[str]) -> Iterator[TowerPlan]:
-    """All numbers of micro-batches that are checkpointed and kept; the rest is cached, in micro-batches of its own."""
+def _splits(samples: int, graph: int, treatments: Sequence[str]) -> Iterator[Split]:
+    """All numbers of micro-batches that are checkpointed and kept; the rest is cached."""
     passes = -(-samples // graph)
     group = -(-passes // GROUPS) * graph
     counts = range(-(-samples // group) + 1)
@@ -244,18 +241,29 @@ def _plans(costs: TowerCosts, samples: int, cached: int, graph: int, treatments:
             others = min(kept * group, samples - some)
             rest = samples - some - others
             if rest == 0 or "cached" in treatments:
-                parts = {"cached": Part(rest, cached), "checkpointed": Part(some, graph), "kept": Part(others, graph)}
-                yield _plan(costs, parts)
+                yield others, some, rest
             if others < kept * group:
                 break
 
 
-def _pareto(points: Iterable[Point]) -> list[Point]:
-    found: list[Point] = []
-    for point in sorted(points, key=lambda point: point[:2]):
-        if not found or point.time_s < found[-1].time_s:
-            found.append(point)
-    return found
+def _frontier(
+    costs: TowerCosts, cost_of: Callable[[str, int, int], tuple[int, float]], splits: Sequence[Split], sizes: Split
+) -> list[Point]:
+    """The splits of which none is faster and smaller than another, in micro-batches of these sizes.
+
+    Plans are made of these alone: making one for each split takes more time than all else.
+    """
+    found: list[tuple[int, float, Split]] = []
+    for split in splits:
+        kept, checkpointed, cached = map(cost_of, SPLIT, split, sizes)
+        found.append((kept[0] + checkpointed[0] + cached[0], kept[1] + checkpointed[1] + cached[1], split))
+    found.sort(key=operator.itemgetter(0, 1))
+    points: list[Point] = []
+    for held, time_s, split in found:
+        if not points or time_s < points[-1].time_s:
+            parts = {name: Part(*part) for name, *part in zip(SPLIT, split, sizes, strict=True)}
+            points.append(Point(held, time_s, _plan(costs, parts)))
+    return points
 
 
 def held_bytes(costs: TowerCosts, plan: TowerPlan) -> int:

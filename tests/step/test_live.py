@@ -255,7 +255,7 @@ def test_the_state_of_an_optimiser_counts() -> None:
     size = first.problem.costs.gradient_bytes
 
     def counted(optimizer: Any) -> int:
-        plan = planned(module, costs=first.problem.costs, optimizer=optimizer)
+        plan = planned(module, costs=first.problem.costs, optimizer=optimizer, micro_batch=16)
         return next(item.size_bytes for item in plan.account.items if item.name == "optimizer")
 
     assert counted(None) == counted("adamw") == counted(torch.optim.AdamW(module.parameters())) == 2 * size
@@ -421,13 +421,13 @@ class TestTowersWithoutValues:
                 assert 0.95 * passes < estimated < 1.05 * passes
 
     def test_more_products_take_longer_and_memory_is_that_of_the_device(self) -> None:
-        slow, fast = (self.planned(device_profile=name, memory="auto") for name in ("a100", "h200"))
+        slow, fast = (self.planned(device_profile=name, memory="auto", micro_batch=16) for name in ("a100", "h200"))
         assert slow.predicted_time_s > fast.predicted_time_s
         assert fast.problem.memory_bytes == int(0.97 * load_profile("h200").memory_bytes)
 
     def test_such_a_plan_does_not_run(self) -> None:
         with pytest.raises(InputError, match="from a profile or an estimate has no towers"):
-            self.planned().step()
+            self.planned(micro_batch=16).step()
 
     def test_what_it_needs_is_named(self) -> None:
         with pytest.raises(InputError, match="device_profile: is required for towers without values"):
@@ -438,8 +438,8 @@ class TestTowersWithoutValues:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_ranks_plan_together(wrapper: str, tmp_path: Path) -> None:
-    first, second = run_ranks("tests.step.ranks:planned", {"wrapper": wrapper, "cache": str(tmp_path)}, 2, 120.0)
+def test_ranks_plan_together(wrapper: str, package_cache: str) -> None:
+    first, second = run_ranks("tests.step.ranks:planned", {"wrapper": wrapper, "cache": package_cache}, 2, 120.0)
     assert first["plan"]["memory_bytes"] == 32 << 20  # of the rank that has less
     assert first["plan"] == second["plan"] and first["plan"]["wrapper"] == {"ddp": "ddp", "fsdp": "fsdp2"}[wrapper]
     assert max(first["error"], second["error"]) < 1e-12
