@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 
 from infcl_gen import processes
-from tests.forks import Server
+from tests.forks import Servers
 
 _COMMON = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "print_blob": True}
 hypothesis.settings.register_profile("ci", derandomize=True, database=None, max_examples=25, **_COMMON)
@@ -97,13 +97,13 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 
 
 @pytest.fixture(scope="session")
-def _fork_server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
+def _fork_servers() -> Iterator[Servers]:
+    servers = Servers()
+    yield servers
+    servers.close()
 
 
 @pytest.fixture
-def forked(_fork_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(_fork_servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of `infcl_gen.processes` are forked from one that has imported torch."""
-    monkeypatch.setattr(processes, "_start", _fork_server.start)
+    monkeypatch.setattr(processes, "_start", _fork_servers.start)

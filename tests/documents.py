@@ -1,7 +1,10 @@
 """README and documentation as tests read them: pages, fenced blocks, sentences, links."""
 
 import re
+import runpy
 from pathlib import Path
+
+from infcl_gen.processes import Answer, Requests
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -47,3 +50,9 @@ def links(page: str) -> list[str]:
     """Relative targets of a page's links, without anchors."""
     found = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", _FENCE.sub("", PAGES[page]))
     return [target for target in found if "://" not in target and not target.startswith("mailto:")]
+
+
+def run_example(requests: Requests, answer: Answer, file: str) -> None:
+    """A task of `infcl_gen.processes`."""
+    runpy.run_path(file, run_name="__main__")
+    answer(done=True)

@@ -1,4 +1,4 @@
-"""Processes of `infcl_gen.processes`, forked from one that has imported torch: 2 s less for each.
+"""Processes of `infcl_gen.processes`, forked from one that has imported torch: 2 s less for each, or 4 s.
 
 They are this process's children, and in all else (session, environment, standard streams, exit codes) as if started.
 Their command line is that of the server, and what tests have patched here is not patched there. Where Triton
@@ -20,6 +20,8 @@ from typing import IO, Any
 from infcl_gen import processes
 
 PRELOADED = ("torch.distributed", "torch.profiler", "infcl_gen.verification.worker", "infcl_gen.bench.contest")
+# What wrappers of modules import in 2 s; it imports triton, so that kernels are not interpreted.
+COMPILING = (*PRELOADED, "torch._dynamo", "tests.step.ranks")
 LARGEST_MESSAGE = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -37,16 +39,31 @@ class Forked:
         return self.returncode
 
 
-class Server:
-    """`start` stands for `processes._start`."""
+class Servers:
+    """`start` stands for `processes._start`. One server for processes that interpret kernels, and one for others."""
 
     def __init__(self) -> None:
+        self._servers: dict[bool, Server] = {}
+
+    def start(self, words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
+        interprets = environment.get("TRITON_INTERPRET") == "1"
+        if interprets not in self._servers:
+            self._servers[interprets] = Server(interprets)
+        return self._servers[interprets].start(words, log, environment)
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.close()
+
+
+class Server:
+    def __init__(self, interprets: bool) -> None:
         # Orphans become this process's children: a forked process's parent ends at once.
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "prctl")
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno())]
+            words = [sys.executable, "-P", "-m", "tests.forks", str(theirs.fileno()), str(int(interprets))]
             self._server = subprocess.Popen(words, pass_fds=[theirs.fileno()], env=processes.own_environment())
 
     def start(self, words: Sequence[str], log: Any, environment: Mapping[str, str]) -> Forked:
@@ -63,10 +80,10 @@ class Server:
         self._server.wait()
 
 
-def serve(handle: int) -> None:
-    for name in PRELOADED:
+def serve(handle: int, interprets: bool) -> None:
+    for name in PRELOADED if interprets else COMPILING:
         __import__(name)
-    assert "triton" not in sys.modules  # which reads its environment as it is imported
+    assert not (interprets and "triton" in sys.modules)  # which reads its environment as it is imported
     with socket.socket(fileno=handle) as requests:
         while True:
             message, streams, *_ = socket.recv_fds(requests, LARGEST_MESSAGE, 3)
@@ -115,4 +132,4 @@ def run(job: dict[str, Any], streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), sys.argv[2] == "1")

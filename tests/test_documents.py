@@ -11,6 +11,7 @@ import click
 import pytest
 
 from infcl_gen.cli import main
+from infcl_gen.processes import Worker
 from tests.documents import PAGES, ROOT, blocks, commands, links, sentences, without_generated
 
 PYTHON = blocks("python")
@@ -90,22 +91,42 @@ def test_the_cluster_file_is_one() -> None:
     assert problem.links is not None and problem.links.node_latency_us is not None
 
 
-@pytest.mark.parametrize("block", [found for found in PYTHON if "dist." not in found[1]], ids=named)
-def test_examples_run(block: tuple[str, str], tmp_path: Path) -> None:
+EXAMPLES = [found for found in PYTHON if "dist." not in found[1]]
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": str(ROOT), "INFCL_GEN_CACHE": str(folder / "cache")}
+
+
+@pytest.mark.parametrize("block", [found for found in EXAMPLES if found[0] == "README.md"], ids=named)
+def test_the_first_examples_run_on_their_own(block: tuple[str, str], tmp_path: Path) -> None:
+    """Up to the end of the interpreter."""
     (tmp_path / "example.py").write_text(block[1])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INFCL_GEN_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "example.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, "example.py"], cwd=tmp_path, env={**os.environ, **environment_of(tmp_path)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("block", [found for found in EXAMPLES if found[0] != "README.md"], ids=named)
+def test_examples_run(block: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("example.py").write_text(block[1])
+    log = tmp_path / "log"
+    worker = Worker("tests.documents:run_example", ["example.py"], log, environment_of(tmp_path))
+    try:
+        assert worker.answer(120.0) == {"done": True}, log.read_text()
+    finally:
+        worker.kill()
 
 
 def test_training_on_two_processes_prints_the_losses_it_names(tmp_path: Path) -> None:
     (code,) = (code for _, code in PYTHON if code.startswith("# train.py"))
     (tmp_path / "train.py").write_text(code + GROUP_IS_GONE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "INFCL_GEN_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, **environment_of(tmp_path)}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )

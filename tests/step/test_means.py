@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,8 +136,8 @@ def test_memory_is_that_of_a_micro_batch_and_predicted() -> None:
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("rows", [(7,), (9, 14), (4, 0, 9)])
-def test_ranks_with_uneven_parts(rows: tuple[int, ...], tmp_path: Path) -> None:
-    for answer in run_ranks("tests.step.ranks:mean", {"rows": list(rows), "cache": str(tmp_path)}, len(rows), 120.0):
+def test_ranks_with_uneven_parts(rows: tuple[int, ...], package_cache: str) -> None:
+    for answer in run_ranks("tests.step.ranks:mean", {"rows": list(rows), "cache": package_cache}, len(rows), 120.0):
         assert answer["error"] < 1e-12 and answer["value"] < 1e-12
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,9 +160,9 @@ def test_what_is_planted_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("wrapper", "expected"), [("ddp", 1), ("fsdp", 6)])
-def test_a_reduction_for_each_micro_batch_is_noticed(wrapper: str, expected: int, tmp_path: Path) -> None:
+def test_a_reduction_for_each_micro_batch_is_noticed(wrapper: str, expected: int, package_cache: str) -> None:
     """By the count that tests/step/test_ranks.py asserts."""
-    job = {"wrapper": wrapper, "rows": [8, 8], "way": "cached", "cache": str(tmp_path), "planted": True}
+    job = {"wrapper": wrapper, "rows": [8, 8], "way": "cached", "cache": package_cache, "planted": True}
     try:
         answers = run_ranks("tests.step.ranks:step", job, 2, 120.0)
     except ProcessError as error:  # DDP notices by itself that a pass leaves parameters out

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from infcl_gen.processes import run_ranks
@@ -22,40 +20,44 @@ CASES = [
 
 
 @pytest.mark.parametrize(("wrapper", "rows", "way"), CASES)
-def test_gradients_are_those_of_the_whole_batch(wrapper: str, rows: tuple[int, ...], way: str, tmp_path: Path) -> None:
+def test_gradients_are_those_of_the_whole_batch(
+    wrapper: str, rows: tuple[int, ...], way: str, package_cache: str
+) -> None:
     """Behind steps that were interrupted in the loss, in a first pass, and between second ones."""
     interrupts = [0, *[2] * (min(rows) > 0), *[-(-rows[0] // 3) + 2] * (way == "cached")]
-    job = {"wrapper": wrapper, "rows": list(rows), "way": way, "cache": str(tmp_path), "interrupts": interrupts}
+    job = {"wrapper": wrapper, "rows": list(rows), "way": way, "cache": package_cache, "interrupts": interrupts}
     for answer in run_ranks("tests.step.ranks:step", job, len(rows), 120.0):
         assert max(answer["errors"]) < 1e-12 and max(answer["values"]) < 1e-12, answer
         assert answer["reductions"] == (len(rows) > 1) * (6 if wrapper == "fsdp" else 1)  # 5 blocks and the rest
 
 
-def test_uneven_micro_batches_under_fsdp2_are_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_uneven_micro_batches_under_fsdp2_are_refused_on_all_ranks(package_cache: str) -> None:
     """They would wait for one another for ever."""
-    job = {"wrapper": "fsdp", "rows": [8, 5], "way": "cached", "cache": str(tmp_path)}
+    job = {"wrapper": "fsdp", "rows": [8, 5], "way": "cached", "cache": package_cache}
     message = "ranks pass image in 2 to 3 cached micro-batches; under FSDP2 all must pass equally many"
     assert all(message in answer["refused"] for answer in run_ranks("tests.step.ranks:step", job, 2, 60.0))
 
 
 @pytest.mark.parametrize("treatments", [["cached"], ["checkpointed"]])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_ranks_of_a_group_draw_their_own_random_numbers(wrapper: str, treatments: list[str], tmp_path: Path) -> None:
-    job = {"wrapper": wrapper, "treatments": treatments, "cache": str(tmp_path)}
+def test_ranks_of_a_group_draw_their_own_random_numbers(
+    wrapper: str, treatments: list[str], package_cache: str
+) -> None:
+    job = {"wrapper": wrapper, "treatments": treatments, "cache": package_cache}
     for answer in run_ranks("tests.step.ranks:subgroup", job, 3, 60.0):
         assert answer["error"] < 1e-12
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_a_scale_and_a_bias_in_no_module_are_averaged_in_the_group(wrapper: str, tmp_path: Path) -> None:
-    for answer in run_ranks("tests.step.ranks:numbers", {"wrapper": wrapper, "cache": str(tmp_path)}, 3, 60.0):
+def test_a_scale_and_a_bias_in_no_module_are_averaged_in_the_group(wrapper: str, package_cache: str) -> None:
+    for answer in run_ranks("tests.step.ranks:numbers", {"wrapper": wrapper, "cache": package_cache}, 3, 60.0):
         assert max(answer["errors"]) < 1e-12
 
 
 @pytest.mark.parametrize(("failing", "way"), [(0, "cached"), (0, "kept"), (2, "cached"), (2, "kept"), (4, "cached")])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_wrappers_reduce_as_before_behind_an_error(wrapper: str, failing: int, way: str, tmp_path: Path) -> None:
+def test_wrappers_reduce_as_before_behind_an_error(wrapper: str, failing: int, way: str, package_cache: str) -> None:
     """In the loss, in a first pass and in a second one: the user's own backward is averaged over ranks."""
-    job = {"wrapper": wrapper, "failing": failing, "way": way, "cache": str(tmp_path)}
+    job = {"wrapper": wrapper, "failing": failing, "way": way, "cache": package_cache}
     for answer in run_ranks("tests.step.ranks:after_error", job, 2, 60.0):
         assert answer["error"] < 1e-12
