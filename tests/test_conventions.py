@@ -46,6 +46,7 @@ def test_a_factor_and_another_direction_are_told_apart() -> None:
     assert row["error"] == "no" and row["features"] is None
 
 
+@pytest.mark.usefixtures("forked")
 def test_this_projects_gradients_are_exact_on_two_ranks() -> None:
     path = os.pathsep.join([str(ROOT / "docs"), str(ROOT)])
     results = run_ranks("conventions:measure_rank", ["infcl_gen"], 2, 120.0, {"PYTHONPATH": path})

@@ -148,6 +148,7 @@ def test_numbers_as_scale_do_not_make_a_graph_each() -> None:
     assert graphs.frame_count <= 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_process_groups_may_begin_after_the_module_was_made(tmp_path: Path) -> None:
     found = run_ranks("tests.lazy_rank:early", {"cache": str(tmp_path)}, 2, 120.0)
     q, k = (torch.cat(side) for side in zip(*(lazy_rank._features(4, 16, rank) for rank in (0, 1)), strict=True))
@@ -251,6 +252,7 @@ def test_a_loaded_module_unpickles_in_another_process(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "sum\n"
 
 
+@pytest.mark.usefixtures("forked")
 def test_uneven_ranks_grow_together(tmp_path: Path) -> None:
     argument = {"cache": str(tmp_path), "rows": [(5, 3), (20, 3), (1, 0), (4, 4)], "cold": [1]}
     first, second = run_ranks("tests.lazy_rank:batches", argument, 2, 120.0)
@@ -285,6 +287,7 @@ TROUBLES = {
 }
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_that_cannot_load_stop_all_of_them_and_stay_in_step(tmp_path: Path) -> None:
     """Planted: a trip that ends before ranks are compared; a budget read on rank 0 outside of what tells the others; a
     shelf by group name; fields compared that a rejecting rank does not know."""
@@ -296,6 +299,7 @@ def test_ranks_that_cannot_load_stop_all_of_them_and_stay_in_step(tmp_path: Path
             assert after == pytest.approx(found[0]["none"][1]), name
 
 
+@pytest.mark.usefixtures("forked")
 def test_loads_depend_on_no_order_and_no_single_machine(tmp_path: Path) -> None:
     """Planted: one lock for all groups; a tuning record that each rank looks up; a problem under a key of the store."""
     found = run_ranks("tests.lazy_rank:orders", {"cache": str(tmp_path)}, 2, 120.0)

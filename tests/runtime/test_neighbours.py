@@ -30,6 +30,7 @@ def test_a_profiler_sees_the_phases(packages: Packages) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_profiler_sees_the_hops(tmp_path_factory: pytest.TempPathFactory) -> None:
     (first, _) = run_ranks("tests.lazy_rank:ranges", {"cache": str(tmp_path_factory.mktemp("cache"))}, 2, 120.0)
     assert first[0] == "infcl forward" and "infcl backward" in first
