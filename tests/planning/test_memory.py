@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import infcl_gen
 from infcl_gen.planning import Plan
+from infcl_gen.verification.memory import PeakMeter
 from infcl_gen.verification.properties import DTYPES
 from tests.kernels.tiers import LONG
 from tests.runtime.in_process import Echo
@@ -21,15 +21,9 @@ WORLDS = (2, 3, 8, 64, 4096, 65536) if LONG else (2, 3, 8, 64, 4096)
 
 
 def measured_peak_bytes(step: Any) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with PeakMeter("cpu") as meter:
         step()
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    held = peak = 0
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
+    return meter.peak_bytes
 
 
 @pytest.mark.parametrize(
