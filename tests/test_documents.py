@@ -136,12 +136,12 @@ def test_training_on_two_processes_prints_the_losses_it_names(tmp_path: Path) ->
 
 
 def test_a_loss_of_ones_own_has_the_gradient_shown(tmp_path: Path) -> None:
-    from infcl_gen.losses import derive, load_loss
+    from infcl_gen.losses import derive, formulas_of, load_loss
 
     file = tmp_path / "weighted.py"
     file.write_text(next(code for page, code in PYTHON if page == "docs/losses.md"))
     derivation = derive(load_loss(f"{file}:weighted"))
-    assert f"g_ij = {derivation.formulas()['dL/dx'].removeprefix('g_ij = ')}" in PAGES["docs/losses.md"]
+    assert f"g_ij = {formulas_of(derivation)['dL/dx'].removeprefix('g_ij = ')}" in PAGES["docs/losses.md"]
 
 
 def test_the_sample_of_a_plan_is_what_plan_prints() -> None:

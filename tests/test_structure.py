@@ -75,7 +75,7 @@ def test_imports_run_one_way(path: Path) -> None:
         assert "infcl_gen" not in imports_of(path), f"{part} imports the driver"
     ours = {name for name in imports_of(path) if name.startswith("infcl_gen.")}
     # Pure data, which the plan is made of and which ships with every package.
-    ours -= {name for name in ours if f"{name}.".startswith("infcl_gen.runtime.table.")}
+    ours -= {name for name in ours if f"{name}.".startswith(("infcl_gen.runtime.table.", "infcl_gen.runtime.traits."))}
     parts = {name.split(".")[1] for name in ours} - set(BOTTOM)
     if part in BOTTOM:
         assert not parts
@@ -91,14 +91,17 @@ def test_runtime_stands_alone(path: Path) -> None:
     outside = {name.split(".")[0] for name in imports_of(path) if not name.startswith("infcl_gen.runtime")} - set(
         sys.stdlib_module_names
     )
-    assert outside <= ({"torch", "triton"} if path.name != "table.py" else set())
+    assert outside <= ({"torch", "triton"} if path.name not in ("table.py", "traits.py") else set())
 
 
 def test_templates_stay_small() -> None:
-    """The best measure of a generator is how little text makes all of its packages: `wc -l` over templates/."""
+    """The best measure of a generator is how little text makes all of its packages: `wc -l` over templates/.
+
+    520 lines are of sums over pairs, which share opening, products and finish with softmaxes, but no sweep.
+    """
     lines = {path: path.read_text().count("\n") for path in (ROOT / "templates").rglob("*.jinja")}
     pages = sum(count for path, count in lines.items() if path.parent.name == "report")  # print no package
-    assert sum(lines.values()) - pages <= 2000 and pages <= 150
+    assert sum(lines.values()) - pages <= 2560 and pages <= 150
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -170,12 +173,13 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_small() -> None:
-    """Limits to be raised knowingly: 14 200 lines plan, emit, run, verify, measure and tune losses; 3 070 plan and run
-    training steps; 850 are what users meet first; 850 make pages."""
+    """Limits to be raised knowingly: 15 000 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
+    of them for the general form and sums over pairs; 3 070 plan and run training steps; 850 are what users meet first;
+    850 make pages."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
     step = sum(lines[path] for path in MODULES if path.parent.name == "step" or path == SOURCE / "cli" / "step.py")
     rest = sum(lines.values()) - door - pages - step
-    assert rest <= 14_200, f"{rest} lines: shorten what is there, or raise the limit and say why"
+    assert rest <= 15_000, f"{rest} lines: shorten what is there, or raise the limit and say why"
     assert door <= 850 and pages <= 850 and step <= 3_070

@@ -11,7 +11,7 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels import forward, fused
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
-from infcl_gen.losses import Derivation, triton_code
+from infcl_gen.losses import Derivation, formulas_of, triton_code
 from infcl_gen.losses.printers import p
 from infcl_gen.planning.planner import Plan
 
@@ -22,7 +22,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     """The names in the kernels' templates of the package `name`; variants add `Family.values`."""
     if derivation.slope is None or derivation.shift is None:
         raise ValueError("kernels are for affine logits")
-    formulas, blocks, has_keys = derivation.formulas(), plan.blocks, plan.has_keys
+    formulas, blocks, has_keys = formulas_of(derivation), plan.blocks, plan.has_keys
     is_fused, keeps_keys = plan.strategy == "fused", forward.keeps_keys(blocks["forward"], plan)
     unit = 2.0 ** gradient_exponent(plan, derivation)
     gradient_factor, dscale_factor = triton_code(derivation.gradient_factor), triton_code(derivation.dscale_factor)

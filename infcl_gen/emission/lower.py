@@ -19,7 +19,7 @@ from infcl_gen.emission.schedule_context import schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.kernels import TILES, families
-from infcl_gen.losses import Derivation, is_builtin, loss_context, spec_as_dict
+from infcl_gen.losses import Derivation, formulas_of, is_builtin, loss_context, spec_as_dict
 from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.planner import Plan
 from infcl_gen.planning.records import own_settings
@@ -67,7 +67,7 @@ def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, na
         "loss": spec_as_dict(derivation.spec),
         "device": dataclasses.asdict(profile),
         "regenerate": _regenerate(plan.problem, derivation, profile),
-        "derivation": derivation.formulas(),
+        "derivation": formulas_of(derivation),
         "launches": _launch_options(plan, profile),
         "predicted": {
             "peak_bytes": plan.predicted_peak_bytes,
@@ -113,7 +113,7 @@ def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, i
 
 
 def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
-    problem, formulas = plan.problem, derivation.formulas()
+    problem, formulas = plan.problem, formulas_of(derivation)
     of_plan = {field: getattr(plan, field) for field in ("dim", "dtype", "strategy", "rows_per_rank")}
     return of_plan | {
         "logit": formulas["logit"],
@@ -128,7 +128,7 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
-    formulas, affine = derivation.formulas(), plan.logit_strips == 0
+    formulas, affine = formulas_of(derivation), plan.logit_strips == 0
     in_place = "logits_(z[strip], block.scale, block.bias)"
     of_plan = ("dim", "has_keys", "labels", "logit_strips", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
     return {field: getattr(plan, field) for field in of_plan} | {

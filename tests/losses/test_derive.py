@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from infcl_gen.errors import InputError
-from infcl_gen.losses import CLIP, INFONCE, LossError, LossSpec, derive, loss_context
+from infcl_gen.losses import CLIP, INFONCE, LossError, LossSpec, derive, formulas_of, loss_context
 from infcl_gen.losses.language import (
     bias,
     exp,
@@ -58,7 +58,7 @@ def test_infonce() -> None:
 
 
 def test_formulas_are_for_people() -> None:
-    formulas = derive(CLIP).formulas()
+    formulas = formulas_of(derive(CLIP))
     assert formulas["dL/dx"] == ("g_ij = 1/M * (0.5 * exp(x_ij - r_i) + 0.5 * exp(x_ij - c_j) - [j = positive(i)])")
     assert formulas["dq"] == "dq_i = sum_j g_ij * scale * k_j"
     assert set(formulas) >= {"logit", "loss", "dL/dx", "dq", "dk", "dscale", "dbias"}

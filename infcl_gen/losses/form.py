@@ -1,0 +1,191 @@
+"""The general form of a loss: what its formula says, sorted by when a sweep over the pairs can know it.
+
+With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
+
+    s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
+    L = 1/M * (sum_i F(s_i, p_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
+
+p is the logit of the positive. `form_of` reads formulas, and nothing else does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sympy
+from sympy import Dummy, Expr, Integer, Symbol, diff
+
+from infcl_gen.losses import language
+from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, keys, queries, scale, z
+from infcl_gen.losses.printers import c, display, p, r, x
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One number of each query, or of each key, reduced over the pairs of its row or column."""
+
+    side: str  # "query" or "key"
+    kind: str  # "logsumexp"
+    symbol: Symbol  # in F or G
+
+
+@dataclass(frozen=True)
+class PairTerm:
+    """h(x) by the class of the pair: of a query and its positive, and of all `other` pairs."""
+
+    other: Expr
+    positive: Expr
+
+
+@dataclass(frozen=True)
+class Form:
+    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p (see `printers`).
+
+    formula     the loss over x, as it was written: its reductions are those of the language
+    query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
+    pair_term   h, times M; None without one
+    """
+
+    spec: LossSpec
+    logit: Expr
+    formula: Expr
+    statistics: tuple[Statistic, ...]
+    query_term: Expr
+    key_term: Expr
+    pair_term: PairTerm | None
+
+
+_STATISTICS = (language.logsumexp_over_keys, language.logsumexp_over_queries, language.positive)
+_MEANS = (language.mean_over_queries, language.mean_over_keys)
+_REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
+_REDUCED = {language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p}
+_KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c)}
+
+
+def form_of(spec: LossSpec) -> Form:
+    """The general form of a loss. Raises LossError for a formula that has none, or whose parts no kernel computes."""
+    reductions = spec.formula.atoms(*_REDUCTIONS)
+    known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
+    foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
+    statistics = [each for each in reductions if isinstance(each, _STATISTICS)]
+    refuse(
+        (foreign, f"{', '.join(foreign)} has no kernel yet"),
+        (spec.positives == "id", "positives='id' has no kernel yet"),
+        (any(len(each.args) > 1 for each in statistics), "masks (where=) have no kernel yet"),
+    )
+    of_pairs = spec.formula.atoms(language.sum_over_pairs)
+    if of_pairs:
+        return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
+    logit = _logit(statistics)
+    formula = spec.formula.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
+    outside = sorted(map(str, formula.free_symbols - {x}))
+    if outside:
+        raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
+    query_term, key_term = _terms(formula)
+    found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
+    refuse(
+        (key_term.has(c) and spec.positives != "diagonal",
+         "key reductions need positives='diagonal' (as many keys as queries)"),
+        (key_term != 0 and not key_term.has(c),
+         "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
+        (not found, "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
+    )  # fmt: skip
+    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None)
+
+
+def refuse(*checks: tuple[object, str]) -> None:
+    """Raises LossError for the first (condition, reason) whose condition holds."""
+    for holds, why in checks:
+        if holds:
+            raise LossError(why)
+
+
+def _logit(statistics: list[Expr]) -> Expr:
+    """The one expression inside all log-sum-exps and positives."""
+    logits = sorted({each.args[0] for each in statistics}, key=sympy.default_sort_key)
+    if len(logits) != 1:
+        listed = "; ".join(map(str, logits)) or "none"
+        raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed})")
+    (logit,) = logits
+    unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
+    if unknown or logit.atoms(*_REDUCTIONS):
+        inside = ", ".join(unknown) or "another reduction"
+        raise LossError(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
+    return logit
+
+
+def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]]:
+    """Each reduction with its coefficient. Raises LossError where the formula is not a sum of such products."""
+    dummies = {each: Dummy(f"part_{index}") for index, each in enumerate(reductions)}
+    rest = linear = sympy.expand_mul(formula.xreplace(dummies))
+    for reduction, dummy in dummies.items():
+        coefficient = diff(linear, dummy)
+        if coefficient.has(*dummies.values()):
+            raise LossError("the loss is not a sum of constant multiples of means")
+        yield reduction, coefficient
+        rest -= coefficient * dummy
+    if sympy.expand(rest) != 0:
+        raise LossError("something stands outside the means, or a mean is not multiplied by a constant")
+
+
+def _terms(formula: Expr) -> tuple[Expr, Expr]:
+    """query_term(r, p) and key_term(c, p), with the coefficients of their means."""
+    terms = dict.fromkeys(_MEANS, Integer(0))
+    for mean, coefficient in _linear(formula, sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)):
+        refuse(
+            (mean.args[0].atoms(*_MEANS), "a mean of a mean"),
+            (not coefficient.is_number, "the loss is not a sum of constant multiples of means"),
+        )
+        terms[mean.func] += coefficient * mean.args[0].xreplace(_REDUCED)
+    query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in _MEANS)
+    for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
+        if term.has(other) or term.has(x):
+            raise LossError(f"mean_over_{side} of what is not one value for each of the {side}: {display(term)}")
+        if any(not diff(term, statistic).is_number for statistic in (own, p)):
+            raise LossError(
+                f"mean_over_{side} of {display(term)}, which multiplies statistics (r: logsumexp_over_keys, c: "
+                "logsumexp_over_queries, p: positive): terms may only add constant multiples of them"
+            )
+    return sympy.factor_terms(query_term), sympy.factor_terms(key_term)
+
+
+def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
+    """The form of a loss that is a sum over pairs alone."""
+    inside = sorted({each.func.__name__ for each in spec.formula.atoms(*_REDUCTIONS)} - {"sum_over_pairs"})
+    refuse((inside, f"sum_over_pairs beside {', '.join(inside)} has no kernel yet"))
+    square = {keys: queries} if spec.positives == "diagonal" else {}
+    total: Expr = Integer(0)
+    for each, coefficient in _linear(spec.formula, sums):
+        weight = (coefficient * queries).xreplace(square)
+        if not weight.is_number:
+            raise LossError(
+                f"sum_over_pairs is multiplied by {display(coefficient)}: write a constant times sum_over_pairs(...) / "
+                "queries"
+            )
+        total += weight * each.args[0]
+    unknown = sorted(map(str, total.free_symbols - {z, scale, bias, is_positive}))
+    if unknown:
+        raise LossError(f"sum_over_pairs of what depends on {', '.join(unknown)}, not only on z, scale, bias, and the "
+                        "class is_positive")  # fmt: skip
+    for logit in _candidates(total):
+        other, positive = (_of_logit(total, logit).xreplace({is_positive: Integer(which)}) for which in (0, 1))
+        if not (other.free_symbols | positive.free_symbols) - {x}:
+            formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
+            return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, positive))
+    raise LossError("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
+
+
+def _candidates(total: Expr) -> list[Expr]:
+    """What the logit may be: first what is affine in z, the longest first; then other parts, the shortest first."""
+    parts = {e for e in sympy.preorder_traversal(total) if e.has(z) and not e.has(is_positive)}
+    positive = {-e if e.could_extract_minus_sign() else e for e in parts}
+    size = lambda e: (sympy.count_ops(e), sympy.default_sort_key(e))  # noqa: E731
+    affine = {e for e in positive if not diff(e, z).has(z) and diff(e, z) != 0}
+    return sorted(affine, key=size, reverse=True) + sorted(positive - affine, key=size)
+
+
+def _of_logit(total: Expr, logit: Expr) -> Expr:
+    """`total` over x."""
+    slope = diff(logit, z)
+    if slope.has(z):
+        return total.xreplace({logit: x})
+    return total.subs(z, (x - sympy.expand(logit - slope * z)) / slope)
