@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2df21c64e421dd348646b724c5b3bda5845a71cd812f2e99c2538a9c5e8f56eb",
+    "digest": "4e6e10faa3a91969bcf8747c027af5b1ee900a05bf8f6709fc98ce468bbc9cd7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -25,7 +25,6 @@ SPEC: dict[str, Any] = {
         "settings": (),
     },
     "positives": "diagonal",
-    "has_keys": True,
     "gradient_exponent": 0,
     "descriptors": False,
     "loss": {
@@ -36,6 +35,14 @@ SPEC: dict[str, Any] = {
         ),
         "positives": "diagonal",
         "doc": "Symmetric cross-entropy of CLIP: each query against all keys and each key against all queries.",
+        "traits": {
+            "query_statistics": ("logsumexp",),
+            "key_statistics": ("logsumexp",),
+            "known": "all",
+            "positives": "diagonal",
+            "affine": True,
+            "strips": 0,
+        },
     },
     "device": {
         "name": "cpu",
@@ -93,9 +100,6 @@ SPEC: dict[str, Any] = {
         "dtype": "fp32",
         "precision": "default",
         "target": "cpu",
-        "has_keys": True,
-        "labels": False,
-        "logit_strips": 0,
         "products": "torch",
         "descriptors": False,
         "replay": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "8e9e91e6c029394e6acead02f43fa8c65677c680fe6a708a06bedae047ec9dd7",
+    "digest": "87d62a60ec235ffdd76cf163d146637d2622d932508de2777c988f7d61cc9e98",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -25,7 +25,6 @@ SPEC: dict[str, Any] = {
         "settings": (),
     },
     "positives": "diagonal",
-    "has_keys": True,
     "gradient_exponent": 0,
     "descriptors": True,
     "loss": {
@@ -36,6 +35,14 @@ SPEC: dict[str, Any] = {
         ),
         "positives": "diagonal",
         "doc": "Symmetric cross-entropy of CLIP: each query against all keys and each key against all queries.",
+        "traits": {
+            "query_statistics": ("logsumexp",),
+            "key_statistics": ("logsumexp",),
+            "known": "all",
+            "positives": "diagonal",
+            "affine": True,
+            "strips": 0,
+        },
     },
     "device": {
         "name": "h200",
@@ -109,9 +116,6 @@ SPEC: dict[str, Any] = {
         "dtype": "bf16",
         "precision": "default",
         "target": "cuda",
-        "has_keys": True,
-        "labels": False,
-        "logit_strips": 0,
         "products": "triton",
         "descriptors": True,
         "replay": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "cf6369b27eb60f4db21bce2dcc08b425aa881af7a36f9f1af423d3e14dcf9242",
+    "digest": "a5d0151a03ed0b0774bb707e1c71d9e5b47b1aaadd07fde4d31cdffbdbcfa5bd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -25,7 +25,6 @@ SPEC: dict[str, Any] = {
         "settings": (),
     },
     "positives": "diagonal",
-    "has_keys": True,
     "gradient_exponent": 0,
     "descriptors": True,
     "loss": {
@@ -36,6 +35,14 @@ SPEC: dict[str, Any] = {
         ),
         "positives": "diagonal",
         "doc": "Symmetric cross-entropy of CLIP: each query against all keys and each key against all queries.",
+        "traits": {
+            "query_statistics": ("logsumexp",),
+            "key_statistics": ("logsumexp",),
+            "known": "all",
+            "positives": "diagonal",
+            "affine": True,
+            "strips": 0,
+        },
     },
     "device": {
         "name": "h200",
@@ -108,9 +115,6 @@ SPEC: dict[str, Any] = {
         "dtype": "bf16",
         "precision": "default",
         "target": "cuda",
-        "has_keys": True,
-        "labels": False,
-        "logit_strips": 0,
         "products": "library",
         "descriptors": True,
         "replay": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "f0bf91b74ecb86ff1cd6450427c5e5c9de6379163d22d34e6271db23bcca5008",
+    "digest": "a1a18bbeb171346d09deee1ad3aadc1d74395e8f50b2031a1fd01e92c0baf987",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -25,7 +25,6 @@ SPEC: dict[str, Any] = {
         "settings": (),
     },
     "positives": "diagonal",
-    "has_keys": True,
     "gradient_exponent": 0,
     "descriptors": False,
     "loss": {
@@ -36,6 +35,14 @@ SPEC: dict[str, Any] = {
         ),
         "positives": "diagonal",
         "doc": "Symmetric cross-entropy of CLIP: each query against all keys and each key against all queries.",
+        "traits": {
+            "query_statistics": ("logsumexp",),
+            "key_statistics": ("logsumexp",),
+            "known": "all",
+            "positives": "diagonal",
+            "affine": True,
+            "strips": 0,
+        },
     },
     "device": {
         "name": "mi300x",
@@ -108,9 +115,6 @@ SPEC: dict[str, Any] = {
         "dtype": "bf16",
         "precision": "default",
         "target": "rocm",
-        "has_keys": True,
-        "labels": False,
-        "logit_strips": 0,
         "products": "triton",
         "descriptors": False,
         "replay": False,

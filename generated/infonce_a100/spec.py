@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "8ae26d3ba1401c7590965aac1d67e9f538eeaace5627db1b2e2c1558bfe0f836",
+    "digest": "9470694a032a24812fbd64bbcc07a23c762ee70318fc7d6c099cec82d00553fc",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -25,7 +25,6 @@ SPEC: dict[str, Any] = {
         "settings": (),
     },
     "positives": "label",
-    "has_keys": False,
     "gradient_exponent": 0,
     "descriptors": False,
     "loss": {
@@ -33,6 +32,14 @@ SPEC: dict[str, Any] = {
         "formula": "mean_over_queries(logsumexp_over_keys(scale * z + bias) - positive(scale * z + bias))",
         "positives": "label",
         "doc": "One-direction InfoNCE: each query against all keys; `labels` name the positives.",
+        "traits": {
+            "query_statistics": ("logsumexp",),
+            "key_statistics": (),
+            "known": "row",
+            "positives": "label",
+            "affine": True,
+            "strips": 0,
+        },
     },
     "device": {
         "name": "a100",
@@ -102,9 +109,6 @@ SPEC: dict[str, Any] = {
         "dtype": "bf16",
         "precision": "default",
         "target": "cuda",
-        "has_keys": False,
-        "labels": True,
-        "logit_strips": 0,
         "products": "library",
         "descriptors": False,
         "replay": False,

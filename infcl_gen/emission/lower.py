@@ -61,10 +61,9 @@ def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, na
         "versions": {"generator": __version__},
         "problem": plan.problem.as_dict(),
         "positives": derivation.spec.positives,
-        "has_keys": bool(derivation.has_keys),
         "gradient_exponent": gradient_exponent(plan, derivation),
         "descriptors": plan.descriptors,
-        "loss": spec_as_dict(derivation.spec),
+        "loss": {**spec_as_dict(derivation.spec), "traits": dataclasses.asdict(derivation.traits)},
         "device": dataclasses.asdict(profile),
         "regenerate": _regenerate(plan.problem, derivation, profile),
         "derivation": formulas_of(derivation),
@@ -74,7 +73,7 @@ def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, na
             "time_s": plan.predicted_time_s,
             "queued_s": plan.predicted_queued_s,
         },
-        "plan": {key: value for key, value in plan.as_dict().items() if key != "problem"},  # which stands above
+        "plan": {key: value for key, value in plan.as_dict().items() if key not in ("problem", "traits")},  # see above
     }
 
 
@@ -128,15 +127,16 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
-    formulas, affine = formulas_of(derivation), plan.logit_strips == 0
+    formulas, affine = formulas_of(derivation), plan.traits.affine
     in_place = "logits_(z[strip], block.scale, block.bias)"
-    of_plan = ("dim", "has_keys", "labels", "logit_strips", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
+    of_plan = ("dim", "has_keys", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
     return {field: getattr(plan, field) for field in of_plan} | {
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
         "feature_dtype": TORCH_DTYPES[plan.dtype],
         "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
         "upcast": plan.separate,  # features are converted panel by panel
+        "logit_strips": plan.traits.strips,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
         "positive_parts": 5 if plan.has_keys else 3,
         "finish_strips": "2 strips" if plan.separate else "1 strip",

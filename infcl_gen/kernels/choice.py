@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from infcl_gen.inputs.problem import DTYPE_BYTES
+from infcl_gen.runtime.traits import Traits
 
 SPLIT_TERMS = 3  # of a product of fp32 operands split into bf16 halves: low high, high low, high high
 
@@ -31,9 +32,7 @@ class Choice:
     precision: str = "default"
     target: str = "cuda"
     arch: str = ""  # of the device, as its profile names it: "sm_90"
-    has_keys: bool = True  # keys have statistics, too; positives are then on the diagonal
-    labels: bool = False  # positives are named by labels
-    logit_strips: int = 0  # `Derivation.logit_strips`; 0 where the logit is affine in z
+    traits: Traits = dataclasses.field(default_factory=Traits)  # of the loss
     products: str = "triton"  # by the matrix "library", by "triton" or by "torch"
     descriptors: bool = False
     replay: bool = False  # steps are recorded as CUDA graphs
@@ -42,6 +41,16 @@ class Choice:
     keeps: bool = False  # with a ring: the keys that visit last in forward stay for backward
     blocks: Mapping[str, Block] = dataclasses.field(default_factory=dict, hash=False)  # by tile; none for torch
     hopper_stages: int = 0  # pipeline stages of the kernels of hopper.py; 0 without them
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys have statistics, too; positives are then on the diagonal."""
+        return self.traits.has_keys
+
+    @property
+    def labels(self) -> bool:
+        """Whether positives are named by labels."""
+        return self.traits.labels
 
     @property
     def split(self) -> bool:

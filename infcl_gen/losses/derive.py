@@ -21,6 +21,7 @@ from infcl_gen.losses.form import Form, PairTerm, form_of, refuse
 from infcl_gen.losses.language import LossError, LossSpec, bias, scale, z
 from infcl_gen.losses.printers import c, display, p, r, temporaries, torch_code, triton_code, x
 from infcl_gen.runtime.table import Travelling
+from infcl_gen.runtime.traits import Known, Traits
 
 SUPPORTED = (
     "kernels exist for mean_over_queries and mean_over_keys of constant multiples of logsumexp_over_keys(x), "
@@ -98,11 +99,27 @@ class Derivation:
         return 0.0 if abs(total) < 1e-12 * max(map(abs, shares)) else total
 
     @property
-    def logit_strips(self) -> int:
+    def _strips(self) -> int:
         """Temporaries of torch for the logit or its derivative of a strip of pairs; 0 if affine: computed in place."""
         if self.slope is not None:
             return 0
         return max(2, *(temporaries(torch_code(expression), "z") for expression in (self.logit, self.dlogit_dz)))
+
+    @property
+    def traits(self) -> Traits:
+        """What the planner, kernels, the runtime and verification know of the loss."""
+        of_queries, of_keys = (
+            tuple(each.kind for each in self.form.statistics if each.side == side) for side in ("query", "key")
+        )
+        known: Known = "all" if of_keys else "row" if of_queries else "before"
+        return Traits(
+            query_statistics=of_queries,
+            key_statistics=of_keys,
+            known=known,
+            positives=self.spec.positives,
+            affine=self.slope is not None,
+            strips=self._strips,
+        )
 
     def travelling(self, dim: int) -> tuple[Travelling, ...]:
         """The data of each key that ranks exchange: features, the statistics of its column, and its gradient."""

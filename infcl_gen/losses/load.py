@@ -57,7 +57,7 @@ def spec_as_dict(spec: LossSpec) -> dict[str, str]:
 def is_builtin(literals: Mapping[str, Any]) -> bool:
     """Whether the literals of a loss are those of the built-in loss of its name."""
     found = BUILTIN_LOSSES.get(literals["name"])
-    return found is not None and spec_as_dict(found) == literals
+    return found is not None and spec_as_dict(found).items() <= literals.items()
 
 
 def spec_from_dict(literals: Mapping[str, Any]) -> LossSpec:

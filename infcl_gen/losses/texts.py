@@ -122,12 +122,11 @@ def _pair_context(derivation: Derivation) -> dict[str, Any]:
     """What loss.py of a sum over pairs has instead of shares."""
     term, slope = derivation.form.pair_term, derivation.pair_slope
     if term is None or slope is None:
-        return {"pairs": False}
+        return {}
     of_x = {"pair_term": term.other, "pair_slope": slope.other}
     of_p = {"positive_term": term.positive, "positive_slope": slope.positive}
     numbers = {name: getattr(derivation, name) for name in ("dscale_rest", "dbias_factor")}
     return {
-        "pairs": True,
         **{name: _tensor_code(expression, {}) for name, expression in of_x.items()},
         **{name: _tensor_code(expression, {"x": "p"}) for name, expression in of_p.items()},
         **{name: torch_code(expression) for name, expression in numbers.items()},

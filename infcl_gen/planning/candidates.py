@@ -173,9 +173,7 @@ class Choices:
             precision=problem.precision,
             target=profile.target,
             arch=profile.arch,
-            has_keys=bool(derivation.has_keys),
-            labels=derivation.spec.positives == "label",
-            logit_strips=derivation.logit_strips,
+            traits=derivation.traits,
             products=self._products(name),
             world_size=self._cluster.devices,
         )

@@ -120,8 +120,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             terms += [
                 BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2),
                 BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
-                v.logit_strips > 0
-                and BufferTerm("strips", phase, (v.logit_strips, STRIP_ROWS, b), "terms of the logit"),
+                v.traits.strips > 0
+                and BufferTerm("strips", phase, (v.traits.strips, STRIP_ROWS, b), "terms of the logit"),
                 v.separate and BufferTerm("widened_queries", phase, (a, D), "a panel's rows, in full precision"),
                 v.separate and BufferTerm("widened_keys", phase, (b, D), "a panel's keys, in full precision"),
             ]

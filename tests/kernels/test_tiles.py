@@ -14,6 +14,7 @@ from infcl_gen.kernels import LARGE, TILES, default_blocks, tiles
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.forward import keeps_keys
 from infcl_gen.kernels.hopper import stages as hopper_stages
+from infcl_gen.runtime.traits import Traits
 
 GPUS = [name for name in profile_names() if load_profile(name).target != "cpu"]
 
@@ -245,7 +246,7 @@ def test_where_the_kernels_for_hopper_are() -> None:
         choice("panel", "bf16", 200, False),
         choice("panel", "fp32", 256, True),
         Choice(strategy="panel", dtype="fp32", dim=200, descriptors=True),  # split
-        dataclasses.replace(special("panel", 256), has_keys=False),
+        dataclasses.replace(special("panel", 256), traits=Traits(key_statistics=(), known="row")),
     ):
         assert stages(other) == 0, other
     assert not stages(special("panel", 256), board="b200")

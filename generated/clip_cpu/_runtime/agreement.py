@@ -152,9 +152,9 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             queries,
             keys,
         )
-    if not package.labelled and queries != keys:
+    if not package.traits.labels and queries != keys:
         raise ValueError(UNPAIRED.format(package.loss_name, queries, keys))
-    if package.labelled and labelling == "none":
+    if package.traits.labels and labelling == "none":
         if queries > keys:
             raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
         if queries < keys and ranks > 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .launch import panel, panel_columns
 from .statistics import Statistics
 from .table import Table
+from .traits import Traits
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Package:
     any_device: bool  # False: Triton kernels, for CUDA and ROCm
     replay: bool  # recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
-    labelled: bool  # labels may name the positives
+    traits: Traits  # of the loss
     split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
     loss: Any

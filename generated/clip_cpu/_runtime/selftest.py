@@ -35,7 +35,7 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
     cases: list[dict[str, Any]] = []
     repeatable = True
     for rows, keys, scale in CASES:
-        keys = keys if package.labelled else rows
+        keys = keys if package.traits.labels else rows
         if rows > package.batch_size or keys > package.key_count:
             continue
         generator = torch.Generator().manual_seed(rows)
@@ -101,7 +101,7 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: floa
     q, k = q.double(), k.double()
     z = (q @ k.T).requires_grad_()
     x = package.loss.logit(z, *(torch.tensor(number, dtype=z.dtype, device=z.device) for number in (scale, BIAS)))
-    labels = (torch.arange(rows, device=z.device),) if package.labelled else ()
+    labels = (torch.arange(rows, device=z.device),) if package.traits.labels else ()
     (g,) = torch.autograd.grad(package.loss.loss_of_logits(x, *labels), z)
     squares, terms = g.square(), g * z.detach()
     total = torch.linalg.vector_norm(terms)

@@ -22,6 +22,7 @@ from .ops import differentiable, register, traced
 from .package import Call, Options, Package
 from .selftest import selftest as run_selftest
 from .table import planned_table
+from .traits import Traits
 from .warmup import warm_up
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
@@ -47,7 +48,7 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
         any_device=plan["strategy"] == "torch" or INTERPRETED,
         replay=plan["replay"],
         product_precision=plan["input_precision"],
-        labelled=loss.POSITIVES == "label",
+        traits=Traits(**spec["loss"]["traits"]),
         split=bool(plan["split"]),
         regenerate=spec["regenerate"],
         loss=loss,
@@ -240,7 +241,7 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
-    if not package.labelled:
+    if not package.traits.labels:
         raise ValueError(f"{package.loss_name} pairs query i with key i: labels are not supported (infonce takes them)")
     expected = 'labels must be an int64 tensor, "own" or None'
     if isinstance(labels, str):

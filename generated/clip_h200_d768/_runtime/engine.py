@@ -55,10 +55,10 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             sizes = torch.tensor(list(each), dtype=torch.int64)
         saved = new_saved(package, call.q, call.k, sizes, gradients)
         sweep = _Sweep(package, call, layout, saved)
-        if package.labelled:
+        if package.traits.labels:
             sweep.positive.fill_(math.nan)
         keys = _forward(sweep, group, gradients)
-        if package.labelled:
+        if package.traits.labels:
             # A label that names no key leaves NaN in `positive`, which must reach the gradients.
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
         ours = sweep.own_block()._replace(keys=keys)
@@ -125,7 +125,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
             stash, columns = (room, package.dim), columns + room
     return Saved(
         q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE),
-        q.new_empty((2, columns if package.loss.HAS_KEYS else 0), dtype=schedule.STATISTICS_DTYPE),
+        q.new_empty((2, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty(stash or (0,), dtype=package.dtype),
         sizes,
     )
@@ -142,7 +142,7 @@ class _Sweep:
         self.tiles = saved.stash if saved.stash.numel() else None  # of one device; over ranks the stash holds keys
 
     def block(self, owner: int, k: Tensor, statistics: Tensor) -> Block:
-        keys, first = view(statistics) if self.package.loss.HAS_KEYS else None, self.layout.key_offset(owner)
+        keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
         return Block(q, k, scale, bias, self.positives, first, self.queries, keys, self.positive)
 
@@ -151,7 +151,7 @@ class _Sweep:
 
     def visits(self, trip: Trip) -> Iterator[Block]:
         """The blocks of all queries and each owner's keys, as a trip brings them, without empty ones."""
-        has_keys = self.package.loss.HAS_KEYS
+        has_keys = self.package.traits.has_keys
         for owner in trip:
             if self.call.q.shape[0] and self.layout.keys[owner]:
                 statistics = trip["key statistics"] if has_keys else self.saved.key_statistics
@@ -171,7 +171,7 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: bool) -> Statistics 
     for block in sweep.visits(trip):
         schedule.forward_block(block, scratch, fresh_queries=fresh, fresh_keys=trip.fresh, arrive=trip.arrive)
         fresh = False
-    if not sweep.package.loss.HAS_KEYS:
+    if not sweep.package.traits.has_keys:
         return None
     finished = trip.home("key statistics")
     if table.transport == "ring":
@@ -286,7 +286,7 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     schedule, keys = package.schedule, k.shape[0]
     dtypes = {"features": k.dtype, "statistics": schedule.STATISTICS_DTYPE}
     own = {"keys": k}
-    if package.loss.HAS_KEYS:
+    if package.traits.has_keys:
         own["key statistics"] = panel_columns(statistics, 0, keys)
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward
@@ -309,7 +309,7 @@ def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:
     """Global key index of each query's positive, contiguous int64 (m,); without labels that of local row 0."""
     own = call.options.labelling == "own"
     offset = layout.key_offset(layout.rank) if own else sum(layout.rows[: layout.rank])
-    if not package.labelled:
+    if not package.traits.labels:
         return offset
     if call.labels is None:
         return torch.arange(offset, offset + call.q.shape[0], device=call.q.device)

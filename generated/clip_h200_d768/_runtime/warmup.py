@@ -41,7 +41,7 @@ def warm_up(package: Package, call: Call) -> None:
 
 def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
     """The launches of a step on some rows of the call, none of which is made. Products of the library run."""
-    rows = (min(len(call.q), len(call.k)),) * 2 if not package.labelled else (len(call.q), len(call.k))
+    rows = (min(len(call.q), len(call.k)),) * 2 if not package.traits.labels else (len(call.q), len(call.k))
     q, k = (x[: min(count, ROWS + count % LARGEST_TILE)] for x, count in zip(call[:2], rows, strict=True))
     labels = None if call.labels is None else torch.arange(len(q), device=q.device) % len(k)
     options = call.options._replace(group_name=ALONE)

@@ -1,0 +1,48 @@
+"""What is known of a loss below its formula: the planner, kernels, the runtime and verification read its traits.
+
+Pure data, derived from the formula (`losses.derive`), and stored in a package as SPEC["loss"]["traits"].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+# When the gradient of a pair's logit is known: before any pair is seen; once its row of pairs is complete; or once all
+# pairs are.
+Known = Literal["before", "row", "all"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The traits of a loss; the default is that of CLIP.
+
+    query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"
+    key_statistics    the same of a key
+    known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
+    positives         "diagonal": key i is the positive of query i; "label": the key that the caller names
+    affine            whether the logit is slope * z + shift
+    strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
+    """
+
+    query_statistics: tuple[str, ...] = ("logsumexp",)
+    key_statistics: tuple[str, ...] = ("logsumexp",)
+    known: Known = "all"
+    positives: str = "diagonal"
+    affine: bool = True
+    strips: int = 0
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys have statistics."""
+        return bool(self.key_statistics)
+
+    @property
+    def labels(self) -> bool:
+        """Whether labels may name the positives."""
+        return self.positives == "label"
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the sweep that computes the loss computes its gradients, too."""
+        return self.known == "before"

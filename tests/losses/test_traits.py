@@ -1,0 +1,23 @@
+"""The traits of losses: all that the rest of the generator knows of a formula."""
+
+import pytest
+
+from infcl_gen.losses import derive
+from infcl_gen.runtime.traits import Traits
+from tests.losses.specs import DERIVABLE
+
+BOTH, ONE, NONE = ("logsumexp",), ("logsumexp",), ()
+EXPECTED = {
+    "clip": Traits(),
+    "infonce": Traits(key_statistics=NONE, known="row", positives="label"),
+    "weighted_sides": Traits(),
+    "keys_only": Traits(query_statistics=NONE),
+    "soft_capped": Traits(key_statistics=NONE, known="row", positives="label", affine=False, strips=2),
+    "squared": Traits(key_statistics=NONE, known="row", positives="label", affine=False, strips=3),
+    "no_scale": Traits(key_statistics=NONE, known="row", positives="label"),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_traits_follow_from_the_formula(name: str) -> None:
+    assert derive(DERIVABLE[name]).traits == EXPECTED[name]
