@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "4e6e10faa3a91969bcf8747c027af5b1ee900a05bf8f6709fc98ce468bbc9cd7",
+    "digest": "5eb4d95dba3ac6eb5711ba489ee9a47eceaa1f2e0e0549fbbad25ba1bd670866",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

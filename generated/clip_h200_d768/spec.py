@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "a5d0151a03ed0b0774bb707e1c71d9e5b47b1aaadd07fde4d31cdffbdbcfa5bd",
+    "digest": "1cf4a3b273165b3a2b520755092fc75a81836ca7e43169acfc32b3037ce0a8a8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -23,6 +23,7 @@ from infcl_gen.losses import Derivation, formulas_of, is_builtin, loss_context, 
 from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.planner import Plan
 from infcl_gen.planning.records import own_settings
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.version import __version__
 
 
@@ -35,21 +36,27 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     files = [
         File("__init__.py", ["package/__init__.py.jinja"], package),
         File("spec.py", ["package/spec.py.jinja"], {"name": name, "spec": spec}),
-        File("loss.py", ["torch/loss.py.jinja"], loss_context(derivation)),
+        File("loss.py", [loss_template(plan.traits)], loss_context(derivation)),
     ]
+    pairs = "_pairs" * plan.traits.at_once
     if plan.strategy == "torch":
-        return [*files, File("schedule.py", ["torch/schedule.py.jinja"], _torch_context(plan, derivation))]
+        return [*files, File("schedule.py", [f"torch/schedule{pairs}.py.jinja"], _torch_context(plan, derivation))]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
-    templates, variants = ["triton/header.py.jinja"], []
+    templates, variants = [f"triton/header{pairs}.py.jinja"], []
     for family in families(plan):
         if family.file == "kernels.py":
             templates += family.templates(plan)
         else:
             variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
-    sweep = "fused" if plan.strategy == "fused" else "panel"
+    sweep = "pairs" if pairs else "fused" if plan.strategy == "fused" else "panel"
     schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"])
     of_schedule = File("schedule.py", [f"triton/schedule_{sweep}.py.jinja"], schedule)
     return [*files, File("kernels.py", templates, context), *variants, of_schedule]
+
+
+def loss_template(traits: Traits) -> str:
+    """The template of loss.py."""
+    return "torch/loss_pairs.py.jinja" if traits.at_once else "torch/loss.py.jinja"
 
 
 def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, name: str) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 from infcl_gen.losses.language import (
     LossSpec,
     bias,
+    is_positive,
     logsumexp_over_keys,
     logsumexp_over_queries,
     mean_over_keys,
     mean_over_queries,
     positive,
+    queries,
     scale,
+    softplus,
+    sum_over_pairs,
     z,
 )
 
@@ -29,4 +33,11 @@ INFONCE = LossSpec(
     doc="One-direction InfoNCE: each query against all keys; `labels` name the positives.",
 )
 
-BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE)}
+SIGLIP = LossSpec(
+    name="siglip",
+    formula=sum_over_pairs(softplus((1 - 2 * is_positive) * _x)) / queries,
+    positives="diagonal",
+    doc="Pairwise sigmoid loss of SigLIP: each pair is classified as a positive or not, with `bias` as its prior.",
+)
+
+BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, SIGLIP)}

@@ -99,11 +99,23 @@ class Derivation:
         return 0.0 if abs(total) < 1e-12 * max(map(abs, shares)) else total
 
     @property
+    def largest_slope(self) -> float:
+        """A bound on M * |dL/dx|; infinite where no bound is found."""
+        if self.pair_slope is None:
+            return max(abs(self.query_share) + abs(self.key_share), abs(self.positive_share))
+        return max(_bound(self.pair_slope.other), _bound(self.pair_slope.positive))
+
+    @property
     def _strips(self) -> int:
-        """Temporaries of torch for the logit or its derivative of a strip of pairs; 0 if affine: computed in place."""
-        if self.slope is not None:
+        """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
+        logit without such terms: it is computed in place."""
+        if self.slope is not None and self.pair_slope is None:
             return 0
-        return max(2, *(temporaries(torch_code(expression), "z") for expression in (self.logit, self.dlogit_dz)))
+        of_logit, of_slope = (temporaries(torch_code(each), "z") for each in (self.logit, self.dlogit_dz))
+        if self.form.pair_term is None or self.pair_slope is None:
+            return max(2, of_logit, of_slope)
+        of_terms = [temporaries(torch_code(each), "x") for each in (self.form.pair_term.other, self.pair_slope.other)]
+        return max(of_logit, 1 + max(1, *of_terms), 2 + of_slope)  # the terms beside x, dx/dz beside x and slopes
 
     @property
     def traits(self) -> Traits:
@@ -123,6 +135,11 @@ class Derivation:
 
     def travelling(self, dim: int) -> tuple[Travelling, ...]:
         """The data of each key that ranks exchange: features, the statistics of its column, and its gradient."""
+        if self.traits.at_once:
+            return (
+                Travelling("keys", dim, "features", forward="unchanged"),
+                Travelling("key gradients", dim, "statistics", forward="summed"),
+            )
         keys = Travelling("keys", dim, "features", forward="unchanged", backward="unchanged")
         statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
@@ -140,7 +157,6 @@ def derive(spec: LossSpec) -> Derivation:
 
 def _derived(form: Form) -> Derivation:
     logit, pair_term = form.logit, form.pair_term
-    refuse((pair_term, "sum_over_pairs has no kernel yet"))
     shares = _shares(form)
     total = sum(shares, Integer(0))  # sum_ij dL/dx_ij: the gradient by a constant that is added to the logit
     dx_dz = diff(logit, z)
@@ -182,6 +198,20 @@ def _printed(derivation: Derivation) -> list[Expr]:
     for pair in (derivation.form.pair_term, derivation.pair_slope):
         found += [pair.other, pair.positive, derivation.dscale_rest, derivation.dbias_factor] if pair else []
     return found
+
+
+def _bound(expression: Expr) -> float:
+    """A bound on |expression| for any x."""
+    if expression.is_number:
+        return abs(float(expression))
+    bounds = [_bound(part) for part in expression.args]
+    if expression.is_Add:
+        return math.fsum(bounds)
+    if expression.is_Mul:
+        return math.prod(bounds)
+    if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
+        return bounds[0] ** int(expression.exp)
+    return 1.0 if expression.func in (language.sigmoid, sympy.tanh) else math.inf
 
 
 def _shares(form: Form) -> tuple[Expr, Expr, Expr]:

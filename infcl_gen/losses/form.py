@@ -176,11 +176,18 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
 
 def _candidates(total: Expr) -> list[Expr]:
     """What the logit may be: first what is affine in z, the longest first; then other parts, the shortest first."""
-    parts = {e for e in sympy.preorder_traversal(total) if e.has(z) and not e.has(is_positive)}
-    positive = {-e if e.could_extract_minus_sign() else e for e in parts}
+    parts = {_without_class(e) for e in sympy.preorder_traversal(total)}
+    positive = {-e if e.could_extract_minus_sign() else e for e in parts if e.has(z)}
     size = lambda e: (sympy.count_ops(e), sympy.default_sort_key(e))  # noqa: E731
     affine = {e for e in positive if not diff(e, z).has(z) and diff(e, z) != 0}
     return sorted(affine, key=size, reverse=True) + sorted(positive - affine, key=size)
+
+
+def _without_class(part: Expr) -> Expr:
+    """A part, or the operands of a sum or product that do not depend on the class of the pair; 0 for none."""
+    if not part.has(is_positive):
+        return part
+    return part.func(*[e for e in part.args if not e.has(is_positive)]) if part.is_Add or part.is_Mul else Integer(0)
 
 
 def _of_logit(total: Expr, logit: Expr) -> Expr:
@@ -188,4 +195,8 @@ def _of_logit(total: Expr, logit: Expr) -> Expr:
     slope = diff(logit, z)
     if slope.has(z):
         return total.xreplace({logit: x})
-    return total.subs(z, (x - sympy.expand(logit - slope * z)) / slope)
+    found = total.subs(z, (x - sympy.expand(logit - slope * z)) / slope)
+    if not found.free_symbols - {x, is_positive}:
+        return found
+    # scale * ((x - scale * bias) / scale + bias) is x: what is inside functions has to be multiplied out to see it.
+    return sympy.expand(found.replace(lambda e: e.is_Function, lambda e: e.func(*map(sympy.expand, e.args))))

@@ -183,7 +183,8 @@ torch_code = Printer(
 dense_code = Printer(
     target="the dense reference",
     functions=torch_code.functions
-    | {language.mean_over_queries: "({}).mean()", language.mean_over_keys: "({}).mean()"},
+    | {language.mean_over_queries: "({}).mean()", language.mean_over_keys: "({}).mean()"}
+    | {language.sum_over_pairs: "({}).sum()"},
 )
 # For people: `exp(x - r) / 2 - is_positive`. `load.parse_formula` reads it back.
 display = Printer(

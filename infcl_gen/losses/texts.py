@@ -5,7 +5,7 @@ from typing import Any
 from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.language import scale, z
+from infcl_gen.losses.language import is_positive, scale, z
 from infcl_gen.losses.printers import dense_code, display, p, torch_code
 
 _PAIR = {"x": "x_ij", "z": "z_ij", "r": "r_i", "c": "c_j", "p": "p_i"}
@@ -90,9 +90,13 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     """The names in torch/loss*.py.jinja: torch source and literals."""
     form, spec = derivation.form, derivation.spec
     labels = spec.positives == "label"
+    dense_classes = "torch.eye(len(x), dtype=x.dtype, device=x.device)"
+    if labels:
+        dense_classes = "torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)"
     reductions = (
         ("r", derivation.has_queries, "torch.logsumexp(x, dim=1)"),
         ("c", derivation.has_keys, "torch.logsumexp(x, dim=0)"),
+        ("is_positive", form.formula.has(is_positive), dense_classes),
         ("p", form.formula.has(p), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
     )
     literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")

@@ -118,6 +118,8 @@ class Choices:
             return None
         if self._profile.target == "cpu":
             return "needs a GPU target; on the CPU the strategy is torch"
+        if derivation.traits.at_once:
+            return f"has no kernels for sums over pairs, as in the loss {derivation.spec.name}; valid: torch"
         if derivation.slope is None:
             logit = f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
             return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
@@ -134,7 +136,8 @@ class Choices:
     def _make_variants(self, name: str, rows: int, keys: int) -> list[Choice]:
         transports, choice = self._transports, self._choice(name, rows, keys)
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
-        if name != "torch" and self._profile.target == "cuda" and self._cluster.devices == 1:
+        recordable = name != "torch" and not choice.traits.at_once  # replay.py records two phases with products
+        if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
         return found
 
@@ -160,7 +163,11 @@ class Choices:
             raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
         if devices == 1:
             return (("none", False),)
-        rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep))
+        at_once = self._derivation.traits.at_once
+        if keeps and at_once:
+            name = self._derivation.spec.name
+            raise InputError(f"--set keeps: keys stay for backward, which needs none of them in {name}; valid: off")
+        rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep) and not (keep and at_once))
         gathers = () if impossible or keeps is not None else (("gather", False),)
         return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
 
@@ -275,6 +282,10 @@ def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tu
         sizes = Sizes(rows, keys, rows, keys, stash_rows)
         return sizes, model.memory(sizes).peak_bytes
     block = model.choice.blocks["forward"]
+    if model.choice.traits.at_once:  # without gradients it has no scratch but for halves
+        cap = SPLIT_CAP if model.choice.split else FORWARD_CAP
+        sizes = Sizes(_split(model.rows, block.rows, cap), _split(model.keys, block.keys, cap), rows, keys)
+        return sizes, model.memory(sizes).peak_bytes
     row_cap = key_cap = FORWARD_CAP
     while True:
         forward = _split(model.rows, block.rows, row_cap), _split(model.keys, block.keys, key_cap)

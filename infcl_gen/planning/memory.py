@@ -96,6 +96,8 @@ class BufferTerm(NamedTuple):
 def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     """The buffers that one rank computes with, in order of allocation."""
     v = choice
+    if v.traits.at_once:
+        return _buffers_at_once(v)
     ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
     positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
     rows, keys = Min(R, m), Min(C, n)
@@ -104,10 +106,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     terms = [
         BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
         v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
-        v.labels and BufferTerm("labels", both, (m,), "index of each query's positive", "int64"),
-        v.labels and BufferTerm("label check", forward, (m,), "NaN for labels that name no key"),
-        BufferTerm("scalars", both, (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
-        v.library and BufferTerm("workspace", both, (w,), "the matrix library keeps it", "uint8"),
+        *_common_terms(v),
     ]
     if v.strategy == "stash":
         shape = ceil_div(Min(S, m), Bf) * Bf, ceil_div(n, Kf) * Kf + 16 * ceil_div(2 * ceil_div(n, Kf), 16)
@@ -116,15 +115,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         if v.gather and v.has_keys:
             terms.append(BufferTerm("merged_statistics", forward, (3 * W + 7, Min(G, kept_keys)), "what adds them up"))
         terms.append(BufferTerm("loss_terms", forward, (8, Min(F, Max(m, n))), "temporaries of the loss's terms"))
-        for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
-            terms += [
-                BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2),
-                BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
-                v.traits.strips > 0
-                and BufferTerm("strips", phase, (v.traits.strips, STRIP_ROWS, b), "terms of the logit"),
-                v.separate and BufferTerm("widened_queries", phase, (a, D), "a panel's rows, in full precision"),
-                v.separate and BufferTerm("widened_keys", phase, (b, D), "a panel's keys, in full precision"),
-            ]
+        terms += _torch_panel(v, forward, forward_rows, forward_keys) + _torch_panel(v, backward, rows, keys)
     else:
         row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
         strips = Min(row_blocks, T)
@@ -136,20 +127,12 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             BufferTerm("references", forward, (key_blocks,), "of each block of keys"),
             BufferTerm("loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"),
         ]
-        if v.split:
-            why = "one panel's features as bf16 halves, a row for each term"
-            row = 8 * ceil_div(SPLIT_TERMS * D, 8)
-            for phase, a, b in ((forward, forward_rows, forward_keys), (backward, rows, keys)):
-                terms.append(BufferTerm("split_operands", phase, (a + b, row), why, "bf16"))
+        terms += _halves(v, forward, forward_rows, forward_keys) + _halves(v, backward, rows, keys)
     ratios = "shares over sums, and the range of each block"
     if v.strategy in ("panel", "stash"):
         row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
-        tiled: tuple[Any, ...] = (row_blocks * Bg, key_blocks * Kg)
-        why, dtype = "gradients of one panel's logits", "features"
-        if v.split:
-            tiled, why, dtype = (2, *tiled), f"{why}, high and low half", "bf16"
         terms += [
-            BufferTerm("gradient_panel", backward, tiled, why, dtype),
+            *_gradient_panel(v, backward, row_blocks, key_blocks),
             BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
             v.has_keys and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
         ]
@@ -195,6 +178,81 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     return tuple(term for term in terms if term)
 
 
+def _common_terms(v: Choice) -> list[Any]:
+    return [
+        v.labels and BufferTerm("labels", "both", (m,), "index of each query's positive", "int64"),
+        v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels that name no key"),
+        BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
+        v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
+    ]
+
+
+def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:
+    """The scratch of a panel of a x b pairs."""
+    return [
+        BufferTerm("panel", phase, (a, b), "similarities and their exponentials", pieces=2),
+        BufferTerm("vectors", phase, (8, a + b), "weights along a panel's sides"),
+        v.traits.strips > 0 and BufferTerm("strips", phase, (v.traits.strips, STRIP_ROWS, b), "terms of the logit"),
+        v.separate and BufferTerm("widened_queries", phase, (a, D), "a panel's rows, in full precision"),
+        v.separate and BufferTerm("widened_keys", phase, (b, D), "a panel's keys, in full precision"),
+    ]
+
+
+def _halves(v: Choice, phase: str, a: Any, b: Any) -> list[BufferTerm]:
+    """The features of a panel of a x b pairs, where they are multiplied as halves."""
+    row = 8 * ceil_div(SPLIT_TERMS * D, 8)
+    why = "one panel's features as bf16 halves, a row for each term"
+    return [BufferTerm("split_operands", phase, (a + b, row), why, "bf16")] * v.split
+
+
+def _gradient_panel(v: Choice, phase: str, row_blocks: Any, key_blocks: Any) -> list[BufferTerm]:
+    tiled, why = (row_blocks * Bg, key_blocks * Kg), "gradients of one panel's logits"
+    if v.split:
+        return [BufferTerm("gradient_panel", phase, (2, *tiled), f"{why}, high and low half", "bf16")]
+    return [BufferTerm("gradient_panel", phase, tiled, why, "features")]
+
+
+def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
+    """`buffer_terms` of a loss whose forward has gradients. "finish" is the end of its forward.
+
+    Forward keeps gradients in bf16 or in the statistics' dtype: there sums become gradients in their place.
+    """
+    ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
+    rows, keys = Min(R, m), Min(C, n)
+    room = ceil_div(n, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE if v.library else n
+    in_place = v.dtype != "bf16"
+    terms = [
+        *_common_terms(v),
+        BufferTerm("kept_gradients", both, (m + room, D), "dq and dk for an upstream gradient of 1",
+                   "statistics" if in_place else "features"),
+    ]  # fmt: skip
+    if v.strategy == "torch":
+        terms += _torch_panel(v, forward, rows, keys)
+        strip = (1 + v.separate, Min(STRIP_ROWS, R, m), D)
+        terms.append(BufferTerm("finish_rows", finish, strip, "products for dscale"))
+        strip = (2 - in_place, Min(STRIP_ROWS, Max(m, n)), D)
+        terms.append(BufferTerm("rescaled_rows", backward, strip, "times upstream"))
+    else:
+        row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
+        terms += _gradient_panel(v, forward, row_blocks, key_blocks)
+        terms += _halves(v, forward, Max(rows, Min(F, m)), Max(keys, Min(G, n)))
+        of_forward = Min(ceil_div(Min(F, m), Bf), T) * ceil_div(Min(G, n), Kf)
+        parts = Max(Min(row_blocks, V) * key_blocks, of_forward)
+        terms.append(BufferTerm("term_sums", forward, (2, parts), "terms and slopes, a part of each program", "fp64"))
+    why = "dk over all query panels, and dq of the panel in work"
+    if ring and not in_place:
+        sums = [BufferTerm("dq_accumulator", forward, (m, D), "dq over all hops")]
+    elif not in_place:
+        sums = [BufferTerm("accumulators", forward, (room + rows, D), why)]
+    else:
+        sums = []
+    terms += [*sums, *(term._replace(phase=finish) for term in sums)]
+    # Autocast from wider features returns dq and dk unrounded.
+    terms.append(BufferTerm("dq and dk", backward, (m + n, D), "returned"))
+    terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))
+    return tuple(term for term in terms if term)
+
+
 @functools.lru_cache(maxsize=64)
 def places_of(table: Table, phase: str) -> Mapping[str, set[Place]]:
     """By tensor, the places other than its own that it needs in a phase."""
@@ -224,16 +282,17 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
         slots = sum(isinstance(place, int) for place in places)
         if slots:
             add("visiting", phase, "in use or in flight, in turns", slots, pieces=slots)
-        if slots and phase == "backward" and item.role(phase) == "summed":
+        if slots and item.role(phase) == "summed" and item.backward != "unchanged":
             add("own", "finish", "home again", 1)
         if KEPT in places and (phase == "backward" if stays else phase == "forward"):
             add("last", phase if stays else "both", "visits last in forward, first in backward", 1)
         if ALL in places and phase == "forward" and not stays:
-            add("all", "both", "of all ranks, from forward to backward", ranks)
+            kept = item.backward == "unchanged"
+            add("all", "both" if kept else phase, "of all ranks" + ", from forward to backward" * kept, ranks)
         if RECEIVED in places and item.backward == "unchanged":
             add("shared", phase, "of the keys of all ranks, from each", ranks, ranks)
         elif RECEIVED in places:
-            for when in ("backward", "finish") if phase == "backward" else ("forward",):
+            for when in (phase, "finish"):
                 add("own", when, "of this rank", 1)
                 add("others'", when, "sums that go home", ranks - 1)
                 add("received", when, "sums of all others that come home", ranks - 1)

@@ -58,7 +58,9 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     v = choice
     pairs, sides = m * n * W, 2 if v.has_keys else 1
     panels, forward_panels = ceil_div(m, R) * ceil_div(n, C) * W, ceil_div(m, F) * ceil_div(n, G) * W
-    additions = [TimeTerm("additions", part="end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * v.gather
+    additions = _additions(v, "backward")
+    if v.traits.at_once:
+        return _terms_at_once(v)
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
@@ -126,11 +128,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         )
         if v.stash:  # forward writes it, and hides little of that; backward reads it and overwrites it by g
             terms.append(TimeTerm("stash", bytes=3 * e * kept * n))
-        product = {"flops": 2 * (SPLIT_TERMS if v.split else 1) * pairs * D, "rate": "product", "launches": panels}
-        for name, part, own, stride, other, step in (("dq", "first", m, R, n, C), ("dk", "rest", n, C, m, R)):
-            moved = e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
-            efficiency = EFFICIENCY[name] * PANEL_EFFICIENCY
-            terms.append(TimeTerm(f"{name} product", part=part, bytes=moved, efficiency=efficiency, **product))
+        terms += _products(v, "backward")
     finish = (m + n) * D * (2 * s + e) + m * D * e
     terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions]
     if v.split:  # queries once, keys once for each row of panels
@@ -140,6 +138,64 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     if v.replay:
         terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))
     return tuple(terms)
+
+
+def _additions(v: Choice, phase: str) -> list[TimeTerm]:
+    return [TimeTerm("additions", phase, "end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * v.gather
+
+
+def _products(v: Choice, phase: str) -> list[TimeTerm]:
+    """g of panels times features."""
+    panels, pairs = ceil_div(m, R) * ceil_div(n, C) * W, m * n * W
+    flops = 2 * (SPLIT_TERMS if v.split else 1) * pairs * D
+    found = []
+    for name, part, own, stride, other, step in (("dq", "first", m, R, n, C), ("dk", "rest", n, C, m, R)):
+        moved = e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
+        efficiency = EFFICIENCY[name] * PANEL_EFFICIENCY
+        how = {"rate": "product", "efficiency": efficiency, "launches": panels}
+        found.append(TimeTerm(f"{name} product", phase, part, flops=flops, bytes=moved, **how))
+    return found
+
+
+def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
+    """The work of a sum over pairs: three products in forward, and in backward a multiplication of what it kept."""
+    forward, pairs, panels = "forward", m * n * W, ceil_div(m, R) * ceil_div(n, C) * W
+    kept = s if v.dtype != "bf16" else e
+    end = (
+        TimeTerm("finish", forward, "end", bytes=(m + n) * D * (2 * s + kept) + m * D * e, launches=4),
+        *_additions(v, forward),
+        TimeTerm("rescale", part="end", bytes=(m + n) * D * (kept + e), launches=4),
+    )
+    if v.strategy == "torch":
+        product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
+        # A panel is passed over for its logits, the terms and slopes with their sums, and the positives.
+        work = {"bytes": 14 * s * pairs, "exponentials": 2 * pairs, "launches": 16 * panels}
+        return (
+            TimeTerm("pairs product", forward, "first", **product),
+            TimeTerm("pairs", forward, "first", **work),
+            TimeTerm("dq product", forward, "first", rate="product", **product),
+            TimeTerm("dk product", forward, rate="product", **product),
+            *end,
+        )
+    rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
+    terms = [
+        TimeTerm(
+            "pairs",
+            forward,
+            "first",
+            flops=2 * rows * keys * W * P,
+            bytes=e * pairs + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
+            exponentials=2 * pairs,
+            efficiency=EFFICIENCY["gradient"] * PANEL_EFFICIENCY * _filled(Min(R, m), Bg, Min(C, n), Kg),
+            launches=panels,
+        ),
+        *_products(v, forward),
+    ]
+    if v.split:
+        sweeps = ceil_div(m, R)
+        moved, launches = W * D * (e + 2 * SPLIT_TERMS) * (m + n * sweeps), W * sweeps + panels
+        terms.append(TimeTerm("split", forward, bytes=moved, launches=launches))
+    return (*terms, *end)
 
 
 def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:

@@ -4,7 +4,6 @@ torch.compile traces around the operators and cannot reorder hops inside them. T
 number each further import (of an edited copy, say). Outside of traces an autograd function saves 0.3 ms per call.
 """
 
-import functools
 import itertools
 from typing import Any
 
@@ -20,7 +19,7 @@ from .package import Call, Options, Package, Saved
 # Schemas of the operators: the fields of Call, of Options but `unrounded`, which follows from dtypes, and of Saved.
 _CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels"
 _OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
-_SAVED = "Tensor query_statistics, Tensor key_statistics, Tensor stash, Tensor layout"
+_SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor layout"
 _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
 _BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
@@ -112,7 +111,7 @@ def differentiable(package: Package, call: Call) -> Tensor:
     loss: Tensor
     if traced(*call[:4]):
         if not torch.compiler.is_compiling():
-            _tell_flops(package.operators)
+            _tell_flops(package)
         loss = package.operators.forward(*call[:5], *call.options[:5], gradients)[0]
     elif torch._C._are_functorch_transforms_active():
         loss = _TransformedLoss.apply(*call, package, gradients)[0]
@@ -130,18 +129,21 @@ def traced(*tensors: Tensor) -> bool:
     return not all([type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors])
 
 
-def _tell_flops(operators: Any) -> None:
-    """Tells torch's counters of floating-point operations that are active what a rank computes: one product of its
-    queries and keys in forward, three in backward. Their module is not imported here: it imports Triton, in 0.5 s."""
+def _tell_flops(package: Package) -> None:
+    """Tells torch's counters of floating-point operations that are active what a rank computes, in products of its
+    queries and keys: one in forward, three in backward, or three at once. Their module is not imported here: it imports
+    Triton, in 0.5 s."""
+    operators, at_once = package.operators, package.traits.at_once
 
-    def flops(products: int, *tensors: Any, **_: Any) -> int:
-        q, k = tensors[products // 3 :][:2]  # backward begins with `upstream`
-        return int(2 * products * q.numel() * k.shape[0])
+    def forward(q: Any, k: Any, *rest: Any, **_: Any) -> int:
+        return int(2 * (3 if at_once and rest[-1] else 1) * q.numel() * k.shape[0])
+
+    def backward(upstream: Any, q: Any, k: Any, *_: Any, **__: Any) -> int:
+        return 0 if at_once else int(6 * q.numel() * k.shape[0])
 
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
-        registry[operators.forward] = functools.partial(flops, 1)
-        registry[operators.backward] = functools.partial(flops, 3)
+        registry[operators.forward], registry[operators.backward] = forward, backward
 
 
 def register(package: Package) -> Any:

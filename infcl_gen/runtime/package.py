@@ -77,17 +77,21 @@ class Call(NamedTuple):
 class Saved(NamedTuple):
     """What forward saves for backward, besides the inputs.
 
-    query_statistics  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it
-    key_statistics    (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather (2, planned
-                      keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
-    stash             one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for
-                      none, or if it stays in a recording (replay.py)
-    layout            int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3),
-                      on that device
+    of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it
+    of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather
+                (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
+    stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
+                if it stays in a recording (replay.py)
+    layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
+                device
+
+    Of a loss whose forward has gradients (`Traits.at_once`) the first three are dq (m, D), dk (n, D) with room for
+    whole LIBRARY_MULTIPLEs of rows, and (2,) dscale and dbias, for an upstream gradient of 1; (0,) where no gradient is
+    wanted.
     """
 
-    query_statistics: Tensor
-    key_statistics: Tensor
+    of_queries: Tensor
+    of_keys: Tensor
     stash: Tensor
     layout: Tensor
 
@@ -99,8 +103,10 @@ class Block(NamedTuple):
     scale, bias         0-dim, in the statistics dtype
     positives           global key index of each query's positive: int64 (m,), or that of row 0, counted up by row
     first_key           global index of k's first row
-    queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none for keys
+    queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts
+    sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
+                        slopes, to which sweeps add; else None
     """
 
     q: Tensor
@@ -109,9 +115,10 @@ class Block(NamedTuple):
     bias: Tensor
     positives: Tensor | int
     first_key: int
-    queries: Statistics
+    queries: Statistics | None
     keys: Statistics | None
     positive: Tensor
+    sums: Tensor | None = None
 
     def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
         """Up to `rows` queries from `row0` on, and up to `keys` keys from `key0` on; itself if these are all."""
@@ -121,8 +128,9 @@ class Block(NamedTuple):
         own = self.positives
         return Block(
             q, k, self.scale, self.bias, own + row0 if isinstance(own, int) else panel(own, row0, rows),
-            self.first_key + key0, self.queries.panel(row0, rows), self.keys and self.keys.panel(key0, keys),
-            panel_columns(self.positive, row0, rows),
+            self.first_key + key0, self.queries and self.queries.panel(row0, rows),
+            self.keys and self.keys.panel(key0, keys), panel_columns(self.positive, row0, rows),
+            self.sums,
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:

@@ -113,13 +113,13 @@ class _Recording:
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
         with engine.device_state(self._package, call.q.device, "backward", plain_tensors=True):
-            if saved.query_statistics.data_ptr() != self._handed.data_ptr():
+            if saved.of_queries.data_ptr() != self._handed.data_ptr():
                 self._load(call)
                 if self._saved.stash.numel():
                     self._forward.replay()
                 else:
                     torch._foreach_copy_(self._saved[:2], saved[:2])
-                self._handed = saved.query_statistics
+                self._handed = saved.of_queries
             if self._backward is None:
                 self._backward, self._sums = _record(
                     lambda: engine.gradient_sums(self._package, self._call, self._saved), self._forward.pool()

@@ -77,10 +77,11 @@ def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float
     product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
     errors, allowed = {}, {}
     for name, truth in exact._asdict().items():
+        size = float(torch.linalg.vector_norm(truth))
         if name == "dscale":  # terms of either sign: relative to the sum of their absolute values
             size = float((q.double() * exact.dq).abs().sum()) / scale
-        else:
-            size = 0.0 if name == "dbias" else float(torch.linalg.vector_norm(truth))
+        elif name == "dbias":
+            size = float(_gradients_of_logits(package, q, k, scale)[1].abs().sum()) if package.traits.at_once else 0.0
         size = size or 1.0  # one pair has no gradients
         errors[name] = _distance(getattr(found, name), truth) / size
         unavoidable = _distance(getattr(plain, name), truth) + rounded.get(name, 0.0)
@@ -99,11 +100,8 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: floa
     unit, typical = torch.finfo(package.dtype).eps / 2, math.sqrt(3) if min(rows, keys) > FEW else 1.0
     times = 2 if package.schedule.stash_shape(rows, keys) else 1
     q, k = q.double(), k.double()
-    z = (q @ k.T).requires_grad_()
-    x = package.loss.logit(z, *(torch.tensor(number, dtype=z.dtype, device=z.device) for number in (scale, BIAS)))
-    labels = (torch.arange(rows, device=z.device),) if package.traits.labels else ()
-    (g,) = torch.autograd.grad(package.loss.loss_of_logits(x, *labels), z)
-    squares, terms = g.square(), g * z.detach()
+    g, _ = _gradients_of_logits(package, q, k, scale)
+    squares, terms = g.square(), g * (q @ k.T)
     total = torch.linalg.vector_norm(terms)
     if INTERPRETED and package.dtype == torch.bfloat16:
         positives = terms.diagonal().sum()
@@ -113,6 +111,17 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: floa
         spread = (squared @ other.square()).sum().sqrt() * times + torch.linalg.vector_norm(getattr(exact, name))
         found[name] = unit / typical * float(spread)
     return found
+
+
+def _gradients_of_logits(package: Package, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """dL/dz and dL/dx * dx/dbias of each pair, (M, N) in fp64."""
+    z = (q.double() @ k.double().T).requires_grad_()
+    numbers = [torch.tensor(number, dtype=z.dtype, device=z.device) for number in (scale, BIAS)]
+    bias = numbers[1].expand_as(z).clone().requires_grad_()
+    x = package.loss.logit(z, numbers[0], bias)
+    labels = (torch.arange(len(q), device=z.device),) if package.traits.labels else ()
+    of_z, of_bias = torch.autograd.grad(package.loss.loss_of_logits(x, *labels), (z, bias), materialize_grads=True)
+    return of_z, of_bias
 
 
 def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Results:

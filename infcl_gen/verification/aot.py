@@ -20,6 +20,7 @@ from infcl_gen.files import load_file
 from infcl_gen.hardware import load_profile, profile_names
 from infcl_gen.kernels import Argument, families
 from infcl_gen.kernels.choice import Block, Choice
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.races import races
 from infcl_gen.verification.registers import unwritten
 
@@ -71,7 +72,8 @@ class Kernels:
         plan = self.spec["plan"]
         literals = {field.name: plan[field.name] for field in fields(Choice) if field.name in plan}
         blocks = {name: Block(**sizes) for name, sizes in plan["blocks"].items()}
-        choice = Choice(**literals | {"arch": self.spec["device"]["arch"], "blocks": blocks})
+        traits = Traits(**self.spec["loss"]["traits"])
+        choice = Choice(**literals | {"arch": self.spec["device"]["arch"], "blocks": blocks, "traits": traits})
         self._declared = {each.name: (family, each) for family in families(choice) for each in family.kernels(choice)}
 
     def names(self, target: str) -> list[str]:

@@ -68,12 +68,22 @@ def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, label
     """
     leaves = q, k, factor, bias = Inputs(q, k, scale).leaves(torch.float64, torch.float64)
 
+    def of_pairs(rows: Tensor, own: Tensor) -> Tensor:
+        x = mathematics.logit(rows @ k.T, factor, bias)
+        at = torch.arange(len(own), device=own.device), own
+        terms: Tensor = mathematics.pair_term(x).index_put(at, mathematics.positive_term(x[at]))
+        return terms.sum()
+
     def statistics(rows: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = mathematics.logit(rows @ k.T, factor, bias)
         return x.logsumexp(1), x.logsumexp(0), x.gather(1, own[:, None])[:, 0]
 
+    pairs = hasattr(mathematics, "pair_term")
     slices = zip(q.split(SLICE_ROWS), labels.split(SLICE_ROWS), strict=True)
-    found = [checkpoint(statistics, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
+    work = of_pairs if pairs else statistics
+    found = [checkpoint(work, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
+    if pairs:
+        return _gradients(torch.stack(found).sum() / len(q), leaves)
     by_query, by_key, at_positive = zip(*found, strict=True)
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
     loss = mathematics.query_term(torch.cat(by_query), p).sum()

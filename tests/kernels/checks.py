@@ -639,7 +639,7 @@ def near_exact(made: Made, rows: int, device: str = "cuda") -> None:
     bound = package.ContrastiveLoss._package
     _, saved = engine.forward(bound, engine.Call(inputs.q, inputs.k, scale, bias, None), 0)
     similarity = inputs.q.double() @ inputs.k.double().T
-    for pair, axis in ((saved.query_statistics, 1), (saved.key_statistics, 0)):
+    for pair, axis in ((saved.of_queries, 1), (saved.of_keys, 0)):
         error = statistics.log(statistics.view(pair.double())) - torch.logsumexp(100.0 * similarity, axis)
         assert error.abs().max() <= 1e-4, f"a log-sum-exp is off by {float(error.abs().max()):.1e}"
     del similarity

@@ -601,7 +601,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a recorded backward takes what another forward has left": Bug(
         PANEL,
-        (("_runtime/replay.py", "saved.query_statistics.data_ptr() != self._handed.data_ptr()", "False"),),
+        (("_runtime/replay.py", "saved.of_queries.data_ptr() != self._handed.data_ptr()", "False"),),
         checks.recorded,
         (),
         "differs",

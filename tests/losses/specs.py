@@ -2,20 +2,26 @@
 
 import sympy
 
-from infcl_gen.losses import CLIP, INFONCE, LossSpec
+from infcl_gen.losses import CLIP, INFONCE, SIGLIP, LossSpec
 from infcl_gen.losses.language import (
     bias,
+    is_positive,
     logsumexp_over_keys,
     logsumexp_over_queries,
     mean_over_keys,
     mean_over_queries,
     positive,
+    queries,
     scale,
+    sigmoid,
+    softplus,
+    sum_over_pairs,
     tanh,
     z,
 )
 
 X = scale * z + bias
+SIGN = 1 - 2 * is_positive
 INFONCE_OF = lambda logit: mean_over_queries(logsumexp_over_keys(logit) - positive(logit))  # noqa: E731
 
 
@@ -37,5 +43,11 @@ DERIVABLE = {
     "no_scale": spec(INFONCE_OF(10 * z)),
     "scaled_bias": spec(INFONCE_OF(scale * (z + bias))),
     "not_balanced": spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) / 2)),
+    "siglip": SIGLIP,
+    "siglip_labels": spec(sum_over_pairs(softplus(SIGN * X)) / queries),
+    "siglip_focal": spec(sum_over_pairs(sigmoid(SIGN * X) ** 2 * softplus(SIGN * X)) / queries, "diagonal"),
+    "siglip_scaled_bias": spec(sum_over_pairs(softplus(SIGN * scale * (z + bias))) / queries, "diagonal"),
+    "siglip_capped": spec(sum_over_pairs(softplus(SIGN * (20 * tanh(scale * z / 20) + bias))) / queries, "diagonal"),
+    "squares": spec(sum_over_pairs((scale * z - is_positive) ** 2) / queries, "diagonal"),
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }

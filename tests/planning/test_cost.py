@@ -11,6 +11,7 @@ import pytest
 import sympy
 
 from infcl_gen.kernels.choice import Choice
+from infcl_gen.losses import BUILTIN_LOSSES, derive
 from infcl_gen.planning.memory import LEGEND, MIB, SYMBOLS, allocated_bytes, buffer_terms, places_of
 from infcl_gen.planning.model import BATCH_S, SLOWDOWN
 from infcl_gen.planning.work import time_terms
@@ -18,14 +19,16 @@ from infcl_gen.runtime.table import ALL, KEPT, RECEIVED
 from tests.emission.golden import markdown
 from tests.planning.conftest import allowed_error, budget_of, plan_flags
 
+TRAITS = {name: derive(spec).traits for name, spec in BUILTIN_LOSSES.items()}
 CHOICES = [
     Choice(
-        strategy=strategy, dim=8, has_keys=keys, labels=labels, dtype=dtype, world_size=2 if ring else 1,
+        strategy=strategy, dim=8, traits=TRAITS[loss], dtype=dtype, world_size=2 if ring else 1,
         products="library" if library else "triton", precision="exact" if dtype == "fp32" else "default",
     )
     for strategy in ("panel", "fused", "torch")
     for dtype in ("bf16", "fp32")
-    for keys, labels, ring, library in itertools.product([True, False], repeat=4)
+    for loss, ring, library in itertools.product(TRAITS, [True, False], [True, False])
+    if strategy != "fused" or loss != "siglip"
 ]  # fmt: skip
 CHOICES += [Choice(strategy="stash", dim=8), Choice(strategy="panel", dim=8, dtype="fp32", replay=True)]
 CHOICES += [dataclasses.replace(choice, transport="gather") for choice in CHOICES if choice.world_size > 1]
@@ -68,6 +71,7 @@ def test_a_buffer_is_its_shape() -> None:
         {"dim": 128},
         {"target": "cpu", "device_profile": "cpu"},
         {"loss": "infonce"},
+        {"loss": "siglip"},
         {"dtype": "fp32"},
     ):
         for buffer in plan_flags(**flags).buffers:
@@ -78,7 +82,7 @@ def test_a_buffer_is_its_shape() -> None:
 
 
 def test_the_peak_is_the_sum_of_the_buffers() -> None:
-    for flags in ({}, {"devices": 4}, {"dim": 64}, {"batch_size": "1M"}, {"dtype": "fp32"}):
+    for flags in ({}, {"devices": 4}, {"dim": 64}, {"batch_size": "1M"}, {"dtype": "fp32"}, {"loss": "siglip"}):
         plan = plan_flags(**flags)
         totals = dict.fromkeys(("both", "forward", "backward", "finish"), 0)
         for buffer in plan.buffers:

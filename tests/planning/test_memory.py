@@ -38,6 +38,13 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 512, "dim": 1024, "dtype": "fp32", "memory_budget": "4520kB"},
         {"batch_size": 256, "dim": 1024, "dtype": "bf16", "set": {"panel_rows": "256", "panel_keys": "64"}},
         {"batch_size": 64, "dim": 256, "dtype": "fp64"},
+        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "siglip"},
+        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip"},
+        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "memory_budget": "12MiB"},
+        {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "siglip", "memory_budget": "26MiB"},
+        {"batch_size": 256, "dim": 1024, "dtype": "fp16", "loss": "siglip"},
+        {"batch_size": 256, "dim": 4096, "dtype": "fp32", "loss": "siglip"},
+        {"batch_size": 64, "dim": 256, "dtype": "fp64", "loss": "siglip"},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )

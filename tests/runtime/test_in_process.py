@@ -712,7 +712,7 @@ MORE_BUGS = {
     ),
     "an empty rank does not take part in backward": Bug(
         ((ENGINE, "    table = _table(package, layout, gradients)\n    if",
-          "    if not len(q):\n        return q.clone(), k.clone()\n"
+          "    if not len(call.q):\n        return call.q.clone(), call.k.clone()\n"
           "    table = _table(package, layout, gradients)\n    if"),)
     ),
     "sums are added to before they have arrived": Bug(

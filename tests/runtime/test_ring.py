@@ -34,6 +34,8 @@ def names(packages: Packages) -> dict[str, str]:
     made = {
         "clip": packages("clip"),
         "infonce": packages("infonce"),
+        "siglip": packages("siglip"),
+        "siglip on 2 x 2": packages("siglip", devices=4, nodes=2),
         "other": packages("clip", panel=(128, 64)),
         "bf16": packages("clip", dtype="bf16"),
         "clip on 2 x 2": packages("clip", devices=4, nodes=2, keeps="on"),
@@ -41,7 +43,8 @@ def names(packages: Packages) -> dict[str, str]:
         "infonce gather of 3": packages("infonce", devices=3, transport="gather"),
     }
     for devices in (2, 3, 4):
-        made[f"clip gather of {devices}"] = packages("clip", devices=devices, transport="gather")
+        for loss in ("clip", "siglip"):
+            made[f"{loss} gather of {devices}"] = packages(loss, devices=devices, transport="gather")
     return {key: module.__name__ for key, module in made.items()}
 
 
@@ -75,7 +78,7 @@ SHARDS = [
 
 
 @pytest.mark.parametrize(("ranks", "rows"), SHARDS)
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
 def test_averaged_gradients_are_those_of_the_global_loss(
     pool: Pool, packages: Packages, names: dict[str, str], loss: str, ranks: tuple[int, ...], rows: list[int]
 ) -> None:
@@ -100,7 +103,7 @@ AT_ONCE = [
 def test_rings_at_once_do_not_meet(
     pool: Pool, packages: Packages, names: dict[str, str], rings: list[tuple[tuple[int, ...], list[int]]]
 ) -> None:
-    for loss in ("clip", "infonce"):
+    for loss in ("clip", "infonce", "siglip"):
         cases = [
             (ranks, {"rows": rows, "keys": rows[::-1] if loss == "infonce" else rows, "labelled": loss == "infonce"})
             for ranks, rows in rings
@@ -115,7 +118,7 @@ def test_rings_at_once_do_not_meet(
 @pytest.mark.parametrize(
     ("ranks", "rows"), [((0, 1, 2, 3), [16, 16, 16, 16]), ((2, 3, 1, 0), [5, 9, 0, 70]), ((0, 1, 2), [65, 0, 3])]
 )
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
 def test_a_package_planned_for_two_nodes_of_two(
     pool: Pool, packages: Packages, names: dict[str, str], loss: str, ranks: tuple[int, ...], rows: list[int]
 ) -> None:
@@ -145,6 +148,10 @@ def test_peers_of_two_nodes_of_two(pool: Pool, names: dict[str, str]) -> None:
         ("clip", (0, 1), [8, 8]),
         ("clip", (1, 3), [0, 5]),
         ("clip", (0, 1, 2), [65, 0, 3]),
+        ("siglip", (0, 1), [8, 8]),
+        ("siglip", (1, 3), [0, 5]),
+        ("siglip", (0, 1, 2), [65, 0, 3]),
+        ("siglip", (2, 3, 1, 0), [5, 9, 0, 70]),
         ("infonce", (3, 0, 2), [5, 1, 0]),
         ("infonce", (0, 1, 2), [6, 6, 6]),
         ("clip", (0, 1, 2, 3), [0, 0, 7, 0]),
@@ -173,12 +180,14 @@ def test_own_labels_with_hard_negatives_behind_the_positives(
     assert_equal(average(results(pool.run("gradients", ranks, how=how, **arguments))), truth)
 
 
-@pytest.mark.parametrize("package", ["clip", "clip on 2 x 2", "clip gather of 4"])
+@pytest.mark.parametrize(
+    "package", ["clip", "clip on 2 x 2", "clip gather of 4", "siglip", "siglip on 2 x 2", "siglip gather of 4"]
+)
 @pytest.mark.parametrize("how", ["ddp", "compiled", "loss_and_grads", "no_grad", "traced"])
 def test_other_ways(pool: Pool, packages: Packages, names: dict[str, str], how: str, package: str) -> None:
     """A graph holds what is kept between forward and backward; nothing, if it was traced without gradients."""
     rows, ranks = [3, 0, 8, 2], (0, 1, 2, 3)
-    truth = ring_worker.reference_gradients(packages("clip"), rows, rows, False)
+    truth = ring_worker.reference_gradients(packages(package.split()[0]), rows, rows, False)
     arguments = {"package": names[package], "ranks": ranks, "rows": rows, "keys": rows}
     assert_equal(average(results(pool.run("gradients", ranks, how=how, **arguments))), truth)
 

@@ -1,12 +1,15 @@
 """The tests' own dense losses, and a stand-in for a generated package: its loss.py alone, with chosen results."""
 
+import dataclasses
 import sys
 import types
+from typing import Any
 
 import jinja2
 import torch
 from torch import Tensor
 
+from infcl_gen.emission.lower import loss_template
 from infcl_gen.emission.render import template_folder
 from infcl_gen.losses import LossSpec, derive, loss_context
 from infcl_gen.verification.oracle import LossAndGrads
@@ -22,11 +25,15 @@ def dense_loss(
 ) -> Tensor:
     """A loss as its definition says it, over all pairs, differentiable, in the dtype of its arguments.
 
-    Nothing here comes from the generator: neither formulas nor code. "soft" is clip with logits capped at 20.
+    Nothing here comes from the generator: neither formulas nor code. "soft" is clip with logits capped at 20. "siglip"
+    is algorithm 1 of arXiv 2303.15343.
     """
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
     logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias
+    if name == "siglip":
+        labels = 2.0 * torch.eye(len(q), dtype=logits.dtype, device=q.device) - 1.0
+        return -torch.nn.functional.logsigmoid(labels * logits).sum() / len(q)
     by_query = torch.nn.functional.cross_entropy(logits, own)
     if name == "infonce":
         return by_query
@@ -59,7 +66,8 @@ def dense_package(spec: LossSpec) -> types.ModuleType:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    text = environment.get_template("torch/loss.py.jinja").render(loss_context(derive(spec)))
+    derivation = derive(spec)
+    text = environment.get_template(loss_template(derivation.traits)).render(loss_context(derivation))
     name = f"dense_package_{spec.name}_{abs(hash(text))}"
     package, loss = types.ModuleType(name), types.ModuleType(f"{name}.loss")
     exec(compile(text, f"{name}/loss.py", "exec"), loss.__dict__)
@@ -67,6 +75,7 @@ def dense_package(spec: LossSpec) -> types.ModuleType:
     package.__path__ = []
     package.SPEC = {  # type: ignore[attr-defined]
         "positives": spec.positives,
+        "loss": {"traits": dataclasses.asdict(derivation.traits)},
         "problem": {"precision": "default"},
         "plan": {"split": False, "stash_rows": 0},
     }
@@ -92,19 +101,37 @@ def by_shares(
     z = upcast_q @ upcast_k.T
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
-    positives = rows if labels is None else labels
-    r, c, p = x.logsumexp(1), x.logsumexp(0), x[rows, positives]
-    value = loss.query_term(r, p).sum()
-    g = loss.QUERY_SHARE * (x - r[:, None]).exp()
-    if loss.HAS_KEYS:
-        value = value + loss.key_term(c, p).sum()
-        g = g + loss.KEY_SHARE * (x - c).exp()
-    g[rows, positives] += loss.POSITIVE_SHARE if positive_share is None else positive_share
+    at = rows, torch.arange(len(q)) if labels is None else labels
+    terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
+    value, g = terms(loss, x, at, positive_share)
+    rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)
+    if terms is _of_pairs:
+        rest, dbias = loss.dscale_rest(scale, bias) * g.sum(), loss.dbias_factor(scale, bias) * g.sum() / len(q)
     g = g * loss.dlogit_dz(z, scale, bias)
     exponent = 14 if q.dtype == torch.float16 else 0
     rounded = (g * 2**exponent).to(q.dtype).to(statistics) / 2**exponent
     acc_q, acc_k = rounded @ upcast_k, rounded.T @ upcast_q
     factor = loss.gradient_factor(scale, bias) / len(q)
-    dscale = loss.dscale_factor(scale, bias) * (upcast_q * acc_q).sum() / len(q)
-    dbias = torch.tensor(loss.DBIAS, **number)
+    dscale = (loss.dscale_factor(scale, bias) * (upcast_q * acc_q).sum() + rest) / len(q)
     return LossAndGrads(value / len(q), (acc_q * factor).to(q.dtype), (acc_k * factor).to(q.dtype), dscale, dbias)
+
+
+def _of_softmaxes(
+    loss: Any, x: Tensor, at: tuple[Tensor, Tensor], positive_share: float | None
+) -> tuple[Tensor, Tensor]:
+    """M * L and M * dL/dx."""
+    r, c, p = x.logsumexp(1), x.logsumexp(0), x[at]
+    value = loss.query_term(r, p).sum()
+    g = loss.QUERY_SHARE * (x - r[:, None]).exp()
+    if loss.HAS_KEYS:
+        value = value + loss.key_term(c, p).sum()
+        g = g + loss.KEY_SHARE * (x - c).exp()
+    g[at] += loss.POSITIVE_SHARE if positive_share is None else positive_share
+    return value, g
+
+
+def _of_pairs(loss: Any, x: Tensor, at: tuple[Tensor, Tensor], positive_share: float | None) -> tuple[Tensor, Tensor]:
+    """The same of a sum over pairs; `positive_share` takes the place of the slope of positives."""
+    positive = loss.positive_slope(x[at]) if positive_share is None else torch.full_like(x[at], positive_share)
+    value = loss.pair_term(x).index_put(at, loss.positive_term(x[at])).sum()
+    return value, loss.pair_slope(x).index_put(at, positive)

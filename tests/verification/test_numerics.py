@@ -65,13 +65,13 @@ def checked(module: types.ModuleType, case: Case, device: str) -> None:
     assert not failures(rows), f"{case}: {failures(rows)}"
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
 @hypothesis.given(case=cases(DIMS, tuple(DTYPES), st.one_of(st.sampled_from(ROWS), st.integers(1, LARGEST))))
 def test_the_cpu_target(loss: str, case: Case) -> None:
     checked(package(loss, case.dtype, case.dim), case, "cpu")
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_autograd_and_loss_and_grads_agree_to_the_bit_on_every_repeat(loss: str, dtype: str) -> None:
     module = package(loss, dtype, 64)
@@ -85,7 +85,7 @@ def test_autograd_and_loss_and_grads_agree_to_the_bit_on_every_repeat(loss: str,
     assert first[1].dtype == first[2].dtype == q.dtype and first[0].dim() == first[3].dim() == 0
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
 def test_nan_in_nan_out(loss: str) -> None:
     module = package(loss, "fp32", 16)
     inputs = tensors(Case(65, 65, 16, "fp32", 14.3), module.SPEC["positives"])
@@ -96,7 +96,9 @@ def test_nan_in_nan_out(loss: str) -> None:
         truth = module.reference(*poisoned[:4], labels=poisoned.labels)
         assert truth.isnan() and result[0].isnan() and result[3].isnan()
         assert result[1][7].isnan().all() if which == 0 else result[1].isnan().all()
-        assert result[2].isnan().all()
+        alone = (loss, which) == ("siglip", 1)  # only pairs of key 7 know of it
+        assert result[2][7].isnan().all() if alone else result[2].isnan().all()
+        assert not alone or not result[2][:7].isnan().any()
 
 
 INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that the interpreter can do

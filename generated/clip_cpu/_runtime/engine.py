@@ -2,6 +2,7 @@
 
     forward     agreement.layout -> _Sweep -> forward_block for each owner's keys -> statistics -> loss_terms
     backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
+    at once     where gradients need no statistics, forward does the work of backward, which only multiplies them
 
 The package's `schedule` module sweeps blocks of queries and keys. Over ranks a `Trip` brings the keys of each owner.
 One device never communicates, never copies its inputs and, on CUDA, never waits for the device.
@@ -17,7 +18,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,11 +56,14 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             sizes = torch.tensor(list(each), dtype=torch.int64)
         saved = new_saved(package, call.q, call.k, sizes, gradients)
         sweep = _Sweep(package, call, layout, saved)
+        if package.traits.at_once:
+            return _at_once(sweep, group, gradients), saved
         if package.traits.labels:
             sweep.positive.fill_(math.nan)
         keys = _forward(sweep, group, gradients)
         if package.traits.labels:
             # A label that names no key leaves NaN in `positive`, which must reach the gradients.
+            assert sweep.queries is not None
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
         ours = sweep.own_block()._replace(keys=keys)
         return package.schedule.loss_terms(ours, _weight(layout, call.options)), saved
@@ -69,8 +73,10 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gr
     """dq (m, D) and dk (n, D) in the features' dtype or `unrounded`; dscale and dbias 0-dim in the statistics dtype.
 
     `upstream` is the gradient of this rank's loss, 0-dim of any dtype. All ranks of a group must call it, in one order;
-    otherwise every rank raises RuntimeError.
+    otherwise every rank raises RuntimeError. With `Traits.at_once` a rank needs no other.
     """
+    if package.traits.at_once:
+        return _rescaled(package, call, saved, upstream)
     group, layout = None, Layout.alone(call.q, call.k)
     if saved.layout.shape[0]:
         group = find_group(call.options.group_name)
@@ -82,6 +88,46 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gr
         sweep = _Sweep(package, call, layout, saved)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars()
+
+
+def _at_once(sweep: _Sweep, group: Group | None, gradients: bool) -> Tensor:
+    """The loss of a sum over pairs; with `gradients` writes those for an upstream gradient of 1 to `Saved`."""
+    package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
+    upstream = _valid(sweep)
+    if not gradients:
+        _forward(sweep, group, gradients)
+    else:
+        weighting = _Weighting(package, call, layout, upstream, saved.of_queries.dtype)
+        if group is None:
+            _backward_alone(sweep, weighting, saved.of_queries, saved.of_keys)
+        else:
+            table = _table(package, layout, gradients)
+            begin = lambda: Trip(group, table, "forward", layout, _tensors(sweep, table))  # noqa: E731
+            _finished(sweep, weighting, begin, saved.of_queries, panel(saved.of_keys, 0, call.k.shape[0]))
+        torch.stack(weighting.scalars(sweep.sums), out=saved.stash)
+    loss: Tensor = package.schedule.loss_terms(sweep.own_block(), _weight(layout, call.options))
+    return loss.mul_(upstream) if package.traits.labels else loss
+
+
+def _valid(sweep: _Sweep) -> Tensor:
+    """1, 0-dim; NaN where a label names no key."""
+    one = sweep.call.scale.new_ones(())
+    if isinstance(sweep.positives, int):
+        return one
+    return one.masked_fill_(((sweep.positives < 0) | (sweep.positives >= sum(sweep.layout.keys))).any(), math.nan)
+
+
+def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
+    """`backward` of a loss whose forward has computed the gradients."""
+    schedule = package.schedule
+    with device_state(package, call.q.device, "backward"):
+        upstream = upstream.to(schedule.STATISTICS_DTYPE)
+        dtype = schedule.STATISTICS_DTYPE if call.options.unrounded else package.dtype
+        dq, dk = (x.new_empty(x.shape, dtype=dtype) for x in call[:2])
+        schedule.rescale(saved.of_queries, upstream, dq)
+        schedule.rescale(panel(saved.of_keys, 0, call.k.shape[0]), upstream, dk)
+        dscale, dbias = (saved.stash * upstream).unbind()
+        return dq, dk, dscale, dbias
 
 
 def gradient_sums(package: Package, call: Call, saved: Saved) -> tuple[Tensor, Tensor]:
@@ -115,6 +161,12 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     of one rank in a ring.
     """
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
+    if package.traits.at_once:
+        # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
+        dtype = package.dtype if package.dtype == torch.bfloat16 else schedule.STATISTICS_DTYPE
+        dq = q.new_empty(q.shape if gradients else (0,), dtype=dtype)
+        dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients else (0,), dtype=dtype)
+        return Saved(dq, dk, q.new_empty(2 * gradients, dtype=schedule.STATISTICS_DTYPE), sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
@@ -132,29 +184,35 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
 
 
 class _Sweep:
-    """One phase of a call, which makes its blocks. `queries` and `positive` are views of `Saved.query_statistics`."""
+    """One phase of a call, which makes its blocks. `queries` and `positive` are views of `Saved.of_queries`."""
 
     def __init__(self, package: Package, call: Call, layout: Layout, saved: Saved) -> None:
         self.package, self.call, self.layout, self.saved = package, call, layout, saved
         # Labels first: their copy from the host waits for kernels launched before it.
-        self.positives, statistics = _positives(package, call, layout), saved.query_statistics
-        self.queries, self.positive = view(statistics), statistics[2:]
-        self.tiles = saved.stash if saved.stash.numel() else None  # of one device; over ranks the stash holds keys
+        self.positives, statistics = _positives(package, call, layout), saved.of_queries
+        self.queries: Statistics | None = None
+        self.sums: Tensor | None = None
+        if package.traits.at_once:
+            self.sums = package.schedule.term_sums(call.q, max(layout.keys))
+            self.positive, self.stash = self.sums[:0], call.q.new_empty(0)
+        else:
+            self.queries, self.positive, self.stash = view(statistics), statistics[2:], saved.stash
+        self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
     def block(self, owner: int, k: Tensor, statistics: Tensor) -> Block:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
-        return Block(q, k, scale, bias, self.positives, first, self.queries, keys, self.positive)
+        return Block(q, k, scale, bias, self.positives, first, self.queries, keys, self.positive, self.sums)
 
     def own_block(self) -> Block:
-        return self.block(self.layout.rank, self.call.k, self.saved.key_statistics)
+        return self.block(self.layout.rank, self.call.k, self.saved.of_keys)
 
     def visits(self, trip: Trip) -> Iterator[Block]:
         """The blocks of all queries and each owner's keys, as a trip brings them, without empty ones."""
         has_keys = self.package.traits.has_keys
         for owner in trip:
             if self.call.q.shape[0] and self.layout.keys[owner]:
-                statistics = trip["key statistics"] if has_keys else self.saved.key_statistics
+                statistics = trip["key statistics"] if has_keys else self.saved.of_keys
                 yield self.block(owner, trip["keys"], statistics)
 
 
@@ -175,18 +233,20 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: bool) -> Statistics 
         return None
     finished = trip.home("key statistics")
     if table.transport == "ring":
-        panel_columns(saved.key_statistics, 0, call.k.shape[0]).copy_(finished)
+        panel_columns(saved.of_keys, 0, call.k.shape[0]).copy_(finished)
     return view(finished)
 
 
-def _backward_alone(sweep: _Sweep, weighting: _Weighting) -> tuple[Tensor, Tensor]:
-    """dq and dk on one device. The sums for dq hold PANEL_ROWS rows at a time."""
+def _backward_alone(
+    sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, dk: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dq and dk on one device, in the tensors given or in new ones. The sums for dq hold PANEL_ROWS rows at a time."""
     schedule, tiles, (q, k, *_) = sweep.package.schedule, sweep.tiles, sweep.call
     rows, keys, room = q.shape[0], k.shape[0], _key_room(sweep.package, k.shape[0])
     step, in_place = min(schedule.PANEL_ROWS, rows), weighting.dtype == schedule.STATISTICS_DTYPE
     # Not `empty_like`: results are contiguous, inputs need not be.
-    total = dq = q.new_empty(q.shape, dtype=weighting.dtype)
-    sums = k.new_empty((room if in_place else keys, k.shape[1]), dtype=weighting.dtype)
+    total = dq = q.new_empty(q.shape, dtype=weighting.dtype) if dq is None else dq
+    sums = k.new_empty((room if in_place else keys, k.shape[1]), dtype=weighting.dtype) if dk is None else dk
     dk = panel(sums, 0, keys)
     if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
         both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
@@ -207,7 +267,7 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting) -> tuple[Tensor, Tenso
 def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[Tensor, Tensor]:
     """dq and dk over ranks. The sums for dq hold all rows. dq is written while a gather's sums for dk travel home."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
-    schedule, q, k, gradients = package.schedule, call.q, call.k, bool(saved.stash.numel())
+    gradients = bool(saved.stash.numel())
     table = _table(package, layout, gradients)
     if table.transport == "gather" and not gradients:  # traced without gradients, forward kept no keys
         table = dataclasses.replace(table, transport="ring")
@@ -216,8 +276,16 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[
         # A rank in another call would send keys of the same shape: wrong gradients and no error.
         agreement.compare(group.exchange(agreement.header(package, call), "backward", call=int(saved.layout[0, 2])))
 
-    trip = Trip(group, table, "backward", layout, _tensors(sweep, table), agree)
-    dq_sum = q.new_empty(q.shape, dtype=schedule.STATISTICS_DTYPE)
+    return _finished(sweep, weighting, lambda: Trip(group, table, "backward", layout, _tensors(sweep, table), agree))
+
+
+def _finished(
+    sweep: _Sweep, weighting: _Weighting, begin: Callable[[], Trip], dq: Tensor | None = None, dk: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dq and dk over a trip that carries the sums for dk, in the tensors given or in new ones."""
+    schedule, layout, q, k = sweep.package.schedule, sweep.layout, sweep.call.q, sweep.call.k
+    trip, in_place = begin(), weighting.dtype == schedule.STATISTICS_DTYPE
+    dq_sum = q.new_empty(q.shape, dtype=schedule.STATISTICS_DTYPE) if dq is None or not in_place else dq
     scratch, fresh = None, True
     for block in sweep.visits(trip):
         if scratch is None:
@@ -226,12 +294,13 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[
         schedule.backward_block(block, dq_sum, trip["key gradients"], scratch, **how)
         fresh = False
     del scratch  # its memory is for the results
-    in_place = weighting.dtype == schedule.STATISTICS_DTYPE
-    dq = dq_sum if in_place else q.new_empty(q.shape)
+    if dq is None:
+        dq = dq_sum if in_place else q.new_empty(q.shape)
     weighting.queries(dq_sum, dq)
     dk_sum = trip.home("key gradients")
     del trip
-    dk = dk_sum if in_place else k.new_empty(k.shape)
+    if dk is None:
+        dk = dk_sum if in_place else k.new_empty(k.shape)
     weighting.keys(dk_sum, dk)
     return dq, dk
 
@@ -248,12 +317,14 @@ class _Weighting:
     `dtype` is that of dq and dk. In the statistics dtype they may overwrite the sums.
     """
 
-    def __init__(self, package: Package, call: Call, layout: Layout, upstream: Tensor) -> None:
+    def __init__(
+        self, package: Package, call: Call, layout: Layout, upstream: Tensor, result: torch.dtype | None = None
+    ) -> None:
         schedule, rows = package.schedule, call.q.shape[0]
         self._schedule, self._q, self._k, dtype = schedule, call.q, call.k, schedule.STATISTICS_DTYPE
         self._factors = call.scale, call.bias, upstream.to(dtype).contiguous(), _weight(layout, call.options)
         self._dots = call.q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=dtype)
-        self.dtype = dtype if call.options.unrounded else package.dtype
+        self.dtype = result or (dtype if call.options.unrounded else package.dtype)
 
     def queries(self, total: Tensor, out: Tensor, start: int = 0) -> None:
         """Rows of dq from `start` on, a multiple of FINISH_ROWS."""
@@ -266,23 +337,26 @@ class _Weighting:
         if total.shape[0]:
             self._schedule.finish(total, self._k, *self._factors, out)
 
-    def scalars(self) -> tuple[Tensor, Tensor]:
-        """(dscale, dbias), after all rows of dq."""
-        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, self._q.shape[0])
+    def scalars(self, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(dscale, dbias), after all rows of dq; `sums` are those of a block of a sum over pairs."""
+        rest = self._q.shape[0] if sums is None else sums
+        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, rest)
         return found
 
 
 def _table(package: Package, layout: Layout, gradients: bool) -> Table:
     """The table for this number of ranks, the same on every rank; `gradients`: forward keeps keys for backward."""
     table = package.table.over(len(layout.rows))
+    if package.traits.at_once and not gradients:
+        return dataclasses.replace(table, travelling=table.named("unchanged", "forward"))
     if table.keeps and not (gradients and max(layout.keys) <= _room(package, table.world_size)):
         return dataclasses.replace(table, keeps=False)
     return table
 
 
 def _tensors(sweep: _Sweep, table: Table) -> Tensors:
-    """The tensors of a trip; those kept for backward are `Saved.key_statistics` and `Saved.stash`."""
-    package, layout, k, (_, statistics, stash, _) = sweep.package, sweep.layout, sweep.call.k, sweep.saved
+    """The tensors of a trip; those kept for backward are `Saved.of_keys` and `Saved.stash`."""
+    package, layout, k, stash, statistics = sweep.package, sweep.layout, sweep.call.k, sweep.stash, sweep.saved.of_keys
     schedule, keys = package.schedule, k.shape[0]
     dtypes = {"features": k.dtype, "statistics": schedule.STATISTICS_DTYPE}
     own = {"keys": k}
