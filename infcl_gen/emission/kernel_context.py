@@ -6,15 +6,20 @@ import math
 import textwrap
 from typing import Any
 
+from sympy import Expr
+
 from infcl_gen.emission.render import ABSENT
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels import forward, fused
+from infcl_gen.kernels import forward, fused, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
 from infcl_gen.losses import Derivation, formulas_of, triton_code
-from infcl_gen.losses.printers import p
+from infcl_gen.losses.language import softplus
+from infcl_gen.losses.printers import p, pair_code, x
 from infcl_gen.planning.planner import Plan
 
+_BIAS_OF_FACTOR = """bias = tl.load(bias_ptr)
+    # An affine logit's gradients do not depend on the bias: the last term keeps one that is not finite."""
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
@@ -24,7 +29,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         raise ValueError("kernels are for affine logits")
     formulas, blocks, has_keys = formulas_of(derivation), plan.blocks, plan.has_keys
     is_fused, keeps_keys = plan.strategy == "fused", forward.keeps_keys(blocks["forward"], plan)
-    unit = 2.0 ** gradient_exponent(plan, derivation)
+    unit, at_once = 2.0 ** gradient_exponent(plan, derivation), plan.traits.at_once
     gradient_factor, dscale_factor = triton_code(derivation.gradient_factor), triton_code(derivation.dscale_factor)
     # A key term is linear in p: the part with p is the positive's.
     with_positive = derivation.key_term.diff(p) * p
@@ -43,7 +48,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
-        "walkers": "the forward" if is_fused else "forward and gradient",
+        "walkers": "pairs and pair_terms" if at_once else "the forward" if is_fused else "forward and gradient",
         "reference_of": sampled if has_keys else "a sample (the backward takes each row's own)",
         "summed_sides": "queries and keys" if has_keys else "queries",
         "reduced_along": "both axes" if has_keys else "its row",
@@ -62,6 +67,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "scale_of_factor": load_scale if "scale" in gradient_factor else ABSENT,
         "times_dscale_factor": "" if derivation.dscale_factor == 1 else f" * ({dscale_factor})",
         "scale_of_dscale_factor": load_scale if "scale" in dscale_factor else ABSENT,
+        "bias_of_factor": ABSENT if at_once else _BIAS_OF_FACTOR,
+        "plus_bias": "" if at_once else " + bias * 0.0",
         "undo_exponent": "" if unit == 1 else f" * {1 / unit}",
         "dbias": float(derivation.dbias),
         "query_term": triton_code(derivation.query_term),  # in `r`, `p`
@@ -69,6 +76,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "key_positive_term": triton_code(with_positive),  # in `p`
         "plus_positive_rest": " + POSITIVE_REST" if derivation.positive_rest else "",
         "sum_of_shares": "(a[:, None] + b[None, :])" if has_keys else "a[:, None]",  # of a tile
+        **(_pair_context(plan, derivation, unit) if at_once else {"pairs": False}),
         # Where positives are, and lists of arguments.
         "positive_columns": LABELLED if plan.labels else "rows.to(tl.int64) + first_positive - first_key",
         "positive_references": "positive_row_reference" + ", positive_key_reference" * has_keys,
@@ -85,29 +93,71 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "each_first_block": "each_block" if plan.labels else "each_first_block",
         # Defaults, which a template that includes a piece may change.
         "tile_rows": "GRADIENT_ROWS",
+        "tile_keys": "GRADIENT_KEYS",
+        "tile_key0": "key0",
         "visiting_keys": "FUSED_KEYS",
         "described": "DESCRIPTORS",
+    }
+
+
+def _clamped(places: str) -> str:
+    return f"tl.minimum(tl.maximum({places}, -(2**30)), 2**30).to(tl.int32)"
+
+
+def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
+    """What the templates of a sum over pairs read. Terms and slopes are printed as tensors like `x`."""
+    term, slope = derivation.form.pair_term, derivation.pair_slope
+    assert term is not None and slope is not None
+
+    def of_tile(expression: Expr, factor: float = 1.0) -> str:
+        code = pair_code(expression)
+        code = code if factor == 1 else f"{factor} * ({code})"
+        return f"{code} + 0.0 * x" if expression.is_number else code
+
+    weight, factor = term.other.as_coeff_Mul()
+    sign = {x: "", -x: "-"}.get(factor.args[0]) if factor.func == softplus else None
+    return {
+        "pairs": True,
+        # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
+        "offset_of_places": ABSENT if plan.labels else f"offset = {_clamped('first_positive - first_key - key0')}",
+        "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset",
+        # c * softplus(x) or c * softplus(-x), whose sum over a tile takes few logarithms.
+        "of_softplus": sign is not None,
+        "softplus_sign": sign,
+        "times_terms": f"{float(weight)} * " if sign is not None and weight != 1 else "",
+        "of_nothing": 1e30 if sign else -1e30,
+        "sweeps": pairs.SWEEPS,
+        "pair_term": of_tile(term.other),
+        "positive_term": of_tile(term.positive),
+        "pair_slope": of_tile(slope.other, unit),
+        "positive_slope": of_tile(slope.positive, unit),
+        "times_unit": "" if unit == 1 else ", times the unit of g",
+        "dscale_rest": triton_code(derivation.dscale_rest),
+        "dbias_factor": triton_code(derivation.dbias_factor),
     }
 
 
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:
     """Name, value and comment (or "") of the constants that differ between packages."""
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
+    at_once = plan.traits.at_once
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
     lanes, wide_rows = forward.key_lanes(blocks["forward"], profile), profile.architecture.recomputed_rows
     found: list[tuple[str, float, str, bool]] = [
         ("DIM", plan.dim, "", True),
         ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),
         ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.has_keys),
-        ("WIDE_ROWS", min(wide_rows, *walked_rows), "at a time where a strip is computed again", not plan.exact),
+        ("WIDE_ROWS", min(wide_rows, *walked_rows), "at a time where a strip is computed again",
+         not plan.exact and not at_once),
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
-        ("QUERY_SHARE", derivation.query_share * unit, "", True),
+        ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
         ("KEY_SHARE", derivation.key_share * unit, "", plan.has_keys),
         ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0),
     ]  # fmt: skip
     for kernel, block in blocks.items():
         for field in ("rows", "keys", "depth"):
             own = field != "keys" or kernel not in ("positive", "finish")  # these have no keys of their own
+            own = own and not (kernel == "positive" and at_once)
             found.append((f"{kernel}_{field}".upper(), getattr(block, field), "", own))
     return [(name, value, note and f"  # {note}") for name, value, note, wanted in found if wanted]
 
@@ -116,8 +166,7 @@ def gradient_exponent(plan: Plan, derivation: Derivation) -> int:
     """The power of 2 that scales gradients of logits, of order 1/M: fp16 would underflow, or overflow beyond 65 504."""
     if plan.dtype != "fp16" or plan.strategy == "torch":
         return 0
-    softmaxes = abs(derivation.query_share) + abs(derivation.key_share)
-    return 14 - math.ceil(math.log2(max(softmaxes, abs(derivation.positive_share))))
+    return 14 - math.ceil(math.log2(derivation.largest_slope))
 
 
 def _sides(labels: bool) -> tuple[dict[str, str], dict[str, str]]:

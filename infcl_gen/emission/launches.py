@@ -63,6 +63,13 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     "gradient_from_stash": ("grid", {
         "stash_reference": "reference", "stash_stride": "stash.stride(0)", "reference_stride": "reference.stride(0)",
     }),
+    "pairs": ("grid", _DESCRIBED | {"parts": "sums.shape[1]"}),
+    "pair_terms": ("grid", _DESCRIBED),
+    "pair_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {"parts": "sums.shape[1]"}),
+    "pair_positive_terms": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
+    "pair_loss": ("(1,)", {"parts": "sums.shape[1]", "BLOCK": "1024"}),
+    "pair_scalars": ("(1,)", {"count": "dots.shape[0]", "parts": "sums.shape[1]", "BLOCK": "1024"}),
+    "rescale": ("(cdiv(kept.shape[0], FINISH_ROWS),)", {"rows": "kept.shape[0]"}),
     "gradient_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
     "fused_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
     "fused_queries": ("(cdiv(m, rows),)", _DESCRIBED),
@@ -121,7 +128,7 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
                 grid = "(cdiv(m, kernels.MERGE_ROWS.value),)"
             if kernel.name == "forward":
                 own["stash"] = "tiles" if choice.descriptors else "kept"
-            if kernel.name.startswith("gradient") and choice.split:
+            if choice.split and any(each.name == "g_low" for each in kernel.arguments):
                 own |= {"g": "g[0]", "g_low": "g[1]", "g_stride": "g.stride(1)"}
             words = [f"{each.name}={own.get(each.name, each.name)}" for each in kernel.arguments]
             words.append(f"num_warps={options[kernel.name]['warps']}")

@@ -32,7 +32,7 @@ from collections.abc import Collection
 
 from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.overrides import KERNELS
-from infcl_gen.kernels import elementwise, forward, fused, gradient, statistics
+from infcl_gen.kernels import elementwise, forward, fused, gradient, pairs, statistics
 from infcl_gen.kernels.arguments import Argument, Kernel
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
@@ -40,7 +40,9 @@ from infcl_gen.kernels.family import Family, Tile
 __all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default_blocks", "families", "tiles"]
 
 # In the order of kernels.py; then the variants, each a module of this folder.
-_ORDINARY = (forward.FAMILY, statistics.FAMILY, gradient.FAMILY, fused.FAMILY, *elementwise.FAMILIES)
+_ORDINARY = (
+    forward.FAMILY, statistics.FAMILY, gradient.FAMILY, pairs.FAMILY, fused.FAMILY, *elementwise.FAMILIES,
+)  # fmt: skip
 _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 _FOUND: list[Family] = [module.FAMILY for module in _MODULES if hasattr(module, "FAMILY")]
 FAMILIES = tuple(dict.fromkeys([*_ORDINARY, *_FOUND]))

@@ -84,9 +84,13 @@ def stash_kernels(choice: Choice) -> tuple[Kernel]:
     return (Kernel("gradient_from_stash", taken, "gradient"),)
 
 
+def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
+    return (FINISH,) if choice.traits.at_once else (FINISH, SCALAR_GRADIENTS)
+
+
 FAMILIES = (
     Family("product", lambda _: (PRODUCT,), STRATEGIES, tile=ProductTile(), revision=1),
-    Family("finish", lambda _: (FINISH, SCALAR_GRADIENTS), tile=FinishTile()),
+    Family("finish", finish_kernels, tile=FinishTile()),
     Family("stash", stash_kernels, ("stash",), revision=1),
     Family("split", lambda _: (SPLIT,), wanted=lambda choice: choice.split),
     Family("replay", lambda _: (COPY_INPUTS,), wanted=lambda choice: choice.replay),

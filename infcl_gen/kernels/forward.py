@@ -29,7 +29,7 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
-        if choice.operand_bytes != 2:
+        if choice.operand_bytes != 2 or choice.traits.at_once:  # small tiles hide each other's terms
             return found
         if choice.inner_dim >= DEEP:
             found = DEEP_BLOCKS.get(architecture, found)
@@ -59,7 +59,8 @@ class ForwardTile(Tile):
 def keeps_keys(block: Block, choice: Choice) -> bool:
     """Whether a program reads its keys once: one block spans their depth, descriptors load it, and tensor cores read it
     from shared memory. fp32 operands have another forward."""
-    return block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
+    whole = block.depth >= padded_dim(choice.inner_dim) and choice.descriptors and choice.operand_bytes == 2
+    return whole and not choice.traits.at_once
 
 
 def key_lanes(block: Block, profile: DeviceProfile) -> int:
@@ -92,4 +93,4 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     )
 
 
-FAMILY = Family("forward", kernels, tile=ForwardTile(), revision=1)
+FAMILY = Family("forward", kernels, wanted=lambda choice: not choice.traits.at_once, tile=ForwardTile(), revision=1)

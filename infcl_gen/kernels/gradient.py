@@ -5,6 +5,10 @@ from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
 STORED_BLOCKS = {"hopper": Block(256, 128, 64, 8, 3)}  # of tiles that the forward stores through descriptors
+# Terms and slopes of pairs take registers beside z, and AMD's tiles pass through shared memory where they are halved.
+PAIR_BLOCKS = {
+    "hopper": Block(128, 128, 64, 8, 3), "cdna3": Block(128, 64, 64, 8, 2), "cdna4": Block(128, 64, 64, 8, 2),
+}  # fmt: skip
 STRATEGIES = ("panel", "stash")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
@@ -18,6 +22,8 @@ class GradientTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
+        if choice.traits.at_once and choice.operand_bytes == 2:
+            return PAIR_BLOCKS.get(architecture) or super().tabulated(architecture, choice)
         stored = STORED_BLOCKS if choice.stash and choice.descriptors and choice.operand_bytes == 2 else {}
         return stored.get(architecture) or super().tabulated(architecture, choice)
 
@@ -38,4 +44,6 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     )
 
 
-FAMILY = Family("gradient", kernels, STRATEGIES, tile=GradientTile(), revision=1)
+FAMILY = Family(
+    "gradient", kernels, STRATEGIES, lambda choice: not choice.traits.at_once, tile=GradientTile(), revision=1
+)

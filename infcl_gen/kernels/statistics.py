@@ -41,4 +41,4 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     )
 
 
-FAMILY = Family("statistics", kernels, tile=PositiveTile())
+FAMILY = Family("statistics", kernels, wanted=lambda choice: not choice.traits.at_once, tile=PositiveTile())

@@ -175,6 +175,12 @@ triton_code = Printer(
     },
     floats=True,
 )
+# The same with the functions of header_pairs.py.jinja, which are good to a few roundings also where they are near 0.
+pair_code = Printer(
+    target="Triton",
+    functions=triton_code.functions | {language.softplus: "softplus({})", language.sigmoid: "sigmoid({})"},
+    floats=True,
+)
 # Symbols stand for tensors. functional.softplus becomes linear beyond 20, an error of 2e-9; logsigmoid does not.
 torch_code = Printer(
     target="torch", functions={**_calls("torch"), language.softplus: "-torch.nn.functional.logsigmoid(-({}))"}

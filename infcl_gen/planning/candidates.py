@@ -118,8 +118,11 @@ class Choices:
             return None
         if self._profile.target == "cpu":
             return "needs a GPU target; on the CPU the strategy is torch"
-        if derivation.traits.at_once:
-            return f"has no kernels for sums over pairs, as in the loss {derivation.spec.name}; valid: torch"
+        if derivation.traits.at_once and name != "panel":
+            return f"has no kernels for sums over pairs, as in the loss {derivation.spec.name}; valid: panel, torch"
+        if problem.dtype == "fp16" and math.isinf(derivation.largest_slope):
+            where = f"in fp16 for the loss {derivation.spec.name}, whose slopes may overflow"
+            return f"has no kernels {where}; valid: bf16, fp32"
         if derivation.slope is None:
             logit = f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
             return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"

@@ -24,6 +24,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fused": {**H200, "set": ["strategy=fused"]},
     "fused rows": {**H200, "loss": "infonce", "set": ["strategy=fused"]},
     "stash": {**H200, "set": ["strategy=stash"]},
+    "pairs": {**H200, "loss": "siglip"},
     "split": {**H200, "dtype": "fp32"},
     "exact": {**H200, "dtype": "fp32", "precision": "exact"},
 }

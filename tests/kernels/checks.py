@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from infcl_gen.emission import import_package
+from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
 from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, check_package, tensors
 from infcl_gen.verification.worker import averaged
 from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
-from tests.planning.tables import gather_table, ring_table
 from tests.runtime.in_process import World
 from tests.runtime.recording import record
 
@@ -67,7 +67,8 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
             damages = bands.damages()
             assert not damages, f"{where}: {damages}"
             assert len(bands.buffers) > 10, "the package's allocations were not seen"
-            assert any(len(buffer.starts) > 2 for buffer in bands.buffers), "statistics were not taken apart"
+            apart = any(len(buffer.starts) > 2 for buffer in bands.buffers)
+            assert apart or package.ContrastiveLoss._package.traits.at_once, "statistics were not taken apart"
             assert torch.equal(q, inputs.q) and torch.equal(k, inputs.k), f"{where}: an input was overwritten"
             flags.append(bands.written(torch.int32))
         judged = gate(results[0], truth_of(package, inputs))
@@ -438,8 +439,8 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
-    has_keys, dim = inner.loss.HAS_KEYS, package.SPEC["problem"]["dim"]
-    table = gather_table(world, has_keys, dim) if gathers else ring_table(1, world, has_keys, keeps, dim)
+    kept = keeps and not gathers and not inner.traits.at_once
+    table = Table("gather" if gathers else "ring", 1, world, kept, inner.table.travelling)
     batches = []
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))

@@ -49,6 +49,7 @@ def case(scale: float = 14.3, features: str = "unit", layout: str = "contiguous"
 PANEL, FUSED, STASH = Made("panel"), Made("fused"), Made("stash")
 LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
+PAIRS = Made("panel", "siglip")
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
@@ -493,6 +494,54 @@ BUGS: dict[str, Bug] = {
         (case(),),
         "dscale",
     ),
+    # ---- sums over pairs
+    "a positive counts as another key, too": Bug(
+        PAIRS, (("kernels.py", "(columns != place[:, None]) & ", ""),), checks.numerics, (case(),), "loss"
+    ),
+    "a positive has the slope of another key": Bug(
+        PAIRS,
+        (("kernels.py", "value = positive_slopes_of(x)", "value = slopes_of(x)"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "what lies beyond the last key counts": Bug(
+        PAIRS, (("kernels.py", "(columns < limit[:, None])", "(columns >= 0)"),), checks.numerics, (case(),), "loss"
+    ),
+    "small terms are logarithms of a rounded sum": Bug(
+        Made("panel", "siglip", "fp32", precision="exact"),
+        (("kernels.py", "log_one_plus(grown_by), tl", "tl.log(1.0 + grown_by), tl"),),
+        checks.numerics,
+        (Case(129, 129, 0, scale=150.0, bias=-130.0, features="matched", seed=4),),
+        "loss",
+    ),
+    "the sum of slopes is that of one panel": Bug(
+        PAIRS,
+        (("kernels.py", "tl.load(part) + tl.sum(slope_sums).to(tl.float64)", "tl.sum(slope_sums).to(tl.float64)"),),
+        checks.numerics,
+        (case(),),
+        "dbias",
+    ),
+    "what forward has kept is not multiplied": Bug(
+        PAIRS,
+        (("kernels.py", "(value * factor).to(out.dtype.element_ty)", "value.to(out.dtype.element_ty)"),),
+        checks.upstream,
+        (),
+    ),
+    "torch: a positive has the term of another key": Bug(
+        Made("torch", "siglip"),
+        (("schedule.py", "terms[row, column] = formulas.positive_term(p)", "pass"),),
+        checks.numerics,
+        (case(),),
+        "loss",
+    ),
+    "torch: the sum of slopes is left out": Bug(
+        Made("torch", "siglip"),
+        (("schedule.py", "block.sums[1] += slopes.sum(1)", "block.sums[1] += 0 * slopes.sum(1)"),),
+        checks.numerics,
+        (case(),),
+        "dbias",
+    ),
     "results depend on the order of events": Bug(
         FUSED,
         (("schedule.py", "    return loss\n", "    return loss * (1.0 + 2e-5 * torch.rand(()))\n"),),
@@ -524,13 +573,7 @@ BUGS: dict[str, Bug] = {
     ),
     "gradients of wider features are rounded": Bug(
         Made("torch", dtype="bf16"),
-        (
-            (
-                "_runtime/engine.py",
-                "self.dtype = dtype if call.options.unrounded else package.dtype",
-                "self.dtype = package.dtype",
-            ),
-        ),
+        (("_runtime/engine.py", "(dtype if call.options.unrounded else package.dtype)", "package.dtype"),),
         checks.autocast_of_wider_features,
         (),
     ),

@@ -15,6 +15,9 @@ PACKAGES = {
     "panel": Made("panel"),
     "panel, pointers": Made("panel", "infonce", "fp16", settings=(("descriptors", "off"),)),
     "panel, fp32": Made("panel", dtype="fp32", dim=8),
+    "pairs": Made("panel", "siglip"),
+    "pairs, pointers": Made("panel", "siglip", "fp16", settings=(("descriptors", "off"),)),
+    "pairs, fp32": Made("panel", "siglip", "fp32", dim=8),
     "fused": Made("fused", "infonce"),
     "fused, pointers": Made("fused", dim=3),
     "stash": Made("stash"),
@@ -43,5 +46,5 @@ def test_tiles_that_are_computed_twice(interpreted: Interpreter, name: str) -> N
 
 
 def test_the_cpu_target() -> None:
-    for loss in ("clip", "infonce"):
+    for loss in ("clip", "infonce", "siglip"):
         checks.guarded(Made("torch", loss), [(n, 131 - n) for n in range(1, 131, 3)])

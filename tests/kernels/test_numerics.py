@@ -5,6 +5,8 @@ The CPU target has the same test in tests/verification, a GPU in tests/gpu.
 
 from __future__ import annotations
 
+import itertools
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -43,8 +45,9 @@ CASES = st.builds(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
-@pytest.mark.parametrize("loss", ["clip", "infonce"])
+@pytest.mark.parametrize(
+    ("strategy", "loss"), [*itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]), ("panel", "siglip")]
+)
 @examples(ci=12, long=300)
 @hypothesis.given(data=st.data())
 def test_as_accurate_as_the_dtypes_allow(
@@ -95,6 +98,7 @@ def test_large_logits_of_the_cpu_target() -> None:
 
 RANKS = [
     ("panel", "clip", "bf16", "ring"), ("panel", "clip", "fp32", "gather"), ("panel", "infonce", "fp16", "gather"),
+    ("panel", "siglip", "bf16", "ring"), ("panel", "siglip", "fp32", "gather"),
     ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
 ]  # fmt: skip
 
@@ -134,6 +138,7 @@ def test_small_probabilities_in_fp16(interpreted: Interpreter, strategy: str) ->
 
 SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
+    ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
 ]  # fmt: skip
 

@@ -1,0 +1,39 @@
+"""The kernels of a loss that is a sum over pairs: one sweep computes it and its gradients."""
+
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, places
+from infcl_gen.kernels.choice import Choice
+from infcl_gen.kernels.family import Family
+from infcl_gen.kernels.forward import K as FORWARD_K
+from infcl_gen.kernels.forward import Q as FORWARD_Q
+from infcl_gen.kernels.gradient import K, Q
+
+SWEEPS = (
+    {"kernel": "pairs", "positives": "pair_positives", "walked": "GRADIENT", "gradients": True,
+     "summary": "Terms, slopes and g of a panel's pairs, whose z is computed once.",
+     "of_positives": "Terms, slopes and g of a panel's positives, after `pairs`."},
+    {"kernel": "pair_terms", "positives": "pair_positive_terms", "walked": "FORWARD", "gradients": False,
+     "summary": "Terms of a panel's pairs.", "of_positives": "Terms of a panel's positives."},
+)  # fmt: skip
+
+
+def kernels(choice: Choice) -> tuple[Kernel, ...]:
+    placed, sizes, constants = places(choice), "queries keys strip", "MASKED DESCRIPTORS WIDEN"
+    g = "g" + " g_low" * choice.split
+    pairs = arguments(Q, K, placed, SCALARS, g, "sums", sizes, "g_stride parts", STRIDES, constants)
+    positives = arguments("q k", placed, SCALARS, g, "sums queries keys g_stride parts", STRIDES)
+    terms = arguments(FORWARD_Q, FORWARD_K, placed, SCALARS, "sums", sizes, STRIDES, constants)
+    positive_terms = arguments("q k", placed, SCALARS, "sums queries keys", STRIDES)
+    scalars = arguments("dots sums dscale dbias", SCALARS, "upstream weight count parts BLOCK")
+    kept = Argument("kept", "*{inputs}" if choice.dtype == "bf16" else "*fp32")
+    return (
+        Kernel("pairs", pairs, "gradient"),
+        Kernel("pair_positives", positives),
+        Kernel("pair_terms", terms, "forward"),
+        Kernel("pair_positive_terms", positive_terms),
+        Kernel("pair_loss", arguments("sums loss weight parts BLOCK")),
+        Kernel("pair_scalars", scalars),
+        Kernel("rescale", arguments(kept, Argument("out", "*{inputs}"), "upstream rows"), "finish"),
+    )
+
+
+FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.at_once, revision=1)
