@@ -220,12 +220,13 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
     rows, keys = Min(R, m), Min(C, n)
     room = ceil_div(n, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE if v.library else n
-    in_place = v.dtype != "bf16"
+    in_place, unit = v.dtype != "bf16", "for an upstream gradient of 1"
+    kept = "statistics" if in_place else "features"
     terms = [
         *_common_terms(v),
-        BufferTerm("kept_gradients", both, (m + room, D), "dq and dk for an upstream gradient of 1",
-                   "statistics" if in_place else "features"),
-    ]  # fmt: skip
+        BufferTerm("kept_dq", both, (m, D), unit, kept),
+        BufferTerm("kept_dk", both, (room, D), unit, kept),
+    ]
     if v.strategy == "torch":
         terms += _torch_panel(v, forward, rows, keys)
         strip = (1 + v.separate, Min(STRIP_ROWS, R, m), D)
@@ -247,8 +248,8 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     else:
         sums = []
     terms += [*sums, *(term._replace(phase=finish) for term in sums)]
-    # Autocast from wider features returns dq and dk unrounded.
-    terms.append(BufferTerm("dq and dk", backward, (m + n, D), "returned"))
+    terms.append(BufferTerm("dq", backward, (m, D), "returned", "features"))
+    terms.append(BufferTerm("dk", backward, (n, D), "returned", "features"))
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))
     return tuple(term for term in terms if term)
 

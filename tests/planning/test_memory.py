@@ -61,6 +61,17 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     assert measured <= predicted <= 1.1 * measured
 
 
+def test_siglip_fits_into_640_mb() -> None:
+    plan = infcl_gen.plan(
+        loss="siglip", batch_size=65536, dim=768, dtype="bf16", device_profile="h200", memory_budget=640_000_000
+    )
+    by_name = {buffer.name: buffer.bytes for buffer in plan.buffers}
+    kept = [by_name[name] for name in ("kept_dq", "kept_dk", "dq", "dk")]
+    assert kept == [2 * 65536 * 768] * 4
+    assert by_name["accumulators"] == 4 * (65536 + plan.panel_rows) * 768
+    assert plan.predicted_peak_bytes <= 640_000_000
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 @pytest.mark.parametrize("layout", ["expanded", "constant", "strided", "overlapping", "transposed"])
 def test_strides_that_no_matrix_product_reads_cost_no_memory(layout: str, dtype: str) -> None:
