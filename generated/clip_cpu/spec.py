@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5eb4d95dba3ac6eb5711ba489ee9a47eceaa1f2e0e0549fbbad25ba1bd670866",
+    "digest": "f845a1af405055ee00c6842945dcfc351c1fcb1942f0d340653f80a58a767580",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1cf4a3b273165b3a2b520755092fc75a81836ca7e43169acfc32b3037ce0a8a8",
+    "digest": "52ec37ab32c0a91a8723dfbbad6edaeea4a053006614f54a70a3ba37ad665732",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

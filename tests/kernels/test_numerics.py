@@ -147,3 +147,8 @@ SELFTESTS = [
 def test_selftest_of_the_planned_tiles(interpreted: Interpreter, strategy: str, loss: str, dtype: str) -> None:
     """The blocks and panels that the planner chose, not the small ones."""
     interpreted(checks.selftest, Made(strategy, loss, dtype, dim=64, small=False))
+
+
+def test_selftest_of_three_dimensions(interpreted: Interpreter) -> None:
+    """Keys hardly differ: the interpreter's errors of one sign add up to 1.1 times what roundings may cost."""
+    interpreted(checks.selftest, Made("panel", "siglip", dim=3))

@@ -94,21 +94,24 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: floa
     dtype, and then dq and dk. A stash rounds g twice. The loss and dbias stay in the statistics dtype.
 
     Roundings of different elements are independent, so that their squares add up, in long norms to a third of the
-    largest at most. Triton's interpreter cuts bf16 instead of rounding: its errors have one sign.
+    largest at most. Triton's interpreter cuts bf16 instead of rounding. Its errors then have the sign of g: those of
+    positives add up, and those of all other pairs.
     """
     rows, keys = q.shape[0], k.shape[0]
     unit, typical = torch.finfo(package.dtype).eps / 2, math.sqrt(3) if min(rows, keys) > FEW else 1.0
     times = 2 if package.schedule.stash_shape(rows, keys) else 1
     q, k = q.double(), k.double()
     g, _ = _gradients_of_logits(package, q, k, scale)
-    squares, terms = g.square(), g * (q @ k.T)
-    total = torch.linalg.vector_norm(terms)
+    squares, z, parts = g.square(), q @ k.T, []
     if INTERPRETED and package.dtype == torch.bfloat16:
-        positives = terms.diagonal().sum()
-        total += (positives.abs() + (terms.sum() - positives).abs()) / typical
+        others = g.clone().fill_diagonal_(0.0)
+        parts = [g - others, others]
+    total = torch.linalg.vector_norm(g * z) + sum((part * z).sum().abs() for part in parts) / typical
     found = {"dscale": unit * times * float(total) / scale}
-    for name, squared, other in (("dq", squares, k), ("dk", squares.T, q)):
+    sides = (("dq", squares, k, parts), ("dk", squares.T, q, [part.T for part in parts]))
+    for name, squared, other, cut in sides:
         spread = (squared @ other.square()).sum().sqrt() * times + torch.linalg.vector_norm(getattr(exact, name))
+        spread += sum(torch.linalg.vector_norm(part @ other) for part in cut)
         found[name] = unit / typical * float(spread)
     return found
 
