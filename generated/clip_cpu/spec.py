@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "f845a1af405055ee00c6842945dcfc351c1fcb1942f0d340653f80a58a767580",
+    "digest": "419ff39e4bbd335231371e33b6f2cbe4bf097e2b628215f3e15c1771a7310cb6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -41,6 +41,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "affine": True,
+            "softplus": False,
             "strips": 0,
         },
     },

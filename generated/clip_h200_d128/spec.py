@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "87d62a60ec235ffdd76cf163d146637d2622d932508de2777c988f7d61cc9e98",
+    "digest": "7e3b3578ae2a76efd568a2b31480901ffcc9b315432e0fa01cccb3a2c5623bda",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -41,6 +41,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "affine": True,
+            "softplus": False,
             "strips": 0,
         },
     },

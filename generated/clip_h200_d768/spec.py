@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "52ec37ab32c0a91a8723dfbbad6edaeea4a053006614f54a70a3ba37ad665732",
+    "digest": "f55763f45917a6840e407befcb10ab9be92c94ab58db027bbecb01cf8e569d1c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -41,6 +41,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "affine": True,
+            "softplus": False,
             "strips": 0,
         },
     },

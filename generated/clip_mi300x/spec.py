@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "a1a18bbeb171346d09deee1ad3aadc1d74395e8f50b2031a1fd01e92c0baf987",
+    "digest": "238b3098bd7f4c43fdb82ee1de818684cfb5e503ba19b9e9cb256dc9bee3cfb3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -41,6 +41,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "affine": True,
+            "softplus": False,
             "strips": 0,
         },
     },

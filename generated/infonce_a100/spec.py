@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "9470694a032a24812fbd64bbcc07a23c762ee70318fc7d6c099cec82d00553fc",
+    "digest": "ca35d673329ad1f5cc4c6c95aaec65090244768a5b432af1e1b3b89fab8771b7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -38,6 +38,7 @@ SPEC: dict[str, Any] = {
             "known": "row",
             "positives": "label",
             "affine": True,
+            "softplus": False,
             "strips": 0,
         },
     },

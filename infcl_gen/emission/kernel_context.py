@@ -14,8 +14,7 @@ from infcl_gen.kernels import forward, fused, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
 from infcl_gen.losses import Derivation, formulas_of, triton_code
-from infcl_gen.losses.language import softplus
-from infcl_gen.losses.printers import p, pair_code, x
+from infcl_gen.losses.printers import p, pair_code
 from infcl_gen.planning.planner import Plan
 
 _BIAS_OF_FACTOR = """bias = tl.load(bias_ptr)
@@ -114,18 +113,17 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
         code = code if factor == 1 else f"{factor} * ({code})"
         return f"{code} + 0.0 * x" if expression.is_number else code
 
-    weight, factor = term.other.as_coeff_Mul()
-    sign = {x: "", -x: "-"}.get(factor.args[0]) if factor.func == softplus else None
+    weight, _ = term.other.as_coeff_Mul()
+    sign = derivation.softplus_sign
     return {
         "pairs": True,
         # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
         "offset_of_places": ABSENT if plan.labels else f"offset = {_clamped('first_positive - first_key - key0')}",
         "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset",
-        # c * softplus(x) or c * softplus(-x), whose sum over a tile takes few logarithms.
-        "of_softplus": sign is not None,
-        "softplus_sign": sign,
-        "times_terms": f"{float(weight)} * " if sign is not None and weight != 1 else "",
-        "of_nothing": 1e30 if sign else -1e30,
+        "of_softplus": plan.traits.softplus,
+        "softplus_sign": "-" if sign < 0 else "",
+        "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
+        "of_nothing": -1e30 * sign,
         "sweeps": pairs.SWEEPS,
         "pair_term": of_tile(term.other),
         "positive_term": of_tile(term.positive),
@@ -157,7 +155,6 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
     for kernel, block in blocks.items():
         for field in ("rows", "keys", "depth"):
             own = field != "keys" or kernel not in ("positive", "finish")  # these have no keys of their own
-            own = own and not (kernel == "positive" and at_once)
             found.append((f"{kernel}_{field}".upper(), getattr(block, field), "", own))
     return [(name, value, note and f"  # {note}") for name, value, note, wanted in found if wanted]
 

@@ -36,6 +36,7 @@ from infcl_gen.kernels import elementwise, forward, fused, gradient, pairs, stat
 from infcl_gen.kernels.arguments import Argument, Kernel
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
+from infcl_gen.runtime.traits import Traits
 
 __all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default_blocks", "families", "tiles"]
 
@@ -56,10 +57,10 @@ def families(choice: Choice) -> tuple[Family, ...]:
     return tuple(each for each in here if each.wanted(choice))
 
 
-def tiles(strategy: str) -> tuple[Tile, ...]:
-    """The tiles of a strategy, in the order of KERNELS."""
+def tiles(strategy: str, traits: Traits) -> tuple[Tile, ...]:
+    """The tiles of a strategy's kernels for a loss, in the order of KERNELS."""
     named = {each.tile.name: each.tile for each in FAMILIES if each.tile and strategy in each.strategies}
-    return tuple(named[name] for name in KERNELS if name in named)
+    return tuple(named[name] for name in KERNELS if name in named and (named[name].of_pairs or not traits.at_once))
 
 
 def default_blocks(
@@ -73,7 +74,7 @@ def default_blocks(
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
     blocks: dict[str, Block] = {}
-    for tile in tiles(choice.strategy):
+    for tile in tiles(choice.strategy, choice.traits):
         owner = "gradient" if choice.stash and tile.name == "forward" else tile.name
         fixed = tile.walks and owner in chosen
         block = tile.default(profile, choice, LARGE if fixed else rows, LARGE if fixed else keys)

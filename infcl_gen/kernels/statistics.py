@@ -12,6 +12,7 @@ class PositiveTile(Tile):
 
     name = "positive"
     square = True
+    of_pairs = False
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         if choice.operand_bytes != 2:

@@ -106,6 +106,17 @@ class Derivation:
         return max(_bound(self.pair_slope.other), _bound(self.pair_slope.positive))
 
     @property
+    def softplus_sign(self) -> int:
+        """1 or -1 where the term of every pair but the positive is a multiple of softplus(x) or softplus(-x), else 0.
+
+        The sum of such terms over a tile takes few logarithms.
+        """
+        if self.form.pair_term is None:
+            return 0
+        _, factor = self.form.pair_term.other.as_coeff_Mul()
+        return {x: 1, -x: -1}.get(factor.args[0], 0) if factor.func == language.softplus else 0
+
+    @property
     def _strips(self) -> int:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
@@ -130,6 +141,7 @@ class Derivation:
             known=known,
             positives=self.spec.positives,
             affine=self.slope is not None,
+            softplus=self.softplus_sign != 0,
             strips=self._strips,
         )
 

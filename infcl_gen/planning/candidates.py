@@ -19,6 +19,7 @@ from infcl_gen.losses import Derivation
 from infcl_gen.losses.printers import display
 from infcl_gen.planning.model import CostModel, Sizes
 from infcl_gen.runtime.table import Table
+from infcl_gen.runtime.traits import Traits
 
 PANEL_UNIT = 128  # rows per program of kernels that only touch vectors; panels are multiples of it
 PANEL_CAP = 16384  # larger panels are hardly faster: 80 rows of overhead in 16 384
@@ -97,13 +98,15 @@ class Choices:
         if not possible:
             flag = f"--set strategy: {wanted}" if wanted else f"--loss: {self._profile.name}"
             raise InputError(f"{flag} {reasons[wanted or 'panel']}")
-        usable = [name for name in possible if given <= _settings_of(name)]
+        traits = self._derivation.traits
+        usable = [name for name in possible if given <= _settings_of(name, traits)]
         if not usable:
             name = possible[0] if len(possible) == 1 else "panel"
-            extra = sorted(given - _settings_of(name)) or sorted(given)
+            extra = sorted(given - _settings_of(name, traits)) or sorted(given)
+            valid = set[str]().union(*(_settings_of(each, traits) for each in possible))
             raise InputError(
                 f"--set {extra[0]}: does not apply to the strategies possible here"
-                f" ({', '.join(possible)}); valid: {', '.join(sorted(set().union(*map(_settings_of, possible))))}"
+                f" ({', '.join(possible)}); valid: {', '.join(sorted(valid))}"
             )
         if self._settings.stash_rows:
             usable = [name for name in usable if name == "stash"]
@@ -224,9 +227,10 @@ class Choices:
 
 
 @functools.cache
-def _settings_of(name: str) -> frozenset[str]:
-    """The keys of `--set` that apply to a strategy."""
-    keys = {"strategy", "panel_rows", "records", "transport", "keeps"}.union(*(each.settings for each in tiles(name)))
+def _settings_of(name: str, traits: Traits) -> frozenset[str]:
+    """The keys of `--set` that apply to a strategy for a loss."""
+    of_tiles = (each.settings for each in tiles(name, traits))
+    keys = {"strategy", "panel_rows", "records", "transport", "keeps"}.union(*of_tiles)
     if name != "fused":
         keys |= {"panel_keys"}
     if name != "torch":

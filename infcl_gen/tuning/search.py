@@ -109,7 +109,7 @@ def tune(
 
 def families(default: Plan) -> tuple[str, ...]:
     """The names of what is tuned, in order: the tiles of the strategy's kernels, or the panel for torch."""
-    return tuple(tile.name for tile in tiles(default.strategy) if tile.tuned) or ("panel",)
+    return tuple(tile.name for tile in tiles(default.strategy, default.traits) if tile.tuned) or ("panel",)
 
 
 def proposals(case: Case, family: str, best: Settings) -> list[Settings]:

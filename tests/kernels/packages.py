@@ -110,7 +110,9 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     chosen = {} if made.strategy in ("auto", "torch") else {"strategy": made.strategy}
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
-        chosen |= {"forward.depth": wide, "positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
+        chosen |= {"forward.depth": wide}
+        if made.loss != "siglip":  # sums over pairs have no such kernel
+            chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
         if made.strategy == "stash":  # the forward's tiles are those of the backward
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}
         else:

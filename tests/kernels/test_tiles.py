@@ -43,7 +43,7 @@ def test_defaults_are_legal(name: str, dtype: str) -> None:
             for size in (1, 512, 1024, 2048, LARGE):
                 made_for = choice(strategy, dtype, dim, descriptors)
                 blocks = default_blocks(profile, made_for, size, size)
-                assert tuple(blocks) == tuple(tile.name for tile in tiles(strategy))
+                assert tuple(blocks) == tuple(tile.name for tile in tiles(strategy, Traits()))
                 for kernel, block in blocks.items():
                     assert TILES[kernel].violations(block, made_for, profile) == ()
         split = Choice(strategy="panel", dtype="fp32", dim=dim, descriptors=profile.tensor_descriptors)
@@ -60,6 +60,21 @@ def test_measured_defaults() -> None:
     assert default_blocks(h200, special("stash", 768))["forward"] == Block(256, 128, 64, 8, 3)
     assert default_blocks(h200, special("fused", 128))["fused"] == Block(64, 128, 128, 4, 2)
     assert default_blocks(h200, special("fused", 256))["fused"] == Block(64, 64, 256, 4, 2)
+
+
+def test_pairs_have_wide_tiles_where_registers_allow() -> None:
+    h200, wide, narrow = load_profile("h200"), Block(128, 256, 64, 8, 3), Block(128, 128, 64, 8, 4)
+    siglip = Traits(query_statistics=(), key_statistics=(), known="before", softplus=True)
+    fits = dataclasses.replace(special("panel", 768), traits=siglip)
+    found = default_blocks(h200, fits)
+    assert found["gradient"] == wide and "positive" not in found
+    labels, other = (dataclasses.replace(siglip, **each) for each in ({"positives": "label"}, {"softplus": False}))
+    for change in ({"dim": 64}, {"descriptors": False}, {"dtype": "fp32"}, {"traits": labels}, {"traits": other}):
+        choice = dataclasses.replace(fits, **change)
+        assert default_blocks(h200, choice)["gradient"] == narrow, change
+    assert default_blocks(load_profile("b200"), fits)["gradient"] == Block(128, 128, 64, 8, 3)
+    tried = TILES["gradient"].options(wide, fits)
+    assert all(getattr(block, name) in values for block in (wide, narrow) for name, values in tried.items())
 
 
 def test_small_batches_have_tiles_for_the_whole_board() -> None:

@@ -22,6 +22,7 @@ class Traits:
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names
     affine            whether the logit is slope * z + shift
+    softplus          whether the term of every pair but the positive is a multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
     """
 
@@ -30,6 +31,7 @@ class Traits:
     known: Known = "all"
     positives: str = "diagonal"
     affine: bool = True
+    softplus: bool = False
     strips: int = 0
 
     @property
