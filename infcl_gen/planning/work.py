@@ -56,11 +56,11 @@ PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     """The work of one forward and one backward sweep, without communication."""
     v = choice
+    if v.traits.at_once:
+        return _terms_at_once(v)
     pairs, sides = m * n * W, 2 if v.has_keys else 1
     panels, forward_panels = ceil_div(m, R) * ceil_div(n, C) * W, ceil_div(m, F) * ceil_div(n, G) * W
     additions = _additions(v, "backward")
-    if v.traits.at_once:
-        return _terms_at_once(v)
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
@@ -141,6 +141,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
 
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:
+    """Of the sums for this rank's keys that a gather brings home."""
     return [TimeTerm("additions", phase, "end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * v.gather
 
 

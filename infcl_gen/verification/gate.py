@@ -47,6 +47,7 @@ from torch import Tensor
 
 from infcl_gen.runtime.launch import INTERPRETED
 from infcl_gen.runtime.selftest import product_roundoff
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.oracle import Inputs, LossAndGrads, loss_module, oracle, plain_torch
 
 PLAIN_FACTOR = 2.0
@@ -140,7 +141,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     x = mathematics.logit(z, scale, bias)
     own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
     slope = own_slope * abs(float(mathematics.gradient_factor(scale, bias)))
-    pairs, products = module.SPEC["loss"]["traits"]["known"] == "before", (q.square() @ k.square().T).sqrt()
+    pairs, products = Traits(**module.SPEC["loss"]["traits"]).at_once, (q.square() @ k.square().T).sqrt()
     if pairs and plan["split"] and INTERPRETED:
         # Triton's interpreter cuts bf16 halves instead of rounding them: two operands and the product that is left out
         # are too small by up to w each. Errors of one sign cancel in softmaxes only.

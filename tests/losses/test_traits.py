@@ -6,7 +6,7 @@ from infcl_gen.losses import derive
 from infcl_gen.runtime.traits import Traits
 from tests.losses.specs import DERIVABLE
 
-BOTH, ONE, NONE = ("logsumexp",), ("logsumexp",), ()
+NONE = ()
 EXPECTED = {
     "clip": Traits(),
     "infonce": Traits(key_statistics=NONE, known="row", positives="label"),

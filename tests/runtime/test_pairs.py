@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.verification.properties import DTYPES
 from tests.verification.dense import dense, dense_loss
 
 Packages = Callable[..., ModuleType]
-DTYPES = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
 
 
 def drawn(dtype: str, rows: int = 70) -> list[Tensor]:
