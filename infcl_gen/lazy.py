@@ -80,7 +80,8 @@ _disabled: Callable[..., Tensor] | None = None
 
 class ContrastiveLoss(api.ContrastiveLoss):
     """The loss of a global batch as a module, for features of any size:
-    `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, output_dict=False, *, labels=None)`.
+    `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, output_dict=False, *, labels=None,
+    query_ids=None, key_ids=None)`.
 
     loss           a built-in loss, or FILE.py:NAME as text or path
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
@@ -122,7 +123,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
     def _loss(self, *arguments: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return _run(self.loss, self.memory_budget, *arguments)
-        q, options, taken = arguments[0], arguments[5], self._taken
+        q, options, taken = arguments[0], arguments[-1], self._taken
         if taken is not None and type(q) is Tensor:
             loss, budget, _, dtype, device = taken.kind
             if (
@@ -151,6 +152,8 @@ def contrastive_loss(
     *,
     loss: str = "clip",
     labels: Tensor | str | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
     group: Any = None,
     grad_sync: str = "mean",
     reduction: str = "mean",
@@ -164,6 +167,7 @@ def contrastive_loss(
     loss           a built-in loss, or FILE.py:NAME as text or path
     labels         of a loss with labels: int64 (M,), the index of each query's positive among the keys of all ranks, in
                    the order of the ranks; "own": this rank's first M keys; None: query i of the batch and key i
+    query_ids      int64 (M,) and key_ids int64 (N,) of a loss that tells apart pairs of one id, on the device of q
     group          a ProcessGroup, a 1-D DeviceMesh, "local" (this device alone), or None: the default group, if any
     grad_sync      "mean": gradients are right after averaging over ranks (DDP, FSDP2); "sum": after adding them up
     reduction      "mean", or "sum": M times as much
@@ -175,7 +179,7 @@ def contrastive_loss(
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
     """
     options = api.options_of(group, grad_sync, reduction, check_ranks)
-    return _run(_text(loss), memory_budget, q, k, scale, bias, labels, options)
+    return _run(_text(loss), memory_budget, q, k, scale, bias, labels, query_ids, key_ids, options)
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
@@ -198,7 +202,7 @@ def global_value(loss: Tensor, group: Any = None) -> Tensor:
 
 def _run(loss: str, memory_budget: str | int, *arguments: Any) -> Tensor:
     """The loss of a `Call`'s arguments, by the package at hand, or by a larger one where the batch is too large."""
-    kind, options = _kind(loss, memory_budget, arguments[0]), arguments[5]
+    kind, options = _kind(loss, memory_budget, arguments[0]), arguments[-1]
     if torch.compiler.is_compiling():
         name = _warm_name(_loads, options.group_name, kind) if kind else ""
         if not name:
@@ -229,7 +233,7 @@ def _taken(kind: tuple[Any, ...] | None, group: Group | None) -> _Taken | None:
 
 
 def _run_eagerly(kind: tuple[Any, ...] | None, arguments: tuple[Any, ...]) -> Tensor:
-    q, k, options = arguments[0], arguments[1], arguments[5]
+    q, k, options = arguments[0], arguments[1], arguments[-1]
     try:
         package = _shelf(find_group(options.group_name)).packages.get(kind)
     except TypeError:  # a loss or a budget that cannot be hashed
@@ -244,7 +248,7 @@ def _run_eagerly(kind: tuple[Any, ...] | None, arguments: tuple[Any, ...]) -> Te
 
 def _grown(kind: Any, arguments: tuple[Any, ...], error: Any) -> Tensor:
     """The loss by a larger package than the one that raised BatchTooLargeError."""
-    return _apply(_load(kind, arguments[0], arguments[1], arguments[5], error.queries, error.keys), arguments)
+    return _apply(_load(kind, arguments[0], arguments[1], arguments[-1], error.queries, error.keys), arguments)
 
 
 def _untraced() -> Callable[..., Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "419ff39e4bbd335231371e33b6f2cbe4bf097e2b628215f3e15c1771a7310cb6",
+    "digest": "28ea316daa5b40457898ea8a4d529347065f171a6543cee636d394878ae3c9c8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

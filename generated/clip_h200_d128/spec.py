@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "7e3b3578ae2a76efd568a2b31480901ffcc9b315432e0fa01cccb3a2c5623bda",
+    "digest": "839253e546a2daa29096541a1b647d29001a2c9f290fc1aeb35f5e43b988216b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

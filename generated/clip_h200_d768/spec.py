@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f55763f45917a6840e407befcb10ab9be92c94ab58db027bbecb01cf8e569d1c",
+    "digest": "2b0973daad4d18debc781c19d655c12dc797ce92af333c2e500baaff495eb043",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

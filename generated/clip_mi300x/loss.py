@@ -30,6 +30,7 @@ POSITIVE_REST = 0.0  # the sum of the three: 0 where a certain positive has no g
 HAS_KEYS = True  # whether the loss also reduces along the queries of a key
 POSITIVES = "diagonal"
 DBIAS = 0.0  # dL/dbias of the whole batch
+CLASSES = ()  # of pairs, besides positives
 
 
 def logit(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -71,13 +72,15 @@ def loss_of_logits(x: Tensor) -> Tensor:
 
 def reference(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
-    labels: Tensor | None = None, dtype: torch.dtype = torch.float64,
+    labels: Tensor | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
 
     q       (M, D) queries, any strides and floating dtype; k (N, D) keys.
     scale   a number, or a tensor of one, 0-dim or of shape (1,); bias too, None meaning 0.
     labels  must be None: key i is the positive of query i, so there are as many keys as queries.
+    query_ids, key_ids  must be None.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
     Takes O(M N) memory. Raises ValueError where shapes do not fit.
@@ -89,9 +92,11 @@ def reference(
     if len(q) == 0 or len(k) == 0:
         raise ValueError(f"expected at least one query and one key, got {len(q)} and {len(k)}")
     if labels is not None:
-        raise ValueError("this loss pairs query i with key i; it takes no labels")
+        raise ValueError("this loss takes no labels")
     if len(q) != len(k):
         raise ValueError(f"this loss pairs query i with key i, but there are {len(q)} queries and {len(k)} keys")
+    if query_ids is not None or key_ids is not None:
+        raise ValueError("this loss takes no query_ids and key_ids")
     scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
     if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):

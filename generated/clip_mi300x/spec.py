@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "238b3098bd7f4c43fdb82ee1de818684cfb5e503ba19b9e9cb256dc9bee3cfb3",
+    "digest": "4501732aaffe9f228e04e034006dc101cc3a92f3d45b9f972441c5b5a5173f30",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

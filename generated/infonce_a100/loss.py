@@ -28,6 +28,7 @@ POSITIVE_REST = 0.0  # the sum of the three: 0 where a certain positive has no g
 HAS_KEYS = False  # whether the loss also reduces along the queries of a key
 POSITIVES = "label"
 DBIAS = 0.0  # dL/dbias of the whole batch
+CLASSES = ()  # of pairs, besides positives
 
 
 def logit(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -68,13 +69,15 @@ def loss_of_logits(x: Tensor, labels: Tensor) -> Tensor:
 
 def reference(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
-    labels: Tensor | str | None = None, dtype: torch.dtype = torch.float64,
+    labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
 
     q       (M, D) queries, any strides and floating dtype; k (N, D) keys.
     scale   a number, or a tensor of one, 0-dim or of shape (1,); bias too, None meaning 0.
     labels  int64 (M,), the index of each query's positive among the keys; None and "own" mean 0, 1, ..., M - 1.
+    query_ids, key_ids  must be None.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
     Takes O(M N) memory. Raises ValueError where shapes do not fit.
@@ -92,6 +95,8 @@ def reference(
     labels = labels.to(q.device)
     if int(labels.min()) < 0 or int(labels.max()) >= len(k):
         raise ValueError(f"labels name keys {int(labels.min())} to {int(labels.max())}; there are {len(k)} keys")
+    if query_ids is not None or key_ids is not None:
+        raise ValueError("this loss takes no query_ids and key_ids")
     scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
     if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):

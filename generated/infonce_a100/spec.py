@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "ca35d673329ad1f5cc4c6c95aaec65090244768a5b432af1e1b3b89fab8771b7",
+    "digest": "ead2c244af2ead560ee270cc0da1fd714d27b5b7cf2ec24028c44fafdddcba00",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -37,6 +37,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": (),
             "known": "row",
             "positives": "label",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from infcl_gen.bench.peers import PEERS
-from infcl_gen.bench.point import Inputs, Point, Step, bare_products, step_of, training_step
+from infcl_gen.bench.point import Inputs, Point, Step, bare_products, own_ids, step_of, training_step
 from infcl_gen.bench.results import RESULTS, Row, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
@@ -23,6 +23,7 @@ from infcl_gen.errors import ToolchainError
 from infcl_gen.files import load_file
 from infcl_gen.inputs.text import one_line
 from infcl_gen.verification.memory import PeakMeter
+from infcl_gen.verification.oracle import Inputs as Arguments
 from infcl_gen.verification.oracle import oracle_by_slices
 
 LEAST_ROUNDS = 3
@@ -160,8 +161,9 @@ def _release(inputs: Inputs) -> None:
 def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any] | None:
     """Loss and gradients in fp64, from a package's loss; None if they do not fit into memory."""
     loss = load_file(package / "loss.py")  # alone: the package itself may not work
+    ids = own_ids(*inputs.leaves[:2]) if loss.CLASSES else {}
     try:
-        return oracle_by_slices(loss, inputs.q, inputs.k, scale, inputs.labels)._asdict()
+        return oracle_by_slices(loss, Arguments(inputs.q, inputs.k, scale, labels=inputs.labels, **ids))._asdict()
     except Exception as error:
         if not out_of_memory(error):
             raise

@@ -169,7 +169,14 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
     """A forward and backward of a package, which returns (loss, dq, dk, dscale); `autocast` is a dtype or None."""
     needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
     labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
-    return step_of(lambda: module.contrastive_loss(q, k, scale, labels=labels), q, k, scale, autocast)
+    ids = own_ids(q, k) if module.SPEC["loss"]["traits"]["classes"] else {}
+    return step_of(lambda: module.contrastive_loss(q, k, scale, labels=labels, **ids), q, k, scale, autocast)
+
+
+def own_ids(q: Any, k: Any, first: int = 0) -> dict[str, Any]:
+    """Ids by which key i belongs to query i; `first`: of this rank's rows."""
+    names = {"query_ids": q, "key_ids": k}
+    return {name: torch.arange(first, first + len(x), device=x.device) for name, x in names.items()}
 
 
 def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:

@@ -21,7 +21,7 @@ import torch
 
 from infcl_gen.bench.measure import described, first_runs, judged
 from infcl_gen.bench.peers import PEERS
-from infcl_gen.bench.point import Inputs, Point, Step, step_of, training_step
+from infcl_gen.bench.point import Inputs, Point, Step, own_ids, step_of, training_step
 from infcl_gen.bench.results import Row, Rows, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
@@ -68,7 +68,8 @@ def _in_turns(point: Point, module: ModuleType, rank: int) -> Rows:
     """The rows of all contestants."""
     shards = list(map(point.shard, range(point.ranks)))
     inputs = point.inputs(rank)
-    steps = {name: _package_step(module, inputs, carrier) for name, carrier in carriers(module, shards).items()}
+    first = sum(shards[:rank])
+    steps = {name: _package_step(module, inputs, first, carrier) for name, carrier in carriers(module, shards).items()}
     if len(set(shards)) == 1:  # with uneven shards peers abort or hang
         for name in point.peers:
             prepare = PEERS[name].on_ranks
@@ -87,13 +88,14 @@ def _in_turns(point: Point, module: ModuleType, rank: int) -> Rows:
     return [row | time_figures(times[name]) if name in times else row for name, row in rows.items()]
 
 
-def _package_step(module: ModuleType, inputs: Inputs, carrier: Any) -> Step:
-    """A step whose messages go by `carrier`."""
+def _package_step(module: ModuleType, inputs: Inputs, first: int, carrier: Any) -> Step:
+    """A step whose messages go by `carrier`; `first`: the batch's row that this rank begins with."""
+    ids = own_ids(*inputs.leaves[:2], first) if module.SPEC["loss"]["traits"]["classes"] else {}
     use_group = importlib.import_module(f"{module.__name__}._runtime.group").use_group
 
     def loss() -> Any:
         use_group(carrier)
-        return module.contrastive_loss(*inputs.leaves)
+        return module.contrastive_loss(*inputs.leaves, **ids)
 
     return step_of(loss, *inputs.leaves)
 

@@ -6,6 +6,7 @@ import math
 import textwrap
 from typing import Any
 
+import sympy
 from sympy import Expr
 
 from infcl_gen.emission.render import ABSENT
@@ -14,11 +15,18 @@ from infcl_gen.kernels import forward, fused, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
 from infcl_gen.losses import Derivation, formulas_of, triton_code
-from infcl_gen.losses.printers import p, pair_code
+from infcl_gen.losses.printers import p, pair_code, x
 from infcl_gen.planning.planner import Plan
 
 _BIAS_OF_FACTOR = """bias = tl.load(bias_ptr)
     # An affine logit's gradients do not depend on the bias: the last term keeps one that is not finite."""
+_NOWHERE = "tl.full((ROWS,), -(2**30), tl.int32)"
+# A row or column of which a tile leaves out all has a sum of 0, and a reference that is a number.
+_MASK = {
+    "id_mask": 'id_mask = tl.where(left_out, float("-inf"), 0.0)',
+    "row_reference_as_number": "row_reference = tl.maximum(row_reference, LOWEST)",
+    "top_as_number": "top = tl.maximum(top, LOWEST)",
+}
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
@@ -75,6 +83,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "key_positive_term": triton_code(with_positive),  # in `p`
         "plus_positive_rest": " + POSITIVE_REST" if derivation.positive_rest else "",
         "sum_of_shares": "(a[:, None] + b[None, :])" if has_keys else "a[:, None]",  # of a tile
+        **_class_context(plan),
         **(_pair_context(plan, derivation, unit) if at_once else {"pairs": False}),
         # Where positives are, and lists of arguments.
         "positive_columns": LABELLED if plan.labels else "rows.to(tl.int64) + first_positive - first_key",
@@ -103,6 +112,20 @@ def _clamped(places: str) -> str:
     return f"tl.minimum(tl.maximum({places}, -(2**30)), 2**30).to(tl.int32)"
 
 
+def _class_context(plan: Plan) -> dict[str, Any]:
+    """What tells a tile the classes of its pairs."""
+    offset, placed = f"offset = {_clamped('first_positive - first_key - key0')}", plan.traits.placed
+    return {
+        "placed": placed,
+        "ids": plan.traits.ids,
+        "plus_id_mask": " + id_mask" * plan.traits.ids,
+        **{name: text if plan.traits.ids else ABSENT for name, text in _MASK.items()},
+        # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
+        "offset_of_places": ABSENT if plan.labels or not placed else offset,
+        "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset" if placed else _NOWHERE,
+    }
+
+
 def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, Any]:
     """What the templates of a sum over pairs read. Terms and slopes are printed as tensors like `x`."""
     term, slope = derivation.form.pair_term, derivation.pair_slope
@@ -115,21 +138,57 @@ def _pair_context(plan: Plan, derivation: Derivation, unit: float) -> dict[str, 
 
     weight, _ = term.other.as_coeff_Mul()
     sign = derivation.softplus_sign
+    traits = plan.traits
+    placed, ids, whole = traits.placed, traits.ids, traits.softplus
+    pairs_by_class = ["of a query and its positive"] * placed + ["of its id"] * ids + ["of another key"]
+    other = "a key of another id" if ids else "a key that is not its positive"
+    same = "a key of its id" + ", but no positive" * placed
+    own = """ A positive's own term takes the place of what
+it would be as another key: the difference of two sums would lose it."""
+    times_unit = "" if unit == 1 else ", times the unit of g"
+    functions = [
+        ("terms_of", f"h(x) of a query and {other}.", of_tile(term.other), True),
+        ("positive_terms_of", "h(x) of a query and its positive.", of_tile(term.positive), placed),
+        ("slopes_of", f"h'(x) of a query and {other}{times_unit}.", of_tile(slope.other, unit), True),
+        (
+            "positive_slopes_of",
+            f"h'(x) of a query and its positive{times_unit}.",
+            of_tile(slope.positive, unit),
+            placed,
+        ),
+        ("same_id_terms_of", f"h(x) of a query and {same}.", of_tile(term.same_id), ids and not whole),
+        (
+            "same_id_slopes_of",
+            f"h'(x) of a query and {same}{times_unit}.",
+            of_tile(slope.same_id, unit),
+            ids and not whole,
+        ),
+    ]
+    # In a sum of softplus, pairs of one id have the terms of other pairs at another logit.
+    at = {x: "x", -x: "-x", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
+    slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-x" else ""
+    by_class = {
+        "ids_of_tile": ("ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, other=0)", True),
+        "logit_of_same_id": (f"x = tl.where(same_id, {at}, x)", whole),
+        "terms_of_same_id": ("terms = tl.where(same_id, same_id_terms_of(x), terms)", not whole),
+        "slopes_of_same_id": (f"value = tl.where(same_id, {slopes}, value)", bool(slopes)),
+    }
     return {
         "pairs": True,
-        # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
-        "offset_of_places": ABSENT if plan.labels else f"offset = {_clamped('first_positive - first_key - key0')}",
-        "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset",
-        "of_softplus": plan.traits.softplus,
+        "classes_of_pairs": ", or ".join(filter(None, (", ".join(pairs_by_class[:-1]), pairs_by_class[-1]))),
+        "about_positives": own * placed,
+        "positives_or": "positives or " * placed,
+        "within": "tl.arange(0, PART) < keys - key0 - first",
+        "functions_of_pairs": [each[:3] for each in functions if each[3]],
+        **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
+        "of_softplus": whole,
         "softplus_sign": "-" if sign < 0 else "",
         "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
         "of_nothing": -1e30 * sign,
-        "sweeps": pairs.SWEEPS,
-        "pair_term": of_tile(term.other),
-        "positive_term": of_tile(term.positive),
-        "pair_slope": of_tile(slope.other, unit),
-        "positive_slope": of_tile(slope.positive, unit),
-        "times_unit": "" if unit == 1 else ", times the unit of g",
+        "sweeps": [
+            each | {"follows": f" Those of positives are left out: `{each['positives']}` follows." * placed}
+            for each in pairs.SWEEPS
+        ],
         "dscale_rest": triton_code(derivation.dscale_rest),
         "dbias_factor": triton_code(derivation.dbias_factor),
     }

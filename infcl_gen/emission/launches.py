@@ -15,6 +15,7 @@ WIDTH = 112  # of a line: some launches stand deeper
 _ALL = {
     "scale_ptr": "scale", "bias_ptr": "bias", "queries": "m", "keys": "n",
     "labels": "block.positives", "first_positive": "block.positives", "first_key": "block.first_key",
+    "query_ids": "block.query_ids", "key_ids": "block.key_ids",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
     "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
     "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",

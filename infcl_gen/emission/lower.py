@@ -14,7 +14,7 @@ from typing import Any
 from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.package import SCHEMA_VERSION
-from infcl_gen.emission.render import File
+from infcl_gen.emission.render import ABSENT, File
 from infcl_gen.emission.schedule_context import schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
@@ -135,7 +135,12 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     formulas, affine = formulas_of(derivation), plan.traits.affine
-    in_place = "logits_(z[strip], block.scale, block.bias)"
+    traits = plan.traits
+    in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
+    x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
+    if traits.ids:
+        of_panel = f"kept_({of_panel}, part)"
+        x2_of_strip = f"kept_({x2_of_strip}, block.panel(first, LOGIT_ROWS, 0, len(block.k)))"
     of_plan = ("dim", "has_keys", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
     return {field: getattr(plan, field) for field in of_plan} | {
         "loss_formula": formulas["loss"],
@@ -143,7 +148,13 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "feature_dtype": TORCH_DTYPES[plan.dtype],
         "statistics_dtype": TORCH_DTYPES[plan.statistics_dtype],
         "upcast": plan.separate,  # features are converted panel by panel
-        "logit_strips": plan.traits.strips,
+        "logit_strips": traits.strips,
+        "ids": traits.ids,
+        "placed": traits.placed,
+        "import_math": "import math" if traits.ids and not traits.at_once else ABSENT,
+        "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
+        **_torch_classes(traits),
+        "logits_of_panel": of_panel,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
         "positive_parts": 5 if plan.has_keys else 3,
         "finish_strips": "2 strips" if plan.separate else "1 strip",
@@ -151,9 +162,34 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "strip_rows": STRIP_ROWS,
         "logit_rows": "PANEL_ROWS" if affine else "STRIP_ROWS",
         "z_after_softmaxes": "becomes x2" if affine else "stays",
-        "x2_of_strip": in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E",
+        "x2_of_strip": x2_of_strip,
         "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * plan.has_keys,
         "most_terms": "max(len(block.q), len(block.k))" if plan.has_keys else "len(block.q)",
+    }
+
+
+_ABOUT_MASK = "1 strip of STRIP_ROWS rows, for which of its pairs are left out"
+
+
+def _torch_classes(traits: Traits) -> dict[str, str]:
+    """The statements of a sum over pairs for the classes that its traits have."""
+    own = "The positive's own term takes the place of what `pair_term` would give it: a difference of two would cancel."
+    placed = {
+        "places": "row, column = positive_places(strip)",
+        "positive_logits": "p = x[row, column]",
+        "positive_terms": "terms[row, column] = formulas.positive_term(p)",
+        "positive_slopes": "slopes[row, column] = formulas.positive_slope(p)",
+    }
+    same = "same_id" if traits.placed else "positive"
+    ids = {
+        "same_id": "same_id = strip.query_ids[:, None] == strip.key_ids",
+        "same_id_terms": f"torch.where(same_id, formulas.{same}_term(x), terms, out=terms)",
+        "same_id_slopes": f"torch.where(same_id, formulas.{same}_slope(x), slopes, out=slopes)",
+    }
+    return {
+        "about_classes": own if traits.placed else "Each pair has the term of its class.",
+        **{name: text if traits.placed else ABSENT for name, text in placed.items()},
+        **{name: text if traits.ids else ABSENT for name, text in ids.items()},
     }
 
 

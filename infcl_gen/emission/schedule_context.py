@@ -49,6 +49,10 @@ def schedule_context(
         "operand_dtype": TORCH_DTYPES[plan.operand_dtype],
         "part_as_halves": "part = _as_halves(part, scratch.halves, written=key0 > 0)" if plan.split else ABSENT,
         "part_of_stash": "scratch.kept = _stash_panel(stash, block.k.shape[0], row0, key0)" if plan.stash else ABSENT,
+        "placed": plan.traits.placed,
+        "or_positives": "block.meets_diagonal() or " * plan.traits.placed,
+        "rows_of_positives": f"rows = {_ROWS}" if plan.traits.placed else ABSENT,
+        "and_rows": "rows," if plan.traits.placed else ABSENT,
         "stash": plan.stash,
         "split": plan.split,
         "descriptors": plan.descriptors,
@@ -127,6 +131,7 @@ def _longest_strip(plan: Plan) -> tuple[int, str, bool]:
     return 0, "", False
 
 
+_ROWS = "cdiv(min(q.shape[0], max(FORWARD_ROWS, PANEL_ROWS)), kernels.VECTOR_ROWS.value)"
 _WIDE_RANGE = "of each strip, whether its range is wide"
 _HALVES = "of the features of queries and keys"
 _KEPT = "tiles and references of this panel, if they are kept"

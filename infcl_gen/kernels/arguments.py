@@ -35,7 +35,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*fp64": "part_sums sums",
     "*bf16": "stash",
     "*i32": "flags",
-    "*i64": "labels",
+    "*i64": "labels query_ids key_ids",
     "i64": "first_positive first_key",
     ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride",
     ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
@@ -52,6 +52,7 @@ _ARGUMENTS = {
 }
 
 SCALARS = "scale_ptr bias_ptr"
+IDS = "query_ids key_ids"
 STRIDES = "q_row_stride q_depth_stride k_row_stride k_depth_stride"
 
 
@@ -99,6 +100,11 @@ def positive(choice: Choice) -> str:
 def places(choice: Choice) -> str:
     """Where positives are: the labels, or the global index of the first query's positive; and that of the first key."""
     return "labels first_key" if choice.labels else "first_positive first_key"
+
+
+def classes(choice: Choice) -> str:
+    """What a tile is told of the classes of its pairs: the places of positives, and ids."""
+    return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids)
 
 
 class Part(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, features
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import GradientTile
@@ -72,12 +72,12 @@ def key_lanes(block: Block, profile: DeviceProfile) -> int:
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.has_keys
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.has_keys
-    sampled = not choice.exact
+    sampled, told = not choice.exact, classes(choice) if choice.traits.ids else ""
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
         sources = (*features("q", "FORWARD_ROWS", choice.inner_dim), *features("k", "FORWARD_KEYS", choice.inner_dim))
     forward = arguments(
-        *sources, SCALARS, "reference" * sampled, sums, "flags" * sampled,
+        *sources, told, SCALARS, "reference" * sampled, sums, "flags" * sampled,
         *(STASH, "stash_reference") * choice.stash, sizes, "stash_stride" * (choice.stash and not choice.descriptors),
         "reference_stride" * choice.stash, STRIDES, "MASKED" * sampled, "DESCRIPTORS WIDEN", "STASH" * choice.stash,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         return (Kernel("forward", forward, "forward", template="forward_exact"),)
     constants = "DESCRIPTORS WIDEN" if choice.descriptors else "WIDEN"
     first = arguments("q k", SCALARS, "reference queries keys", STRIDES, constants)
-    again = arguments("q k", SCALARS, sums, "flags", sizes, STRIDES, constants)
+    again = arguments("q k", told, SCALARS, sums, "flags", sizes, STRIDES, constants)
     return (
         Kernel("references", first, "forward"),
         Kernel("forward", forward, "forward"),

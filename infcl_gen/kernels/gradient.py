@@ -1,6 +1,6 @@
 """gradient, gradient_wide, ratios, gradient_positives: the gradient g of one panel's logits."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, places, positive, statistics
+from infcl_gen.kernels.arguments import IDS, SCALARS, STRIDES, Argument, Kernel, arguments, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -36,7 +36,8 @@ def _has_registers(choice: Choice) -> bool:
     """Whether pairs in wide tiles do not spill on sm_90. Pointers, labels, halves of g or other terms take registers:
     24 to 832 bytes a thread spill; so do 16 where one block spans the embedding, and its loop is unrolled."""
     many_steps = choice.inner_dim > WIDE_PAIR_BLOCKS["hopper"].depth
-    return many_steps and choice.descriptors and choice.traits.softplus and not choice.labels and not choice.split
+    others = choice.labels or choice.traits.ids or choice.split
+    return many_steps and choice.descriptors and choice.traits.softplus and not others
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
@@ -44,8 +45,9 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     g = "g" + " g_low" * choice.split
     sizes = "queries keys strip g_stride"
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
-    gradient = arguments(Q, K, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
-    again = arguments("q k", SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
+    ids = IDS * choice.traits.ids
+    gradient = arguments(Q, K, ids, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
+    again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
     positives = arguments(places(choice), positive(choice), SCALARS, statistics(choice), g, "queries keys g_stride")
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),

@@ -1,6 +1,6 @@
 """The kernels of a loss that is a sum over pairs: one sweep computes it and its gradients."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, places
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, places
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family
 from infcl_gen.kernels.forward import K as FORWARD_K
@@ -17,15 +17,16 @@ SWEEPS = (
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    placed, sizes, constants = places(choice), "queries keys strip", "MASKED DESCRIPTORS WIDEN"
+    placed, told = places(choice), classes(choice)
+    sizes, constants = "queries keys strip", "MASKED DESCRIPTORS WIDEN"
     g = "g" + " g_low" * choice.split
-    pairs = arguments(Q, K, placed, SCALARS, g, "sums", sizes, "g_stride parts", STRIDES, constants)
+    pairs = arguments(Q, K, told, SCALARS, g, "sums", sizes, "g_stride parts", STRIDES, constants)
     positives = arguments("q k", placed, SCALARS, g, "sums queries keys g_stride parts", STRIDES)
-    terms = arguments(FORWARD_Q, FORWARD_K, placed, SCALARS, "sums", sizes, STRIDES, constants)
+    terms = arguments(FORWARD_Q, FORWARD_K, told, SCALARS, "sums", sizes, STRIDES, constants)
     positive_terms = arguments("q k", placed, SCALARS, "sums queries keys", STRIDES)
     scalars = arguments("dots sums dscale dbias", SCALARS, "upstream weight count parts BLOCK")
     kept = Argument("kept", "*{inputs}" if choice.dtype == "bf16" else "*fp32")
-    return (
+    found = (
         Kernel("pairs", pairs, "gradient"),
         Kernel("pair_positives", positives),
         Kernel("pair_terms", terms, "forward"),
@@ -34,6 +35,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         Kernel("pair_scalars", scalars),
         Kernel("rescale", arguments(kept, Argument("out", "*{inputs}"), "upstream rows"), "finish"),
     )
+    return tuple(each for each in found if choice.traits.placed or "positive" not in each.name)
 
 
 FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.at_once, revision=1)

@@ -6,7 +6,7 @@ triton_code(derivation.logit)       # expressions as source text
 formulas_of(derivation)             # formulas for people
 """
 
-from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE, SIGLIP
+from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE, SIGLIP, SIGLIP_MULTI
 from infcl_gen.losses.derive import Derivation, derive
 from infcl_gen.losses.language import LossError, LossSpec
 from infcl_gen.losses.load import is_builtin, load_loss, parse_formula, spec_as_dict, spec_from_dict
@@ -14,7 +14,7 @@ from infcl_gen.losses.printers import torch_code, triton_code
 from infcl_gen.losses.texts import formulas_of, loss_context
 
 __all__ = [
-    "BUILTIN_LOSSES", "CLIP", "INFONCE", "SIGLIP", "Derivation", "LossError", "LossSpec", "derive", "formulas_of",
-    "is_builtin", "load_loss", "loss_context", "parse_formula", "spec_as_dict", "spec_from_dict", "torch_code",
-    "triton_code",
+    "BUILTIN_LOSSES", "CLIP", "INFONCE", "SIGLIP", "SIGLIP_MULTI", "Derivation", "LossError", "LossSpec", "derive",
+    "formulas_of", "is_builtin", "load_loss", "loss_context", "parse_formula", "spec_as_dict", "spec_from_dict",
+    "torch_code", "triton_code",
 ]  # fmt: skip

@@ -40,4 +40,11 @@ SIGLIP = LossSpec(
     doc="Pairwise sigmoid loss of SigLIP: each pair is classified as a positive or not, with `bias` as its prior.",
 )
 
-BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, SIGLIP)}
+SIGLIP_MULTI = LossSpec(
+    name="siglip_multi",
+    formula=sum_over_pairs(softplus((1 - 2 * is_positive) * _x)) / queries,
+    positives="id",
+    doc="SigLIP where a query has any number of positives, also none: the keys of its id.",
+)
+
+BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, SIGLIP, SIGLIP_MULTI)}

@@ -25,8 +25,8 @@ from infcl_gen.runtime.traits import Known, Traits
 
 SUPPORTED = (
     "kernels exist for mean_over_queries and mean_over_keys of constant multiples of logsumexp_over_keys(x), "
-    "logsumexp_over_queries(x) and positive(x), without masks, and for sum_over_pairs(h(x, is_positive)) / queries, of "
-    "one logit x of z, scale and bias"
+    "logsumexp_over_queries(x) and positive(x), without masks or with where=1 - same_id * (1 - is_positive), and for "
+    "sum_over_pairs(h(x, is_positive, same_id)) / queries, of one logit x of z, scale and bias"
 )
 
 
@@ -39,7 +39,7 @@ class Derivation:
                      It multiplies the finished sums only, so that dL/dx cannot overflow fp16 by it.
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
     query_share, key_share, positive_share   constants of dL/dx_ij (module docstring).
-    pair_slope       h', of a loss that is a sum over pairs.
+    pair_slope       h' by class, of a loss that is a sum over pairs.
     dscale_factor    dL/dscale = dscale_factor * sum_i q_i . (sum_j dL/dx_ij * dlogit_dz * k_j)
     dscale_rest      + dscale_rest * sum_ij dL/dx_ij; 0 for shares, whose sum is a constant.
     dbias_factor     dL/dbias = dbias_factor * sum_ij dL/dx_ij.
@@ -103,30 +103,45 @@ class Derivation:
         """A bound on M * |dL/dx|; infinite where no bound is found."""
         if self.pair_slope is None:
             return max(abs(self.query_share) + abs(self.key_share), abs(self.positive_share))
-        return max(_bound(self.pair_slope.other), _bound(self.pair_slope.positive))
+        slopes = self.pair_slope
+        return max(map(_bound, (slopes.other, slopes.same_id, slopes.positive)))
 
     @property
     def softplus_sign(self) -> int:
-        """1 or -1 where the term of every pair but the positive is a multiple of softplus(x) or softplus(-x), else 0.
+        """1 or -1 where the terms of a tile are one multiple of softplus(x) or softplus(-x), else 0.
 
-        The sum of such terms over a tile takes few logarithms.
+        The sum of such terms takes few logarithms. Pairs of one id may have the term of -x, or none.
         """
-        if self.form.pair_term is None:
+        if self.form.pair_term is None or self.same_id_logit is None:
             return 0
         _, factor = self.form.pair_term.other.as_coeff_Mul()
         return {x: 1, -x: -1}.get(factor.args[0], 0) if factor.func == language.softplus else 0
 
     @property
+    def same_id_logit(self) -> Expr | None:
+        """The logit whose term, as of another pair, is that of a pair of one id: x, -x, -oo for none; or None."""
+        if self.form.pair_term is None:
+            return None
+        other, same = self.form.pair_term.other, self.form.pair_term.same_id
+        return {other: x, other.xreplace({x: -x}): -x, Integer(0): -sympy.oo}.get(same)
+
+    @property
     def _strips(self) -> int:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
+        mask = 1 if self.form.classes else 0  # of one byte for each pair
         if self.slope is not None and self.pair_slope is None:
-            return 0
+            return mask
         of_logit, of_slope = (temporaries(torch_code(each), "z") for each in (self.logit, self.dlogit_dz))
         if self.form.pair_term is None or self.pair_slope is None:
-            return max(2, of_logit, of_slope)
-        of_terms = [temporaries(torch_code(each), "x") for each in (self.form.pair_term.other, self.pair_slope.other)]
-        return max(of_logit, 1 + max(1, *of_terms), 2 + of_slope)  # the terms beside x, dx/dz beside x and slopes
+            return max(2, of_logit, of_slope) + mask
+        pairs = (self.form.pair_term, self.pair_slope)
+        of_terms = [temporaries(torch_code(each.other), "x") for each in pairs]
+        if mask:  # beside the terms of other pairs and the mask
+            of_terms += [2 + max(1, temporaries(torch_code(each.same_id), "x")) for each in pairs]
+        return max(
+            of_logit, 1 + max(1, *of_terms), 2 + mask + of_slope
+        )  # the terms beside x, dx/dz beside x and slopes
 
     @property
     def traits(self) -> Traits:
@@ -140,22 +155,24 @@ class Derivation:
             key_statistics=of_keys,
             known=known,
             positives=self.spec.positives,
+            classes=self.form.classes,
             affine=self.slope is not None,
             softplus=self.softplus_sign != 0,
             strips=self._strips,
         )
 
     def travelling(self, dim: int) -> tuple[Travelling, ...]:
-        """The data of each key that ranks exchange: features, the statistics of its column, and its gradient."""
-        if self.traits.at_once:
-            return (
-                Travelling("keys", dim, "features", forward="unchanged"),
-                Travelling("key gradients", dim, "statistics", forward="summed"),
-            )
-        keys = Travelling("keys", dim, "features", forward="unchanged", backward="unchanged")
+        """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient."""
+        at_once = self.traits.at_once
+        again = "absent" if at_once else "unchanged"
+        keys = Travelling("keys", dim, "features", forward="unchanged", backward=again)
+        ids = Travelling("key ids", 1, "int64", forward="unchanged", backward=again)
+        of_keys = (keys, ids) if self.traits.ids else (keys,)
+        if at_once:
+            return (*of_keys, Travelling("key gradients", dim, "statistics", forward="summed"))
         statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
-        return (keys, statistics, gradients) if self.has_keys else (keys, gradients)
+        return (*of_keys, statistics, gradients) if self.has_keys else (*of_keys, gradients)
 
 
 @lru_cache(maxsize=64)
@@ -187,7 +204,7 @@ def _derived(form: Form) -> Derivation:
         query_share=float(shares[0]),
         key_share=float(shares[1]),
         positive_share=float(shares[2]),
-        pair_slope=pair_term and PairTerm(diff(pair_term.other, x), diff(pair_term.positive, x)),
+        pair_slope=pair_term and pair_term.slopes(),
         gradient_factor=gradient_factor,
         dscale_factor=_dscale_factor(logit, slope, shift, None if pair_term else total),
         dscale_rest=dscale_rest,
@@ -208,7 +225,8 @@ def _printed(derivation: Derivation) -> list[Expr]:
     names = ("logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor")
     found = [getattr(derivation, name) for name in names]
     for pair in (derivation.form.pair_term, derivation.pair_slope):
-        found += [pair.other, pair.positive, derivation.dscale_rest, derivation.dbias_factor] if pair else []
+        found += [pair.other, pair.same_id, pair.positive] if pair else []
+    found += [derivation.dscale_rest, derivation.dbias_factor] if derivation.pair_slope else []
     return found
 
 

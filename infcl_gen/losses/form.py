@@ -8,6 +8,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 p is the logit of the positive. `form_of` reads formulas, and nothing else does.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
-from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, keys, queries, scale, z
+from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import c, display, p, r, x
 
 
@@ -30,10 +32,18 @@ class Statistic:
 
 @dataclass(frozen=True)
 class PairTerm:
-    """h(x) by the class of the pair: of a query and its positive, and of all `other` pairs."""
+    """h(x) by the class of the pair: of a query and its positive, of one id but no positive, and of all `other` pairs.
+
+    A class that the loss does not tell apart has the term of the class that it belongs to.
+    """
 
     other: Expr
+    same_id: Expr
     positive: Expr
+
+    def slopes(self) -> "PairTerm":
+        """h'(x)."""
+        return PairTerm(*(diff(each, x) for each in (self.other, self.same_id, self.positive)))
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Form:
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
     pair_term   h, times M; None without one
+    excluded    whether pairs of one id, but no positive, are left out of the log-sum-exps
     """
 
     spec: LossSpec
@@ -52,8 +63,17 @@ class Form:
     query_term: Expr
     key_term: Expr
     pair_term: PairTerm | None
+    excluded: bool = False
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of pairs that a sweep tells apart in its tiles. A positive that is one key of each query is none
+        of them: it is found by its place."""
+        told_apart = self.pair_term is not None and self.pair_term.other != self.pair_term.same_id
+        return ("same_id",) if self.excluded or told_apart else ()
 
 
+_CLASSES = {is_positive, same_id}
 _STATISTICS = (language.logsumexp_over_keys, language.logsumexp_over_queries, language.positive)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
 _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
@@ -67,15 +87,13 @@ def form_of(spec: LossSpec) -> Form:
     known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     statistics = [each for each in reductions if isinstance(each, _STATISTICS)]
-    refuse(
-        (foreign, f"{', '.join(foreign)} has no kernel yet"),
-        (spec.positives == "id", "positives='id' has no kernel yet"),
-        (any(len(each.args) > 1 for each in statistics), "masks (where=) have no kernel yet"),
-    )
+    refuse((foreign, f"{', '.join(foreign)} has no kernel yet"))
     of_pairs = spec.formula.atoms(language.sum_over_pairs)
     if of_pairs:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
-    logit = _logit(statistics)
+    refuse((spec.positives == "id", "positives='id', by which a query has any number of positives, needs "
+                                    "sum_over_pairs"))  # fmt: skip
+    excluded, logit = _excluded(statistics), _logit(statistics)
     formula = spec.formula.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
     outside = sorted(map(str, formula.free_symbols - {x}))
     if outside:
@@ -89,7 +107,7 @@ def form_of(spec: LossSpec) -> Form:
          "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
         (not found, "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
     )  # fmt: skip
-    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None)
+    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None, excluded)
 
 
 def refuse(*checks: tuple[object, str]) -> None:
@@ -111,6 +129,24 @@ def _logit(statistics: list[Expr]) -> Expr:
         inside = ", ".join(unknown) or "another reduction"
         raise LossError(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
     return logit
+
+
+def _excluded(statistics: list[Expr]) -> bool:
+    """Whether the log-sum-exps leave out pairs of one id. Raises LossError for any other mask."""
+    sums = [each for each in statistics if not isinstance(each, language.positive)]
+    masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
+    refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
+    mask = masks.pop() if masks else Integer(1)
+    if mask == 1:
+        return False
+    corners = itertools.product((0, 1), repeat=2)
+    kept = [mask.xreplace({is_positive: Integer(a), same_id: Integer(b)}) for a, b in corners]
+    if [sympy.expand(each) for each in kept] != [1, 0, 1, 1]:
+        raise LossError(
+            f"the mask where={display(mask)} has no kernel yet: where=1 - same_id * (1 - is_positive) leaves out "
+            "pairs of one id, but no positive"
+        )
+    return True
 
 
 def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]]:
@@ -162,15 +198,23 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
                 "queries"
             )
         total += weight * each.args[0]
-    unknown = sorted(map(str, total.free_symbols - {z, scale, bias, is_positive}))
+    unknown = sorted(map(str, total.free_symbols - {z, scale, bias, *_CLASSES}))
     if unknown:
         raise LossError(f"sum_over_pairs of what depends on {', '.join(unknown)}, not only on z, scale, bias, and the "
-                        "class is_positive")  # fmt: skip
+                        "classes is_positive and same_id")  # fmt: skip
+    if spec.positives == "id":  # the two are one class
+        total = total.xreplace({is_positive: same_id})
     for logit in _candidates(total):
-        other, positive = (_of_logit(total, logit).xreplace({is_positive: Integer(which)}) for which in (0, 1))
-        if not (other.free_symbols | positive.free_symbols) - {x}:
+        terms = [
+            _of_logit(total, logit).xreplace({is_positive: Integer(a), same_id: Integer(b)})
+            for a, b in ((0, 0), (0, 1), (1, 0), (1, 1))
+        ]
+        if not set().union(*(each.free_symbols for each in terms)) - {x}:
+            other, same, positive, both = terms
+            refuse((spec.positives != "id" and positive != both, "the term of a positive depends on same_id: write "
+                                                                 "same_id * (1 - is_positive)"))  # fmt: skip
             formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
-            return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, positive))
+            return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, same, both))
     raise LossError("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
 
 
@@ -185,9 +229,9 @@ def _candidates(total: Expr) -> list[Expr]:
 
 def _without_class(part: Expr) -> Expr:
     """A part, or the operands of a sum or product that do not depend on the class of the pair; 0 for none."""
-    if not part.has(is_positive):
+    if not part.has(*_CLASSES):
         return part
-    return part.func(*[e for e in part.args if not e.has(is_positive)]) if part.is_Add or part.is_Mul else Integer(0)
+    return part.func(*[e for e in part.args if not e.has(*_CLASSES)]) if part.is_Add or part.is_Mul else Integer(0)
 
 
 def _of_logit(total: Expr, logit: Expr) -> Expr:
@@ -196,7 +240,7 @@ def _of_logit(total: Expr, logit: Expr) -> Expr:
     if slope.has(z):
         return total.xreplace({logit: x})
     found = total.subs(z, (x - sympy.expand(logit - slope * z)) / slope)
-    if not found.free_symbols - {x, is_positive}:
+    if not found.free_symbols - {x, *_CLASSES}:
         return found
     # scale * ((x - scale * bias) / scale + bias) is x: what is inside functions has to be multiplied out to see it.
     return sympy.expand(found.replace(lambda e: e.is_Function, lambda e: e.func(*map(sympy.expand, e.args))))

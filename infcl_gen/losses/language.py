@@ -11,8 +11,8 @@ form exp(x_ij - r_i).
 |--------------------------------------|---------------|--------------------------------------------------------------|
 | `z`, or `similarity(...)`            | pair          | q_i . k_j (or of other sides, or of a prefix of D)           |
 | `is_positive`, `is_self`, `same_id`  | pair          | 1 or 0: which pairs are positive, one sample, of one id      |
-| `logsumexp_over_keys(x, where)`      | query         | r_i = log sum_j where_ij exp(x_ij)                           |
-| `logsumexp_over_queries(x, where)`   | key           | c_j = log sum_i where_ij exp(x_ij)                           |
+| `logsumexp_over_keys(x, where=w)`    | query         | r_i = log sum_j w_ij exp(x_ij); without `where` w is 1       |
+| `logsumexp_over_queries(x, where=w)` | key           | c_j = log sum_i w_ij exp(x_ij)                               |
 | `positive(x)`                        | query or key  | x at the positive                                            |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x)`                    | query         | mean of x over all keys                                      |
@@ -203,7 +203,10 @@ def _opaque(name: str, slope: Callable[[Expr, Expr], Any], nargs: tuple[int, ...
             raise ArgumentIndexError(self, argindex)
         return sympy.sympify(slope(self, self.args[0]))
 
-    return type(name, (Function,), {"nargs": nargs, "fdiff": fdiff, "__module__": __name__})
+    def new(cls: Any, *args: Any, where: Any = None, **options: Any) -> Any:
+        return Function.__new__(cls, *args, *([] if where is None else [where]), **options)
+
+    return type(name, (Function,), {"nargs": nargs, "fdiff": fdiff, "__new__": new, "__module__": __name__})
 
 
 def _share(r: Expr, x: Expr) -> Expr:

@@ -5,10 +5,16 @@ from typing import Any
 from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.language import is_positive, scale, z
+from infcl_gen.losses.language import is_positive, same_id, scale, z
 from infcl_gen.losses.printers import dense_code, display, p, torch_code
 
 _PAIR = {"x": "x_ij", "z": "z_ij", "r": "r_i", "c": "c_j", "p": "p_i"}
+
+_ABOUT_LABELS = {
+    "diagonal": "must be None: key i is the positive of query i, so there are as many keys as queries.",
+    "label": 'int64 (M,), the index of each query\'s positive among the keys; None and "own" mean 0, 1, ..., M - 1.',
+    "id": "must be None: the positives of a query are the keys of its id.",
+}
 
 
 def formulas_of(derivation: Derivation) -> dict[str, str]:
@@ -16,11 +22,15 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     slope = display(diff(derivation.logit, z), _PAIR)
     slope = "" if slope == "1" else f" * {_wrapped(slope)}"
     dx_dscale = display(diff(derivation.logit, scale), _PAIR)
-    diagonal = derivation.spec.positives == "diagonal"
+    positive = {
+        "diagonal": "p_i = x_ii",
+        "label": "p_i = x_ij where j = labels[i]",
+        "id": "the positives of query i are the keys of its id, id_j = id_i",
+    }
     return {
         "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = q_i . k_j",
         **_statistics(derivation),
-        "positive": "p_i = x_ii" if diagonal else "p_i = x_ij where j = labels[i]",
+        "positive": positive[derivation.spec.positives],
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
         "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})",
         "dq": f"dq_i = sum_j g_ij{slope} * k_j",
@@ -31,11 +41,13 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
 
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
-    found = {}
+    found, excluded = {}, derivation.form.excluded
+    if excluded:
+        found["mask"] = "w_ij = 0 where id_j = id_i and j != positive(i), else 1"
     if derivation.has_queries:
-        found["query_statistic"] = "r_i = logsumexp_j x_ij"
+        found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
     if derivation.has_keys:
-        found["key_statistic"] = "c_j = logsumexp_i x_ij"
+        found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
     return found
 
 
@@ -45,23 +57,36 @@ def _terms(derivation: Derivation) -> list[str]:
         terms.append(f"sum_i ({display(derivation.query_term, _PAIR)})")
     if derivation.has_keys:
         terms.append(f"sum_j ({display(derivation.key_term, {**_PAIR, 'p': 'p_j'})})")
-    if pair and pair.other == pair.positive:
+    if pair and pair.other == pair.same_id == pair.positive:
         terms.append(f"sum_ij {display(pair.other, _PAIR)}")
     elif pair:
-        other, positive = (display(term, names) for term, names in ((pair.other, _PAIR), (pair.positive, {"x": "p_i"})))
-        terms += [f"sum_i ({positive})", f"sum_ij [j != positive(i)] * ({other})"]
+        ids, placed = derivation.traits.ids, derivation.traits.placed
+        if placed:
+            terms.append(f"sum_i ({display(pair.positive, {'x': 'p_i'})})")
+        negative = "j != positive(i)" if placed else ""
+        classes = (("id_j = id_i", pair.same_id), ("id_j != id_i", pair.other)) if ids else (("", pair.other),)
+        terms += [
+            f"sum_ij [{', '.join(filter(None, (negative, which)))}] * ({display(term, _PAIR)})"
+            for which, term in classes
+            if term != 0
+        ]
     return terms
 
 
 def _gradient(derivation: Derivation) -> str:
     """M * dL/dx_ij."""
     if derivation.pair_slope:
-        slopes = (derivation.pair_slope.other, derivation.pair_slope.positive)
-        other, positive = (display(slope, _PAIR) for slope in slopes)
-        return other if other == positive else f"{positive} if j = positive(i) else {other}"
+        slopes, traits = derivation.pair_slope, derivation.traits
+        found = display(slopes.other, _PAIR)
+        if traits.ids:
+            found = f"{display(slopes.same_id, _PAIR)} if id_j = id_i else {found}"
+        if traits.placed and slopes.positive != slopes.other:
+            found = f"{display(slopes.positive, _PAIR)} if j = positive(i) else {found}"
+        return found
+    mask = "w_ij * " * derivation.form.excluded
     shares = {
-        "exp(x_ij - r_i)": derivation.query_share,
-        "exp(x_ij - c_j)": derivation.key_share,
+        f"{mask}exp(x_ij - r_i)": derivation.query_share,
+        f"{mask}exp(x_ij - c_j)": derivation.key_share,
         "[j = positive(i)]": derivation.positive_share,
     }
     g = ""
@@ -89,14 +114,20 @@ def _dbias(derivation: Derivation) -> str:
 def loss_context(derivation: Derivation) -> dict[str, Any]:
     """The names in torch/loss*.py.jinja: torch source and literals."""
     form, spec = derivation.form, derivation.spec
-    labels = spec.positives == "label"
-    dense_classes = "torch.eye(len(x), dtype=x.dtype, device=x.device)"
-    if labels:
-        dense_classes = "torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)"
+    traits, excluded = derivation.traits, form.excluded
+    labels, ids = traits.labels, traits.ids
+    dense_classes = {
+        "diagonal": "torch.eye(len(x), dtype=x.dtype, device=x.device)",
+        "label": "torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)",
+        "id": "same_id.to(x.dtype)",
+    }[spec.positives]
+    summed = "y" if excluded else "x"
     reductions = (
-        ("r", derivation.has_queries, "torch.logsumexp(x, dim=1)"),
-        ("c", derivation.has_keys, "torch.logsumexp(x, dim=0)"),
-        ("is_positive", form.formula.has(is_positive), dense_classes),
+        ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
+        ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
+        ("y", excluded, 'x.masked_fill(same_id & (is_positive == 0), float("-inf"))'),
+        ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
+        ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
     )
     literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")
@@ -109,9 +140,15 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "formulas": "\n".join(formulas_of(derivation).values()),
         "positives": spec.positives,
         "labels": labels,
-        "dense_arguments": "x: Tensor" + ", labels: Tensor" * labels,
-        "with_labels": ", labels" * labels,
-        "and_positives": " and the (M,) positives" * labels,
+        "ids": ids,
+        "classes": repr(traits.classes),
+        "paired": traits.paired,
+        "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
+        "about_labels": _ABOUT_LABELS[spec.positives],
+        "about_ids": f"{'int64 (M,) and (N,), the id of each query and of each key' if ids else 'must be None'}.",
+        "dense_arguments": "x: Tensor" + ", labels: Tensor" * labels + ", same_id: Tensor" * ids,
+        "with_classes": ", labels" * labels + ", query_ids[:, None] == key_ids" * ids,
+        "and_classes": " and the (M,) positives" * labels + ", and which pairs are of one id, (M, N)" * ids,
         "labels_type": "Tensor | str | None" if labels else "Tensor | None",
         "dbias": float(derivation.dbias),
         "dlogit_dz": torch_code(derivation.dlogit_dz) if derivation.slope is None else "torch.ones_like(z)",
@@ -127,14 +164,35 @@ def _pair_context(derivation: Derivation) -> dict[str, Any]:
     term, slope = derivation.form.pair_term, derivation.pair_slope
     if term is None or slope is None:
         return {}
+    traits = derivation.traits
+    own = traits.placed and traits.ids  # pairs of one id have terms of their own, beside a positive's
+    conditions = ["positive_slope(x_ij) if " + ("j = positive(i)" if traits.placed else "id_j = id_i")]
+    conditions += ["same_id_slope(x_ij) if id_j = id_i"] * own
     of_x = {"pair_term": term.other, "pair_slope": slope.other}
     of_p = {"positive_term": term.positive, "positive_slope": slope.positive}
     numbers = {name: getattr(derivation, name) for name in ("dscale_rest", "dbias_factor")}
+    of_ids = (_tensor_code(expression, {}) for expression in (term.same_id, slope.same_id))
     return {
+        "slope_by_class": " else ".join([*conditions, "pair_slope(x_ij)"]),
+        "other_key": "a key of another id" if traits.ids else "a key that is not its positive",
+        "same_id_functions": _SAME_ID.format(*of_ids) if own else "",
         **{name: _tensor_code(expression, {}) for name, expression in of_x.items()},
         **{name: _tensor_code(expression, {"x": "p"}) for name, expression in of_p.items()},
         **{name: torch_code(expression) for name, expression in numbers.items()},
     }
+
+
+_SAME_ID = '''
+
+def same_id_term(x: Tensor) -> Tensor:
+    """The part of a query and a key of its id, but no positive, in M * L."""
+    return {}
+
+
+def same_id_slope(x: Tensor) -> Tensor:
+    """The derivative of `same_id_term`."""
+    return {}
+'''
 
 
 def _tensor_code(expression: Expr, names: dict[str, str]) -> str:

@@ -129,6 +129,8 @@ class Choices:
         if derivation.slope is None:
             logit = f"the loss {derivation.spec.name}: its logit {display(derivation.logit)} is not slope * z + shift"
             return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
+        if derivation.traits.ids and name != "panel":
+            return f"has no kernels that tell ids apart, as in the loss {derivation.spec.name}; valid: panel, torch"
         if name == "fused" and (reason := fused.impossible(problem.dim, problem.dtype)):
             return reason
         if name == "stash" and self._cluster.devices > 1:

@@ -152,7 +152,7 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             queries,
             keys,
         )
-    if not package.traits.labels and queries != keys:
+    if package.traits.paired and queries != keys:
         raise ValueError(UNPAIRED.format(package.loss_name, queries, keys))
     if package.traits.labels and labelling == "none":
         if queries > keys:

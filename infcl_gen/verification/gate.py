@@ -48,7 +48,7 @@ from torch import Tensor
 from infcl_gen.runtime.launch import INTERPRETED
 from infcl_gen.runtime.selftest import product_roundoff
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.oracle import Inputs, LossAndGrads, loss_module, oracle, plain_torch
+from infcl_gen.verification.oracle import Inputs, LossAndGrads, kept, loss_module, oracle, pair_values, plain_torch
 
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
@@ -135,7 +135,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", plan["split"])
 
     q, k, scale, bias = inputs.leaves(torch.float64, torch.float64)
-    at_positives = (torch.arange(len(q), device=q.device), inputs.positives())
+    positives = inputs.are_positive(mathematics.POSITIVES)
     z = q @ k.T
     z_sum = (1 + math.sqrt(q.shape[1]) / 4) * (q.abs() @ k.abs().T)
     x = mathematics.logit(z, scale, bias)
@@ -148,7 +148,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         w, products = 3 * w, q.abs() @ k.abs().T
     dx = slope * (w * products + v * z_sum) + v * x.abs()
     terms = _of_pairs if pairs else _of_softmaxes
-    g, smooth, dloss, dg = terms(mathematics, x, dx, at_positives, statistics)
+    g, smooth, dloss, dg = terms(mathematics, x, dx, inputs, statistics)
 
     # The gradient of a logit; its rounding is added where it is summed. A stash also rounds the probabilities it keeps.
     # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign.
@@ -166,12 +166,12 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     factor = abs(float(mathematics.dscale_factor(scale, bias)))
     product = own_slope * z
     spread = (g * product).square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
-    alike = (smooth * product).sum().abs() + (g * product)[at_positives].sum().abs()
+    alike = (smooth * product).sum().abs() + (g * product)[positives].sum().abs()
     rounding = (g * product).abs().sum().minimum(alike + spread)
     dscale = factor * ((dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum() + rounded * rounding)
     if pairs:
         dscale += abs(float(mathematics.dscale_rest(scale, bias))) * (dg + accumulation * g.abs()).sum()
-    positive = torch.zeros_like(g).index_put(at_positives, g[at_positives])
+    positive = torch.where(positives, g, 0.0)
     sums = (slope * g, slope * smooth, slope * positive, slope * dg)
     bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
     dq = _sum_bound(sums, k, accumulation, rounded)
@@ -193,10 +193,11 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
 
 
 def _of_softmaxes(
-    mathematics: Any, x: Tensor, dx: Tensor, at_positives: tuple[Tensor, Tensor], statistics: torch.finfo
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """M * dL/dx, the same without positives, the error of M * L and that of M * dL/dx, for logits wrong by dx."""
-    v = statistics.eps / 2
+    v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
+    x = kept(x, inputs)
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
@@ -217,23 +218,18 @@ def _of_softmaxes(
 
 
 def _of_pairs(
-    mathematics: Any, x: Tensor, dx: Tensor, at_positives: tuple[Tensor, Tensor], statistics: torch.finfo
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of a sum over pairs. A term is wrong by what it changes over the interval of its logit, and by
     FUNCTION_ROUNDINGS; so is its slope. Terms are monotone over so short an interval."""
     v = statistics.eps / 2
 
-    def values(x: Tensor, other: Any, positive: Any) -> Tensor:
-        terms: Tensor = other(x).index_put(at_positives, positive(x[at_positives]))
-        return terms
-
-    def with_error(other: Any, positive: Any) -> tuple[Tensor, Tensor]:
-        value = values(x, other, positive)
-        error = (values(x + dx, other, positive) - value).abs().maximum((values(x - dx, other, positive) - value).abs())
+    def with_error(name: str) -> tuple[Tensor, Tensor]:
+        value, above, below = (pair_values(mathematics, each, name, inputs) for each in (x, x + dx, x - dx))
+        error = (above - value).abs().maximum((below - value).abs())
         return value, error + FUNCTION_ROUNDINGS * v * value.abs()
 
-    terms, dterms = with_error(mathematics.pair_term, mathematics.positive_term)
-    g, dg = with_error(mathematics.pair_slope, mathematics.positive_slope)
+    (terms, dterms), (g, dg) = with_error("term"), with_error("slope")
     sums = v * (4 + math.sqrt(max(x.shape)) / 8) * terms.abs().sum()
     return g, mathematics.pair_slope(x), (dterms + statistics.smallest_normal).sum() + sums, dg
 

@@ -18,13 +18,22 @@ SLICE_ROWS = 2048
 
 
 class Inputs(NamedTuple):
-    """The arguments of a loss: q (M, D), k (N, D), numbers or 0-dim tensors; labels (M,) for "label" losses."""
+    """The arguments of a loss: q (M, D), k (N, D), numbers or 0-dim tensors; labels (M,) for "label" losses; query_ids
+    (M,) and key_ids (N,) for losses with ids."""
 
     q: Tensor
     k: Tensor
     scale: float | Tensor = 1.0
     bias: float | Tensor | None = None
     labels: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+
+    @property
+    def given(self) -> dict[str, Tensor | None]:
+        """The keywords of a call: labels, and ids where there are any."""
+        ids = {"query_ids": self.query_ids, "key_ids": self.key_ids}
+        return {"labels": self.labels, **(ids if self.query_ids is not None else {})}
 
     def leaves(self, features: torch.dtype, numbers: torch.dtype) -> list[Tensor]:
         """Copies of q and k, and of scale and bias, in these dtypes, that require gradients."""
@@ -39,11 +48,31 @@ class Inputs(NamedTuple):
         own = torch.arange(len(self.q)) if self.labels is None else self.labels
         return own.to(self.q.device)
 
+    def same_id(self) -> Tensor | None:
+        """Which pairs are of one id, (M, N); None without ids."""
+        if self.query_ids is None or self.key_ids is None:
+            return None
+        return self.query_ids[:, None] == self.key_ids
+
+    def are_positive(self, positives: str) -> Tensor:
+        """Which pairs are a query and its positive, (M, N), for a loss with these `positives`."""
+        if positives == "id":
+            same_id = self.same_id()
+            assert same_id is not None
+            return same_id
+        keys = torch.arange(len(self.k), device=self.q.device)
+        return self.positives()[:, None] == keys
+
+    def classes(self, positives: str) -> tuple[Tensor, ...]:
+        """What `loss_of_logits` takes besides logits."""
+        same_id = self.same_id()
+        return (*((self.positives(),) if positives == "label" else ()), *(() if same_id is None else (same_id,)))
+
 
 def oracle(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     """The dense fp64 loss of the package and its gradients, all fp64, for features of any dtype and strides."""
     leaves = inputs.leaves(torch.float64, torch.float64)
-    loss = module.reference(*leaves, labels=inputs.labels, dtype=torch.float64)
+    loss = module.reference(*leaves, **inputs.given, dtype=torch.float64)
     return _gradients(loss, leaves)
 
 
@@ -57,29 +86,32 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     statistics = torch.promote_types(inputs.q.dtype, torch.float32)
     leaves = q, k, scale, bias = inputs.leaves(inputs.q.dtype, statistics)
     x = mathematics.logit((q @ k.T).to(statistics), scale, bias)
-    labels = (inputs.positives(),) if mathematics.POSITIVES == "label" else ()
-    return _gradients(mathematics.loss_of_logits(x, *labels), leaves)
+    return _gradients(mathematics.loss_of_logits(x, *inputs.classes(mathematics.POSITIVES)), leaves)
 
 
-def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, labels: Tensor) -> LossAndGrads:
-    """The oracle for batches whose similarities do not fit into memory, from a package's loss.py alone.
+def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
+    """The oracle for batches whose similarities do not fit into memory, from a package's loss.py alone; without bias.
 
     It takes SLICE_ROWS queries at a time and computes their similarities again for the gradient.
     """
-    leaves = q, k, factor, bias = Inputs(q, k, scale).leaves(torch.float64, torch.float64)
+    leaves = q, k, factor, bias = inputs.leaves(torch.float64, torch.float64)
+    labels, ids = inputs.positives(), inputs.query_ids
 
-    def of_pairs(rows: Tensor, own: Tensor) -> Tensor:
+    def of_pairs(rows: Tensor, *classes: Tensor) -> Tensor:
         x = mathematics.logit(rows @ k.T, factor, bias)
-        at = torch.arange(len(own), device=own.device), own
-        terms: Tensor = mathematics.pair_term(x).index_put(at, mathematics.positive_term(x[at]))
+        part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
+        terms: Tensor = pair_values(mathematics, x, "term", part)
         return terms.sum()
 
-    def statistics(rows: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(rows: Tensor, *classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = mathematics.logit(rows @ k.T, factor, bias)
-        return x.logsumexp(1), x.logsumexp(0), x.gather(1, own[:, None])[:, 0]
+        part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
+        y = kept(x, part)
+        return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0]
 
     pairs = hasattr(mathematics, "pair_term")
-    slices = zip(q.split(SLICE_ROWS), labels.split(SLICE_ROWS), strict=True)
+    split = [each.split(SLICE_ROWS) for each in (q, labels, *(() if ids is None else (ids,)))]
+    slices = zip(*split, strict=True)
     work = of_pairs if pairs else statistics
     found = [checkpoint(work, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
     if pairs:
@@ -90,6 +122,24 @@ def oracle_by_slices(mathematics: Any, q: Tensor, k: Tensor, scale: float, label
     if mathematics.HAS_KEYS:
         loss = loss + mathematics.key_term(c, p).sum()
     return _gradients(loss / len(q), leaves)
+
+
+def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tensor:
+    """The "term" or "slope" of each pair (M, N) by its class, from the logits and a package's loss.py."""
+    values: Tensor = getattr(mathematics, f"pair_{name}")(x)
+    placed = mathematics.POSITIVES != "id"
+    if (same_id := inputs.same_id()) is not None:
+        values = torch.where(same_id, getattr(mathematics, f"{'same_id' if placed else 'positive'}_{name}")(x), values)
+    if placed:
+        at = torch.arange(len(x), device=x.device), inputs.positives()
+        values = values.index_put(at, getattr(mathematics, f"positive_{name}")(x[at]))
+    return values
+
+
+def kept(x: Tensor, inputs: Inputs) -> Tensor:
+    """Logits (M, N), -inf where the log-sum-exps leave a pair out: one id, but no positive."""
+    same_id = inputs.same_id()
+    return x if same_id is None else x.masked_fill(same_id & ~inputs.are_positive("label"), -torch.inf)
 
 
 def loss_module(module: ModuleType) -> Any:

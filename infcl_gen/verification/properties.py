@@ -52,7 +52,14 @@ class Case:
     seed: int = 0
 
 
-def tensors(case: Case, positives: str = "diagonal", device: torch.device | str = "cpu") -> Inputs:
+def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """The input of a case for an imported package."""
+    return tensors(case, module.SPEC["positives"], device, "same_id" in module.SPEC["loss"]["traits"]["classes"])
+
+
+def tensors(
+    case: Case, positives: str = "diagonal", device: torch.device | str = "cpu", with_ids: bool = False
+) -> Inputs:
     """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M."""
     generator = torch.Generator().manual_seed(case.seed)
     shapes = ((case.queries, case.dim), (case.keys, case.dim))
@@ -75,7 +82,24 @@ def tensors(case: Case, positives: str = "diagonal", device: torch.device | str 
     elif case.features == "tiny":
         q, k = 1e-3 * q, 1e-3 * k
     q, k = (_laid_out(x.to(DTYPES[case.dtype]), case.layout, device) for x in (q, k))
-    return Inputs(q, k, case.scale, case.bias, None if labels is None else labels.to(device))
+    ids = _ids(case, generator) if with_ids else ()
+    return Inputs(q, k, case.scale, case.bias, *(None if x is None else x.to(device) for x in (labels, *ids)))
+
+
+def _ids(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Ids of queries and keys, by seed: some in common, those of neighbours, none in common, or one for all.
+
+    Numbers 2 n and 2 n + 1 become ids that differ in their high halves only, which may be negative.
+    """
+    rows, keys = case.queries, case.keys
+    kinds = (
+        lambda: [torch.randint(max(1, keys // 2), (count,), generator=generator) for count in (rows, keys)],
+        lambda: [torch.arange(rows), torch.arange(keys)],
+        lambda: [torch.arange(rows) % 7, 8 + torch.arange(keys) % 7],
+        lambda: [torch.zeros(count, dtype=torch.int64) for count in (rows, keys)],
+    )
+    query_ids, key_ids = ((number // 2 + (number % 2 << 40) - (1 << 39)) for number in kinds[case.seed // 2 % 4]())
+    return query_ids, key_ids
 
 
 def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) -> list[Case]:
@@ -98,12 +122,12 @@ def random_cases(module: ModuleType, examples: int, rows: Iterable[int] = ROWS) 
 
 def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> list[GateRow]:
     """Judge one case run through a package, by autograd on odd seeds and by `loss_and_grads` on even ones."""
-    inputs = tensors(case, module.SPEC["positives"], device)
+    inputs = inputs_of(module, case, device)
     if case.seed % 2:
         loss, *gradients = autograd_results(module, inputs, upstream=UPSTREAM)
         results = (loss, *(each / UPSTREAM for each in gradients))
     else:
-        results = module.loss_and_grads(*inputs[:4], labels=inputs.labels)
+        results = module.loss_and_grads(*inputs[:4], **inputs.given)
     return gate(results, truth_of(module, inputs))
 
 
@@ -122,7 +146,7 @@ def check_package(
 
 def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
     """Which of (loss, dq, dk, dscale, dbias) differ in a bit between two calls."""
-    first, second = (module.loss_and_grads(*inputs[:4], labels=inputs.labels) for _ in range(2))
+    first, second = (module.loss_and_grads(*inputs[:4], **inputs.given) for _ in range(2))
     return [
         name
         for name, a, b in zip(LossAndGrads._fields, first, second, strict=True)
@@ -135,7 +159,7 @@ def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     q = inputs.q.clone()
     q[-1, 0] = float("nan")
     spoilt = inputs._replace(q=q)
-    found = module.loss_and_grads(*spoilt[:4], labels=spoilt.labels)
+    found = module.loss_and_grads(*spoilt[:4], **spoilt.given)
     named = zip(LossAndGrads._fields, found, oracle(module, spoilt), strict=True)
     return [name for name, value, true in named if not torch.equal(value.isnan().to(true.device), true.isnan())]
 
@@ -162,7 +186,7 @@ def autograd_results(module: ModuleType, inputs: Inputs, upstream: float = 1.0, 
     """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss."""
     q, k = (x.detach().requires_grad_() for x in inputs[:2])  # as they lie in memory
     *_, scale, bias = inputs.leaves(q.dtype, torch.promote_types(q.dtype, torch.float32))
-    loss = module.contrastive_loss(q, k, scale, bias, labels=inputs.labels, **options)
+    loss = module.contrastive_loss(q, k, scale, bias, **inputs.given, **options)
     return (loss.detach(), *torch.autograd.grad(upstream * loss, (q, k, scale, bias)))
 
 

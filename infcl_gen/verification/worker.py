@@ -17,15 +17,15 @@ from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
 from infcl_gen.verification.gate import GateRow, failures, gate, truth_of
 from infcl_gen.verification.memory import PeakMeter
-from infcl_gen.verification.oracle import LossAndGrads
+from infcl_gen.verification.oracle import Inputs, LossAndGrads
 from infcl_gen.verification.properties import (
     ROWS,
     SIZES,
     Case,
     check_package,
+    inputs_of,
     nan_misplaced,
     random_cases,
-    tensors,
     unrepeated,
 )
 
@@ -38,7 +38,7 @@ def numerics(job: Job, seat: Seat) -> list[Finding]:
     module, device, found = _package(job, seat), "cuda" if job["place"] == "cuda" else "cpu", list[Finding]()
     for case, rows in check_package(module, job["place"], job["examples"], slice(seat.rank, None, seat.ranks)):
         found += [_finding(f"numerics {row.quantity}", str(case), [row]) for row in rows]
-        inputs = tensors(case, module.SPEC["positives"], device)
+        inputs = inputs_of(module, case, device)
         for check, differing in (("repeats", unrepeated(module, inputs)), ("NaN", nan_misplaced(module, inputs))):
             failure = f"{case}: {', '.join(differing)}" if differing else ""
             found.append({"check": check, "ratio": 0.0, "failure": failure})
@@ -50,11 +50,11 @@ def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:
     module, device = _package(job, seat), job["place"]
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
     case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
-    inputs = tensors(case, module.SPEC["positives"], device)
+    inputs = inputs_of(module, case, device)
     if device == "cuda":
-        module.loss_and_grads(inputs.q, inputs.k, 14.3, labels=inputs.labels)  # compiles
+        module.loss_and_grads(inputs.q, inputs.k, 14.3, **inputs.given)  # compiles
     with PeakMeter(device) as meter:
-        module.loss_and_grads(inputs.q, inputs.k, 14.3, labels=inputs.labels)
+        module.loss_and_grads(inputs.q, inputs.k, 14.3, **inputs.given)
     detail = f"measured {meter.peak_bytes / 2**20:.2f} MiB, predicted {predicted / 2**20:.2f} MiB"
     return [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
 
@@ -66,12 +66,16 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
     seat.join_group(device.type, job["timeout_s"])
     found = []
     for case in random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]]):
-        inputs = tensors(case, module.SPEC["positives"], device)
+        inputs = inputs_of(module, case, device)
         q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
-        labelled = inputs.labels is not None or case.keys > case.queries  # then several ranks need labels
+        # Several ranks need labels where keys outnumber queries.
+        labelled = inputs.labels is not None or (module.SPEC["positives"] == "label" and case.keys > case.queries)
         own = inputs.positives()[q_cuts[rank]] if labelled else None
         q, k = inputs.q[q_cuts[rank]], inputs.k[k_cuts[rank]]
-        result = module.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=own)
+        ids = zip((inputs.query_ids, inputs.key_ids), (q_cuts, k_cuts), strict=True)
+        own_ids = (None if given is None else given[cuts[rank]] for given, cuts in ids)
+        part = Inputs(q, k, inputs.scale, inputs.bias, own, *own_ids)
+        result = module.loss_and_grads(*part[:4], **part.given)
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, [tensor.cpu() for tensor in result])
         if rank == 0:

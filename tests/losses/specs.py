@@ -2,7 +2,7 @@
 
 import sympy
 
-from infcl_gen.losses import CLIP, INFONCE, SIGLIP, LossSpec
+from infcl_gen.losses import CLIP, INFONCE, SIGLIP, SIGLIP_MULTI, LossSpec
 from infcl_gen.losses.language import (
     bias,
     is_positive,
@@ -12,6 +12,7 @@ from infcl_gen.losses.language import (
     mean_over_queries,
     positive,
     queries,
+    same_id,
     scale,
     sigmoid,
     softplus,
@@ -22,6 +23,7 @@ from infcl_gen.losses.language import (
 
 X = scale * z + bias
 SIGN = 1 - 2 * is_positive
+KEPT = 1 - same_id * (1 - is_positive)
 INFONCE_OF = lambda logit: mean_over_queries(logsumexp_over_keys(logit) - positive(logit))  # noqa: E731
 
 
@@ -49,5 +51,19 @@ DERIVABLE = {
     "siglip_scaled_bias": spec(sum_over_pairs(softplus(SIGN * scale * (z + bias))) / queries, "diagonal"),
     "siglip_capped": spec(sum_over_pairs(softplus(SIGN * (20 * tanh(scale * z / 20) + bias))) / queries, "diagonal"),
     "squares": spec(sum_over_pairs((scale * z - is_positive) ** 2) / queries, "diagonal"),
+    "siglip_multi": SIGLIP_MULTI,
+    "siglip_without_ids": spec(sum_over_pairs(softplus(SIGN * X) * KEPT) / queries, "diagonal"),
+    "squares_by_id": spec(
+        sum_over_pairs((scale * z - is_positive - same_id * (1 - is_positive) / 2) ** 2) / queries, "diagonal"
+    ),
+    "focal_by_id": spec(sum_over_pairs(sigmoid(SIGN * X) ** 2 * softplus(SIGN * X)) / queries, "id"),
+    "clip_without_ids": spec(
+        mean_over_queries(logsumexp_over_keys(X, where=KEPT) - positive(X)) / 2
+        + mean_over_keys(logsumexp_over_queries(X, where=KEPT) - positive(X)) / 2,
+        "diagonal",
+    ),
+    "infonce_without_ids": spec(
+        mean_over_queries(logsumexp_over_keys(X, where=1 - same_id + same_id * is_positive) - positive(X))
+    ),
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }

@@ -32,12 +32,13 @@ from infcl_gen.losses.language import (
     sigmoid,
     similarity,
     softplus,
+    sum_over_pairs,
     tanh,
     z,
 )
 from infcl_gen.losses.printers import c, p, r, x
 from tests.calls import calls
-from tests.losses.specs import DERIVABLE, INFONCE_OF, X, spec
+from tests.losses.specs import DERIVABLE, INFONCE_OF, KEPT, X, spec
 from tests.verification.dense import dense_package
 
 
@@ -65,15 +66,25 @@ def test_formulas_are_for_people() -> None:
     assert all(text.isascii() and "\n" not in text for text in formulas.values())
 
 
-def derived(loss: Any, x: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def derived(
+    loss: Any, x: Tensor, scale: Tensor, bias: Tensor, same_id: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a loss.py: M * L, M * dL/dx, dL/dbias, and what M * dL/dscale has besides a multiple of sum q . dq."""
     eye = torch.eye(len(x), dtype=x.dtype)
     if hasattr(loss, "pair_term"):
-        p = x.diagonal()
-        total = loss.pair_term(x)[eye == 0].sum() + loss.positive_term(p).sum()
-        g = loss.pair_slope(x) * (1 - eye) + torch.diag(loss.positive_slope(p))
+        of_class = [(loss.pair_term, loss.pair_slope)]
+        same = torch.zeros_like(eye, dtype=torch.bool) if same_id is None else same_id
+        own = same_id is not None and loss.POSITIVES != "id"
+        of_class.append((loss.same_id_term, loss.same_id_slope) if own else (loss.positive_term, loss.positive_slope))
+        of_class.append((loss.positive_term, loss.positive_slope))
+        which = torch.where((eye == 1) & (loss.POSITIVES != "id"), 2, same.long())
+        terms, slopes = ([each[kind](x) for each in of_class] for kind in (0, 1))
+        total = sum(term[which == kind].sum() for kind, term in enumerate(terms))
+        g = sum(slope * (which == kind) for kind, slope in enumerate(slopes))
         return total, g, loss.dbias_factor(scale, bias) * g.sum() / len(x), loss.dscale_rest(scale, bias) * g.sum()
-    r, c, p = x.logsumexp(1), x.logsumexp(0), x.diagonal()
+    p = x.diagonal()
+    x = x if same_id is None else torch.where(same_id & (eye == 0), -torch.inf, x)
+    r, c = x.logsumexp(1), x.logsumexp(0)
     total = loss.query_term(r, p).sum() + (loss.key_term(c, p).sum() if loss.HAS_KEYS else 0.0)
     g = loss.QUERY_SHARE * (x - r[:, None]).exp() + loss.POSITIVE_SHARE * eye
     if loss.HAS_KEYS:
@@ -88,13 +99,17 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(rows, 4, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
     scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (scale_value, 0.3))
-    expected_loss = loss.reference(q, k, scale, bias)
+    ids, which = {}, None
+    if derive(DERIVABLE[name]).traits.ids:
+        ids = {side: torch.randint(rows, (rows,), generator=generator) for side in ("query_ids", "key_ids")}
+        which = ids["query_ids"][:, None] == ids["key_ids"]
+    expected_loss = loss.reference(q, k, scale, bias, **ids)
     expected = torch.autograd.grad(expected_loss, (q, k, scale, bias), allow_unused=True)
 
     with torch.no_grad():
         similarity = q @ k.T
         logits = loss.logit(similarity, scale, bias)
-        total, g, dbias, rest = derived(loss, logits, scale, bias)
+        total, g, dbias, rest = derived(loss, logits, scale, bias, which)
         g = g * loss.dlogit_dz(similarity, scale, bias)
         factor = loss.gradient_factor(scale, bias) / rows
         dscale = (loss.dscale_factor(scale, bias) * (q * (g @ k)).sum() + rest) / rows
@@ -110,17 +125,17 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
     "siglip with clip": (spec(SIGLIP.formula + CLIP.formula, "diagonal"), "sum_over_pairs beside"),
     "nt_xent": (
         spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_self) - positive(scale * NT_XENT))),
-        "masks",
+        "the mask where=",
     ),
     "supcon": (
         spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_self) - mean_over_positives(X)), "id"),
         "mean_over_positives",
     ),
-    "dcl": (spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_positive) - positive(X))), "masks"),
+    "dcl": (spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_positive) - positive(X))), "the mask where="),
     "by_id": (spec(INFONCE_OF(X), "id"), "positives='id'"),
     "ids_excluded": (
         spec(mean_over_queries(logsumexp_over_keys(X, is_positive + (1 - same_id)) - positive(X))),
-        "masks",
+        "the mask where=",
     ),
     "margin": (
         spec(mean_over_queries(logsumexp_over_keys(X - is_positive / 5) - positive(X) + sympy.Rational(1, 5))),
@@ -164,6 +179,12 @@ def test_the_gradient_of_a_pointwise_loss_is_derived() -> None:
 
 
 REFUSED = {
+    "two masks": spec(
+        mean_over_queries(logsumexp_over_keys(X, where=KEPT) - positive(X))
+        + mean_over_keys(logsumexp_over_queries(X) - positive(X)),
+        "diagonal",
+    ),
+    "a positive by its id": spec(sum_over_pairs(softplus(X) * (1 - same_id)) / queries, "diagonal"),
     "two logits": spec(mean_over_queries(logsumexp_over_keys(X) - positive(2 * X))),
     "weight outside": spec(scale * INFONCE_OF(X)),
     "no logsumexp": spec(mean_over_queries(positive(X))),

@@ -6,7 +6,7 @@ from infcl_gen.losses import derive
 from infcl_gen.runtime.traits import Traits
 from tests.losses.specs import DERIVABLE
 
-NONE = ()
+NONE, IDS = (), ("same_id",)
 EXPECTED = {
     "clip": Traits(),
     "infonce": Traits(key_statistics=NONE, known="row", positives="label"),
@@ -17,6 +17,14 @@ EXPECTED = {
     "no_scale": Traits(key_statistics=NONE, known="row", positives="label"),
     "siglip": Traits(query_statistics=NONE, key_statistics=NONE, known="before", softplus=True, strips=4),
     "siglip_focal": Traits(query_statistics=NONE, key_statistics=NONE, known="before", strips=5),
+    "siglip_multi": Traits(
+        query_statistics=NONE, key_statistics=NONE, known="before", positives="id", classes=IDS, softplus=True, strips=6
+    ),
+    "siglip_without_ids": Traits(
+        query_statistics=NONE, key_statistics=NONE, known="before", classes=IDS, softplus=True, strips=4
+    ),
+    "clip_without_ids": Traits(classes=IDS, strips=1),
+    "infonce_without_ids": Traits(key_statistics=NONE, known="row", positives="label", classes=IDS, strips=1),
 }
 
 

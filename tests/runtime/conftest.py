@@ -26,6 +26,16 @@ SOFT = LossSpec(
     doc="CLIP with capped logits: not affine in z.",
 )
 """
+WITHOUT_IDS = """
+from infcl_gen.losses.language import *
+
+x, kept = scale * z + bias, 1 - same_id * (1 - is_positive)
+towards_keys = mean_over_queries(logsumexp_over_keys(x, where=kept) - positive(x))
+towards_queries = mean_over_keys(logsumexp_over_queries(x, where=kept) - positive(x))
+CLIP = LossSpec("clip_ids", (towards_keys + towards_queries) / 2)
+INFONCE = LossSpec("infonce_ids", towards_keys, positives="label")
+"""
+FILES = {"soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE"}
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +43,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     """`packages(loss, dtype, dim, ...)` -> the imported package, generated on first use."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "soft.py").write_text(SOFT_CAPPED)
+    (folder / "ids.py").write_text(WITHOUT_IDS)
     sys.path.insert(0, str(folder))
 
     def get(
@@ -51,7 +62,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         chosen = {key: word for key, word in (("transport", transport), ("keeps", keeps)) if word is not None}
         if not (folder / name).exists():
             infcl_gen.generate(
-                loss=f"{folder}/soft.py:SOFT" if loss == "soft" else loss,
+                loss=f"{folder}/{FILES[loss]}" if loss in FILES else loss,
                 batch_size=batch_size,
                 dim=dim,
                 dtype=dtype,

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from infcl_gen.verification.properties import Case, Inputs, autograd_results, tensors
+from infcl_gen.verification.properties import Case, Inputs, autograd_results, inputs_of
 from tests.verification.dense import dense_loss
 
 HIDDEN = 5
@@ -162,15 +162,35 @@ def batch(
     return x, y, torch.randint(sum(keys), (sum(rows),), generator=generator) if labelled else None
 
 
+def ids_of(kind: str, rows: list[int], keys: list[int]) -> dict[str, Tensor]:
+    """Ids of the global batch: "shared" by a few, of which half the pairs (i, i), or positives of each query
+    "elsewhere": on other ranks only."""
+    if kind == "shared":
+        generator = torch.Generator().manual_seed(sum(rows) + 1)
+        found = [torch.randint(max(2, sum(keys) // 3), (sum(each),), generator=generator) for each in (rows, keys)]
+        paired = min(map(len, found))
+        found[1][:paired:2] = found[0][:paired:2]
+    else:  # keys of rank r + 1 belong to queries of rank r
+        found = [
+            torch.cat([(rank + shift) % len(each) * 1000 + torch.arange(count) for rank, count in enumerate(each)])
+            for each, shift in ((rows, 1), (keys, 0))
+        ]
+    query_ids, key_ids = (number // 2 + (number % 2 << 40) for number in found)  # 2 n and 2 n + 1: high halves differ
+    return {"query_ids": query_ids, "key_ids": key_ids}
+
+
 def shard(x: Tensor | None, sizes: list[int], rank: int) -> Tensor | None:
     return None if x is None else x[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
-def reference_gradients(package: ModuleType, rows: list[int], keys: list[int], labelled: bool | str) -> list[Tensor]:
+def reference_gradients(
+    package: ModuleType, rows: list[int], keys: list[int], labelled: bool | str, ids: str = ""
+) -> list[Tensor]:
     """loss and its gradients by Model's parameters, for the whole batch in one process, dense, in fp64."""
     model = Model(package.SPEC["problem"]["dim"], torch.float64)
     x, y, labels = batch(rows, keys, labelled, torch.float64)
-    loss = dense_loss(package.ContrastiveLoss._package.loss_name, *model(x, y), labels=labels)
+    found = ids_of(ids, rows, keys) if ids else {}
+    loss = dense_loss(package.ContrastiveLoss._package.loss_name, *model(x, y), labels=labels, **found)
     return [loss.detach(), *gradients_or_zeros(loss, model)]
 
 
@@ -188,6 +208,7 @@ def gradients(
     labelled: bool | str = False,
     repeats: int = 1,
     how: str = "function",
+    ids: str = "",
     **options: Any,
 ) -> list[Tensor]:
     """This rank's loss and gradients by the parameters. `rows` and `keys` are in group-rank order."""
@@ -201,17 +222,22 @@ def gradients(
     x_own, y_own = shard(x, rows, rank), shard(y, keys, rank)
     own_labels = labelled if labelled == "own" else shard(labels, rows, rank)
     assert x_own is not None and y_own is not None
+    given: dict[str, Any] = {"labels": own_labels}
+    if ids:
+        whole_ids = ids_of(ids, rows, keys)
+        sizes_of = (("query_ids", rows), ("key_ids", keys))
+        given |= {name: shard(whole_ids[name].to(_device), sizes, rank) for name, sizes in sizes_of}
     results: list[list[Tensor]] = []
     for _ in range(repeats):
         if how == "ddp":
             wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
-            loss = module.ContrastiveLoss(group=group, **options)(*wrapped(x_own, y_own), labels=own_labels)
+            loss = module.ContrastiveLoss(group=group, **options)(*wrapped(x_own, y_own), **given)
             model.zero_grad()
             loss.backward()
             found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
         elif how == "compiled":
             loss_module = module.ContrastiveLoss(group=group, **options)
-            whole = nn.Sequential(Unpacked(model), Unpacked(loss_module, labels=own_labels))
+            whole = nn.Sequential(Unpacked(model), Unpacked(loss_module, **given))
             loss = torch.compile(whole, fullgraph=True, backend="aot_eager")((x_own, y_own))
             found = gradients_or_zeros(loss, model)
         elif how == "traced":  # without gradients, which the graph then keeps nothing for
@@ -219,7 +245,7 @@ def gradients(
                 features = model(x_own, y_own)
 
             def called(*features: Tensor) -> Tensor:
-                value: Tensor = module.contrastive_loss(*features, labels=own_labels, group=group, **options)
+                value: Tensor = module.contrastive_loss(*features, **given, group=group, **options)
                 return value
 
             loss = make_fx(called)(*features)(*model(x_own, y_own))
@@ -227,16 +253,16 @@ def gradients(
         elif how == "loss_and_grads":
             with torch.no_grad():
                 features = model(x_own, y_own)
-            loss, *feature_gradients = module.loss_and_grads(*features, labels=own_labels, group=group, **options)
+            loss, *feature_gradients = module.loss_and_grads(*features, **given, group=group, **options)
             features = model(x_own, y_own)
             found = list(torch.autograd.grad(features, list(model.parameters()), feature_gradients))
         else:
             mesh = dist.DeviceMesh("cpu", list(ranks)) if how == "mesh" else group
-            loss = module.contrastive_loss(*model(x_own, y_own), labels=own_labels, group=mesh, **options)
+            loss = module.contrastive_loss(*model(x_own, y_own), **given, group=mesh, **options)
             found = gradients_or_zeros(loss, model)
             if how == "no_grad":  # the same value, where nothing is kept
                 with torch.no_grad():
-                    loss = module.contrastive_loss(*model(x_own, y_own), labels=own_labels, group=mesh, **options)
+                    loss = module.contrastive_loss(*model(x_own, y_own), **given, group=mesh, **options)
         results.append([loss.detach().clone(), *(g.clone() for g in found)])
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"
@@ -250,10 +276,10 @@ def case_results(
     module = importlib.import_module(package)
     group = group_of(ranks)
     rank = dist.get_rank(group)
-    whole = tensors(case, module.SPEC["positives"], _device)
+    whole = inputs_of(module, case, _device)
     q, k = shard(whole.q, rows, rank), shard(whole.k, keys, rank)
-    labels = shard(whole.labels, rows, rank)
-    own = Inputs(q, k, whole.scale, whole.bias, labels)
+    of_queries = (shard(x, rows, rank) for x in (whole.labels, whole.query_ids))
+    own = Inputs(q, k, whole.scale, whole.bias, *of_queries, shard(whole.key_ids, keys, rank))
     results = [autograd_results(module, own, group=group) for _ in range(repeats)]
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True)), "not repeatable"

@@ -22,11 +22,14 @@ def dense_loss(
     scale: Tensor | float = 1.0,
     bias: Tensor | float = 0.0,
     labels: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
 ) -> Tensor:
     """A loss as its definition says it, over all pairs, differentiable, in the dtype of its arguments.
 
     Nothing here comes from the generator: neither formulas nor code. "soft" is clip with logits capped at 20. "siglip"
-    is algorithm 1 of arXiv 2303.15343.
+    is algorithm 1 of arXiv 2303.15343; "siglip_multi" is the same with labels 1 for all pairs of one id. "clip_ids" and
+    "infonce_ids" leave out keys of the query's id but its positive, and queries of the key's id but its own.
     """
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
@@ -34,6 +37,12 @@ def dense_loss(
     if name == "siglip":
         labels = 2.0 * torch.eye(len(q), dtype=logits.dtype, device=q.device) - 1.0
         return -torch.nn.functional.logsigmoid(labels * logits).sum() / len(q)
+    if query_ids is not None and key_ids is not None:
+        same = query_ids[:, None] == key_ids[None, :]
+        if name == "siglip_multi":
+            return -torch.nn.functional.logsigmoid(torch.where(same, logits, -logits)).sum() / len(q)
+        others = torch.arange(len(k), device=q.device) != own[:, None]
+        name, logits = name.removesuffix("_ids"), torch.where(same & others, -torch.inf, logits)
     by_query = torch.nn.functional.cross_entropy(logits, own)
     if name == "infonce":
         return by_query
@@ -48,12 +57,14 @@ def dense(
     scale: float = 1.0,
     bias: float | None = None,
     labels: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
     factor: float = 1.0,
 ) -> LossAndGrads:
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    loss = dense_loss(name, *leaves, labels=labels)
+    loss = dense_loss(name, *leaves, labels=labels, query_ids=query_ids, key_ids=key_ids)
     return LossAndGrads(loss.detach(), *torch.autograd.grad(factor * loss, leaves, materialize_grads=True))
 
 

@@ -26,9 +26,10 @@ from infcl_gen.verification.properties import (
     Inputs,
     autograd_results,
     check_case,
-    tensors,
+    inputs_of,
 )
 
+LOSSES = ("clip", "infonce", "siglip", "siglip_multi")
 LARGEST = 300  # rows of the CPU packages: a panel and some more
 
 
@@ -65,38 +66,38 @@ def checked(module: types.ModuleType, case: Case, device: str) -> None:
     assert not failures(rows), f"{case}: {failures(rows)}"
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
+@pytest.mark.parametrize("loss", LOSSES)
 @hypothesis.given(case=cases(DIMS, tuple(DTYPES), st.one_of(st.sampled_from(ROWS), st.integers(1, LARGEST))))
 def test_the_cpu_target(loss: str, case: Case) -> None:
     checked(package(loss, case.dtype, case.dim), case, "cpu")
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_autograd_and_loss_and_grads_agree_to_the_bit_on_every_repeat(loss: str, dtype: str) -> None:
     module = package(loss, dtype, 64)
-    q, k, scale, bias, labels = tensors(Case(129, 129, 64, dtype, 14.3, -1.0, seed=1), module.SPEC["positives"])
-    first = module.loss_and_grads(q, k, scale, bias, labels=labels)
+    inputs = inputs_of(module, Case(129, 129, 64, dtype, 14.3, -1.0, seed=1))
+    first = module.loss_and_grads(*inputs[:4], **inputs.given)
     for _ in range(100 if dtype == "fp32" else 3):
-        again = module.loss_and_grads(q, k, scale, bias, labels=labels)
+        again = module.loss_and_grads(*inputs[:4], **inputs.given)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    by_autograd = autograd_results(module, Inputs(q, k, scale, bias, labels))
+    by_autograd = autograd_results(module, inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, by_autograd, strict=True))
-    assert first[1].dtype == first[2].dtype == q.dtype and first[0].dim() == first[3].dim() == 0
+    assert first[1].dtype == first[2].dtype == inputs.q.dtype and first[0].dim() == first[3].dim() == 0
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce", "siglip"])
+@pytest.mark.parametrize("loss", LOSSES)
 def test_nan_in_nan_out(loss: str) -> None:
     module = package(loss, "fp32", 16)
-    inputs = tensors(Case(65, 65, 16, "fp32", 14.3), module.SPEC["positives"])
+    inputs = inputs_of(module, Case(65, 65, 16, "fp32", 14.3))
     for which in (0, 1):
         poisoned = Inputs(*(x.clone() if isinstance(x, torch.Tensor) else x for x in inputs))
         poisoned[which][7, 3] = float("nan")
-        result = module.loss_and_grads(*poisoned[:4], labels=poisoned.labels)
-        truth = module.reference(*poisoned[:4], labels=poisoned.labels)
+        result = module.loss_and_grads(*poisoned[:4], **poisoned.given)
+        truth = module.reference(*poisoned[:4], **poisoned.given)
         assert truth.isnan() and result[0].isnan() and result[3].isnan()
         assert result[1][7].isnan().all() if which == 0 else result[1].isnan().all()
-        alone = (loss, which) == ("siglip", 1)  # only pairs of key 7 know of it
+        alone = loss.startswith("siglip") and which == 1  # only pairs of key 7 know of it
         assert result[2][7].isnan().all() if alone else result[2].isnan().all()
         assert not alone or not result[2][:7].isnan().any()
 
@@ -105,6 +106,7 @@ INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that
     ("panel", "clip", "bf16", 64),
     ("panel", "infonce", "fp16", 100),
     ("panel", "clip", "fp32", 16),
+    ("panel", "siglip_multi", "bf16", 64),
     ("fused", "clip", "fp16", 16),
     ("fused", "infonce", "bf16", 64),
     ("stash", "clip", "bf16", 64),

@@ -3,12 +3,17 @@
 import pytest
 import torch
 
-from infcl_gen.losses import BUILTIN_LOSSES
+from infcl_gen.losses import BUILTIN_LOSSES, derive
 from infcl_gen.verification import oracle
 from infcl_gen.verification.properties import DTYPES, Case, tensors
+from tests.losses.specs import DERIVABLE
 from tests.verification.dense import dense, dense_package
 
-SPECS = BUILTIN_LOSSES
+SPECS = BUILTIN_LOSSES | {f"{name}_ids": DERIVABLE[f"{name}_without_ids"] for name in ("clip", "infonce")}
+
+
+def drawn(name: str, case: Case) -> oracle.Inputs:
+    return tensors(case, SPECS[name].positives, with_ids=derive(SPECS[name]).traits.ids)
 
 
 def assert_close(found: oracle.LossAndGrads, truth: oracle.LossAndGrads) -> None:
@@ -22,7 +27,7 @@ def assert_close(found: oracle.LossAndGrads, truth: oracle.LossAndGrads) -> None
 def test_the_oracle_is_the_loss_by_its_definition(name: str, dtype: str) -> None:
     """Also of strided bf16 features, with labels that repeat, a scale and a bias."""
     case = Case(33, 33 if SPECS[name].positives == "diagonal" else 20, 8, dtype, 14.3, -1.0, layout="strided", seed=1)
-    inputs = tensors(case, SPECS[name].positives)
+    inputs = drawn(name, case)
     assert_close(oracle.oracle(dense_package(SPECS[name]), inputs), dense(name, *inputs))
 
 
@@ -30,7 +35,6 @@ def test_the_oracle_is_the_loss_by_its_definition(name: str, dtype: str) -> None
 def test_the_oracle_by_slices_is_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "SLICE_ROWS", 16)
     case = Case(50, 50 if SPECS[name].positives == "diagonal" else 20, 8, "bf16", 14.3, seed=1)
-    q, k, scale, _, labels = tensors(case, SPECS[name].positives)
-    given = torch.arange(50) if labels is None else labels
-    found = oracle.oracle_by_slices(dense_package(SPECS[name]).loss, q, k, scale, given)
-    assert_close(found, dense(name, q, k, scale, labels=labels))
+    inputs = drawn(name, case)
+    found = oracle.oracle_by_slices(dense_package(SPECS[name]).loss, inputs)
+    assert_close(found, dense(name, *inputs))

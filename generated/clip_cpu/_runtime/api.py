@@ -129,13 +129,16 @@ class ContrastiveLoss(nn.Module):
         output_dict: bool = False,
         *,
         labels: Tensor | str | None = None,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
         if not isinstance(output_dict, bool):
             raise TypeError("output_dict must be a bool; labels are given by name: labels=...")
         if self.world_size is not None or self.rank is not None:
             self._check_world()
-        loss = self._loss(image_features, text_features, logit_scale, logit_bias, labels, self.options)
+        given = (image_features, text_features, logit_scale, logit_bias, labels, query_ids, key_ids)
+        loss = self._loss(*given, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _loss(self, *arguments: Any) -> Tensor:
@@ -172,16 +175,17 @@ def accepted(package: Package, call: Call) -> Call:
 
     Raises TypeError or ValueError for the first wrong argument.
     """
-    q, k, scale, bias, labels, options = call
+    q, k, scale, bias, labels, query_ids, key_ids, options = call
     _check_choices(options)
     _check_features(package, call)
+    _check_ids(package, call)
     if labels is not None:
         _check_labels(package, q, labels)
         own = isinstance(labels, str)
         labels, options = None if own else labels, options._replace(labelling="own" if own else "given")
     scale = _scalar("scale", scale, package, q)
     bias = _scalar("bias", 0.0 if bias is None else bias, package, q)
-    return Call(q, k, scale, bias, labels, options)
+    return Call(q, k, scale, bias, labels, query_ids, key_ids, options)
 
 
 def _check_choices(options: Options) -> None:
@@ -192,7 +196,7 @@ def _check_choices(options: Options) -> None:
 
 
 def _check_features(package: Package, call: Call) -> None:
-    for name, value in zip(Call._fields[:5], call, strict=False):
+    for name, value in zip(Call._fields[:-1], call, strict=False):
         if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # importing DTensor takes long
             whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
             rows = f"the rows of this rank, {name}.to_local(), and its mesh as group"
@@ -241,6 +245,8 @@ def _shape(x: Tensor) -> tuple[int, ...]:
 
 
 def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
+    if not package.traits.placed:
+        raise ValueError(f"the positives of {package.loss_name} are the keys of a query's id: it takes no labels")
     if not package.traits.labels:
         raise ValueError(f"{package.loss_name} pairs query i with key i: labels are not supported (infonce takes them)")
     expected = 'labels must be an int64 tensor, "own" or None'
@@ -255,6 +261,25 @@ def _check_labels(package: Package, q: Tensor, labels: Any) -> None:
         raise ValueError(f"labels must be int64 of shape ({rows},), not {labels.dtype} of shape {_shape(labels)}")
     if labels.device.type != "cpu" and labels.device != q.device:
         raise ValueError(f"labels must be on the host or on {q.device}, not on {labels.device}")
+
+
+def _check_ids(package: Package, call: Call) -> None:
+    given = {"query_ids": (call.query_ids, call.q), "key_ids": (call.key_ids, call.k)}
+    if not package.traits.ids:
+        if call.ids != (None, None):
+            raise ValueError(f"{package.loss_name} tells no pairs of one id apart: query_ids and key_ids must be None")
+        return
+    for name, (ids, x) in given.items():
+        rows = _shape(x)[0]
+        expected = f"{name} must be an int64 tensor of shape ({rows},) on {x.device}"
+        if ids is None:
+            raise ValueError(f"{package.loss_name} needs query_ids and key_ids: {expected}")
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"{expected}, not {type(ids).__name__}")
+        if ids.dtype != torch.int64 or ids.shape != x.shape[:1]:
+            raise ValueError(f"{expected}, not {ids.dtype} of shape {_shape(ids)}")
+        if ids.device != x.device:  # a copy from the host would wait for the device
+            raise ValueError(f"{expected}, not on {ids.device}")
 
 
 def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Tensor:

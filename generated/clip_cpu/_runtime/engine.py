@@ -166,7 +166,8 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
         dtype = package.dtype if package.dtype == torch.bfloat16 else schedule.STATISTICS_DTYPE
         dq = q.new_empty(q.shape if gradients else (0,), dtype=dtype)
         dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients else (0,), dtype=dtype)
-        return Saved(dq, dk, q.new_empty(2 * gradients, dtype=schedule.STATISTICS_DTYPE), sizes)
+        scalars = q.new_empty(2 * gradients, dtype=schedule.STATISTICS_DTYPE)
+        return Saved(dq, dk, scalars, q.new_empty((0, 1), dtype=torch.int64), sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
@@ -175,10 +176,12 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
             stash, columns = (package.key_count, package.dim), package.key_count
         elif table.keeps:
             stash, columns = (room, package.dim), columns + room
+    kept_ids = stash[0] if stash and package.traits.ids and ranks > 1 else 0
     return Saved(
         q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty((2, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty(stash or (0,), dtype=package.dtype),
+        q.new_empty((kept_ids, 1), dtype=torch.int64),
         sizes,
     )
 
@@ -190,6 +193,7 @@ class _Sweep:
         self.package, self.call, self.layout, self.saved = package, call, layout, saved
         # Labels first: their copy from the host waits for kernels launched before it.
         self.positives, statistics = _positives(package, call, layout), saved.of_queries
+        self.query_ids, self.key_ids = (None if ids is None else ids.contiguous() for ids in call.ids)
         self.queries: Statistics | None = None
         self.sums: Tensor | None = None
         if package.traits.at_once:
@@ -199,21 +203,22 @@ class _Sweep:
             self.queries, self.positive, self.stash = view(statistics), statistics[2:], saved.stash
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
-    def block(self, owner: int, k: Tensor, statistics: Tensor) -> Block:
+    def block(self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None) -> Block:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
-        return Block(q, k, scale, bias, self.positives, first, self.queries, keys, self.positive, self.sums)
+        found = (self.queries, keys, self.positive, self.query_ids, key_ids, self.sums)
+        return Block(q, k, scale, bias, self.positives, first, *found)
 
     def own_block(self) -> Block:
-        return self.block(self.layout.rank, self.call.k, self.saved.of_keys)
+        return self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids)
 
     def visits(self, trip: Trip) -> Iterator[Block]:
         """The blocks of all queries and each owner's keys, as a trip brings them, without empty ones."""
-        has_keys = self.package.traits.has_keys
+        traits = self.package.traits
         for owner in trip:
             if self.call.q.shape[0] and self.layout.keys[owner]:
-                statistics = trip["key statistics"] if has_keys else self.saved.of_keys
-                yield self.block(owner, trip["keys"], statistics)
+                statistics = trip["key statistics"] if traits.has_keys else self.saved.of_keys
+                yield self.block(owner, trip["keys"], statistics, trip["key ids"].view(-1) if traits.ids else None)
 
 
 def _forward(sweep: _Sweep, group: Group | None, gradients: bool) -> Statistics | None:
@@ -355,23 +360,27 @@ def _table(package: Package, layout: Layout, gradients: bool) -> Table:
 
 
 def _tensors(sweep: _Sweep, table: Table) -> Tensors:
-    """The tensors of a trip; those kept for backward are `Saved.of_keys` and `Saved.stash`."""
+    """The tensors of a trip; those kept for backward are `of_keys`, `stash` and `ids` of `Saved`."""
     package, layout, k, stash, statistics = sweep.package, sweep.layout, sweep.call.k, sweep.stash, sweep.saved.of_keys
-    schedule, keys = package.schedule, k.shape[0]
+    schedule, keys, ids = package.schedule, k.shape[0], sweep.saved.ids
     dtypes = {"features": k.dtype, "statistics": schedule.STATISTICS_DTYPE}
     own = {"keys": k}
+    if sweep.key_ids is not None:
+        own["key ids"] = sweep.key_ids[:, None]
     if package.traits.has_keys:
         own["key statistics"] = panel_columns(statistics, 0, keys)
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward
             total = sum(layout.keys)
             stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2, total))
-        kept = {"keys": stash, "key statistics": statistics}
+            ids = ids.new_empty((total * package.traits.ids, 1))
+        kept = {"keys": stash, "key statistics": statistics, "key ids": ids}
         return Tensors(own, kept, dtypes, lambda parts, sums: schedule.merge_ranks(parts, view(sums)))
     if not table.keeps:
         return Tensors(own, {}, dtypes)
     largest = max(layout.keys)
-    return Tensors(own, {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest]}, dtypes)
+    kept = {"keys": stash[:largest], "key statistics": statistics[:, keys : keys + largest], "key ids": ids[:largest]}
+    return Tensors(own, kept, dtypes)
 
 
 def _room(package: Package, ranks: int) -> int:

@@ -14,6 +14,7 @@ from .package import Options, Package
 # Queries, keys, scale: one pair, a small tile, ragged tiles, and a temperature at which a fixed reference underflows.
 CASES = ((1, 1, 1.0), (2, 2, 1.0), (64, 64, 14.3), (129, 129, 100.0), (100, 127, 14.3))
 BIAS = -0.5
+SHARED = 3  # rows of one id
 FEW = 16  # rows or keys whose largest rounding may decide
 ROUNDINGS = 4.0  # of a product or of the statistics dtype, allowed in a result; at most 1.0 is measured
 TF32_ROUNDOFF = 2.0**-10  # tensor cores cut operands to 10 mantissa bits
@@ -35,13 +36,13 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
     cases: list[dict[str, Any]] = []
     repeatable = True
     for rows, keys, scale in CASES:
-        keys = keys if package.traits.labels else rows
+        keys = rows if package.traits.paired else keys
         if rows > package.batch_size or keys > package.key_count:
             continue
         generator = torch.Generator().manual_seed(rows)
         random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
         q, k = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
-        arguments = (package, q, k, scale, BIAS, None, Options(ALONE))
+        arguments = (package, q, k, scale, BIAS, None, *_ids(package, q, k), Options(ALONE))
         first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         errors, allowed = _errors(package, first, q, k, scale)
@@ -55,6 +56,14 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         "repeatable": repeatable,
         "cases": cases,
     }
+
+
+def _ids(package: Package, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Ids of q and k, each of SHARED neighbours, beyond 32 bits; None where the loss has none."""
+    if not package.traits.ids:
+        return None, None
+    query_ids, key_ids = (torch.arange(len(x), device=x.device) // SHARED << 31 for x in (q, k))
+    return query_ids, key_ids
 
 
 def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
@@ -122,8 +131,11 @@ def _gradients_of_logits(package: Package, q: Tensor, k: Tensor, scale: float) -
     numbers = [torch.tensor(number, dtype=z.dtype, device=z.device) for number in (scale, BIAS)]
     bias = numbers[1].expand_as(z).clone().requires_grad_()
     x = package.loss.logit(z, numbers[0], bias)
-    labels = (torch.arange(len(q), device=z.device),) if package.traits.labels else ()
-    of_z, of_bias = torch.autograd.grad(package.loss.loss_of_logits(x, *labels), (z, bias), materialize_grads=True)
+    classes = [torch.arange(len(q), device=z.device)] if package.traits.labels else []
+    query_ids, key_ids = _ids(package, q, k)
+    if query_ids is not None and key_ids is not None:
+        classes.append(query_ids[:, None] == key_ids)
+    of_z, of_bias = torch.autograd.grad(package.loss.loss_of_logits(x, *classes), (z, bias), materialize_grads=True)
     return of_z, of_bias
 
 
@@ -131,7 +143,8 @@ def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dt
     """The results of the package's `reference` in `dtype`; unused inputs have gradient 0."""
     numbers = (torch.tensor(number, dtype=dtype, device=q.device) for number in (scale, BIAS))
     leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
-    loss = package.loss.reference(*leaves, dtype=dtype)
+    query_ids, key_ids = _ids(package, q, k)
+    loss = package.loss.reference(*leaves, query_ids=query_ids, key_ids=key_ids, dtype=dtype)
     return Results(loss.detach(), *torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 

@@ -20,9 +20,12 @@ class Traits:
     query_statistics  the kind of each number that is reduced over the pairs of a query: "logsumexp"
     key_statistics    the same of a key
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
-    positives         "diagonal": key i is the positive of query i; "label": the key that the caller names
+    positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
+                      keys of its id, of which there may be none
+    classes           classes of pairs that tiles tell apart: "same_id". Pairs of one id, but no positive, have a term
+                      of their own in a sum over pairs, and are left out of log-sum-exps
     affine            whether the logit is slope * z + shift
-    softplus          whether the term of every pair but the positive is a multiple of softplus(x) or softplus(-x)
+    softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
     """
 
@@ -30,6 +33,7 @@ class Traits:
     key_statistics: tuple[str, ...] = ("logsumexp",)
     known: Known = "all"
     positives: str = "diagonal"
+    classes: tuple[str, ...] = ()
     affine: bool = True
     softplus: bool = False
     strips: int = 0
@@ -43,6 +47,21 @@ class Traits:
     def labels(self) -> bool:
         """Whether labels may name the positives."""
         return self.positives == "label"
+
+    @property
+    def paired(self) -> bool:
+        """Whether query i and key i are a pair, so that there are as many keys as queries."""
+        return self.positives == "diagonal"
+
+    @property
+    def placed(self) -> bool:
+        """Whether a query has one positive, which is found by its place."""
+        return self.positives != "id"
+
+    @property
+    def ids(self) -> bool:
+        """Whether a call gives ids of queries and keys."""
+        return "same_id" in self.classes
 
     @property
     def at_once(self) -> bool:
