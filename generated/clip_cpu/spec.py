@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "28ea316daa5b40457898ea8a4d529347065f171a6543cee636d394878ae3c9c8",
+    "digest": "7c270ba0f2016ebd3498883b4edf96ab7ea536606a6e6a49ae0f844fc458127f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

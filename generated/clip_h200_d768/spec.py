@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "2b0973daad4d18debc781c19d655c12dc797ce92af333c2e500baaff495eb043",
+    "digest": "0a402c886639762872f16e1d6ae5f8516db385c6ec04dc298b5f57342206867e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

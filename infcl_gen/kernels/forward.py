@@ -8,7 +8,7 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
-from infcl_gen.kernels.gradient import GradientTile
+from infcl_gen.kernels.gradient import ID_BLOCKS, GradientTile
 
 DEEP = 768  # from this depth on, one program with a large tile beats two small ones, whose epilogues hide each other
 DEEP_BLOCKS = {"hopper": Block(256, 128, 64, 8, 4)}
@@ -29,6 +29,8 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
+        if choice.traits.ids and not choice.traits.at_once:
+            return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.operand_bytes != 2 or choice.traits.at_once:  # small tiles hide each other's terms
             return found
         if choice.inner_dim >= DEEP:

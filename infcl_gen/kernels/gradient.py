@@ -12,6 +12,15 @@ PAIR_BLOCKS = {
 }  # fmt: skip
 # The same step: 32.9 ms, 39.0 with 256 x 128. Its threads hold 128 numbers of z, so that much else spills.
 WIDE_PAIR_BLOCKS = {"hopper": Block(128, 256, 64, 8, 3)}
+# Ids take registers beside z: with 128 numbers of it a thread of sm_90 spills 16 to 160 bytes, with 64 one of sm_80 24.
+ID_BLOCKS = {
+    "hopper": (Block(128, 128, 64, 8, 4), Block(128, 64, 32, 8, 3)),
+    "blackwell": (Block(128, 128, 64, 8, 3), Block(128, 64, 32, 8, 3)),
+    "ampere": (Block(128, 64, 64, 8, 3), Block(64, 64, 32, 8, 3)),
+    "small": (Block(128, 64, 32, 8, 3), Block(64, 64, 32, 8, 3)),
+    "cdna3": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
+    "cdna4": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
+}
 STRATEGIES = ("panel", "stash")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
@@ -25,6 +34,8 @@ class GradientTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
+        if choice.traits.ids:
+            return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.at_once and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
             return wide or PAIR_BLOCKS.get(architecture) or super().tabulated(architecture, choice)
@@ -36,8 +47,7 @@ def _has_registers(choice: Choice) -> bool:
     """Whether pairs in wide tiles do not spill on sm_90. Pointers, labels, halves of g or other terms take registers:
     24 to 832 bytes a thread spill; so do 16 where one block spans the embedding, and its loop is unrolled."""
     many_steps = choice.inner_dim > WIDE_PAIR_BLOCKS["hopper"].depth
-    others = choice.labels or choice.traits.ids or choice.split
-    return many_steps and choice.descriptors and choice.traits.softplus and not others
+    return many_steps and choice.descriptors and choice.traits.softplus and not choice.labels and not choice.split
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:

@@ -167,10 +167,10 @@ def register(package: Package) -> Any:
 
     def backward(*inputs: Any) -> tuple[Tensor, ...]:
         upstream, *rest = inputs
-        given, saved = rest[:_GIVEN], Saved(*rest[_GIVEN:-_NAMED])
-        call = Call(*(*given, Options(*rest[-_NAMED:]))).cast(package)
+        q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
+        call = Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))).cast(package)
         dq, dk, *scalars = engine.backward(package, call, saved, upstream)
-        return (dq.to(given[0].dtype), dk.to(given[1].dtype), *scalars)
+        return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
 
     def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         group = find_group(inputs[_GIVEN - 2])

@@ -23,7 +23,7 @@ from infcl_gen.emission import import_package
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
-from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, check_package, tensors
+from infcl_gen.verification.properties import DTYPES, Case, Inputs, check_case, check_package, inputs_of, tensors
 from infcl_gen.verification.worker import averaged
 from tests.kernels.guard import HUGE, LOW, NAN, GuardBands
 from tests.kernels.packages import Made, generated, module
@@ -54,16 +54,16 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
     package = module(made)
     for number, (queries, keys) in enumerate(sizes):
         case = fitting(package, Case(queries, keys, 0, scale=scale, seed=queries))
-        inputs = tensors(case, package.SPEC["positives"], device)
+        inputs = inputs_of(package, case, device)
         if number == 0 and device != "cpu":  # compiles kernels by a rehearsal, whose buffers nothing writes
-            package.loss_and_grads(*inputs[:4], labels=inputs.labels)
+            package.loss_and_grads(*inputs[:4], **inputs.given)
         where = f"{case.queries} queries, {case.keys} keys"
         results, flags = [], []
         for poison in (NAN, HUGE if queries % 2 else LOW)[: 1 if number % step else 2]:
             with GuardBands(generated(made), poison) as bands, _accumulators_between(bands, package):
                 q, k = (bands.place(x, name) for x, name in ((inputs.q, "q"), (inputs.k, "k")))
-                labels = None if inputs.labels is None else bands.place(inputs.labels, "labels")
-                results.append(package.loss_and_grads(q, k, inputs.scale, inputs.bias, labels=labels))
+                given = {name: x if x is None else bands.place(x, name) for name, x in inputs.given.items()}
+                results.append(package.loss_and_grads(q, k, inputs.scale, inputs.bias, **given))
             damages = bands.damages()
             assert not damages, f"{where}: {damages}"
             assert len(bands.buffers) > 10, "the package's allocations were not seen"

@@ -19,7 +19,9 @@ import infcl_gen
 from infcl_gen.emission import import_package
 from infcl_gen.files import lock
 from infcl_gen.kernels.choice import padded_dim
+from infcl_gen.losses import BUILTIN_LOSSES
 
+IDS = Path(__file__).resolve().parent / "losses_with_ids.py"
 FUSED_DIMS = (1, 3, 16, 64, 96, 100)
 
 
@@ -77,7 +79,7 @@ def _make(made: Made, target: Path) -> None:
     cpu = made.strategy == "torch"
     infcl_gen.generate(
         output=target,
-        loss=made.loss,
+        loss=made.loss if made.loss in BUILTIN_LOSSES else f"{IDS}:{made.loss}",
         batch_size=made.rows,
         dim=made.dim,
         dtype=made.dtype,
@@ -111,7 +113,7 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
     if made.small and made.strategy != "torch":
         wide = str(min(64, padded_dim(made.dim)))
         chosen |= {"forward.depth": wide}
-        if made.loss != "siglip":  # sums over pairs have no such kernel
+        if not made.loss.startswith("siglip"):  # sums over pairs have no such kernel
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
         if made.strategy == "stash":  # the forward's tiles are those of the backward
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}

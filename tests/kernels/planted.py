@@ -50,6 +50,7 @@ PANEL, FUSED, STASH = Made("panel"), Made("fused"), Made("stash")
 LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
 PAIRS = Made("panel", "siglip")
+BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
@@ -528,6 +529,47 @@ BUGS: dict[str, Bug] = {
         checks.upstream,
         (),
     ),
+    "ids are compared by their low halves": Bug(
+        BY_ID,
+        (
+            ("kernels.py", "ids_of_queries[:, None] == ids", "ids_of_queries.to(tl.int32)[:, None] == ids"),
+            ("kernels.py", "ids_of_keys[None, :]\n", "ids_of_keys.to(tl.int32)[None, :]\n"),
+        ),
+        checks.numerics,
+        (Case(100, 90, 0, scale=3.0, seed=2),),
+        "loss",
+    ),
+    "a pair of one id has the slope of another pair": Bug(
+        BY_ID,
+        (("kernels.py", "value = tl.where(same_id, -value, value)", "value = tl.where(same_id, value, value)"),),
+        checks.numerics,
+        (Case(100, 90, 0, scale=3.0, seed=2),),
+        "dq",
+    ),
+    "ids are those of the first panel": Bug(
+        BY_ID,
+        (("_runtime/package.py", "panel(self.key_ids, key0, keys)", "panel(self.key_ids, 0, keys)"),),
+        checks.numerics,
+        (Case(130, 130, 0, scale=3.0, seed=2),),
+        "loss",
+    ),
+    "the positive is left out with its id": Bug(
+        LEFT_OUT,
+        (
+            ("kernels.py", "left_out = same_id & (", "left_out = same_id | (same_id & ("),
+            ("kernels.py", "!= place[:, None])\n", "!= place[:, None]))\n"),
+        ),
+        checks.numerics,
+        (Case(100, 100, 0, scale=3.0, seed=2),),
+        "loss",
+    ),
+    "g of a pair that is left out": Bug(
+        LEFT_OUT,
+        (("kernels.py", "value = tl.where(same_id, 0.0, value)", "value = tl.where(same_id, value, value)"),),
+        checks.numerics,
+        (Case(100, 100, 0, scale=3.0, seed=0),),
+        "dq",
+    ),
     "torch: a positive has the term of another key": Bug(
         Made("torch", "siglip"),
         (("schedule.py", "terms[row, column] = formulas.positive_term(p)", "pass"),),
@@ -579,13 +621,13 @@ BUGS: dict[str, Bug] = {
     ),
     "the second derivative is silently wrong": Bug(
         Made("torch", dtype="fp32"),
-        (("_runtime/ops.py", "raise _twice(ctx.name)", "return (None,) * 9"),),
+        (("_runtime/ops.py", "raise _twice(ctx.name)", "return (None,) * 11"),),
         checks.second_derivative,
         (),
     ),
     "features that torch.func has left wrapped are taken as they are": Bug(
         Made("panel", settings=(("replay", "off"),)),
-        (("_runtime/package.py", "Call(q.to(dtype), k.to(dtype), scale", "Call(q, k, scale"),),
+        (("_runtime/package.py", "q=q.to(dtype), k=k.to(dtype)", "q=q, k=k"),),
         checks.left_of_a_transform,
         (),
     ),

@@ -18,6 +18,8 @@ PACKAGES = {
     "pairs": Made("panel", "siglip"),
     "pairs, pointers": Made("panel", "siglip", "fp16", settings=(("descriptors", "off"),)),
     "pairs, fp32": Made("panel", "siglip", "fp32", dim=8),
+    "pairs by id": Made("panel", "siglip_multi"),
+    "ids left out": Made("panel", "clip_without_ids"),
     "fused": Made("fused", "infonce"),
     "fused, pointers": Made("fused", dim=3),
     "stash": Made("stash"),

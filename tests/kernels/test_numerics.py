@@ -46,7 +46,11 @@ CASES = st.builds(
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("strategy", "loss"), [*itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]), ("panel", "siglip")]
+    ("strategy", "loss"),
+    [
+        *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
+        *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
+    ],
 )
 @examples(ci=12, long=300)
 @hypothesis.given(data=st.data())
@@ -139,6 +143,7 @@ def test_small_probabilities_in_fp16(interpreted: Interpreter, strategy: str) ->
 SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
+    ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
 ]  # fmt: skip
 

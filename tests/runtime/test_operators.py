@@ -56,7 +56,7 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
     wide, narrow = torch.float32, torch.bfloat16
     for dtypes in ((wide, wide), (wide, narrow), (narrow, wide), (narrow, narrow)):
         q, k, scale = (x.detach() for x in drawn(*dtypes))
-        call = (q, k, scale, torch.tensor(0.0), None)
+        call = (q, k, scale, torch.tensor(0.0), None, None, None)
         options = ("", "mean", "mean", "first", "none")
         loss, *saved = operators.forward(*call, *options, 15)
         dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *options)
@@ -69,18 +69,19 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
 def operators_are_well_formed(package: ModuleType) -> None:
     """All of torch's own checks: schema, shapes of fake tensors, registration, and dispatch through AOTAutograd with
     symbolic sizes. Features are wider than the package, as before autocast; each gradient has the dtype of its own."""
-    operators, labelled = package.ContrastiveLoss._package.operators, package.SPEC["problem"]["loss"] == "infonce"
-    labels = torch.arange(20).flip(0) if labelled else None
+    operators, traits = package.ContrastiveLoss._package.operators, package.ContrastiveLoss._package.traits
+    labelled, ids = traits.labels, traits.ids
+    of_pairs = (torch.arange(20).flip(0) if labelled else None, *[torch.arange(20) // 3 if ids else None] * 2)
     options = ("", "mean", "mean", "first", "given" if labelled else "none")
     bias = torch.tensor(0.0, requires_grad=True)
     for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
         call = (*drawn(*dtypes), bias)
         for gradients in (0, 15):  # 0: called under no_grad, nothing is kept
             wanted = [x.detach().requires_grad_(bool(gradients)) for x in call]
-            torch.library.opcheck(operators.forward, (*wanted, labels, *options, gradients))
+            torch.library.opcheck(operators.forward, (*wanted, *of_pairs, *options, gradients))
         with torch.no_grad():
-            loss, *saved = operators.forward(*call, labels, *options, 15)
-            arguments = (torch.ones_like(loss), *(x.detach() for x in call), labels, *saved, *options)
+            loss, *saved = operators.forward(*call, *of_pairs, *options, 15)
+            arguments = (torch.ones_like(loss), *(x.detach() for x in call), *of_pairs, *saved, *options)
         torch.library.opcheck(operators.backward, arguments)
     # The other checks of `refuse` call it, and it does nothing but raise.
     torch.library.opcheck(operators.refuse, ("ValueError", "wrong", ""), test_utils="test_autograd_registration")
@@ -100,13 +101,13 @@ BUGS: dict[str, tuple[str, Edit]] = {
         "form", (OPS, f"if upstream is None:{NOTHING}", f"if upstream is None or not upstream:{NOTHING}"),
     ),
     "a traced call drops the reduction": (
-        "options", (OPS, "*call.options[:5], gradients", '*call.options[:2], "mean", *call.options[3:5], gradients'),
+        "options", (OPS, "*call.options[:_NAMED], g", '*call.options[:2], "mean", *call.options[3:5], g'),
     ),
     "the forward operator drops the reduction": (
-        "options", (OPS, "Options(*inputs[5:10])", 'Options(*inputs[5:10])._replace(reduction="mean")'),
+        "options", (OPS, "Options(*given[_GIVEN:])", 'Options(*given[_GIVEN:])._replace(reduction="mean")'),
     ),
     "the backward operator drops the reduction": (
-        "options", (OPS, "Options(*rest[7:])", 'Options(*rest[7:])._replace(reduction="mean")'),
+        "options", (OPS, "Options(*rest[-_NAMED:])", 'Options(*rest[-_NAMED:])._replace(reduction="mean")'),
     ),
     "gradients keep the dtype of their sums": (
         "dtypes", (OPS, "(dq.to(q.dtype), dk.to(k.dtype), *scalars)", "(dq, dk, *scalars)"),
@@ -123,8 +124,9 @@ def test_operators(packages: Packages, check: str) -> None:
     CHECKS[check](packages("clip", dtype="bf16"))
 
 
-def test_operators_with_labels_are_well_formed(packages: Packages) -> None:
-    operators_are_well_formed(packages("infonce", dtype="bf16"))
+@pytest.mark.parametrize("loss", ["infonce", "siglip", "siglip_multi", "clip_ids"])
+def test_operators_with_labels_and_ids_are_well_formed(packages: Packages, loss: str) -> None:
+    operators_are_well_formed(packages(loss, dtype="bf16"))
 
 
 @pytest.mark.parametrize("bug", BUGS)

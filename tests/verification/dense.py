@@ -101,6 +101,8 @@ def by_shares(
     scale: float,
     bias: float | None = None,
     labels: torch.Tensor | None = None,
+    query_ids: torch.Tensor | None = None,
+    key_ids: torch.Tensor | None = None,
     positive_share: float | None = None,
 ) -> LossAndGrads:
     """What a correct kernel computes: the derived gradient in the statistics' dtype, g rounded to the features'."""
@@ -113,6 +115,7 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
+    assert query_ids is None and key_ids is None
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)

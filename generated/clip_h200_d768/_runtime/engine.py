@@ -126,7 +126,7 @@ def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor) -> G
         dq, dk = (x.new_empty(x.shape, dtype=dtype) for x in call[:2])
         schedule.rescale(saved.of_queries, upstream, dq)
         schedule.rescale(panel(saved.of_keys, 0, call.k.shape[0]), upstream, dk)
-        dscale, dbias = (saved.stash * upstream).unbind()
+        dscale, dbias = (x * upstream for x in saved.stash.unbind())  # an operator's results share no memory
         return dq, dk, dscale, dbias
 
 
