@@ -171,6 +171,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), why),
             v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), why),
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
+            v.traits.ids and BufferTerm("recorded_ids", both, (m + n,), why, "int64"),
             # Beside the accumulators, dq and dk, which a call needs that cannot be recorded.
             BufferTerm("recorded_sums", backward, (m + room, D), "what the graphs write"),
         ]
@@ -182,6 +183,8 @@ def _common_terms(v: Choice) -> list[Any]:
     return [
         v.labels and BufferTerm("labels", "both", (m,), "index of each query's positive", "int64"),
         v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels that name no key"),
+        v.traits.ids
+        and BufferTerm("ids", "both", (m + n,), "of queries and keys, where a call's have strides", "int64"),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
     ]
