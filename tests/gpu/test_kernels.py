@@ -61,6 +61,12 @@ PACKAGES = [
     planned("stash", "clip", "bf16", 768),
     planned("stash", "clip", "bf16", 100),
     planned("stash", "infonce", "bf16", 384),
+    planned("panel", "siglip", "bf16", 768),
+    planned("panel", "siglip", "fp16", 96),
+    planned("panel", "siglip", "fp32", 100),
+    planned("panel", "siglip_multi", "bf16", 200),
+    planned("panel", "clip_without_ids", "bf16", 768),
+    planned("panel", "infonce_without_ids", "fp32", 96),
 ]
 
 
@@ -150,12 +156,12 @@ def test_not_finite_in_not_finite_out(made: Made) -> None:
             checks.not_finite_scalar(made, which, value, "cuda")
 
 
-@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, planned("panel", "siglip", "bf16", 64)]))
 def test_the_same_bits_on_100_repeats(made: Made) -> None:
     checks.repeatable(made, Case(2049, 1000, 0, scale=14.3, bias=-1.0, seed=1), 100, "cuda")
 
 
-@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, planned("panel", "siglip", "bf16", 64)]))
 def test_graphs_and_no_waiting(made: Made) -> None:
     checks.captured(made)
 

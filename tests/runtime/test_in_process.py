@@ -222,7 +222,7 @@ def check_against_reference(package: ModuleType, batch: Batch, results: Results)
     z = float((q @ k.T).abs().max())
     weight = float(len(q)) if batch.reduction == "sum" else 1.0
     name = package.ContrastiveLoss._package.loss_name
-    truth = dense(name, q, k, batch.scale, batch.bias, labels, weight * batch.upstream)
+    truth = dense(name, q, k, batch.scale, batch.bias, labels, factor=weight * batch.upstream)
     truth = truth._replace(loss=weight * truth.loss)
     unit = weight * abs(batch.upstream)
     slope = abs(batch.scale) * unit / len(q)
