@@ -129,6 +129,13 @@ def test_tiles_that_a_stash_stores(target: str, tmp_path: Path) -> None:
     check(resources(package, target, *kernels), package, target, *kernels)
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
+def test_a_row_of_panels(target: str, tmp_path: Path) -> None:
+    package = clip(tmp_path, target, loss="infonce", settings=(("strategy", "rows"),))
+    kernels = ("row_references", "forward", "shares", "row_positives", "weighted_queries", "weighted_sums", "rescale")
+    check(resources(package, target, *kernels), package, target, *kernels)
+
+
 def test_tiles_that_are_too_large_for_a_board_are_noticed(tmp_path: Path) -> None:
     """Triton compiles them all the same: tiles for an H200 may take more shared memory than an L4 has."""
     settings = (("forward.stages", "4"), ("gradient.stages", "4"))

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7c270ba0f2016ebd3498883b4edf96ab7ea536606a6e6a49ae0f844fc458127f",
+    "digest": "9310e79ffc8ef3f5a9e5296a6feec2c50d16984778a06802c0eec95ef414f89c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -40,7 +40,6 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
-            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0a402c886639762872f16e1d6ae5f8516db385c6ec04dc298b5f57342206867e",
+    "digest": "ec1226713de803c5544b7db8f62b6bf3237c3b73bce125718012b1c72eca4d69",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,7 +40,6 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
-            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

@@ -17,10 +17,9 @@ bitwise. A program writes its own flag, always, so flags need no clearing.
 Strips. A program of forward and gradient owns a block of keys and walks a strip of row blocks: what belongs to its
 keys stays in registers.
 
-Range. One exponential per element, against one reference for a whole block of keys: HEADROOM below the largest value of
-a sample (the backward takes each row's own). fp32 then holds rows and
-columns that lie up to SPREAD binary orders below it, or 100 above, to better than 2^-17. A strip with a wider range
-raises its flag, and the *_wide kernel that follows computes just that strip again, exactly. Logits may reach 10^9.
+Range. One exponential per element, against a reference for each row: the largest value of a sample. Where a sum lies
+more than ROW_SPREAD binary orders above it, or is not finite, the rows of the strip are computed again by the *_wide
+kernels, exactly. Logits may reach 10^9.
 """
 
 import triton
@@ -47,10 +46,8 @@ MERGE_ROWS = tl.constexpr(32)  # of the partial sums: 64 parts at a time, so tha
 MERGE_PARTS = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-SAMPLE_ROWS = tl.constexpr(64)
-HEADROOM = tl.constexpr(10.0)  # room on either side: a sample misses the largest value, but by less than 100
-SPREAD = tl.constexpr(80.0)  # at most 46 orders are left above the smallest fp32 number: 2^-46 of a sum may be lost
-SMALLEST_SUM = tl.constexpr(2.0**-80)
+SAMPLE_KEYS = tl.constexpr(64)
+ROW_SPREAD = tl.constexpr(80.0)  # largest p, and smallest share; 46 orders are left for features
 LARGEST_SUM = tl.constexpr(2.0**100)
 
 
@@ -115,72 +112,63 @@ def strip_of(program, queries, strip, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
-def references(q, k, scale_ptr, bias_ptr, reference, queries, keys, q_row_stride, q_depth_stride, k_row_stride,
-        k_depth_stride, WIDEN: tl.constexpr):
-    """The reference of each block of keys: HEADROOM below the largest y of SAMPLE_ROWS queries, spread over the panel.
+def row_references(q, k, scale_ptr, bias_ptr, own_reference, queries, keys, q_row_stride, q_depth_stride,
+        k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+    """The reference of each query: the largest y of SAMPLE_KEYS keys, spread over all, as an integer.
 
-    An integer, so that sums against it are moved to other references exactly. Sampled keys beyond the last are the
-    last one again: nothing is masked. A sample that misses the largest y by too much raises a flag in `forward`.
+    A row's sum is at least half its 2^reference. A sample that misses the largest y by too much is found in `shares`.
     """
-    key_block = tl.program_id(0)
-    rows = tl.arange(0, SAMPLE_ROWS).to(tl.int64) * queries // SAMPLE_ROWS
-    columns = tl.minimum(key_block * FORWARD_KEYS + tl.arange(0, FORWARD_KEYS), keys - 1).to(tl.int64)
-    z = tl.zeros((SAMPLE_ROWS, FORWARD_KEYS), tl.float32)
+    rows = tl.program_id(0) * WIDE_ROWS + tl.arange(0, WIDE_ROWS)
+    columns = tl.arange(0, SAMPLE_KEYS).to(tl.int64) * keys // SAMPLE_KEYS
+    z = tl.zeros((WIDE_ROWS, SAMPLE_KEYS), tl.float32)
     for depth0 in range(0, DIM, FORWARD_DEPTH):
         d = (depth0 + tl.arange(0, FORWARD_DEPTH)).to(tl.int64)
-        a = tl.load(q + rows[:, None] * q_row_stride + d[None, :] * q_depth_stride,
-                    mask=(d < DIM)[None, :], other=0.0)
+        a = tl.load(q + rows.to(tl.int64)[:, None] * q_row_stride + d[None, :] * q_depth_stride,
+                    mask=(rows < queries)[:, None] & (d < DIM)[None, :], other=0.0)
         b = tl.load(k + columns[:, None] * k_row_stride + d[None, :] * k_depth_stride,
                     mask=(d < DIM)[None, :], other=0.0)
         if WIDEN:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         z = tl.dot(a, b.T, z, input_precision="ieee")
-    slope = base2_slope(scale_ptr, bias_ptr)
-    if slope >= 0.0:
-        top = tl.max(z)
-    else:
-        top = tl.min(z)
-    tl.store(reference + key_block, tl.floor(top * slope) - HEADROOM)
+    y = z * base2_slope(scale_ptr, bias_ptr)
+    tl.store(own_reference + rows, tl.floor(tl.max(y, axis=1)), mask=rows < queries)
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "strip"])
-def forward(q, k, scale_ptr, bias_ptr, reference, row_exponent, row_sum, flags, queries, keys, strip,
-        rows_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, MASKED: tl.constexpr,
-        DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr):
+def forward(q, k, scale_ptr, bias_ptr, own_reference, row_exponent, row_sum, flags, stash, queries, keys, strip,
+        rows_stride, stash_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+        MASKED: tl.constexpr, DESCRIPTORS: tl.constexpr, WIDEN: tl.constexpr, STASH: tl.constexpr):
     """One strip: each z is computed once and reduced along its row.
 
     Row sums go to memory tile by tile, (key blocks, rows); column sums stay in registers until the strip is done,
-    (strips, keys). MASKED: the panel has ragged tiles, whose z is 0, not absent: their terms are cleared, and their
-    sums count as 1 in the strip's range. The flag is up if a sum leaves the range that fp32 holds well.
+    (strips, keys). MASKED: the panel has ragged tiles, whose terms are cleared. The flag is up if a sum is too large.
     """
     program = tl.program_id(0)
     key_block, number, first_block, stop_block = strip_of(program, queries, strip, FORWARD_ROWS)
     key0 = key_block * FORWARD_KEYS
     columns = key0 + tl.arange(0, FORWARD_KEYS)
     slope = base2_slope(scale_ptr, bias_ptr)
-    shared = tl.load(reference + key_block)
-    smallest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     largest = tl.full((FORWARD_ROWS,), 1.0, tl.float32)
     for row_block in tl.range(first_block, stop_block, flatten=True):
         row0 = row_block * FORWARD_ROWS
         rows = row0 + tl.arange(0, FORWARD_ROWS)
         z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
                        FORWARD_ROWS, FORWARD_KEYS, FORWARD_DEPTH, DESCRIPTORS, WIDEN)
-        p = tl.exp2(tl.fma(z, slope, -shared))
+        row_reference = tl.load(own_reference + tl.minimum(rows, queries - 1))
+        p = tl.exp2(tl.fma(z, slope, -row_reference[:, None]))
         if MASKED:
             p = tl.where((rows < queries)[:, None] & (columns < keys)[None, :], p, 0.0)
+        if STASH:
+            corner = stash + row0.to(tl.int64) * stash_stride + key0
+            places = tl.arange(0, FORWARD_ROWS)[:, None] * stash_stride + tl.arange(0, FORWARD_KEYS)[None, :]
+            tl.store(corner + places, p.to(stash.dtype.element_ty))
         row_sums = tl.sum(p, axis=1)
-        row_reference = tl.zeros_like(row_sums) + shared
-        if MASKED:
-            smallest = tl.minimum(smallest, tl.where(rows < queries, row_sums, 1.0))
-        else:
-            smallest = tl.minimum(smallest, row_sums)
         largest = tl.maximum(largest, row_sums)
         tl.store(row_exponent + key_block * rows_stride + rows, row_reference, mask=rows < queries)
         tl.store(row_sum + key_block * rows_stride + rows, row_sums, mask=rows < queries)
-    least, most = tl.min(smallest), tl.max(largest)
-    flag = (least < SMALLEST_SUM) | (most > LARGEST_SUM)
+    most = tl.max(largest)
+    flag = most > LARGEST_SUM
     tl.store(flags + program, flag.to(tl.int32))
 
 
@@ -362,6 +350,35 @@ def gradient(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, queri
         tl.store(corner + places, value.to(g.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
+def gradient_wide(q, k, scale_ptr, bias_ptr, query_exponent, query_mantissa, g, flags, queries, keys, strip,
+        g_stride, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride, WIDEN: tl.constexpr):
+    """Computes a flagged strip again, g = share_i 2^(y - r_i); exits at once elsewhere.
+
+    Launched as the kernel that flags was, with the same strips, whose g it overwrites. It takes WIDE_ROWS at a time, as
+    it holds more registers, and always pointers. Masks and padding are as in `gradient`.
+    """
+    program = tl.program_id(0)
+    if tl.load(flags + program) != 0:
+        key_block, number, first_block, stop_block = strip_of(program, queries, strip, GRADIENT_ROWS)
+        key0 = key_block * GRADIENT_KEYS
+        columns = key0 + tl.arange(0, GRADIENT_KEYS)
+        slope = base2_slope(scale_ptr, bias_ptr)
+        first_row = first_block * GRADIENT_ROWS
+        for index in range(0, tl.cdiv(min(stop_block * GRADIENT_ROWS, queries) - first_row, WIDE_ROWS)):
+            row0 = first_row + index * WIDE_ROWS
+            rows = row0 + tl.arange(0, WIDE_ROWS)
+            z = similarity(q, k, row0, key0, queries, keys, q_row_stride, q_depth_stride, k_row_stride, k_depth_stride,
+                           WIDE_ROWS, GRADIENT_KEYS, GRADIENT_DEPTH, False, WIDEN)
+            own_rows = tl.minimum(rows, queries - 1)
+            e = tl.load(query_exponent + own_rows)
+            a = QUERY_SHARE / tl.load(query_mantissa + own_rows)
+            value = tl.exp2(tl.fma(z, slope, -e[:, None])) * a[:, None]
+            corner = g + row0.to(tl.int64) * g_stride + key0
+            places = tl.arange(0, WIDE_ROWS)[:, None] * g_stride + tl.arange(0, GRADIENT_KEYS)[None, :]
+            tl.store(corner + places, value.to(g.dtype.element_ty))
+
+
 @triton.jit
 def positive_gradient(
         rows, columns, here, positive_z, positive_row_reference, scale_ptr, bias_ptr,
@@ -395,6 +412,82 @@ def gradient_positives(labels, first_key, positive_z, positive_row_reference, sc
         rows, columns, here, positive_z, positive_row_reference, scale_ptr, bias_ptr,
         query_exponent, query_mantissa)
     tl.store(g + rows.to(tl.int64) * g_stride + columns, value.to(g.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "strip"])
+def shares(query_exponent, query_mantissa, positive_z, own_reference, share, flags, queries, keys, strip):
+    """share_i = QUERY_SHARE * 2^reference / (the sum of row i): g = share_i p of the forward's p = 2^(y - reference).
+
+    The statistics of the rows are complete. A program has the rows of one strip of the forward. If one of them lies
+    more than ROW_SPREAD above its reference, or is not finite, the flags of all the strip's programs go up:
+    `gradient_wide` follows, which writes g itself, and every share is 1. A positive that is not in `positive_z`, as no
+    key has its label, makes its row NaN.
+    """
+    number, strips = tl.program_id(0), tl.num_programs(0)
+    first_row = number * strip * FORWARD_ROWS
+    last_row = min(first_row + strip * FORWARD_ROWS, queries)
+    beyond = 0
+    for row0 in range(first_row, last_row, VECTOR_ROWS):
+        rows = row0 + tl.arange(0, VECTOR_ROWS)
+        inside = rows < last_row
+        mantissa = tl.load(query_mantissa + rows, mask=inside, other=1.0)
+        mantissa += 0.0 * tl.load(positive_z + rows, mask=inside, other=0.0)
+        tl.store(query_mantissa + rows, mantissa, mask=inside)
+        above = (tl.load(query_exponent + rows, mask=inside, other=0.0)
+                 - tl.load(own_reference + rows, mask=inside, other=0.0))
+        held = (above < ROW_SPREAD) & (above > -ROW_SPREAD) & (mantissa < 4.0)  # a NaN is not
+        beyond = max(beyond, tl.max(tl.where(held, 0, 1)))
+        tl.store(share + rows, tl.exp2(-above) / mantissa * QUERY_SHARE, mask=inside)
+    if beyond != 0:
+        for row0 in range(first_row, last_row, VECTOR_ROWS):
+            rows = row0 + tl.arange(0, VECTOR_ROWS)
+            tl.store(share + rows, tl.full((VECTOR_ROWS,), 1.0, tl.float32), mask=rows < last_row)
+    key_blocks = tl.cdiv(keys, FORWARD_KEYS)
+    for first in range(0, key_blocks, VECTOR_ROWS):
+        blocks = first + tl.arange(0, VECTOR_ROWS)
+        tl.store(flags + blocks * strips + number, tl.zeros_like(blocks) + beyond, mask=blocks < key_blocks)
+
+
+@triton.jit(do_not_specialize=["first_key", "queries", "keys"])
+def row_positives(labels, first_key, positive_z, positive_row_reference, scale_ptr, bias_ptr, query_exponent,
+        query_mantissa, share, g, queries, keys, g_stride):
+    """Overwrites p of each positive by g / share_i, formed in fp32: a rounded p would lose the digits of 1 - p.
+
+    Rows whose positive is no key of the panel are left as they are. No two rows write to one place.
+    """
+    rows = tl.program_id(0) * VECTOR_ROWS + tl.arange(0, VECTOR_ROWS)
+    columns = tl.load(labels + rows, mask=rows < queries, other=-1) - first_key
+    here = (rows < queries) & (columns >= 0) & (columns < keys)
+    value = positive_gradient(
+        rows, columns, here, positive_z, positive_row_reference, scale_ptr, bias_ptr,
+        query_exponent, query_mantissa)
+    value /= tl.load(share + rows, mask=here, other=1.0)
+    tl.store(g + rows.to(tl.int64) * g_stride + columns, value.to(g.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def weighted_queries(q, share, out, rows, q_row_stride, q_depth_stride):
+    """out (rows, D) = share_i q_i, contiguous, in the features' dtype: dk += p^T out."""
+    r = tl.program_id(0) * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
+    factor = tl.load(share + r, mask=r < rows, other=0.0)[:, None]
+    for depth0 in range(0, DIM, FINISH_DEPTH):
+        d = depth0 + tl.arange(0, FINISH_DEPTH)
+        mask = (r < rows)[:, None] & (d < DIM)[None, :]
+        value = tl.load(q + r.to(tl.int64)[:, None] * q_row_stride + d.to(tl.int64)[None, :] * q_depth_stride,
+                        mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + r.to(tl.int64)[:, None] * DIM + d[None, :], (value * factor).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def weighted_sums(total, share, rows):
+    """total (rows, D), which holds p k, becomes g k: each row times its share."""
+    r = tl.program_id(0) * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
+    factor = tl.load(share + r, mask=r < rows, other=0.0)[:, None]
+    for depth0 in range(0, DIM, FINISH_DEPTH):
+        d = depth0 + tl.arange(0, FINISH_DEPTH)
+        mask = (r < rows)[:, None] & (d < DIM)[None, :]
+        places = total + r.to(tl.int64)[:, None] * DIM + d[None, :]
+        tl.store(places, tl.load(places, mask=mask, other=0.0) * factor, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -470,3 +563,16 @@ def scalars(dots, dscale, dbias, scale_ptr, bias_ptr, upstream, weight, parts, r
     unit = tl.load(upstream).to(tl.float32) * weight
     tl.store(dscale, unit * sum_of_dots + bias * 0.0)
     tl.store(dbias, unit * (0.0 * rows) + (sum_of_dots + bias) * 0.0)  # the last term keeps a NaN
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rescale(kept, out, upstream, rows):
+    """out (rows, D) = upstream * kept, rounded once; both are contiguous."""
+    r = tl.program_id(0) * FINISH_ROWS + tl.arange(0, FINISH_ROWS)
+    factor = tl.load(upstream).to(tl.float32)
+    for depth0 in range(0, DIM, FINISH_DEPTH):
+        d = depth0 + tl.arange(0, FINISH_DEPTH)
+        mask = (r < rows)[:, None] & (d < DIM)[None, :]
+        places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
+        value = tl.load(kept + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)

@@ -1,7 +1,8 @@
 """One device's sweep of infonce_a100_d768: which panel is computed when, and by which kernel.
 
-    forward   panels of 32768 queries x 32768 keys -> partial sums -> merged into the statistics
-    backward  panels of 16384 queries x 16384 keys of g -> dq += g k, dk += g^T q
+    with gradients     4096 queries x all keys of p -> sums of the rows -> dq = g k, dk += g^T q
+    without gradients  panels of 4096 queries x 65536 keys -> partial sums -> merged into the statistics
+    over ranks         the same, and in backward panels of 4096 queries x 65536 keys of g -> dq += g k, dk += g^T q
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ OPERAND_DTYPE = torch.bfloat16  # of what is multiplied
 GRADIENT_EXPONENT = 0  # gradients of logits are kept times 2 to this power
 DIM = 768  # of the embedding
 POSITIVE_PARTS = 2  # of each query's positive: z, and the references of its sums
-FORWARD_ROWS = 32768  # forward panel
-FORWARD_KEYS = 32768  # of the same
-PANEL_ROWS = 16384  # backward panel; on one device dq accumulates over this many rows
-PANEL_KEYS = 16384  # of the same
+FORWARD_ROWS = 4096  # forward panel
+FORWARD_KEYS = 65536  # of the same
+PANEL_ROWS = 4096  # backward panel; on one device dq accumulates over this many rows
+PANEL_KEYS = 65536  # of the same
 FINISH_ROWS = 16  # of one program
 LOSS_ROWS = 1024  # queries, and keys, that one program takes the terms of
 DESCRIPTORS = False  # tensor descriptors, where address and strides allow them
 LIBRARY_PRODUCTS = True  # g times features, where the matrix library takes the strides
 LIBRARY_MULTIPLE = 8  # of keys in a library product: others run on kernels for old GPUs, up to 6 times as slow
-FORWARD_STRIPS = 16  # at most, for each block of keys
+FORWARD_STRIPS = 8  # at most, for each block of keys
 FORWARD_PROGRAMS = 108  # that run at once
-GRADIENT_STRIPS = 32  # at most, for each block of keys
+GRADIENT_STRIPS = 8  # at most, for each block of keys
 GRADIENT_PROGRAMS = 108  # that run at once
 
 
@@ -38,12 +39,14 @@ def forward_scratch(q, most_keys):
     rows, keys, device = min(q.shape[0], FORWARD_ROWS), min(most_keys, FORWARD_KEYS), q.device
     tiles = cdiv(rows, kernels.FORWARD_ROWS.value), cdiv(keys, kernels.FORWARD_KEYS.value)
     return SimpleNamespace(
+        # of each query
+        own_reference=torch.empty(rows, dtype=torch.float32, device=device),
         # exponents and sums (key blocks, rows)
         row_parts=torch.empty(2, tiles[1], rows, dtype=torch.float32, device=device).unbind(),
-        # of each block of keys
-        reference=torch.empty(tiles[1], dtype=torch.float32, device=device),
         # of each strip, whether its range is wide
         flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
+        # tiles and references of this panel, if they are kept
+        kept=None,
     )
 
 
@@ -88,17 +91,18 @@ def _forward_panel(block, scratch):
     q_side, k_side, descriptors = operands(q, [rows, depth], k, [columns, depth], DESCRIPTORS)
     strip = _strip(m, n)
     grid = (cdiv(n, columns) * cdiv(cdiv(m, rows), strip),)
-    launch(kernels.references, (cdiv(n, columns),),
-        q=q, k=k, scale_ptr=scale, bias_ptr=bias, reference=scratch.reference, queries=m, keys=n,
+    launch(kernels.row_references, (cdiv(m, kernels.WIDE_ROWS.value),),
+        q=q, k=k, scale_ptr=scale, bias_ptr=bias, own_reference=scratch.own_reference, queries=m, keys=n,
         q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
         k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=3)
+    kept = scratch.row_parts[0] if scratch.kept is None else scratch.kept  # any tensor where nothing is kept
     launch(kernels.forward, grid,
-        q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias, reference=scratch.reference,
-        row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], flags=scratch.flags, queries=m, keys=n,
-        strip=strip, rows_stride=scratch.row_parts[0].stride(0), q_row_stride=q_side.row_stride,
-        q_depth_stride=q_side.depth_stride, k_row_stride=k_side.row_stride, k_depth_stride=k_side.depth_stride,
-        MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors, WIDEN=INTERPRETED, num_warps=8,
-        num_stages=3)
+        q=q_side.source, k=k_side.source, scale_ptr=scale, bias_ptr=bias, own_reference=scratch.own_reference,
+        row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], flags=scratch.flags, stash=kept,
+        queries=m, keys=n, strip=strip, rows_stride=scratch.row_parts[0].stride(0), stash_stride=kept.stride(0),
+        q_row_stride=q_side.row_stride, q_depth_stride=q_side.depth_stride, k_row_stride=k_side.row_stride,
+        k_depth_stride=k_side.depth_stride, MASKED=m % rows != 0 or n % columns != 0, DESCRIPTORS=descriptors,
+        WIDEN=INTERPRETED, STASH=scratch.kept is not None, num_warps=8, num_stages=3)
     launch(kernels.forward_wide, grid,
         q=q, k=k, scale_ptr=scale, bias_ptr=bias, row_exponent=scratch.row_parts[0],
         row_sum=scratch.row_parts[1], flags=scratch.flags, queries=m, keys=n, strip=strip,
@@ -219,6 +223,68 @@ def _add_product(total, g, x, fresh):
             g = g.as_strided((total.shape[0], inner), g.stride())
         factors = panel_columns(g, 0, whole), panel(x, 0, whole)
         torch.addmm(total, *factors, out_dtype=torch.float32, beta=0 if fresh else 1, out=total)
+def rows_scratch(rows, keys, device):
+    """What `rows_block`s of up to so many rows and keys are computed in."""
+    rows = min(rows, PANEL_ROWS)
+    tiles = cdiv(rows, kernels.FORWARD_ROWS.value), cdiv(keys, kernels.FORWARD_KEYS.value)
+    shape = tiles[0] * kernels.FORWARD_ROWS.value, tiles[1] * kernels.FORWARD_KEYS.value
+    return SimpleNamespace(
+        # of each query
+        own_reference=torch.empty(rows, dtype=torch.float32, device=device),
+        # exponents and sums (key blocks, rows)
+        row_parts=torch.empty(2, tiles[1], rows, dtype=torch.float32, device=device).unbind(),
+        # of each strip, whether its range is wide
+        flags=torch.empty(min(tiles[0], FORWARD_STRIPS) * tiles[1], dtype=torch.int32, device=device),
+        # p of each pair, in whole tiles: no store needs a mask
+        kept=torch.empty(shape, dtype=OPERAND_DTYPE, device=device),
+        # of each query: g = share * p
+        share=torch.empty(rows, dtype=torch.float32, device=device),
+        # queries times their shares
+        weighted=torch.empty(rows, DIM, dtype=OPERAND_DTYPE, device=device),
+    )
+
+
+def rows_block(block, dq, dk, scratch, fresh_dk=False):
+    """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then dq = sum_j g_ij k_j, and
+    sum_i g_ij q_i added to dk, as in `backward_block`. The block has all keys.
+
+    Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So dq is share * (p k), and dk
+    takes p^T (share * q): no pass over the pairs forms g.
+    """
+    part, key0, fresh_queries, (q, k, scale, bias, *_) = block, 0, True, block
+    m, n, g, share, positive = q.shape[0], k.shape[0], scratch.kept, scratch.share, block.positive.unbind()
+    _forward_panel(block, scratch)
+    launch(kernels.merge, (cdiv(m, kernels.MERGE_ROWS.value),),
+        row_exponent=scratch.row_parts[0], row_sum=scratch.row_parts[1], query_exponent=part.queries.exponent,
+        query_mantissa=part.queries.mantissa, queries=m, row_parts=cdiv(n, kernels.FORWARD_KEYS.value),
+        rows_stride=scratch.row_parts[0].stride(0), queries_written=0 if fresh_queries and key0 == 0 else m,
+        num_warps=4, num_stages=1)
+    _positives(block, scratch)
+    strip = _strip(m, n)
+    grid = (cdiv(n, kernels.FORWARD_KEYS.value) * cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),)
+    launch(kernels.shares, (cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),),
+        query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa, positive_z=positive[0],
+        own_reference=scratch.own_reference, share=share, flags=scratch.flags, queries=m, keys=n, strip=strip,
+        num_warps=4, num_stages=1)
+    launch(kernels.gradient_wide, grid,
+        q=q, k=k, scale_ptr=scale, bias_ptr=bias, query_exponent=block.queries.exponent,
+        query_mantissa=block.queries.mantissa, g=g, flags=scratch.flags, queries=m, keys=n, strip=strip,
+        g_stride=g.stride(0), q_row_stride=q.stride(0), q_depth_stride=q.stride(1), k_row_stride=k.stride(0),
+        k_depth_stride=k.stride(1), WIDEN=INTERPRETED, num_warps=8, num_stages=2)
+    launch(kernels.row_positives, (cdiv(m, kernels.VECTOR_ROWS.value),),
+        labels=block.positives, first_key=block.first_key, positive_z=positive[0],
+        positive_row_reference=positive[1], scale_ptr=scale, bias_ptr=bias,
+        query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa, share=share, g=g,
+        queries=m, keys=n, g_stride=g.stride(0), num_warps=4, num_stages=1)
+    g = g if g.shape == (m, n) else g[:m, :n]
+    _add_product(dq, g, k, True)
+    launch(kernels.weighted_sums, (cdiv(m, FINISH_ROWS),),
+        total=dq, share=share, rows=m, num_warps=4, num_stages=1)
+    weighted = panel(scratch.weighted, 0, m)
+    launch(kernels.weighted_queries, (cdiv(m, FINISH_ROWS),),
+        q=q, share=share, out=weighted, rows=m, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+        num_warps=4, num_stages=1)
+    _add_product(dk, g.mT, weighted, fresh_dk)
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):
@@ -239,3 +305,10 @@ def scalar_gradients(dots, scale, bias, upstream, weight, rows):
         dots=dots, dscale=dscale, dbias=dbias, scale_ptr=scale, bias_ptr=bias, upstream=upstream, weight=weight,
         parts=dots.shape[0], rows=rows, BLOCK=1024, num_warps=4, num_stages=1)
     return dscale, dbias
+
+
+def rescale(kept, upstream, out):
+    """out (rows, D) = upstream * kept, rounded once; `kept` is a gradient that `finish` wrote for upstream 1."""
+    if kept.shape[0]:
+        launch(kernels.rescale, (cdiv(kept.shape[0], FINISH_ROWS),),
+            kept=kept, out=out, upstream=upstream, rows=kept.shape[0], num_warps=4, num_stages=1)

@@ -193,7 +193,7 @@ def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: A
 
 
 def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
-    """The plan's matrix products by torch, panel by panel: z twice (once for stashed rows), dq and dk.
+    """The plan's matrix products by torch, panel by panel: z twice (once where it is kept), dq and dk.
 
     For fp32 features that the plan splits, products are as many and as deep as those of their bf16 terms.
     """
@@ -214,7 +214,7 @@ def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
         for row0, key0 in itertools.product(range(0, m, rows), range(0, n, keys)):
             a, b = q[row0 : row0 + rows], k[key0 : key0 + keys]
             g = z[: len(a) * len(b)].view(len(a), len(b))
-            for _ in range(1 if row0 < plan["stash_rows"] else 2):
+            for _ in range(1 if plan["strategy"] == "rows" or row0 < plan["stash_rows"] else 2):
                 torch.mm(a, b.T, out=g)
             for total, left, right in ((dq[: len(a)], g, b), (dk[: len(b)], g.T, a)):
                 for term in right.split(total.shape[1], 1):

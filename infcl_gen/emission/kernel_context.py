@@ -47,7 +47,10 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     part_widths = f"PART_WIDTHS = {list(widths)}  # {why}"
     load_scale = "scale = tl.load(scale_ptr)"
     sampled = "a sample (forward) or of the complete statistics (backward)"
-    of_plan = ("has_keys", "labels", "exact", "split", "stash", "descriptors", "dim", "input_precision")
+    of_plan = (
+        "has_keys", "labels", "exact", "split", "stash", "rows", "at_once", "keeps_tiles", "descriptors", "dim",
+        "input_precision",
+    )  # fmt: skip
     return {field: getattr(plan, field) for field in of_plan} | {
         "name": name,
         "fused": is_fused,
@@ -60,6 +63,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "summed_sides": "queries and keys" if has_keys else "queries",
         "reduced_along": "both axes" if has_keys else "its row",
         "formula_of_g": "share_i 2^(y - r_i)" + " + share_j 2^(y - c_j)" * has_keys,
+        "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
         "split_terms": SPLIT_TERMS,

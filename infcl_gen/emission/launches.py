@@ -29,12 +29,18 @@ _PARTS = {
     f"{side}_{x}": f"scratch.{side}_parts[{i}]" for side in ("row", "key") for i, x in enumerate(("exponent", "sum"))
 }
 _PARTS["reference"] = "scratch.reference"
+_PARTS["own_reference"] = "scratch.own_reference"
 _DESCRIBED = {x: f"{x}_side.source" for x in "qk"}
 _DESCRIBED |= {f"{x}_{way}": f"{x}_side.{way}" for x in "qk" for way in ("row_stride", "depth_stride")}
 _OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
 
 _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before those of all kernels
     "references": ("(cdiv(n, columns),)", _PARTS),
+    "row_references": ("(cdiv(m, kernels.WIDE_ROWS.value),)", _PARTS),
+    "shares": ("(cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),)", _PARTS),
+    "row_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
+    "weighted_queries": ("(cdiv(m, FINISH_ROWS),)", {"out": "weighted", "rows": "m"}),
+    "weighted_sums": ("(cdiv(m, FINISH_ROWS),)", {"total": "dq", "rows": "m"}),
     "forward": ("grid", _PARTS | _DESCRIBED | {
         "MASKED": "m % rows != 0 or n % columns != 0", "STASH": "scratch.kept is not None",
         "stash_reference": "kept_reference", "stash_stride": "kept.stride(0)",

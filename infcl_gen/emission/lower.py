@@ -48,7 +48,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
             templates += family.templates(plan)
         else:
             variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
-    sweep = "pairs" if pairs else "fused" if plan.strategy == "fused" else "panel"
+    sweep = "pairs" if pairs else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
     schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"])
     of_schedule = File("schedule.py", [f"triton/schedule_{sweep}.py.jinja"], schedule)
     return [*files, File("kernels.py", templates, context), *variants, of_schedule]

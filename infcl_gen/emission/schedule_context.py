@@ -32,7 +32,7 @@ def schedule_context(
     imports = {
         "INTERPRETED": True,
         "cdiv": True,
-        "descriptor": described or (plan.stash and plan.descriptors),
+        "descriptor": described or (plan.keeps_tiles and plan.descriptors),
         "launch": True,
         "library_legal": panels,
         "operands": True,
@@ -43,7 +43,8 @@ def schedule_context(
     }
     words = ", ".join(word for word, used in imports.items() if used)
     pieces = {"ratios": ratios, "halves": plan.split}
-    backward_buffers = _gradient_buffers(plan, ratios, "gradient_wide" in options) if panels else _fused_buffers(ratios)
+    flagged = "gradient_wide" in options and not plan.rows
+    backward_buffers = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
     return {
         "name": name,
         "operand_dtype": TORCH_DTYPES[plan.operand_dtype],
@@ -54,6 +55,9 @@ def schedule_context(
         "rows_of_positives": f"rows = {_ROWS}" if plan.traits.placed else ABSENT,
         "and_rows": "rows," if plan.traits.placed else ABSENT,
         "stash": plan.stash,
+        "rows": plan.rows,
+        "at_once": plan.at_once,
+        "rows_sweep": f"{plan.panel_rows} queries x all keys of p -> sums of the rows -> dq = g k, dk += g^T q",
         "split": plan.split,
         "descriptors": plan.descriptors,
         "keeps_keys": forward.keeps_keys(plan.blocks["forward"], plan),
@@ -76,6 +80,7 @@ def schedule_context(
         "constants": _constants(plan, profile, exponent),
         "forward_buffers": _forward_buffers(plan),
         "backward_buffers": backward_buffers,
+        "rows_buffers": _rows_buffers(plan),
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launches(plan, options),
     }
@@ -151,14 +156,29 @@ def _forward_buffers(plan: Plan) -> list[str]:
     strips = "min(tiles[0], FORWARD_STRIPS)"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in ("tiles[1], rows", f"{strips}, keys"))
     found = [
+        ("own_reference", "of each query", _new("rows"), plan.rows),
         ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
         ("key_parts", "the same (strips, keys)", key_parts, plan.has_keys),
-        ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact),
+        ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
-        ("kept", _KEPT, "None", plan.stash),
+        ("kept", _KEPT, "None", plan.keeps_tiles),
     ]
     return _fields(found)
+
+
+def _rows_buffers(plan: Plan) -> list[str]:
+    """The buffers of the forward, and what a row of panels keeps beside them."""
+    kept = _new("shape", "OPERAND_DTYPE")
+    found = [
+        ("own_reference", "of each query", _new("rows"), True),
+        ("row_parts", "exponents and sums (key blocks, rows)", _new("2, tiles[1], rows") + ".unbind()", True),
+        ("flags", _WIDE_RANGE, _new("min(tiles[0], FORWARD_STRIPS) * tiles[1]", "torch.int32"), True),
+        ("kept", "p of each pair, in whole tiles: no store needs a mask", kept, True),
+        ("share", "of each query: g = share * p", _new("rows"), True),
+        ("weighted", "queries times their shares", _new("rows, DIM", "OPERAND_DTYPE"), True),
+    ]
+    return _fields(found) if plan.rows else []
 
 
 def _gradient_buffers(plan: Plan, ratios: bool, flagged: bool) -> list[str]:

@@ -21,7 +21,7 @@ class Overrides:
     blocks   sorted (kernel, field, count), of `--set <kernel>.<field>=count`.
     """
 
-    strategy: Literal["panel", "fused", "stash", "torch"] | None = None
+    strategy: Literal["panel", "fused", "stash", "rows", "torch"] | None = None
     products: Literal["library", "triton"] | None = None
     descriptors: bool | None = None
     replay: bool | None = None

@@ -32,7 +32,7 @@ from collections.abc import Collection
 
 from infcl_gen.hardware import DeviceProfile
 from infcl_gen.inputs.overrides import KERNELS
-from infcl_gen.kernels import elementwise, forward, fused, gradient, pairs, statistics
+from infcl_gen.kernels import elementwise, forward, fused, gradient, pairs, rows, statistics
 from infcl_gen.kernels.arguments import Argument, Kernel
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
@@ -42,7 +42,7 @@ __all__ = ["FAMILIES", "TILES", "Argument", "Family", "Kernel", "Tile", "default
 
 # In the order of kernels.py; then the variants, each a module of this folder.
 _ORDINARY = (
-    forward.FAMILY, statistics.FAMILY, gradient.FAMILY, pairs.FAMILY, fused.FAMILY, *elementwise.FAMILIES,
+    forward.FAMILY, statistics.FAMILY, gradient.FAMILY, rows.FAMILY, pairs.FAMILY, fused.FAMILY, *elementwise.FAMILIES,
 )  # fmt: skip
 _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 _FOUND: list[Family] = [module.FAMILY for module in _MODULES if hasattr(module, "FAMILY")]
@@ -69,16 +69,16 @@ def default_blocks(
     """A legal block for each kernel of the strategy, shrunk where the board's shared memory or registers are short.
 
     Few `rows` and `keys` get smaller blocks. A tile with a `chosen` field keeps the large-batch default, so that the
-    user's field does not mean another block at each size. A stash's forward takes the gradient's rows and keys.
+    user's field does not mean another block at each size. A forward that keeps tiles takes those of the gradient.
 
     Raises InputError if a kernel has no legal block on this board (fused with dim > 256, say).
     """
     blocks: dict[str, Block] = {}
     for tile in tiles(choice.strategy, choice.traits):
-        owner = "gradient" if choice.stash and tile.name == "forward" else tile.name
+        owner = "gradient" if choice.keeps_tiles and tile.name == "forward" else tile.name
         fixed = tile.walks and owner in chosen
         block = tile.default(profile, choice, LARGE if fixed else rows, LARGE if fixed else keys)
-        if choice.stash and tile.name == "gradient":  # the forward's tiles, which a small board may have shrunk
+        if choice.keeps_tiles and tile.name == "gradient":  # the forward's tiles, which a small board may have shrunk
             block = dataclasses.replace(block, rows=blocks["forward"].rows, keys=blocks["forward"].keys)
         blocks[tile.name] = tile.shrunk(block, choice, profile)
     return blocks

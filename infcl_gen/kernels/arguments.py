@@ -31,7 +31,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
-    "positive_z positive_row_reference positive_key_reference positive_g stash_reference",
+    "positive_z positive_row_reference positive_key_reference positive_g stash_reference own_reference share",
     "*fp64": "part_sums sums",
     "*bf16": "stash",
     "*i32": "flags",

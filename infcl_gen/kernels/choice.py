@@ -26,7 +26,7 @@ class Block:
 class Choice:
     """How a loss is computed on one kind of device; what kernels, their blocks and the cost model depend on."""
 
-    strategy: str  # "panel", "fused", "stash" or "torch"
+    strategy: str  # "panel", "fused", "stash", "rows" or "torch"
     dim: int
     dtype: str = "bf16"  # of the features; with `precision` it decides all other dtypes
     precision: str = "default"
@@ -106,6 +106,21 @@ class Choice:
     def stash(self) -> bool:
         """Whether the forward keeps its tiles, so that the gradient need not compute them again."""
         return self.strategy == "stash"
+
+    @property
+    def rows(self) -> bool:
+        """Whether forward computes the gradients of a row of panels once the sums of its queries are complete."""
+        return self.strategy == "rows"
+
+    @property
+    def at_once(self) -> bool:
+        """Whether forward has the gradients, so that backward multiplies them by the upstream gradient."""
+        return self.traits.at_once or self.rows
+
+    @property
+    def keeps_tiles(self) -> bool:
+        """Whether the forward stores its tiles, which are then the gradient's."""
+        return self.stash or self.rows
 
     @property
     def inner_dim(self) -> int:

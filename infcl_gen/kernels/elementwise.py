@@ -85,7 +85,9 @@ def stash_kernels(choice: Choice) -> tuple[Kernel]:
 
 
 def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
-    return (FINISH,) if choice.traits.at_once else (FINISH, SCALAR_GRADIENTS)
+    kept = Argument("kept", "*{inputs}" if choice.dtype == "bf16" else "*fp32")
+    rescale = Kernel("rescale", arguments(kept, OUT, "upstream rows"), "finish")
+    return (FINISH, *[SCALAR_GRADIENTS] * (not choice.traits.at_once), *[rescale] * choice.at_once)
 
 
 FAMILIES = (

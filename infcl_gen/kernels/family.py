@@ -20,7 +20,7 @@ from infcl_gen.kernels.choice import Block, Choice, padded_dim
 REGISTERS = 65536  # of a multiprocessor, on every board
 SMALL_TILE = 64  # rows and keys of the smallest tile of small batches: that of a warp group on Hopper
 MOST_PROGRAMS = 4096  # of a panel's sweep: some 15 rounds of a large board
-SWEEPS = ("panel", "stash", "fused")  # the strategies that have kernels
+SWEEPS = ("panel", "stash", "rows", "fused")  # the strategies that have kernels
 
 # Blocks by family of architectures: of forward and gradient for operands of 2 bytes, then for fp32, of product, too.
 # Here and in the families' own tables Hopper at 2 bytes is measured on an H200. The others are the largest tiles that

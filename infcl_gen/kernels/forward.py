@@ -35,7 +35,7 @@ class ForwardTile(Tile):
             return found
         if choice.inner_dim >= DEEP:
             found = DEEP_BLOCKS.get(architecture, found)
-        if choice.stash:
+        if choice.keeps_tiles:
             if choice.descriptors:  # tiles go to memory asynchronously, through shared memory
                 found = STORING_BLOCKS.get(architecture, found)
             tile = GradientTile().tabulated(architecture, choice)
@@ -50,11 +50,11 @@ class ForwardTile(Tile):
         if keeps_keys(block, choice):
             keys, depth = block.keys, sum(embedding_parts(choice.inner_dim))
         copies = 3 if block.rows < 16 * block.warps else 1
-        stored = copies * block.rows * block.keys if choice.stash and choice.descriptors else 0
+        stored = copies * block.rows * block.keys if choice.keeps_tiles and choice.descriptors else 0
         return (rows + keys) * depth * choice.operand_bytes + stored
 
     def options(self, base: Block, choice: Choice) -> dict[str, tuple[int, ...]]:
-        tile = ("rows", "keys") if choice.stash else ()
+        tile = ("rows", "keys") if choice.keeps_tiles else ()
         return {name: values for name, values in super().options(base, choice).items() if name not in tile}
 
 
@@ -78,18 +78,20 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
         sources = (*features("q", "FORWARD_ROWS", choice.inner_dim), *features("k", "FORWARD_KEYS", choice.inner_dim))
+    reference = "own_reference" if choice.rows else "reference" * sampled
     forward = arguments(
-        *sources, told, SCALARS, "reference" * sampled, sums, "flags" * sampled,
-        *(STASH, "stash_reference") * choice.stash, sizes, "stash_stride" * (choice.stash and not choice.descriptors),
-        "reference_stride" * choice.stash, STRIDES, "MASKED" * sampled, "DESCRIPTORS WIDEN", "STASH" * choice.stash,
+        *sources, told, SCALARS, reference, sums, "flags" * sampled,
+        *[STASH] * choice.keeps_tiles, "stash_reference" * choice.stash, sizes,
+        "stash_stride" * (choice.keeps_tiles and not choice.descriptors), "reference_stride" * choice.stash, STRIDES,
+        "MASKED" * sampled, "DESCRIPTORS WIDEN", "STASH" * choice.keeps_tiles,
     )  # fmt: skip
     if choice.exact:
         return (Kernel("forward", forward, "forward", template="forward_exact"),)
     constants = "DESCRIPTORS WIDEN" if choice.descriptors else "WIDEN"
-    first = arguments("q k", SCALARS, "reference queries keys", STRIDES, constants)
+    first = arguments("q k", SCALARS, f"{reference} queries keys", STRIDES, constants)
     again = arguments("q k", told, SCALARS, sums, "flags", sizes, STRIDES, constants)
     return (
-        Kernel("references", first, "forward"),
+        Kernel("row_references" if choice.rows else "references", first, "forward"),
         Kernel("forward", forward, "forward"),
         Kernel("forward_wide", again, "forward", wide=True),
     )

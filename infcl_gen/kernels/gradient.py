@@ -21,7 +21,7 @@ ID_BLOCKS = {
     "cdna3": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
     "cdna4": (Block(64, 64, 64, 8, 2), Block(64, 64, 32, 8, 2)),
 }
-STRATEGIES = ("panel", "stash")
+STRATEGIES = ("panel", "stash", "rows")
 Q = Argument("q", "*{operands}", block=("GRADIENT_ROWS", "GRADIENT_DEPTH"))
 K = Argument("k", "*{operands}", block=("GRADIENT_KEYS", "GRADIENT_DEPTH"))
 RATIOS = Kernel("ratios", arguments("exponent mantissa ratio reference lowest count SHARE ROWS"), template="ratios")
@@ -39,7 +39,7 @@ class GradientTile(Tile):
         if choice.traits.at_once and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
             return wide or PAIR_BLOCKS.get(architecture) or super().tabulated(architecture, choice)
-        stored = STORED_BLOCKS if choice.stash and choice.descriptors and choice.operand_bytes == 2 else {}
+        stored = STORED_BLOCKS if choice.keeps_tiles and choice.descriptors and choice.operand_bytes == 2 else {}
         return stored.get(architecture) or super().tabulated(architecture, choice)
 
 
@@ -61,7 +61,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     positives = arguments(places(choice), positive(choice), SCALARS, statistics(choice), g, "queries keys g_stride")
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
-        *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")] * (shared or choice.stash),
+        *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")]
+        * (shared or choice.keeps_tiles),
         *[RATIOS] * shared,
         Kernel("gradient_positives", positives, template="gradient_positives"),
     )

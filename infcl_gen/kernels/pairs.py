@@ -1,6 +1,6 @@
 """The kernels of a loss that is a sum over pairs: one sweep computes it and its gradients."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, places
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, classes, places
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family
 from infcl_gen.kernels.forward import K as FORWARD_K
@@ -25,7 +25,6 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     terms = arguments(FORWARD_Q, FORWARD_K, told, SCALARS, "sums", sizes, STRIDES, constants)
     positive_terms = arguments("q k", placed, SCALARS, "sums queries keys", STRIDES)
     scalars = arguments("dots sums dscale dbias", SCALARS, "upstream weight count parts BLOCK")
-    kept = Argument("kept", "*{inputs}" if choice.dtype == "bf16" else "*fp32")
     found = (
         Kernel("pairs", pairs, "gradient"),
         Kernel("pair_positives", positives),
@@ -33,7 +32,6 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         Kernel("pair_positive_terms", positive_terms),
         Kernel("pair_loss", arguments("sums loss weight parts BLOCK")),
         Kernel("pair_scalars", scalars),
-        Kernel("rescale", arguments(kept, Argument("out", "*{inputs}"), "upstream rows"), "finish"),
     )
     return tuple(each for each in found if choice.traits.placed or "positive" not in each.name)
 

@@ -92,7 +92,7 @@ class Choices:
 
     def _usable(self, keys: int) -> list[str]:
         wanted, given = self._settings.strategy, self._settings.keys
-        names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash")
+        names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash", "rows")
         reasons = {name: self._impossible(name, keys) for name in ((wanted,) if wanted else names)}
         possible = [name for name, reason in reasons.items() if not reason]
         if not possible:
@@ -133,6 +133,8 @@ class Choices:
             return f"has no kernels that tell ids apart, as in the loss {derivation.spec.name}; valid: panel, torch"
         if name == "fused" and (reason := fused.impossible(problem.dim, problem.dtype)):
             return reason
+        if name == "rows" and (reason := self._without_rows(keys)):
+            return reason
         if name == "stash" and self._cluster.devices > 1:
             return "keeps tiles of the rank's own keys, and needs --devices 1"
         if name == "stash" and keys > PANEL_LIMIT:
@@ -141,10 +143,24 @@ class Choices:
             return f"keeps 8 bits of each probability, which would lose the accuracy of {problem.dtype}; valid: bf16"
         return None
 
+    def _without_rows(self, keys: int) -> str | None:
+        """Why gradients cannot follow a row of panels in forward, as the end of a sentence; None if they can."""
+        if self._derivation.traits.known != "row":
+            return f"needs gradients that follow from the sums of queries alone, unlike those of {self._problem.loss}"
+        if self._cluster.devices > 1:
+            return "needs all keys on one device: --devices 1"
+        if self._problem.dtype != "bf16":
+            return (
+                f"keeps 8 bits of each probability, which would lose the accuracy of {self._problem.dtype}; valid: bf16"
+            )
+        if keys > PANEL_LIMIT:
+            return f"addresses its rows with 32 bits: --keys at most {PANEL_LIMIT}, not {keys}"
+        return None
+
     def _make_variants(self, name: str, rows: int, keys: int) -> list[Choice]:
         transports, choice = self._transports, self._choice(name, rows, keys)
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
-        recordable = name != "torch" and not choice.traits.at_once  # replay.py records two phases with products
+        recordable = name != "torch" and not choice.traits.at_once  # sums over pairs are launched one by one
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
         return found
@@ -196,15 +212,15 @@ class Choices:
         blocks = default_blocks(profile, choice, rows, keys, {kernel for kernel, _, _ in problem.settings.blocks})
         for kernel, field, count in problem.settings.blocks:
             blocks[kernel] = dataclasses.replace(blocks[kernel], **{field: count})
-        if name == "stash":  # the forward keeps the backward's tiles
+        if choice.keeps_tiles:  # the forward keeps the gradient's tiles
             if {"rows", "keys"} & problem.settings.block("forward").keys():
                 raise InputError(
-                    "--set forward.rows, forward.keys: a stash keeps the gradient's tiles; set gradient.* instead"
+                    f"--set forward.rows, forward.keys: {name} keeps the gradient's tiles; set gradient.* instead"
                 )
             tile = blocks["gradient"]
             blocks["forward"] = dataclasses.replace(blocks["forward"], rows=tile.rows, keys=tile.keys)
         for kernel, field, _ in problem.settings.blocks:
-            for changed in ("gradient", "forward") if kernel == "gradient" and name == "stash" else (kernel,):
+            for changed in ("gradient", "forward") if kernel == "gradient" and choice.keeps_tiles else (kernel,):
                 if found := TILES[changed].violations(blocks[changed], choice, profile):
                     raise InputError(f"--set {kernel}.{field}: the {changed} block is illegal: {'; '.join(found)}")
         choice = dataclasses.replace(choice, blocks=blocks)
@@ -233,7 +249,7 @@ def _settings_of(name: str, traits: Traits) -> frozenset[str]:
     """The keys of `--set` that apply to a strategy for a loss."""
     of_tiles = (each.settings for each in tiles(name, traits))
     keys = {"strategy", "panel_rows", "records", "transport", "keeps"}.union(*of_tiles)
-    if name != "fused":
+    if name not in ("fused", "rows"):
         keys |= {"panel_keys"}
     if name != "torch":
         keys |= {"descriptors", "replay"}
@@ -246,8 +262,8 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
     row_unit, key_unit = _units(model.choice)
     cap = SPLIT_CAP if model.choice.split else {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
     all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap, smallest)
-    all_keys = [_padded(model.keys, key_unit)]  # a fused program walks all keys
-    if strategy != "fused":
+    all_keys = [_padded(model.keys, key_unit)]  # a fused program walks all keys, and a row of panels has them
+    if strategy not in ("fused", "rows"):
         all_keys = _sides(settings, "panel_keys", model.keys, key_unit, cap, smallest)
     if strategy == "stash":
         # The stash is a third dimension: take every other panel, and the smallest.
@@ -256,7 +272,7 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
     for rows, keys in itertools.product(all_rows, all_keys):
         # Near-square panels do the most work per byte; one side is longer only where the other cannot grow.
         lean = (keys > 4 * rows and rows < all_rows[0]) or (rows > 4 * keys and keys < all_keys[0])
-        if not lean or (rows, keys) == least or strategy == "fused":
+        if not lean or (rows, keys) == least or strategy in ("fused", "rows"):
             for stash_rows in _stashes(model, settings, rows, smallest):
                 yield _with_forward(model, rows, keys, stash_rows)
 
@@ -287,7 +303,7 @@ def _stashes(model: CostModel, settings: Overrides, rows: int, smallest: bool) -
 
 def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tuple[Sizes, int]:
     """Sizes with the largest forward panel that needs no more memory than backward, and their peak."""
-    if model.choice.strategy in ("torch", "stash"):  # forward takes the backward panel
+    if model.choice.strategy in ("torch", "stash", "rows"):  # forward takes the backward panel
         sizes = Sizes(rows, keys, rows, keys, stash_rows)
         return sizes, model.memory(sizes).peak_bytes
     block = model.choice.blocks["forward"]

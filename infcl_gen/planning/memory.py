@@ -96,7 +96,7 @@ class BufferTerm(NamedTuple):
 def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     """The buffers that one rank computes with, in order of allocation."""
     v = choice
-    if v.traits.at_once:
+    if v.at_once:
         return _buffers_at_once(v)
     ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
     positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
@@ -236,6 +236,20 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         terms.append(BufferTerm("finish_rows", finish, strip, "products for dscale"))
         strip = (2 - in_place, Min(STRIP_ROWS, Max(m, n)), D)
         terms.append(BufferTerm("rescaled_rows", backward, strip, "times upstream"))
+    elif v.rows:
+        row_blocks, key_blocks = ceil_div(rows, Bf), ceil_div(n, Kf)
+        tiles, of_row = (row_blocks * Bf, key_blocks * Kf), "of each query of a row of panels"
+        parts = ceil_div(m, LOSS_ROWS)
+        terms += [
+            BufferTerm("kept_tiles", forward, tiles, "p of each pair of a row of panels", "features"),
+            BufferTerm("row_partials", forward, (2, key_blocks, rows), "partial sums, merged in a fixed order"),
+            BufferTerm("flags", forward, (Min(row_blocks, T), key_blocks), "strips of wide range", "int32"),
+            BufferTerm("row_vectors", forward, (2, rows), f"reference and share {of_row}"),
+            BufferTerm("weighted_queries", forward, (rows, D), "times their shares", "features"),
+        ]
+        for phase in (forward, finish):
+            terms.append(BufferTerm("query_statistics", phase, (4, m), "r_i as a wide float; the positive"))
+            terms.append(BufferTerm("loss_parts", phase, (parts,), "partial sums of the loss", "fp64"))
     else:
         row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)
         terms += _gradient_panel(v, forward, row_blocks, key_blocks)
@@ -251,8 +265,16 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     else:
         sums = []
     terms += [*sums, *(term._replace(phase=finish) for term in sums)]
-    terms.append(BufferTerm("dq", backward, (m, D), "returned", "features"))
-    terms.append(BufferTerm("dk", backward, (n, D), "returned", "features"))
+    if v.replay:
+        why = "what the graph reads"
+        terms += [
+            BufferTerm("recorded_features", both, (m + n, D), why, "features"),
+            v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
+            BufferTerm("recorded_gradients", both, (m + room, D), "what the graph writes", "features"),
+        ]
+    returned = "statistics" if v.rows else "features"  # rows: autocast from wider features returns them unrounded
+    terms.append(BufferTerm("dq", backward, (m, D), "returned", returned))
+    terms.append(BufferTerm("dk", backward, (n, D), "returned", returned))
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))
     return tuple(term for term in terms if term)
 

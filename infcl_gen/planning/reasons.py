@@ -39,7 +39,7 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
         peak = f"peak {bytes_text(best.peak_bytes)} of {bytes_text(ceiling)}"
         why = f"{model.panels('backward', sizes)} panel(s) a hop, {peak}; {why}"
         found.append(Reason(2, f"panel {sizes.panel_rows} x {sizes.panel_keys}", why))
-    shared = choice.strategy in ("torch", "stash")
+    shared = choice.strategy in ("torch", "stash", "rows")
     why = "as the backward panel" if shared else "its partial sums fit where backward needs more"
     found.append(Reason(2, f"forward panel {sizes.forward_rows} x {sizes.forward_keys}", why))
     if sizes.stash_rows:
@@ -48,7 +48,7 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
     if choice.replay:
         why = "set by --set" if problem.settings.replay else "kernels start sooner than one by one"
         found.append(Reason(2, "recorded CUDA graphs", why))
-    if choice.strategy in ("panel", "stash"):
+    if choice.strategy in ("panel", "stash", "rows"):
         why = "the library's product with fp32 output is the fastest here"
         why = why if choice.library else "no library product with fp32 output here"
         why = by_setting if problem.settings.products else why
@@ -119,4 +119,6 @@ def _strategy_why(problem: Problem, best: Candidate, candidates: list[Candidate]
     text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")
     if problem.dim > DIM_LIMIT:
         text += f"; fused needs --dim at most {DIM_LIMIT}"
+    if best.model.choice.traits.known == "row" and problem.devices > 1:
+        text += "; rows, with three products for four, needs all keys on one device"
     return text

@@ -110,9 +110,9 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
         found[phase] = Work(first_s, max(0.0, hop_s - first_s), 0.0, 0.0, launches)
     times = {phase.name: phase.time_s for phase in plan.phases}
     half_s = times["finish"] / 2  # queries are finished before the sums of keys are home, keys after
-    last = "forward" if plan.traits.at_once else "backward"  # the phase in which sums become gradients
+    last = "forward" if plan.at_once else "backward"  # the phase in which sums become gradients
     found[last] = found[last]._replace(last_s=half_s, home_s=half_s + times.get("additions", 0.0))
-    if plan.traits.at_once:
+    if plan.at_once:
         found["backward"] = found["backward"]._replace(last_s=times["rescale"])
     return found
 

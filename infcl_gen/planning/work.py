@@ -56,7 +56,7 @@ PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     """The work of one forward and one backward sweep, without communication."""
     v = choice
-    if v.traits.at_once:
+    if v.at_once:
         return _terms_at_once(v)
     pairs, sides = m * n * W, 2 if v.has_keys else 1
     panels, forward_panels = ceil_div(m, R) * ceil_div(n, C) * W, ceil_div(m, F) * ceil_div(n, G) * W
@@ -159,7 +159,7 @@ def _products(v: Choice, phase: str) -> list[TimeTerm]:
 
 
 def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
-    """The work of a sum over pairs: three products in forward, and in backward a multiplication of what it kept."""
+    """Three products in forward, and in backward a multiplication of what it kept."""
     forward, pairs, panels = "forward", m * n * W, ceil_div(m, R) * ceil_div(n, C) * W
     kept = s if v.dtype != "bf16" else e
     end = (
@@ -178,6 +178,9 @@ def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
             TimeTerm("dk product", forward, rate="product", **product),
             *end,
         )
+    if v.rows:
+        copies = TimeTerm("copies", forward, bytes=4 * (m + n) * D * e, launches=2)
+        return (*_row_terms(v), *end, *[copies] * v.replay)
     rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
     terms = [
         TimeTerm(
@@ -197,6 +200,27 @@ def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
         moved, launches = W * D * (e + 2 * SPLIT_TERMS) * (m + n * sweeps), W * sweeps + panels
         terms.append(TimeTerm("split", forward, bytes=moved, launches=launches))
     return (*terms, *end)
+
+
+def _row_terms(v: Choice) -> list[TimeTerm]:
+    """Rows of panels: z with its sums, whose terms are kept, then products with these."""
+    forward, panels, partials = "forward", ceil_div(m, R), 2 * s * m * ceil_div(n, Kf)
+    return [
+        TimeTerm(
+            "forward product",
+            forward,
+            "first",
+            flops=2 * ceil_div(m, Bf) * Bf * ceil_div(n, Kf) * Kf * P,
+            bytes=D * e * (m + n * panels) + partials,
+            exponentials=m * n,
+            efficiency=EFFICIENCY["forward"] * _filled(Min(R, m), Bf, n, Kf),
+            launches=3 * panels,
+        ),
+        TimeTerm("kept tiles", forward, "first", bytes=e * m * n),  # the product hides little of their way to memory
+        TimeTerm("statistics", forward, bytes=partials + 2 * m * D * e, launches=(3 + D / WALK) * panels),
+        TimeTerm("weights", forward, bytes=m * D * (2 * s + 2 * e), launches=4 * panels),
+        *_products(v, forward),
+    ]
 
 
 def _filled(rows: Any, block_rows: Any, keys: Any, block_keys: Any) -> Expr:

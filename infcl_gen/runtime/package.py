@@ -32,11 +32,16 @@ class Package:
     replay: bool  # recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
     traits: Traits  # of the loss
+    rows: bool  # one device's forward has the gradients, by rows of panels
     split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
     loss: Any
     schedule: Any
     operators: Any = None  # of `ops.register`
+
+    def at_once(self, ranks: int) -> bool:
+        """Whether the forward of so many ranks has the gradients, so that backward multiplies them by `upstream`."""
+        return self.traits.at_once or (self.rows and ranks <= 1)
 
 
 class Options(NamedTuple):
@@ -93,7 +98,7 @@ class Saved(NamedTuple):
     layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
                 device
 
-    Of a loss whose forward has gradients (`Traits.at_once`) the first three are dq (m, D), dk (n, D) with room for
+    Where forward has the gradients (`Package.at_once`) the first three are dq (m, D), dk (n, D) with room for
     whole LIBRARY_MULTIPLEs of rows, and (2,) dscale and dbias, for an upstream gradient of 1; (0,) where no gradient is
     wanted.
     """

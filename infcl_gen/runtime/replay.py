@@ -4,6 +4,9 @@ The second of two equal calls is recorded; later ones replay it. Inputs are copi
 are written to fresh tensors, so a caller's tensors never change. A package has one recording per device. It gives the
 recording up before another kind of batch runs; torch then reuses the memory when it runs short.
 
+Where forward has the gradients (`Package.at_once`) it alone is recorded, and only calls with gradients: backward is a
+multiplication of what forward returns.
+
 The stash of the last forward stays in the recording; backward of an earlier forward computes it again. An unrecorded
 call with a stash gives the recording up, except while the user captures a graph, which would be lost.
 """
@@ -46,7 +49,8 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     # Hooks on saved tensors: `save_on_cpu` needs the stash itself; `checkpoint` compares shapes between two calls, of
     # which one may be unrecorded.
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if recorder is None or (hooked and _keeps_tiles(package, call)):
+    excess = package.at_once(1) and not gradients  # a recording has the gradients: three products instead of one
+    if recorder is None or excess or (hooked and _keeps_tiles(package, call)):
         return unrecorded_forward(package, call, gradients)
     with recorder.lock:
         recording = recorder.next(_kind(call))
@@ -67,7 +71,8 @@ def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Te
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
     """`engine.backward`, recorded if the package's recording is of this kind, whichever forward it has run last."""
-    if package.replay and not saved.layout.shape[0] and not saved.stash.numel():
+    alone = package.replay and not saved.layout.shape[0]
+    if alone and not package.at_once(1) and not saved.stash.numel():
         recorder = _recorder(package, call)
         if recorder is not None:
             with recorder.lock:
@@ -105,10 +110,11 @@ class _Recording:
                     lambda: engine.forward(self._package, self._call, gradients=0b1111), pool=None
                 )
             self._forward.replay()
-            results = [self._loss, *self._saved[:2]]
-            loss, self._handed, keys = copies = [x.new_empty(x.shape) for x in results]
+            kept = 3 if self._package.at_once(1) else 2  # gradients and scalars, or statistics without a stash
+            results = [self._loss, *self._saved[:kept]]
+            loss, self._handed, keys, *rest = copies = [x.new_empty(x.shape) for x in results]
             torch._foreach_copy_(copies, results)
-            return loss, Saved(self._handed, keys, self._no_stash, *self._saved[3:])
+            return loss, Saved(self._handed, keys, rest[0] if rest else self._no_stash, *self._saved[3:])
 
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None

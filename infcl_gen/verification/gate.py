@@ -15,15 +15,16 @@ of the features' dtype, v of the statistics (fp32, or fp64 for fp64) and w of a 
                                    + max(u, w) * (|sum_j (g_ij without positives) k_j| + sqrt(sum_j (g_ij k_j)^2)))
             + u * |dq_i| + half the smallest subnormal of the output
 
-and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). A package with a stash rounds g
-twice: 2 u there. Of a sum over pairs no r_i and N enter dx_ij, and with h the term of a pair
+and likewise for dk, dscale and the loss (no u: the loss is in the statistics' dtype). Where forward keeps tiles, g is
+the product of two rounded numbers: 2 u there. Of a sum over pairs no r_i and N enter dx_ij, and with h the term of a
+pair
 
     dg_ij = max |h'(x_ij +- dx_ij) - h'(x_ij)| + 4 v |h'(x_ij)| + underflow
     bound on the loss = 1 / M * sum_ij (max |h(x_ij +- dx_ij) - h(x_ij)| + (8 + sqrt(N) / 8) v |h(x_ij)|
                                         + underflow)
 
-Its gradients are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are the growth of
-rounding in long sums. They leave room for equal summands, which all round the same way.
+Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
+the growth of rounding in long sums. They leave room for equal summands, which all round the same way.
 
 In words: a logit is wrong by the rounding of its own size, and a probability by that, relatively. For well classified
 rows, `probability - positive` is accurate to the terms *before* they cancel; no arithmetic in v can do better. Rounding
@@ -150,10 +151,11 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     terms = _of_pairs if pairs else _of_softmaxes
     g, smooth, dloss, dg = terms(mathematics, x, dx, inputs, statistics)
 
-    # The gradient of a logit; its rounding is added where it is summed. A stash also rounds the probabilities it keeps.
+    # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
     # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign.
-    cut = INTERPRETED and dtype == torch.bfloat16
-    rounded, tiny = max(u * ((4 if cut else 2) if plan["stash_rows"] else 1), w), out.smallest_normal * u
+    cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
+    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows else 1
+    rounded, tiny = max(u * times, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg += underflow
     # The slope of a soft-capped logit cancels too (1 - tanh^2), and is accurate to its value at z = 0.
@@ -177,7 +179,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     dq = _sum_bound(sums, k, accumulation, rounded)
     dk = _sum_bound((part.T for part in sums), q, accumulation, rounded)
     dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
-    unit = 2 * u if pairs else u
+    unit = 2 * u if pairs or by_rows else u
     bound = LossAndGrads(
         loss=dloss / len(q),
         dq=dq / len(q) + unit * reference.dq.abs() + tiny,

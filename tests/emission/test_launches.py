@@ -15,6 +15,7 @@ H200 = {"loss": "clip", "batch_size": 8192, "dim": 768, "device_profile": "h200"
 PROBLEMS = {
     "hopper": {"dim": 200},
     "stash": {"settings": {"strategy": "stash"}},
+    "rows": {"loss": "infonce", "settings": {"strategy": "rows"}},
     "fused in parts": {"dim": 96, "settings": {"strategy": "fused"}},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},

@@ -28,6 +28,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fused fp16": {**H200, "dim": 256, "dtype": "fp16", "set": ["strategy=fused"]},
     "stash": {**H200, "dim": 256, "set": ["strategy=stash"]},
     "stash rows": {**H200, "loss": "infonce", "dim": 250, "set": ["strategy=stash"]},
+    "rows": {**H200, "loss": "infonce", "dim": 96, "set": ["strategy=rows"]},
     "kept keys": {**H200, "dim": 96},
     "split": {**H200, "dtype": "fp32"},
     "split rows": {**H200, "loss": "infonce", "dtype": "fp32"},

@@ -528,6 +528,99 @@ def found_in_a_recording(made: Made) -> None:
         assert recorder.recording is None, "a backward could read what is half another call's"
 
 
+def gradients_in_a_recording(made: Made) -> None:
+    """Where forward has the gradients, those of a recorded forward are its own, whatever the recording runs next."""
+    package = module(dataclasses.replace(made, settings=(*made.settings, ("replay", "on"))))
+    runtime = package.__name__ + "._runtime"
+    engine, replay = (importlib.import_module(f"{runtime}.{name}") for name in ("engine", "replay"))
+    bound, upstream = package.ContrastiveLoss._package, torch.tensor(3.0)
+    scale, bias = torch.tensor(14.3), torch.tensor(-1.0)
+    calls = []
+    for seed in (1, 3):
+        inputs = tensors(fitting(package, Case(70, 90, 0, seed=seed)), package.SPEC["positives"], "cpu")
+        options = engine.Options(labelling="given")
+        calls.append(engine.Call(inputs.q, inputs.k, scale, bias, inputs.labels, options))
+    with unittest.mock.patch.object(replay, "_record", record), contextlib.ExitStack() as on_a_gpu:
+        recorder, kind = replay._Recorder(bound), replay.Kind(70, 90, calls[0].options, 0)
+        for name, answer in {"_recorder": recorder, "_kind": kind, "capturing": False}.items():
+            patch = unittest.mock.patch.object(replay, name, lambda *_, answer=answer: answer)
+            on_a_gpu.enter_context(patch)
+        replay.forward(bound, calls[0], 0b1111)
+        found = [replay.forward(bound, call, 0b1111) for call in calls]
+        recording = recorder.recording
+        assert recording is not None, "the second call was not recorded"
+        with unittest.mock.patch.object(recording, "forward", side_effect=AssertionError("three products for one")):
+            without = replay.forward(bound, calls[1], 0)
+        assert recorder.recording is recording and not any(x.numel() for x in without[1][:3])
+        for call, (loss, saved) in zip(calls, found, strict=True):
+            expected, kept = engine.forward(bound, call, 0b1111)
+            assert torch.equal(loss, expected), "the loss of another call"
+            truth = engine.backward(bound, call, kept, upstream)
+            for _ in range(2):
+                same = map(torch.equal, replay.backward(bound, call, saved, upstream), truth)
+                assert all(same), "the gradients of another call"
+
+
+def rows_of_panels(made: Made, device: str = "cpu") -> None:
+    """Gradients may be asked for again and times a factor; without them one product is computed and nothing kept."""
+    package = module(made)
+    inputs = tensors(fitting(package, Case(150, 90, 0, scale=14.3)), package.SPEC["positives"], device)
+    numbers = (torch.tensor(value, device=device) for value in (inputs.scale, inputs.bias or 0.0))
+    leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, *numbers)]
+    loss = package.contrastive_loss(*leaves, labels=inputs.labels)
+    first, again = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    fourfold = torch.autograd.grad(4.0 * loss, leaves)
+    for a, b, c in zip(first, again, fourfold, strict=True):
+        assert torch.equal(a, b) and torch.equal(4.0 * a, c), "backward is not a multiplication"
+    schedule: Any = package._schedule
+    with unittest.mock.patch.object(schedule, "rows_block", side_effect=AssertionError("gradients that none wants")):
+        with torch.no_grad():
+            alone = package.contrastive_loss(*leaves, labels=inputs.labels)
+        torch.testing.assert_close(alone, loss.detach(), rtol=1e-6, atol=1e-6)
+
+
+def labels_without_a_key(made: Made, device: str = "cpu") -> None:
+    """A query whose label names no key makes its row of dq, all of dk and the scalars NaN."""
+    package = module(made)
+    schedule, runtime = package._schedule, package._runtime
+    inputs = tensors(fitting(package, Case(60, 90, 0, scale=3.0, seed=1)), package.SPEC["positives"], device)
+    q, k, labels = inputs.q, inputs.k, inputs.labels.clone()
+    labels[7] = 90
+    positive = torch.full((schedule.POSITIVE_PARTS, 60), math.nan, device=device)
+    statistics, dq = torch.empty(2, 60, device=device), torch.empty(60, made.dim, device=device)
+    dk, one = torch.empty(90, made.dim, device=device), torch.ones((), device=device)
+    scratch = schedule.rows_scratch(60, 90, q.device)
+    pair = runtime.statistics.view(statistics)
+    block = runtime.package.Block(q, k, one, 0 * one, labels, 0, pair, None, positive)
+    schedule.rows_block(block, dq, dk, scratch, fresh_dk=True)
+    wrong = dq.isnan().any(1).nonzero().flatten().tolist()
+    assert wrong == [7] and bool(dk.isnan().all()), f"rows {wrong} of dq are NaN, and {dk.isnan().sum()} numbers of dk"
+
+
+def sampled_references(made: Made, device: str = "cpu") -> None:
+    """A strip is computed again where a sum lies 80 or more binary orders above its row's reference, and only there."""
+    package = module(made)
+    schedule, runtime = package._schedule, package._runtime
+    ln2, zero = torch.tensor(math.log(2), device=device), torch.zeros((), device=device)
+    # Key 3 of 90 is not sampled. y is the first feature: scale is the logarithm of 2.
+    for y, flagged in ((78.0, False), (80.0, True), (101.0, True), (-200.0, False)):
+        q, k = (torch.zeros(rows, made.dim, dtype=DTYPES[made.dtype], device=device) for rows in (64, 90))
+        q[40, 0], k[3, 0] = y, 1.0
+        labels = torch.zeros(64, dtype=torch.int64, device=device)
+        positive, statistics = torch.empty(schedule.POSITIVE_PARTS, 64), torch.empty(2, 64)
+        sums = torch.empty(64, made.dim, device=device), torch.empty(90, made.dim, device=device)
+        scratch = schedule.rows_scratch(64, 90, q.device)
+        pair = runtime.statistics.view(statistics.to(device))
+        block = runtime.package.Block(q, k, ln2, zero, labels, 0, pair, None, positive.to(device))
+        schedule.rows_block(block, *sums, scratch, fresh_dk=True)
+        found = scratch.flags[:4].bool().tolist()
+        assert found == [False, flagged] * 2, f"flags {found} where a row has y = {y}"
+        truth = torch.softmax((q @ k.T).double() * math.log(2), 1)
+        truth[:, 0] -= 1
+        torch.testing.assert_close(sums[1].double(), truth.T @ q.double(), rtol=2e-2, atol=1e-6)
+        torch.testing.assert_close(sums[0].double(), truth @ k.double(), rtol=2e-2, atol=1e-6)
+
+
 def captured(made: Made, device: str = "cuda") -> None:
     """Forward and backward run without waiting for the device, and replay as a CUDA graph with other inputs."""
     package = module(made)
@@ -771,12 +864,13 @@ def selftest(made: Made, device: str = "cpu") -> None:
 def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[None]:
     """The engine cuts accumulators out of one buffer: each gets bands of its own while the device sweep works on it."""
     schedule: Any = package._schedule
-    backward_block, finish = schedule.backward_block, schedule.finish
+    name = "rows_block" if hasattr(schedule, "rows_block") else "backward_block"
+    whole_block, finish = getattr(schedule, name), schedule.finish
 
     def guarded_block(*arguments: Any, **more: Any) -> None:
         block, dq, dk, *rest = arguments
         kept = [bands.place(total, "an accumulator") for total in (dq, dk)]
-        backward_block(block, *kept, *rest, **more)
+        whole_block(block, *kept, *rest, **more)
         dq.copy_(kept[0])
         dk.copy_(kept[1])
 
@@ -787,11 +881,13 @@ def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[No
         if out is total:
             out.copy_(kept)
 
-    schedule.backward_block, schedule.finish = guarded_block, guarded_finish
+    setattr(schedule, name, guarded_block)
+    schedule.finish = guarded_finish
     try:
         yield
     finally:
-        schedule.backward_block, schedule.finish = backward_block, finish
+        setattr(schedule, name, whole_block)
+        schedule.finish = finish
 
 
 def _sparse(elements: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -23,7 +23,8 @@ NAN, HUGE, LOW = 0xFF, 0x7F, 0xFE  # every byte of the bands: NaN, 3e38, -2e38 a
 BAND = 1 << 15  # bytes; more than any tile of the small packages reaches beyond its buffer
 SHIFT = 16  # no buffer is aligned better than to 16 bytes, which is what the kernels may rely on
 UNSET, SET = ({"empty", "new_empty", "empty_like"}, {"zeros", "new_zeros", "zeros_like", "full", "ones_like", "arange"})
-STATISTICS = {"new_saved", "forward_scratch"}  # functions whose buffers of 2 to 7 rows hold statistics
+# Functions whose buffers of 2 to 7 rows hold statistics.
+STATISTICS = {"new_saved", "_new_statistics", "forward_scratch", "rows_scratch"}
 
 
 class Buffer(NamedTuple):

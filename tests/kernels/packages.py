@@ -115,7 +115,7 @@ def _settings(made: Made) -> tuple[tuple[str, str], ...]:
         chosen |= {"forward.depth": wide}
         if not made.loss.startswith("siglip"):  # sums over pairs have no such kernel
             chosen |= {"positive.rows": "32", "positive.keys": "32", "positive.depth": wide}
-        if made.strategy == "stash":  # the forward's tiles are those of the backward
+        if made.strategy in ("stash", "rows"):  # the forward's tiles are those of the gradient
             chosen |= {"gradient.rows": "32", "gradient.keys": "64"}
         else:
             chosen |= {"forward.rows": "32", "forward.keys": "64"}

@@ -11,7 +11,13 @@ from tests.kernels import checks
 from tests.kernels.packages import Made, module
 from tests.kernels.worker import Interpreter
 
-MADE = [Made("panel"), Made("panel", "infonce", "fp32"), Made("fused", "clip", "fp16"), Made("stash", "infonce")]
+MADE = [
+    Made("panel"),
+    Made("panel", "infonce", "fp32"),
+    Made("fused", "clip", "fp16"),
+    Made("stash", "infonce"),
+    Made("rows", "infonce"),
+]
 
 
 def same_bits(made: Made, planted: float | None = None) -> None:

@@ -90,6 +90,8 @@ def check_ratios(made: Made) -> None:
         made("fused", "infonce", dtype="fp16"),
         made("fused", devices=2, settings={"transport": "ring", "keeps": "off"}),
         made("stash"),
+        made("rows", "infonce"),
+        made("rows", "infonce", settings={"panel_rows": "512", "replay": "off"}),
         made("stash", settings={"panel_rows": "512", "stash_rows": "1024"}),
     ],
     ids=lambda case: "-".join((case.strategy, case.loss, case.dtype, case.profile, *dict(case.settings).values())),

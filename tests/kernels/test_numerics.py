@@ -17,7 +17,7 @@ from tests.kernels.packages import FUSED_DIMS, Made
 from tests.kernels.tiers import INTERPRETED_DIMS, examples
 from tests.kernels.worker import Interpreter
 
-DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",)}
+DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
 
@@ -50,6 +50,7 @@ CASES = st.builds(
     [
         *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
+        ("rows", "infonce"),
     ],
 )
 @examples(ci=12, long=300)
@@ -60,18 +61,23 @@ def test_as_accurate_as_the_dtypes_allow(
     interpreted(checks.numerics, data.draw(made(strategy, loss)), data.draw(CASES))
 
 
-@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
+@pytest.mark.parametrize(
+    ("strategy", "loss"), [("panel", "clip"), ("fused", "clip"), ("stash", "clip"), ("rows", "infonce")]
+)
 @pytest.mark.parametrize(
     ("scale", "features"),
     [(0.0, "unit"), (-1.0, "negative"), (-14.3, "unit"), (-14.3, "unnormalised"), (-1000.0, "unnormalised")],
 )
-def test_scales_that_are_not_positive(interpreted: Interpreter, strategy: str, scale: float, features: str) -> None:
-    interpreted(checks.numerics, Made(strategy), Case(129, 129, 0, scale=scale, features=features))
+def test_scales_that_are_not_positive(
+    interpreted: Interpreter, strategy: str, loss: str, scale: float, features: str
+) -> None:
+    interpreted(checks.numerics, Made(strategy, loss), Case(129, 129, 0, scale=scale, features=features))
 
 
 SOLVED = [
     Made("panel", dim=72), Made("panel", dtype="fp32", dim=72, precision="exact"), Made("fused", dim=72),
     Made("stash", dim=72), Made("panel", "infonce", "fp16"), Made("panel", "infonce", "fp32"),
+    Made("rows", "infonce", dim=72),
 ]  # fmt: skip
 SOLVED_CPU = [Made("torch", loss, dtype, dim=72) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
 
@@ -132,7 +138,7 @@ def test_precisions_of_fp32_features(interpreted: Interpreter, precision: str) -
 
 @pytest.mark.parametrize(("strategy", "dtype"), [(s, d) for s in DTYPES_OF for d in DTYPES_OF[s] if d != "fp32"])
 def test_sums_of_gradients_are_fp32(interpreted: Interpreter, strategy: str, dtype: str) -> None:
-    interpreted(checks.accumulators, Made(strategy, dtype=dtype))
+    interpreted(checks.accumulators, Made(strategy, "infonce" if strategy == "rows" else "clip", dtype))
 
 
 @pytest.mark.parametrize("strategy", ["panel", "fused"])
@@ -145,6 +151,7 @@ SELFTESTS = [
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
     ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
+    ("rows", "infonce", "bf16"),
 ]  # fmt: skip
 
 

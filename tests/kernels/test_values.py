@@ -11,7 +11,9 @@ from tests.kernels import checks
 from tests.kernels.packages import Made
 from tests.kernels.worker import Interpreter
 
-EACH = [Made(strategy, loss) for strategy in ("panel", "fused", "stash") for loss in ("clip", "infonce")]
+EACH = [Made(strategy, loss) for strategy in ("panel", "fused", "stash") for loss in ("clip", "infonce")] + [
+    Made("rows", "infonce")
+]
 EACH.append(Made("panel", dtype="fp32"))
 CPU = [Made("torch", loss, dtype) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
 

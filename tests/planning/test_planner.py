@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -204,6 +205,18 @@ def test_the_target_problem_fits_one_gibibyte() -> None:
     assert plan.budget_bytes == 2**30
 
 
+def test_a_loss_over_rows_takes_three_products_on_one_device() -> None:
+    flags: dict[str, Any] = {"loss": "infonce", "batch_size": "64k", "device_profile": "h200"}
+    one, two = (plan_flags(**flags, memory_budget="1GiB", devices=devices) for devices in (1, 2))
+    assert one.strategy == "rows" and two.strategy == "panel"
+    assert one.panel_keys == 65536 and one.panel_rows * one.panel_keys * 2 < 2**30
+    flops = [math.fsum(phase.flops for phase in each.phases) / (2 * 65536**2 * 768) for each in (one, two)]
+    assert flops == [3, 2]  # of the rank's half of the pairs: 4
+    assert any("needs all keys on one device" in reason.why for reason in two.reasons)
+    assert plan_flags(**flags, memory_budget="1.5GiB").predicted_queued_s <= one.predicted_queued_s
+    assert plan_flags(**flags, dtype="fp16").strategy == "panel"
+
+
 def test_auto_takes_an_eighth_at_most() -> None:
     for profile in GPU_PROFILES:
         for batch in ("4k", "256k"):
@@ -336,6 +349,10 @@ def test_settings_are_honoured() -> None:
         ({"set": {"strategy": "panel"}, "device_profile": "cpu"}, "--set strategy: panel needs a GPU"),
         ({"set": {"strategy": "stash"}, "devices": 2}, "--set strategy: stash .*--devices 1"),
         ({"set": {"strategy": "stash"}, "dtype": "fp32"}, "--set strategy: stash keeps 8 bits"),
+        ({"set": {"strategy": "rows"}}, "--set strategy: rows needs gradients .* unlike those of clip"),
+        ({"set": {"strategy": "rows"}, "loss": "infonce", "devices": 2}, "--set strategy: rows .*--devices 1"),
+        ({"set": {"strategy": "rows"}, "loss": "infonce", "dtype": "fp16"}, "--set strategy: rows keeps 8 bits"),
+        ({"set": {"strategy": "rows", "panel_keys": "128"}, "loss": "infonce"}, "--set panel_keys: does not apply"),
         ({"set": {"stash_rows": "1024"}, "devices": 2}, "--set stash_rows: does not apply"),
         ({"set": {"stash_rows": "1000"}}, "--set stash_rows: 1000 must be a multiple"),
         ({"set": {"stash_rows": "1024", "panel_rows": "2048"}}, "--set stash_rows: 1024 must be a multiple"),

@@ -49,6 +49,7 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
         replay=plan["replay"],
         product_precision=plan["input_precision"],
         traits=Traits(**spec["loss"]["traits"]),
+        rows=plan["strategy"] == "rows",
         split=bool(plan["split"]),
         regenerate=spec["regenerate"],
         loss=loss,

@@ -60,7 +60,11 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             return _at_once(sweep, group, gradients), saved
         if package.traits.labels:
             sweep.positive.fill_(math.nan)
-        keys = _forward(sweep, group, gradients)
+        keys = None
+        if gradients and package.at_once(len(layout.rows)):
+            _gradients_by_rows(sweep)
+        else:
+            keys = _forward(sweep, group, gradients)
         if package.traits.labels:
             # A label that names no key leaves NaN in `positive`, which must reach the gradients.
             assert sweep.queries is not None
@@ -73,9 +77,9 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gr
     """dq (m, D) and dk (n, D) in the features' dtype or `unrounded`; dscale and dbias 0-dim in the statistics dtype.
 
     `upstream` is the gradient of this rank's loss, 0-dim of any dtype. All ranks of a group must call it, in one order;
-    otherwise every rank raises RuntimeError. With `Traits.at_once` a rank needs no other.
+    otherwise every rank raises RuntimeError. With `Package.at_once` a rank needs no other.
     """
-    if package.traits.at_once:
+    if package.at_once(saved.layout.shape[0]):
         return _rescaled(package, call, saved, upstream)
     group, layout = None, Layout.alone(call.q, call.k)
     if saved.layout.shape[0]:
@@ -107,6 +111,14 @@ def _at_once(sweep: _Sweep, group: Group | None, gradients: bool) -> Tensor:
         torch.stack(weighting.scalars(sweep.sums), out=saved.stash)
     loss: Tensor = package.schedule.loss_terms(sweep.own_block(), _weight(layout, call.options))
     return loss.mul_(upstream) if package.traits.labels else loss
+
+
+def _gradients_by_rows(sweep: _Sweep) -> None:
+    """Completes the statistics of all queries; writes the gradients for an upstream gradient of 1 to `Saved`."""
+    package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
+    weighting = _Weighting(package, call, layout, call.scale.new_ones(()), saved.of_queries.dtype)
+    _backward_alone(sweep, weighting, saved.of_queries, saved.of_keys)
+    torch.stack(weighting.scalars(), out=saved.stash)
 
 
 def _valid(sweep: _Sweep) -> Tensor:
@@ -161,7 +173,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     of one rank in a ring.
     """
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
-    if package.traits.at_once:
+    if package.at_once(ranks):
         # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
         dtype = package.dtype if package.dtype == torch.bfloat16 else schedule.STATISTICS_DTYPE
         dq = q.new_empty(q.shape if gradients else (0,), dtype=dtype)
@@ -178,7 +190,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
             stash, columns = (room, package.dim), columns + room
     kept_ids = stash[0] if stash and package.traits.ids and ranks > 1 else 0
     return Saved(
-        q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE),
+        _new_statistics(package, q),
         q.new_empty((2, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty(stash or (0,), dtype=package.dtype),
         q.new_empty((kept_ids, 1), dtype=torch.int64),
@@ -186,8 +198,15 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     )
 
 
+def _new_statistics(package: Package, q: Tensor) -> Tensor:
+    """Room for the statistics of q's rows, and for what the forward notes of their positives."""
+    schedule = package.schedule
+    return q.new_empty((2 + schedule.POSITIVE_PARTS, q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
+
+
 class _Sweep:
-    """One phase of a call, which makes its blocks. `queries` and `positive` are views of `Saved.of_queries`."""
+    """One phase of a call, which makes its blocks. `queries` and `positive` are views of `Saved.of_queries`, or live no
+    longer than the sweep where that holds gradients."""
 
     def __init__(self, package: Package, call: Call, layout: Layout, saved: Saved) -> None:
         self.package, self.call, self.layout, self.saved = package, call, layout, saved
@@ -199,6 +218,9 @@ class _Sweep:
         if package.traits.at_once:
             self.sums = package.schedule.term_sums(call.q, max(layout.keys))
             self.positive, self.stash = self.sums[:0], call.q.new_empty(0)
+        elif package.at_once(len(layout.rows)):
+            statistics = _new_statistics(package, call.q)
+            self.queries, self.positive, self.stash = view(statistics), statistics[2:], call.q.new_empty(0)
         else:
             self.queries, self.positive, self.stash = view(statistics), statistics[2:], saved.stash
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
@@ -256,13 +278,18 @@ def _backward_alone(
     if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
         both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
         sums, total = both[:room], both[room:]
-    block, scratch = sweep.own_block(), schedule.backward_scratch(step, keys, q.device)
+    block, by_rows = sweep.own_block(), sweep.package.rows
+    scratch = (schedule.rows_scratch if by_rows else schedule.backward_scratch)(step, keys, q.device)
     for start in range(0, rows, step):
         count = min(step, rows - start)
         own = panel(total, start if in_place else 0, count)
         kept = None if tiles is None or start >= len(tiles) else panel(tiles, start, count)
-        how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": kept}
-        schedule.backward_block(block.panel(start, count, 0, keys), own, sums, scratch, **how)
+        part = block.panel(start, count, 0, keys)
+        if by_rows:
+            schedule.rows_block(part, own, sums, scratch, fresh_dk=start == 0)
+        else:
+            how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": kept}
+            schedule.backward_block(part, own, sums, scratch, **how)
         weighting.queries(own, panel(dq, start, count), start)
     del scratch  # its memory is for the results
     weighting.keys(panel(sums, 0, keys), dk)

@@ -135,13 +135,16 @@ def _tell_flops(package: Package) -> None:
     """Tells torch's counters of floating-point operations that are active what a rank computes, in products of its
     queries and keys: one in forward, three in backward, or three at once. Their module is not imported here: it imports
     Triton, in 0.5 s."""
-    operators, at_once = package.operators, package.traits.at_once
+    operators = package.operators
 
     def forward(q: Any, k: Any, *rest: Any, **_: Any) -> int:
+        group = find_group(rest[3])
+        at_once = package.at_once(1 if group is None else group.size)
         return int(2 * (3 if at_once and rest[-1] else 1) * q.numel() * k.shape[0])
 
-    def backward(upstream: Any, q: Any, k: Any, *_: Any, **__: Any) -> int:
-        return 0 if at_once else int(6 * q.numel() * k.shape[0])
+    def backward(upstream: Any, q: Any, k: Any, *rest: Any, **_: Any) -> int:
+        ranks = rest[6].shape[0]  # of `Saved.layout`
+        return 0 if package.at_once(ranks) else int(6 * q.numel() * k.shape[0])
 
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", {})

@@ -100,7 +100,7 @@ def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float
 
 def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: float) -> dict[str, float]:
     """Norms of the error in dq, dk and dscale where g, the gradient of the similarities, is rounded to the features'
-    dtype, and then dq and dk. A stash rounds g twice. The loss and dbias stay in the statistics dtype.
+    dtype, and then dq and dk. Kept tiles are rounded, too. The loss and dbias stay in the statistics dtype.
 
     Roundings of different elements are independent, so that their squares add up, in long norms to a third of the
     largest at most. Triton's interpreter cuts bf16 instead of rounding. Its errors then have the sign of g: those of
@@ -108,7 +108,7 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: floa
     """
     rows, keys = q.shape[0], k.shape[0]
     unit, typical = torch.finfo(package.dtype).eps / 2, math.sqrt(3) if min(rows, keys) > FEW else 1.0
-    times = 2 if package.schedule.stash_shape(rows, keys) else 1
+    times = 2 if package.rows or package.schedule.stash_shape(rows, keys) else 1
     q, k = q.double(), k.double()
     g, _ = _gradients_of_logits(package, q, k, scale)
     squares, z, parts = g.square(), q @ k.T, []

@@ -1,0 +1,39 @@
+"""A loss whose gradients follow from the sums of queries: forward computes them, by rows of panels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from infcl_gen.verification.properties import Case
+from tests.kernels import checks
+from tests.kernels.packages import Made
+from tests.kernels.worker import Interpreter
+
+ROWS = Made("rows", "infonce")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [checks.rows_of_panels, checks.labels_without_a_key, checks.sampled_references, checks.gradients_in_a_recording],
+)
+def test_rows_of_panels(interpreted: Interpreter, check: Callable[..., None]) -> None:
+    interpreted(check, ROWS)
+
+
+def test_over_ranks_backward_has_the_gradients(interpreted: Interpreter) -> None:
+    interpreted(checks.over_ranks, ROWS, 3, [[70, 10, 60], [0, 100, 3]])
+
+
+@pytest.mark.parametrize("descriptors", ["on", "off"])
+def test_ragged_sizes(interpreted: Interpreter, descriptors: str) -> None:
+    made = Made("rows", "infonce", settings=(("descriptors", descriptors),))
+    interpreted(checks.guarded, made, [(1, 1), (33, 70), (64, 64), (65, 127), (131, 100)], 14.3, "cpu", 3)
+    interpreted(checks.guarded, made, [(70, 45), (129, 131)], 1000.0)
+
+
+@pytest.mark.parametrize("scale", [14.3, 100.0, 1000.0])
+@pytest.mark.parametrize("features", ["unit", "unnormalised"])
+def test_wide_ranges(interpreted: Interpreter, scale: float, features: str) -> None:
+    interpreted(checks.numerics, ROWS, Case(130, 170, 0, scale=scale, features=features, seed=6))
