@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "9310e79ffc8ef3f5a9e5296a6feec2c50d16984778a06802c0eec95ef414f89c",
+    "digest": "47f1d96d833843985fddab1e98bcedb0594cba10c605125b33a786de426b6d20",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

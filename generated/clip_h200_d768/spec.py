@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "ec1226713de803c5544b7db8f62b6bf3237c3b73bce125718012b1c72eca4d69",
+    "digest": "69fa7661ed8b6e3f7a118607ca0845ccdef325ffa4a9d43fec56eec7b0e802e3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

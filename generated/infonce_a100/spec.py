@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "56ceba60cb0dd4972aee2f7a91ec9b4ee13889848d0965dde12af23ca975be9f",
+    "digest": "5dbeaf147de0875654abec2c9e177e4bbff2413c2cbfdc9aefabeba419ef165e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -167,6 +167,8 @@ SPEC: dict[str, Any] = {
              "why": "dk over all query panels, and dq of the panel in work"},
             {"name": "accumulators", "phase": "finish", "bytes": 213909504, "shape": [69632, 768], "dtype": "fp32",
              "why": "dk over all query panels, and dq of the panel in work"},
+            {"name": "wider_gradients", "phase": "backward", "bytes": 150994944, "shape": [98304, 768],
+             "dtype": "bf16", "why": "where they are unrounded"},
             {"name": "dq", "phase": "backward", "bytes": 100663296, "shape": [32768, 768], "dtype": "fp32",
              "why": "returned"},
             {"name": "dk", "phase": "backward", "bytes": 201326592, "shape": [65536, 768], "dtype": "fp32",

@@ -261,7 +261,9 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     if ring and not in_place:
         sums = [BufferTerm("dq_accumulator", forward, (m, D), "dq over all hops")]
     elif not in_place:
-        sums = [BufferTerm("accumulators", forward, (room + rows, D), why)]
+        # Unrounded gradients of rows are twice as long as rounded ones, and their own sums.
+        held = Max(rows, ceil_div(m - room, 2)) if v.rows else rows
+        sums = [BufferTerm("accumulators", forward, (room + held, D), why)]
     else:
         sums = []
     terms += [*sums, *(term._replace(phase=finish) for term in sums)]
@@ -272,7 +274,9 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
             BufferTerm("recorded_gradients", both, (m + room, D), "what the graph writes", "features"),
         ]
-    returned = "statistics" if v.rows else "features"  # rows: autocast from wider features returns them unrounded
+    if v.rows:  # autocast from wider features keeps and returns them unrounded
+        terms.append(BufferTerm("wider_gradients", backward, (m + room, D), "where they are unrounded", "features"))
+    returned = "statistics" if v.rows else "features"
     terms.append(BufferTerm("dq", backward, (m, D), "returned", returned))
     terms.append(BufferTerm("dk", backward, (n, D), "returned", returned))
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))

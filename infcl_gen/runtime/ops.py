@@ -179,7 +179,8 @@ def register(package: Package) -> Any:
         group = find_group(inputs[_GIVEN - 2])
         ranks, place = (0, q.device) if group is None else (group.size, "cpu")
         sizes = torch.empty((ranks, 3), dtype=torch.int64, device=place)
-        saved = engine.new_saved(package, q, k, sizes, gradients=bool(inputs[-1]))
+        unrounded = Call(q, k, inputs[0], inputs[1], None).cast(package).options.unrounded
+        saved = engine.new_saved(package, q, k, sizes, bool(inputs[-1]), unrounded)
         return (q.new_empty((), dtype=statistics), *saved)
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:

@@ -54,7 +54,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         else:
             each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
             sizes = torch.tensor(list(each), dtype=torch.int64)
-        saved = new_saved(package, call.q, call.k, sizes, gradients)
+        saved = new_saved(package, call.q, call.k, sizes, gradients, call.options.unrounded)
         sweep = _Sweep(package, call, layout, saved)
         if package.traits.at_once:
             return _at_once(sweep, group, gradients), saved
@@ -166,8 +166,8 @@ def weighted(package: Package, call: Call, sums: tuple[Tensor, Tensor], upstream
     return dq, dk, *weighting.scalars()
 
 
-def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: bool) -> Saved:
-    """`Saved` with its tensors not yet written; `sizes` is its layout.
+def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: bool, unrounded: bool = False) -> Saved:
+    """`Saved` with its tensors not yet written; `sizes` is its layout, `unrounded` that of `Options`.
 
     A traced graph does not know the sizes of other ranks. There is room for the planned keys: of all ranks in a gather,
     of one rank in a ring.
@@ -175,7 +175,8 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
     if package.at_once(ranks):
         # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
-        dtype = package.dtype if package.dtype == torch.bfloat16 else schedule.STATISTICS_DTYPE
+        rounds = package.dtype == torch.bfloat16 and not (package.rows and unrounded)
+        dtype = package.dtype if rounds else schedule.STATISTICS_DTYPE
         dq = q.new_empty(q.shape if gradients else (0,), dtype=dtype)
         dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients else (0,), dtype=dtype)
         scalars = q.new_empty(2 * gradients, dtype=schedule.STATISTICS_DTYPE)
