@@ -49,7 +49,7 @@ def case(scale: float = 14.3, features: str = "unit", layout: str = "contiguous"
 PANEL, FUSED, STASH = Made("panel"), Made("fused"), Made("stash")
 LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
-PAIRS = Made("panel", "siglip")
+PAIRS, ROWS = Made("panel", "siglip"), Made("rows", "infonce")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
@@ -663,6 +663,62 @@ BUGS: dict[str, Bug] = {
         checks.found_in_a_recording,
         (),
         "differs",
+    ),
+    # ---- gradients in forward, by rows of panels
+    "rows far above their reference are left as they are": Bug(
+        ROWS,
+        (("kernels.py", "beyond = max(beyond, tl.max(tl.where(held, 0, 1)))", "beyond = max(beyond, 0)"),),
+        checks.sampled_references,
+        (),
+        "flags",
+    ),
+    "p of a positive is not put in units of its row": Bug(
+        ROWS,
+        (("kernels.py", "value /= tl.load(share + rows, mask=here, other=1.0)", "value *= 1.0"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "queries are multiplied without their shares": Bug(
+        ROWS,
+        (
+            (
+                "kernels.py",
+                "(value * factor).to(out.dtype.element_ty), mask=mask)",
+                "value.to(out.dtype.element_ty), mask=mask)",
+            ),
+        ),
+        checks.numerics,
+        (case(),),
+        "dk",
+    ),
+    "a label that names no key is let pass": Bug(
+        ROWS,
+        (("kernels.py", "mantissa += 0.0 * tl.load(positive_z + rows, mask=inside, other=0.0)", "mantissa += 0.0"),),
+        checks.labels_without_a_key,
+        (),
+        "are NaN",
+    ),
+    "forward rounds the gradients of wider features": Bug(
+        ROWS,
+        (("_runtime/engine.py", "not (package.rows and unrounded)", "True"),),
+        checks.autocast_of_wider_features,
+        (),
+        "rounded",
+    ),
+    "a recording hands out the gradients that it overwrites": Bug(
+        ROWS,
+        (("_runtime/replay.py", "copies = [x.new_empty(x.shape) for x in results]", "copies = results"),),
+        checks.gradients_in_a_recording,
+        (),
+        "of another call",
+    ),
+    "a recording with gradients serves calls without": Bug(
+        ROWS,
+        (("_runtime/replay.py", "package.at_once(1) and not gradients", "False"),),
+        checks.gradients_in_a_recording,
+        (),
+        "three products",
     ),
     # ---- what only a GPU shows
     "32-bit offsets of accumulators in finish": Bug(
