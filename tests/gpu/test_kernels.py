@@ -67,6 +67,9 @@ PACKAGES = [
     planned("panel", "siglip_multi", "bf16", 200),
     planned("panel", "clip_without_ids", "bf16", 768),
     planned("panel", "infonce_without_ids", "fp32", 96),
+    planned("rows", "infonce", "bf16", 768),
+    planned("rows", "infonce", "bf16", 100),
+    planned("rows", "infonce", "bf16", 64),
 ]
 
 
@@ -92,6 +95,7 @@ ONE_OF_EACH = [
     planned("fused", "clip", "bf16", 64),
     planned("fused", "infonce", "fp16", 64),
     planned("stash", "clip", "bf16", 64),
+    planned("rows", "infonce", "bf16", 64),
 ]
 
 
@@ -197,6 +201,13 @@ def test_several_planned_panels(strategy: str) -> None:
     settings = (("panel_rows", "4096"), ("panel_keys", "4096"))
     made = Made(strategy, "clip", "bf16", 768, rows=16384, small=False, settings=settings)
     checks.numerics(made, Case(10001, 10001, 0, scale=14.3, layout="sliced"), "cuda")
+
+
+@pytest.mark.xdist_group("large")
+def test_several_rows_of_panels() -> None:
+    made = Made("rows", "infonce", "bf16", 768, rows=16384, small=False, settings=(("panel_rows", "4096"),))
+    for scale, features in ((14.3, "unit"), (100.0, "matched"), (1000.0, "unnormalised")):
+        checks.numerics(made, Case(10001, 12007, 0, scale=scale, features=features, layout="sliced"), "cuda")
 
 
 @pytest.mark.parametrize("made", ONE_OF_EACH, ids=lambda made: f"{made.strategy}-{made.loss}-{made.dtype}")

@@ -88,7 +88,7 @@ def dense_package(spec: LossSpec) -> types.ModuleType:
         "positives": spec.positives,
         "loss": {"traits": dataclasses.asdict(derivation.traits)},
         "problem": {"precision": "default"},
-        "plan": {"split": False, "stash_rows": 0},
+        "plan": {"strategy": "torch", "split": False, "stash_rows": 0},
     }
     sys.modules |= {name: package, f"{name}.loss": loss}
     return package

@@ -110,6 +110,7 @@ INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that
     ("fused", "clip", "fp16", 16),
     ("fused", "infonce", "bf16", 64),
     ("stash", "clip", "bf16", 64),
+    ("rows", "infonce", "bf16", 64),
 ]
 
 
