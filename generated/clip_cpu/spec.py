@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "47f1d96d833843985fddab1e98bcedb0594cba10c605125b33a786de426b6d20",
+    "digest": "7874c4ce35ae276ddd16ce1f0e164abb11b9f76124dbbdeb0cb2807f7dc59b2b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -107,6 +107,7 @@ SPEC: dict[str, Any] = {
         "world_size": 1,
         "transport": "none",
         "keeps": False,
+        "wider": True,
         "blocks": {},
         "hopper_stages": 0,
         "rows_per_rank": 4096,

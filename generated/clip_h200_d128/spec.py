@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "839253e546a2daa29096541a1b647d29001a2c9f290fc1aeb35f5e43b988216b",
+    "digest": "9b443efef97c5c5ee147722580cc21ed82c435fd4f11d276f1477b251f174f02",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,7 +40,6 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
-            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,
@@ -124,6 +123,7 @@ SPEC: dict[str, Any] = {
         "world_size": 1,
         "transport": "none",
         "keeps": False,
+        "wider": True,
         "blocks": {
             "forward": {"rows": 64, "keys": 256, "depth": 128, "warps": 4, "stages": 3},
             "fused": {"rows": 64, "keys": 128, "depth": 128, "warps": 4, "stages": 2},

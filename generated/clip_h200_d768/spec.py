@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "69fa7661ed8b6e3f7a118607ca0845ccdef325ffa4a9d43fec56eec7b0e802e3",
+    "digest": "8b46188f822c89409b6a86d867ba54a5a2d90ecdb4b1edad482e6059462f2403",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -122,6 +122,7 @@ SPEC: dict[str, Any] = {
         "world_size": 1,
         "transport": "none",
         "keeps": False,
+        "wider": True,
         "blocks": {
             "forward": {"rows": 256, "keys": 128, "depth": 64, "warps": 8, "stages": 4},
             "gradient": {"rows": 128, "keys": 128, "depth": 64, "warps": 4, "stages": 3},

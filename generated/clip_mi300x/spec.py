@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "4501732aaffe9f228e04e034006dc101cc3a92f3d45b9f972441c5b5a5173f30",
+    "digest": "f38f8933a5bd83b604a6fee413e050aca2e457314a174152422d7dc749ce7fc2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,7 +40,6 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
-            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,
@@ -123,6 +122,7 @@ SPEC: dict[str, Any] = {
         "world_size": 1,
         "transport": "none",
         "keeps": False,
+        "wider": True,
         "blocks": {
             "forward": {"rows": 128, "keys": 128, "depth": 64, "warps": 8, "stages": 2},
             "gradient": {"rows": 128, "keys": 128, "depth": 64, "warps": 8, "stages": 2},

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "5dbeaf147de0875654abec2c9e177e4bbff2413c2cbfdc9aefabeba419ef165e",
+    "digest": "221e5dc4cae9b3d3ff8e5ca809f655d0b83ae5be0111a143127b3ee7191315b8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -122,6 +122,7 @@ SPEC: dict[str, Any] = {
         "world_size": 1,
         "transport": "none",
         "keeps": False,
+        "wider": True,
         "blocks": {
             "forward": {"rows": 128, "keys": 128, "depth": 64, "warps": 8, "stages": 3},
             "gradient": {"rows": 128, "keys": 128, "depth": 64, "warps": 8, "stages": 3},
@@ -168,7 +169,7 @@ SPEC: dict[str, Any] = {
             {"name": "accumulators", "phase": "finish", "bytes": 213909504, "shape": [69632, 768], "dtype": "fp32",
              "why": "dk over all query panels, and dq of the panel in work"},
             {"name": "wider_gradients", "phase": "backward", "bytes": 150994944, "shape": [98304, 768],
-             "dtype": "bf16", "why": "where they are unrounded"},
+             "dtype": "bf16", "why": "kept for wider features, which are not rounded"},
             {"name": "dq", "phase": "backward", "bytes": 100663296, "shape": [32768, 768], "dtype": "fp32",
              "why": "returned"},
             {"name": "dk", "phase": "backward", "bytes": 201326592, "shape": [65536, 768], "dtype": "fp32",
@@ -200,8 +201,8 @@ SPEC: dict[str, Any] = {
                 "level": 2,
                 "decision": "strategy rows",
                 "why": (
-                    "predicted 52.1 ms against panel 66.5 ms, stash 68.5 ms, stash replayed 113 ms; fused needs --dim "
-                    "at most 256"
+                    "predicted 52.1 ms against panel 66.5 ms, stash 68.5 ms, stash replayed 113 ms, rows 52.1 ms; "
+                    "fused needs --dim at most 256"
                 ),
             },
             {
@@ -235,7 +236,7 @@ SPEC: dict[str, Any] = {
         "budget_bytes": 1073741824,
         "allowed_bytes": 1073741824,
         "smallest_budget_bytes": 366289408,
-        "largest_batch": 276960,
+        "largest_batch": 278409,
         "schedule": {
             "transport": "none",
             "nodes": 1,

@@ -163,6 +163,8 @@ class Choices:
         recordable = name != "torch" and not choice.traits.at_once  # sums over pairs are launched one by one
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
+        if choice.at_once and choice.separate:
+            found += [dataclasses.replace(each, wider=False) for each in found]
         return found
 
     def _may_replay(self, choice: Choice, queries: int, keys: int) -> bool:

@@ -218,13 +218,15 @@ def _gradient_panel(v: Choice, phase: str, row_blocks: Any, key_blocks: Any) -> 
 def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     """`buffer_terms` of a loss whose forward has gradients. "finish" is the end of its forward.
 
-    Forward keeps gradients in bf16 or in the statistics' dtype: there sums become gradients in their place.
+    Forward keeps gradients in bf16 or in the statistics' dtype: there sums become gradients in their place. Those of
+    wider features are never rounded: with room for them, they bound what bf16 features take as well.
     """
     ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
     rows, keys = Min(R, m), Min(C, n)
     room = ceil_div(n, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE if v.library else n
     in_place, unit = v.dtype != "bf16", "for an upstream gradient of 1"
     kept = "statistics" if in_place else "features"
+    returned = "statistics" if v.wider else "features"
     terms = [
         *_common_terms(v),
         BufferTerm("kept_dq", both, (m, D), unit, kept),
@@ -257,26 +259,24 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         of_forward = Min(ceil_div(Min(F, m), Bf), T) * ceil_div(Min(G, n), Kf)
         parts = Max(Min(row_blocks, V) * key_blocks, of_forward)
         terms.append(BufferTerm("term_sums", forward, (2, parts), "terms and slopes, a part of each program", "fp64"))
-    why = "dk over all query panels, and dq of the panel in work"
-    if ring and not in_place:
-        sums = [BufferTerm("dq_accumulator", forward, (m, D), "dq over all hops")]
-    elif not in_place:
-        # Unrounded gradients of rows are twice as long as rounded ones, and their own sums.
-        held = Max(rows, ceil_div(m - room, 2)) if v.rows else rows
-        sums = [BufferTerm("accumulators", forward, (room + held, D), why)]
-    else:
-        sums = []
-    terms += [*sums, *(term._replace(phase=finish) for term in sums)]
+    if not in_place:
+        # Unrounded gradients are twice as long as rounded ones, and their own sums.
+        least = ceil_div(m + room, 2) if v.wider else 0
+        why = "dk over all query panels, and dq of the panel in work"
+        sums = BufferTerm("accumulators", forward, (Max(room + rows, least), D), why)
+        if ring:
+            sums = BufferTerm("dq_accumulator", forward, (Max(m, least), D), "dq over all hops")
+        terms += [sums, sums._replace(phase=finish)]
+        if v.wider:
+            why = "kept for wider features, which are not rounded"
+            terms.append(BufferTerm("wider_gradients", backward, (m + room, D), why, "features"))
     if v.replay:
         why = "what the graph reads"
         terms += [
             BufferTerm("recorded_features", both, (m + n, D), why, "features"),
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
-            BufferTerm("recorded_gradients", both, (m + room, D), "what the graph writes", "features"),
+            BufferTerm("recorded_gradients", both, (m + room, D), "what the graph writes", returned),
         ]
-    if v.rows:  # autocast from wider features keeps and returns them unrounded
-        terms.append(BufferTerm("wider_gradients", backward, (m + room, D), "where they are unrounded", "features"))
-    returned = "statistics" if v.rows else "features"
     terms.append(BufferTerm("dq", backward, (m, D), "returned", returned))
     terms.append(BufferTerm("dk", backward, (n, D), "returned", returned))
     terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))

@@ -83,8 +83,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         for order, model in enumerate(models)
         for sizes, peak in sizes_of(model, problem.settings)
     ]
-    candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
-    best = _best(everything, candidates)
+    best = _best(everything, [candidate for candidate in everything if candidate.peak_bytes <= ceiling])
     model, sizes, peak = best.model, best.sizes, best.peak_bytes
     phases = model.phases(sizes)
     return Plan(
@@ -98,7 +97,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         phases=phases,
         predicted_time_s=best.time_s,
         predicted_queued_s=math.fsum(phase.time_s for phase in phases if phase.name != HOST),
-        reasons=reasons_of(problem, best, candidates, ceiling),
+        reasons=reasons_of(problem, best, everything, ceiling),
         budget_bytes=peak if budget is None else budget,
         allowed_bytes=ceiling,
         smallest_budget_bytes=smallest,
@@ -125,7 +124,11 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
 
 
 def _best(everything: list[Candidate], candidates: list[Candidate]) -> Candidate:
-    """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order."""
+    """The smallest of the candidates within the tolerance of the fastest; ties by a fixed order.
+
+    One that refuses wider features is only taken where all others exceed the budget.
+    """
+    candidates = [c for c in candidates if c.model.choice.wider] or candidates
     if any(c.model.choice.gather for c in candidates):
         # Of any budget, so that more budget never gives a slower plan.
         ring_s = min((c.time_s for c in everything if not c.model.choice.gather), default=math.inf)

@@ -19,8 +19,9 @@ class Reason(NamedTuple):
     why: str
 
 
-def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], ceiling: int) -> tuple[Reason, ...]:
-    """Why `best` was taken among the candidates within `ceiling` bytes."""
+def reasons_of(problem: Problem, best: Candidate, everything: list[Candidate], ceiling: int) -> tuple[Reason, ...]:
+    """Why `best` was taken among the candidates, of which those within `ceiling` bytes are possible."""
+    candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
     model, choice, sizes, profile = best.model, best.model.choice, best.sizes, best.model.profile
     measured = problem.settings.records == "measured"
     by_setting = f"measured on {profile.name}" if measured else "set by --set"
@@ -45,6 +46,10 @@ def reasons_of(problem: Problem, best: Candidate, candidates: list[Candidate], c
     if sizes.stash_rows:
         why = "kept tiles need no recomputation in backward"
         found.append(Reason(2, f"stash of {min(sizes.stash_rows, model.rows)} of {model.rows} query rows", why))
+    if not choice.wider:
+        needed = min(candidate.peak_bytes for candidate in everything if candidate.model.choice.wider)
+        why = f"gradients of wider ones need a budget of {needed} bytes ({bytes_text(needed)})"
+        found.append(Reason(2, f"features in {choice.dtype} alone", why))
     if choice.replay:
         why = "set by --set" if problem.settings.replay else "kernels start sooner than one by one"
         found.append(Reason(2, "recorded CUDA graphs", why))

@@ -55,10 +55,16 @@ class _Loss(torch.autograd.Function):
         tensors, package = ctx.saved_tensors, ctx.package
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        call, saved = Call(*(*tensors[:_GIVEN], ctx.options)).cast(package), Saved(*tensors[_GIVEN:])
+        saved = Saved(*tensors[_GIVEN:])
+        call = _of_backward(package, Call(*(*tensors[:_GIVEN], ctx.options)), saved)
         if torch.is_grad_enabled():  # create_graph
             return _wanted(ctx, _Gradients.apply(upstream, *call, package, saved))
         return _wanted(ctx, replay.backward(package, call, saved, upstream))
+
+
+def _of_backward(package: Package, call: Call, saved: Saved) -> Call:
+    """The call, cast for backward: where forward has the gradients, a copy of the features would only take memory."""
+    return call.cast(package, features=not package.at_once(saved.layout.shape[0]))
 
 
 def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -171,7 +177,7 @@ def register(package: Package) -> Any:
     def backward(*inputs: Any) -> tuple[Tensor, ...]:
         upstream, *rest = inputs
         q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
-        call = Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))).cast(package)
+        call = _of_backward(package, Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))), saved)
         dq, dk, *scalars = engine.backward(package, call, saved, upstream)
         return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
 

@@ -33,6 +33,7 @@ class Package:
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
     traits: Traits  # of the loss
     rows: bool  # one device's forward has the gradients, by rows of panels
+    wider: bool  # features of another dtype are taken, whose gradients are not rounded to the package's
     split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
     loss: Any
@@ -77,12 +78,17 @@ class Call(NamedTuple):
     def ids(self) -> tuple[Tensor | None, Tensor | None]:
         return self.query_ids, self.key_ids
 
-    def cast(self, package: Package) -> Call:
-        """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped."""
+    def cast(self, package: Package, features: bool = True) -> Call:
+        """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped.
+
+        Without `features` they are left as they are, for a backward that reads their shapes alone.
+        """
         q, k, options, dtype = self.q, self.k, self.options, package.dtype
         if not q.dtype == k.dtype == dtype:
             options = options._replace(unrounded=True)
-        return self._replace(q=q.to(dtype), k=k.to(dtype), options=options)
+        if features:
+            q, k = q.to(dtype), k.to(dtype)
+        return self._replace(q=q, k=k, options=options)
 
 
 class Saved(NamedTuple):

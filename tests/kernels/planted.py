@@ -700,11 +700,7 @@ BUGS: dict[str, Bug] = {
         "are NaN",
     ),
     "forward rounds the gradients of wider features": Bug(
-        ROWS,
-        (("_runtime/engine.py", "not (package.rows and unrounded)", "True"),),
-        checks.autocast_of_wider_features,
-        (),
-        "rounded",
+        ROWS, (("_runtime/engine.py", "not unrounded", "True"),), checks.autocast_of_wider_features, (), "rounded"
     ),
     "a recording hands out the gradients that it overwrites": Bug(
         ROWS,

@@ -54,6 +54,34 @@ def check_step(made: Made) -> None:
         assert bound - SLACK_BYTES <= measured <= bound, (name, measured, bound, measured - bound)
 
 
+def check_wider_features(made: Made, keys: int) -> None:
+    """fp32 features under autocast, beyond their casts: within the plan of so many rows and keys, in both passes."""
+    rows, package = made.rows, module(made)
+    package._schedule.launch = lambda *arguments, **options: None
+    q, k = (torch.zeros(count, made.dim).requires_grad_() for count in (rows, keys))
+    labels = torch.zeros(rows, dtype=torch.int64) if package._package.traits.labels else None
+    kept: list[Any] = []
+
+    def forward() -> None:
+        with torch.autocast("cpu", DTYPES[made.dtype]):
+            kept.append(package.contrastive_loss(q, k, 3.0, labels=labels))
+
+    settings = dict(made.settings) | {"strategy": made.strategy}
+    flags = {"loss": made.loss, "keys": keys if labels is not None else None, "device_profile": made.profile}
+    plan = infcl_gen.plan(batch_size=rows, dim=made.dim, dtype=made.dtype, **flags, set=settings)
+    buffers = [buffer for buffer in plan.buffers if buffer.name != "workspace"]
+    forward_bytes, _ = planned_bytes([buffer._asdict() for buffer in buffers])
+    held = sum(buffer.bytes for buffer in buffers if buffer.phase in ("both", "backward"))
+    forward()  # the constants of the first call stay
+    kept.pop().backward()
+    q.grad = k.grad = None
+    first = measured_peak_bytes(forward) - 2 * made.dim * (rows + keys)
+    assert first <= forward_bytes, (first, forward_bytes)
+    saved = sum(buffer.bytes for buffer in buffers if buffer.name in ("kept_dq", "kept_dk", "wider_gradients"))
+    second = measured_peak_bytes(lambda: kept.pop().backward()) + saved
+    assert held - SLACK_BYTES <= second <= held, (second, held)
+
+
 def check_loss_parts(rows: int) -> None:
     """So many rows that the partial sums of the loss take more than its scalars."""
     package = module(made("panel"))
@@ -98,6 +126,24 @@ def check_ratios(made: Made) -> None:
 )  # fmt: skip
 def test_a_schedule_allocates_what_is_planned(interpreted: Interpreter, case: Made) -> None:
     interpreted(check_step, case)
+
+
+FEW = (("panel_rows", "128"), ("gradient.rows", "64"), ("replay", "off"))
+
+
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        (made("rows", "infonce", settings=dict(FEW)), 128),
+        (made("rows", "infonce", settings=dict(FEW)), ROWS),
+        (made("panel", "siglip", settings={"panel_rows": "128", "panel_keys": "256"}), ROWS),
+        (made("panel", "siglip", dtype="fp16", settings={"panel_rows": "128", "panel_keys": "256"}), ROWS),
+    ],
+    ids=["few keys", "rows", "siglip", "fp16"],
+)
+def test_gradients_of_wider_features_are_planned(interpreted: Interpreter, case: Made, keys: int) -> None:
+    """Planted: room in forward for the sums of a row of panels alone; in backward for gradients in bf16."""
+    interpreted(check_wider_features, case, keys)
 
 
 def test_partial_sums_of_the_loss_are_planned(interpreted: Interpreter) -> None:

@@ -67,7 +67,7 @@ def test_siglip_fits_into_640_mb() -> None:
     )
     by_name = {buffer.name: buffer.bytes for buffer in plan.buffers}
     kept = [by_name[name] for name in ("kept_dq", "kept_dk", "dq", "dk")]
-    assert kept == [2 * 65536 * 768] * 4
+    assert kept == [2 * 65536 * 768] * 4 and not plan.wider
     assert by_name["accumulators"] == 4 * (65536 + plan.panel_rows) * 768
     assert plan.predicted_peak_bytes <= 640_000_000
 
@@ -97,24 +97,75 @@ def test_strides_that_no_matrix_product_reads_cost_no_memory(layout: str, dtype:
         torch.testing.assert_close(value / unit, expected / unit, rtol=1e-4, atol=error)
 
 
-@pytest.mark.parametrize(("keys", "panels"), [(512, {"panel_rows": "256"}), (3000, {}), (16384, {})])
-def test_unrounded_gradients_under_autocast_take_no_more_than_planned(keys: int, panels: dict[str, str]) -> None:
-    """Beyond the casts, which are not promised; with few keys for many queries too, in panels of few rows.
+SMALL_PANELS = {"panel_rows": "64", "panel_keys": "64"}
 
-    Planted: room for the rows of a panel alone.
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "keys", "panels"),
+    [
+        ("infonce", "bf16", 512, {"panel_rows": "256"}),
+        ("infonce", "bf16", 3000, {}),
+        ("infonce", "bf16", 16384, {}),
+        ("siglip", "bf16", 3000, {}),
+        ("siglip", "bf16", 3000, SMALL_PANELS),
+        ("siglip", "fp16", 3000, SMALL_PANELS),
+    ],
+)
+def test_unrounded_gradients_under_autocast_take_no_more_than_planned(
+    loss: str, dtype: str, keys: int, panels: dict[str, str]
+) -> None:
+    """Beyond the casts, which are not promised; with few keys for many queries too, in panels of few rows. A backward
+    that only multiplies what forward has kept casts nothing.
+
+    Planted: room for the rows of a panel alone; for returned gradients of siglip, or kept ones, in bf16; casts there.
     """
-    dim, sizes = 64, {"batch_size": 3000, "keys": keys}
-    package = infcl_gen.load(target="cpu", loss="infonce", **sizes, dim=dim, dtype="bf16", set=panels)
+    dim, sizes = 64, {"batch_size": 3000, "keys": keys if loss == "infonce" else None}
+    package = infcl_gen.load(target="cpu", loss=loss, **sizes, dim=dim, dtype=dtype, set=panels)
     leaves = [torch.randn(rows, dim).requires_grad_() for rows in (3000, keys)]
-    labels = torch.arange(3000) % keys
+    labels = torch.arange(3000) % keys if loss == "infonce" else None
+    kept: list[Any] = []
+
+    def forward() -> None:
+        with torch.autocast("cpu", DTYPES[dtype]):
+            kept.append(package.contrastive_loss(*leaves, 3.0, labels=labels))
+
+    def backward() -> None:
+        kept.pop().backward()
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = package.contrastive_loss(*leaves, 3.0, labels=labels)
-        loss.backward()
+        forward()
+        backward()
 
-    casts = 2 * dim * (3000 + keys)
-    assert measured_peak_bytes(step) <= package.SPEC["predicted"]["peak_bytes"] + casts
+    casts, planned = 2 * dim * (3000 + keys), package.SPEC["predicted"]["peak_bytes"]
+    step()
+    assert [leaf.grad.dtype for leaf in leaves if leaf.grad is not None] == [torch.float32] * 2
+    for leaf in leaves:
+        leaf.grad = None
+    assert measured_peak_bytes(step) <= planned + casts
+    if loss == "siglip":
+        for leaf in leaves:
+            leaf.grad = None
+        forward()
+        gradients = 4 * dim * (3000 + keys)
+        assert measured_peak_bytes(backward) <= gradients + (1 << 16)
+        sums = {buffer["name"]: buffer["bytes"] for buffer in package.SPEC["plan"]["buffers"]}
+        assert sums["dq"] + sums["dk"] == gradients
+
+
+def test_a_plan_without_room_for_gradients_of_wider_features_refuses_these() -> None:
+    """The smallest budget has none; its plan names the budget that has."""
+    flags: dict[str, Any] = {"loss": "siglip", "batch_size": 512, "dim": 64, "dtype": "bf16", "target": "cpu"}
+    narrow = infcl_gen.plan(**flags, memory_budget=infcl_gen.plan(**flags).smallest_budget_bytes)
+    assert not narrow.wider
+    (why,) = [reason.why for reason in narrow.reasons if reason.decision == "features in bf16 alone"]
+    (needed,) = (int(word) for word in why.split() if word.isdigit())
+    assert infcl_gen.plan(**flags, memory_budget=needed).wider
+    assert not infcl_gen.plan(**flags, memory_budget=needed - 1).wider
+    package = infcl_gen.load(**flags, memory_budget=narrow.smallest_budget_bytes)
+    features = torch.randn(512, 64)
+    package.loss_and_grads(features.bfloat16(), features.bfloat16(), 3.0)
+    with pytest.raises(ValueError, match=r"q has dtype torch.float32, but the memory budget .* cast it, or generate"):
+        package.loss_and_grads(features, features, 3.0)
 
 
 @pytest.mark.parametrize(

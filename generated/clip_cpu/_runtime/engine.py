@@ -175,7 +175,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
     if package.at_once(ranks):
         # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
-        rounds = package.dtype == torch.bfloat16 and not (package.rows and unrounded)
+        rounds = package.dtype == torch.bfloat16 and not unrounded
         dtype = package.dtype if rounds else schedule.STATISTICS_DTYPE
         dq = q.new_empty(q.shape if gradients else (0,), dtype=dtype)
         dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients else (0,), dtype=dtype)

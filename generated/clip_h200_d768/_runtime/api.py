@@ -50,6 +50,7 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
         product_precision=plan["input_precision"],
         traits=Traits(**spec["loss"]["traits"]),
         rows=plan["strategy"] == "rows",
+        wider=plan["wider"],
         split=bool(plan["split"]),
         regenerate=spec["regenerate"],
         loss=loss,
@@ -237,6 +238,12 @@ def _check_features(package: Package, call: Call) -> None:
             raise ValueError(
                 f"{name} has dtype {x.dtype}, but {package.name} was generated for {package.dtype}: cast it, or "
                 "generate one for another dtype"
+            )
+        if not package.wider:
+            raise ValueError(
+                f"{name} has dtype {x.dtype}, but the memory budget of {package.name} has no room for gradients wider "
+                f"than {package.dtype}: cast it, or generate one with a larger --memory-budget, which SPEC['plan']"
+                "['reasons'] names"
             )
 
 

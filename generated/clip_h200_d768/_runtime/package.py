@@ -33,6 +33,7 @@ class Package:
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
     traits: Traits  # of the loss
     rows: bool  # one device's forward has the gradients, by rows of panels
+    wider: bool  # features of another dtype are taken, whose gradients are not rounded to the package's
     split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
     loss: Any
@@ -61,7 +62,6 @@ class Call(NamedTuple):
     q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`
     scale, bias          0-dim, in the statistics dtype, on that device
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
-    query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id
     """
 
     q: Tensor
@@ -69,20 +69,20 @@ class Call(NamedTuple):
     scale: Tensor
     bias: Tensor
     labels: Tensor | None
-    query_ids: Tensor | None = None
-    key_ids: Tensor | None = None
     options: Options = Options()
 
-    @property
-    def ids(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.query_ids, self.key_ids
+    def cast(self, package: Package, features: bool = True) -> Call:
+        """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped.
 
-    def cast(self, package: Package) -> Call:
-        """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped."""
-        q, k, options, dtype = self.q, self.k, self.options, package.dtype
+        Without `features` they are left as they are, for a backward that reads their shapes alone.
+        """
+        q, k, scale, bias, labels, options = self
+        dtype = package.dtype
         if not q.dtype == k.dtype == dtype:
             options = options._replace(unrounded=True)
-        return self._replace(q=q.to(dtype), k=k.to(dtype), options=options)
+        if features:
+            q, k = q.to(dtype), k.to(dtype)
+        return Call(q, k, scale, bias, labels, options)
 
 
 class Saved(NamedTuple):
@@ -93,8 +93,6 @@ class Saved(NamedTuple):
                 (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
                 if it stays in a recording (replay.py)
-    ids         int64 (columns, 1) of the keys in `stash`, where the loss has ids and backward reads the stash of other
-                ranks' keys; else (0, 1)
     layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
                 device
 
@@ -106,7 +104,6 @@ class Saved(NamedTuple):
     of_queries: Tensor
     of_keys: Tensor
     stash: Tensor
-    ids: Tensor
     layout: Tensor
 
 
@@ -119,7 +116,6 @@ class Block(NamedTuple):
     first_key           global index of k's first row
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts
-    query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
     """
@@ -133,8 +129,6 @@ class Block(NamedTuple):
     queries: Statistics | None
     keys: Statistics | None
     positive: Tensor
-    query_ids: Tensor | None = None
-    key_ids: Tensor | None = None
     sums: Tensor | None = None
 
     def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
@@ -147,8 +141,7 @@ class Block(NamedTuple):
             q, k, self.scale, self.bias, own + row0 if isinstance(own, int) else panel(own, row0, rows),
             self.first_key + key0, self.queries and self.queries.panel(row0, rows),
             self.keys and self.keys.panel(key0, keys), panel_columns(self.positive, row0, rows),
-            None if self.query_ids is None else panel(self.query_ids, row0, rows),
-            None if self.key_ids is None else panel(self.key_ids, key0, keys), self.sums,
+            self.sums,
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:
