@@ -473,9 +473,10 @@ def weighted_queries(q, share, out, rows, q_row_stride, q_depth_stride):
     for depth0 in range(0, DIM, FINISH_DEPTH):
         d = depth0 + tl.arange(0, FINISH_DEPTH)
         mask = (r < rows)[:, None] & (d < DIM)[None, :]
-        value = tl.load(q + r.to(tl.int64)[:, None] * q_row_stride + d.to(tl.int64)[None, :] * q_depth_stride,
-                        mask=mask, other=0.0).to(tl.float32)
-        tl.store(out + r.to(tl.int64)[:, None] * DIM + d[None, :], (value * factor).to(out.dtype.element_ty), mask=mask)
+        places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
+        source = q + r.to(tl.int64)[:, None] * q_row_stride + d.to(tl.int64)[None, :] * q_depth_stride
+        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -486,8 +487,10 @@ def weighted_sums(total, share, rows):
     for depth0 in range(0, DIM, FINISH_DEPTH):
         d = depth0 + tl.arange(0, FINISH_DEPTH)
         mask = (r < rows)[:, None] & (d < DIM)[None, :]
-        places = total + r.to(tl.int64)[:, None] * DIM + d[None, :]
-        tl.store(places, tl.load(places, mask=mask, other=0.0) * factor, mask=mask)
+        places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
+        source = total + places
+        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        tl.store(total + places, (value * factor).to(total.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -574,5 +577,6 @@ def rescale(kept, out, upstream, rows):
         d = depth0 + tl.arange(0, FINISH_DEPTH)
         mask = (r < rows)[:, None] & (d < DIM)[None, :]
         places = r.to(tl.int64)[:, None] * DIM + d[None, :]  # rows * D may exceed 2^31
-        value = tl.load(kept + places, mask=mask, other=0.0).to(tl.float32)
+        source = kept + places
+        value = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + places, (value * factor).to(out.dtype.element_ty), mask=mask)

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "221e5dc4cae9b3d3ff8e5ca809f655d0b83ae5be0111a143127b3ee7191315b8",
+    "digest": "566b2b02e6b4650289536b8a0577f780e81f49ef21c50c1a79bd7dceb5383d46",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

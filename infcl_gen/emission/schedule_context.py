@@ -153,27 +153,26 @@ def _new(shape: str, dtype: str = "torch.float32") -> str:
 
 
 def _forward_buffers(plan: Plan) -> list[str]:
+    return _fields([*_sums_of_a_panel(plan), ("kept", _KEPT, "None", plan.keeps_tiles)])
+
+
+def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
     strips = "min(tiles[0], FORWARD_STRIPS)"
     row_parts, key_parts = (_new(f"2, {shape}") + ".unbind()" for shape in ("tiles[1], rows", f"{strips}, keys"))
-    found = [
+    return [
         ("own_reference", "of each query", _new("rows"), plan.rows),
         ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
         ("key_parts", "the same (strips, keys)", key_parts, plan.has_keys),
         ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),
-        ("kept", _KEPT, "None", plan.keeps_tiles),
     ]
-    return _fields(found)
 
 
 def _rows_buffers(plan: Plan) -> list[str]:
-    """The buffers of the forward, and what a row of panels keeps beside them."""
     kept = _new("shape", "OPERAND_DTYPE")
     found = [
-        ("own_reference", "of each query", _new("rows"), True),
-        ("row_parts", "exponents and sums (key blocks, rows)", _new("2, tiles[1], rows") + ".unbind()", True),
-        ("flags", _WIDE_RANGE, _new("min(tiles[0], FORWARD_STRIPS) * tiles[1]", "torch.int32"), True),
+        *_sums_of_a_panel(plan),
         ("kept", "p of each pair, in whole tiles: no store needs a mask", kept, True),
         ("share", "of each query: g = share * p", _new("rows"), True),
         ("weighted", "queries times their shares", _new("rows, DIM", "OPERAND_DTYPE"), True),
