@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "7874c4ce35ae276ddd16ce1f0e164abb11b9f76124dbbdeb0cb2807f7dc59b2b",
+    "digest": "d2cd8cf083dd926b0907778f6674fe16038871dc88aa9fbed623e0701c34cc3d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -179,6 +179,7 @@ SPEC: dict[str, Any] = {
                 {"name": "key gradients", "columns": 512, "dtype": "statistics", "forward": "absent",
                  "backward": "summed", "across": False},
             ],
+            "whole": False,
         },
         "split": False,
         "operand_dtype": "fp32",

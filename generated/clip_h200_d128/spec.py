@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "9b443efef97c5c5ee147722580cc21ed82c435fd4f11d276f1477b251f174f02",
+    "digest": "ee18487e6df246139f54b405b83eb19d07c836747e78edee28ccf2a9eaa8c58a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -216,6 +216,7 @@ SPEC: dict[str, Any] = {
                 {"name": "key gradients", "columns": 128, "dtype": "statistics", "forward": "absent",
                  "backward": "summed", "across": False},
             ],
+            "whole": False,
         },
         "split": False,
         "operand_dtype": "bf16",

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "8b46188f822c89409b6a86d867ba54a5a2d90ecdb4b1edad482e6059462f2403",
+    "digest": "29809c752b90530b3b062dd718d51b7effe9f895d88d135b80b2df7c83f24776",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -232,6 +232,7 @@ SPEC: dict[str, Any] = {
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
                  "backward": "summed", "across": False},
             ],
+            "whole": False,
         },
         "split": False,
         "operand_dtype": "bf16",

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "f38f8933a5bd83b604a6fee413e050aca2e457314a174152422d7dc749ce7fc2",
+    "digest": "3f7f3bb5358a643b962dc36dedafa01d879cec88fb886ca8cfa04309feff757d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -230,6 +230,7 @@ SPEC: dict[str, Any] = {
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
                  "backward": "summed", "across": False},
             ],
+            "whole": False,
         },
         "split": False,
         "operand_dtype": "bf16",

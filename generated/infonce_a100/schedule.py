@@ -2,7 +2,7 @@
 
     with gradients     4096 queries x all keys of p -> sums of the rows -> dq = g k, dk += g^T q
     without gradients  panels of 4096 queries x 65536 keys -> partial sums -> merged into the statistics
-    over ranks         the same, and in backward panels of 4096 queries x 65536 keys of g -> dq += g k, dk += g^T q
+    in a ring          the same, and in backward panels of 4096 queries x 65536 keys of g -> dq += g k, dk += g^T q
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ def rows_scratch(rows, keys, device):
 
 def rows_block(block, dq, dk, scratch, fresh_dk=False):
     """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then dq = sum_j g_ij k_j, and
-    sum_i g_ij q_i added to dk, as in `backward_block`. The block has all keys.
+    sum_i g_ij q_i added to dk, as in `backward_block`. The block has all keys. dk: the sums for consecutive keys, those
+    of each rank, as pairs of a tensor and the number of its keys.
 
     Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So dq is share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
@@ -284,7 +285,10 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False):
     launch(kernels.weighted_queries, (cdiv(m, FINISH_ROWS),),
         q=q, share=share, out=weighted, rows=m, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
         num_warps=4, num_stages=1)
-    _add_product(dk, g.mT, weighted, fresh_dk)
+    first = 0
+    for total, keys in dk:
+        _add_product(total, panel_columns(g, first, keys).mT, weighted, fresh_dk)
+        first += keys
 
 
 def finish(total, x, scale, bias, upstream, weight, out, dots=None):

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "566b2b02e6b4650289536b8a0577f780e81f49ef21c50c1a79bd7dceb5383d46",
+    "digest": "6f8cf038ee58e27c3d3a5ad80b2560a6bebec4c4edc00b3857cab1ce9579e02b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -201,8 +201,8 @@ SPEC: dict[str, Any] = {
                 "level": 2,
                 "decision": "strategy rows",
                 "why": (
-                    "predicted 52.1 ms against panel 66.5 ms, stash 68.5 ms, stash replayed 113 ms, rows 52.1 ms; "
-                    "fused needs --dim at most 256"
+                    "predicted 52.1 ms against panel 66.5 ms, stash 68.5 ms, stash replayed 113 ms; fused needs --dim "
+                    "at most 256"
                 ),
             },
             {
@@ -248,6 +248,7 @@ SPEC: dict[str, Any] = {
                 {"name": "key gradients", "columns": 768, "dtype": "statistics", "forward": "absent",
                  "backward": "summed", "across": False},
             ],
+            "whole": False,
         },
         "split": False,
         "operand_dtype": "bf16",

@@ -84,16 +84,17 @@ class Choices:
                 "--set replay: on needs kernels, an NVIDIA GPU and --devices 1, not"
                 f" {' or '.join(usable)} on {self._cluster.devices} x {self._profile.name}; valid: off"
             )
-        shape, sent = (self._cluster.nodes, self._cluster.devices_per_node), self._travelling
-        return [
-            CostModel(choice, self._cluster, rank_rows, rank_keys, Table(choice.transport, *shape, choice.keeps, sent))
-            for choice in found
-        ]
+        return [CostModel(choice, self._cluster, rank_rows, rank_keys, self._table(choice)) for choice in found]
+
+    def _table(self, choice: Choice) -> Table:
+        shape = self._cluster.nodes, self._cluster.devices_per_node
+        table = Table(choice.transport, *shape, choice.keeps, self._travelling)
+        return table.as_whole() if choice.rows and choice.gather else table
 
     def _usable(self, keys: int) -> list[str]:
         wanted, given = self._settings.strategy, self._settings.keys
         names = ("torch",) if self._profile.target == "cpu" else ("fused", "panel", "stash", "rows")
-        reasons = {name: self._impossible(name, keys) for name in ((wanted,) if wanted else names)}
+        reasons = {name: self.impossible(name, keys) for name in ((wanted,) if wanted else names)}
         possible = [name for name, reason in reasons.items() if not reason]
         if not possible:
             flag = f"--set strategy: {wanted}" if wanted else f"--loss: {self._profile.name}"
@@ -114,7 +115,7 @@ class Choices:
             usable = [name for name in usable if name != "stash"]
         return usable
 
-    def _impossible(self, name: str, keys: int) -> str | None:
+    def impossible(self, name: str, keys: int) -> str | None:
         """Why a strategy cannot be used, as the end of a sentence; None if it can."""
         problem, derivation = self._problem, self._derivation
         if name == "torch":
@@ -147,8 +148,8 @@ class Choices:
         """Why gradients cannot follow a row of panels in forward, as the end of a sentence; None if they can."""
         if self._derivation.traits.known != "row":
             return f"needs gradients that follow from the sums of queries alone, unlike those of {self._problem.loss}"
-        if self._cluster.devices > 1:
-            return "needs all keys on one device: --devices 1"
+        if self._cluster.devices > 1 and "gather" not in dict(self._transports):
+            return "needs all keys on each device: --devices 1, or a gather"
         if self._problem.dtype != "bf16":
             return (
                 f"keeps 8 bits of each probability, which would lose the accuracy of {self._problem.dtype}; valid: bf16"
@@ -159,6 +160,8 @@ class Choices:
 
     def _make_variants(self, name: str, rows: int, keys: int) -> list[Choice]:
         transports, choice = self._transports, self._choice(name, rows, keys)
+        if choice.rows:
+            transports = tuple(way for way in transports if way[0] != "ring")
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
         recordable = name != "torch" and not choice.traits.at_once  # sums over pairs are launched one by one
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
@@ -264,7 +267,10 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
     row_unit, key_unit = _units(model.choice)
     cap = SPLIT_CAP if model.choice.split else {"fused": FUSED_CAP, "torch": TORCH_CAP}.get(strategy, PANEL_CAP)
     all_rows = _sides(settings, "panel_rows", model.rows, row_unit, cap, smallest)
-    all_keys = [_padded(model.keys, key_unit)]  # a fused program walks all keys, and a row of panels has them
+    keys = model.keys * (model.choice.world_size if model.choice.rows else 1)
+    all_keys = [
+        _padded(keys, key_unit)
+    ]  # a fused program walks all of a hop, and a row of panels has those of all hops
     if strategy not in ("fused", "rows"):
         all_keys = _sides(settings, "panel_keys", model.keys, key_unit, cap, smallest)
     if strategy == "stash":

@@ -239,7 +239,7 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         strip = (2 - in_place, Min(STRIP_ROWS, Max(m, n)), D)
         terms.append(BufferTerm("rescaled_rows", backward, strip, "times upstream"))
     elif v.rows:
-        row_blocks, key_blocks = ceil_div(rows, Bf), ceil_div(n, Kf)
+        row_blocks, key_blocks = ceil_div(rows, Bf), ceil_div(n * W, Kf)
         tiles, of_row = (row_blocks * Bf, key_blocks * Kf), "of each query of a row of panels"
         parts = ceil_div(m, LOSS_ROWS)
         terms += [
@@ -265,7 +265,8 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         why = "dk over all query panels, and dq of the panel in work"
         sums = BufferTerm("accumulators", forward, (Max(room + rows, least), D), why)
         if ring:
-            sums = BufferTerm("dq_accumulator", forward, (Max(m, least), D), "dq over all hops")
+            held, why = (rows, "dq of the panel in work") if v.rows else (m, "dq over all hops")
+            sums = BufferTerm("dq_accumulator", forward, (Max(held, least), D), why)
         terms += [sums, sums._replace(phase=finish)]
         if v.wider:
             why = "kept for wider features, which are not rounded"
@@ -319,13 +320,16 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
         if ALL in places and phase == "forward" and not stays:
             kept = item.backward == "unchanged"
             add("all", "both" if kept else phase, "of all ranks" + ", from forward to backward" * kept, ranks)
+            if table.whole:
+                add("all", "finish", "of all ranks", ranks)
         if RECEIVED in places and item.backward == "unchanged":
             add("shared", phase, "of the keys of all ranks, from each", ranks, ranks)
         elif RECEIVED in places:
             for when in (phase, "finish"):
                 add("own", when, "of this rank", 1)
                 add("others'", when, "sums that go home", ranks - 1)
-                add("received", when, "sums of all others that come home", ranks - 1)
+                if when == "finish" or not table.whole:  # they come after all work
+                    add("received", when, "sums of all others that come home", ranks - 1)
     return found
 
 

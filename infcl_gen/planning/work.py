@@ -204,19 +204,20 @@ def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
 
 def _row_terms(v: Choice) -> list[TimeTerm]:
     """Rows of panels: z with its sums, whose terms are kept, then products with these."""
-    forward, panels, partials = "forward", ceil_div(m, R), 2 * s * m * ceil_div(n, Kf)
+    forward, panels, keys = "forward", ceil_div(m, R), n * W
+    partials = 2 * s * m * ceil_div(keys, Kf)
     return [
         TimeTerm(
             "forward product",
             forward,
             "first",
-            flops=2 * ceil_div(m, Bf) * Bf * ceil_div(n, Kf) * Kf * P,
-            bytes=D * e * (m + n * panels) + partials,
-            exponentials=m * n,
-            efficiency=EFFICIENCY["forward"] * _filled(Min(R, m), Bf, n, Kf),
+            flops=2 * ceil_div(m, Bf) * Bf * ceil_div(keys, Kf) * Kf * P,
+            bytes=D * e * (m + keys * panels) + partials,
+            exponentials=m * keys,
+            efficiency=EFFICIENCY["forward"] * _filled(Min(R, m), Bf, keys, Kf),
             launches=3 * panels,
         ),
-        TimeTerm("kept tiles", forward, "first", bytes=e * m * n),  # the product hides little of their way to memory
+        TimeTerm("kept tiles", forward, "first", bytes=e * m * keys),  # the product hides little of their way to memory
         TimeTerm("statistics", forward, bytes=partials + 2 * m * D * e, launches=(3 + D / WALK) * panels),
         TimeTerm("weights", forward, bytes=m * D * (2 * s + 2 * e), launches=4 * panels),
         *_products(v, forward),

@@ -435,12 +435,13 @@ def merged_ranks(made: Made, device: str = "cpu") -> None:
 
 def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True, device: str = "cpu") -> None:
     """Calls in one ring (or gather) of threads, of these rows on each rank, and as many keys on the ranks in the other
-    order: the gate holds, nothing outside a buffer is overwritten, and backward has one scratch for all hops."""
+    order: the gate holds, nothing outside a buffer is overwritten, and gradients have one scratch for all hops."""
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
     kept = keeps and not gathers and not inner.traits.at_once
-    table = Table("gather" if gathers else "ring", 1, world, kept, inner.table.travelling)
+    whole = inner.table.whole
+    table = Table("gather" if gathers else "ring", 1, world, kept, inner.table.travelling, whole)
     batches = []
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
@@ -457,14 +458,46 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
             found.append(list(results))
         return found
 
-    backward_scratch = inner.schedule.backward_scratch
-    with unittest.mock.patch.object(inner.schedule, "backward_scratch", side_effect=backward_scratch) as scratch:
+    name = "rows_scratch" if whole else "backward_scratch"
+    with unittest.mock.patch.object(inner.schedule, name, side_effect=getattr(inner.schedule, name)) as scratch:
         results = World(package, world, tables={world: table}).run(job)
     working = sum(own > 0 for shards in rows for own in shards)
     assert scratch.call_count == working, f"{scratch.call_count} scratches for {working} sweeps"
     for shards, inputs, *parts in zip(rows, batches, *results, strict=True):
         judged = gate(averaged(parts), truth_of(package, inputs))
         assert all(row.passed for row in judged), f"rows {shards}: {failures(judged)}"
+
+
+def forward_with_gradients_over_ranks(made: Made, shards: list[int], device: str = "cpu") -> None:
+    """Of a gather: without gradients the same loss; fp32 features under autocast give the same gradients, unrounded."""
+    package, world = module(made), len(shards)
+    inner = package.ContrastiveLoss._package
+    table = Table("gather", 1, world, False, inner.table.travelling, inner.table.whole)
+    case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=1))
+    q, k, scale, bias, labels = tensors(case, package.SPEC["positives"], device)
+    assert labels is not None
+
+    def job(rank: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        sides, own = (q.split(shards)[rank], k.split(shards[::-1])[rank]), labels.split(shards)[rank]
+        plain = package.loss_and_grads(*sides, scale, bias, labels=own)
+        with torch.no_grad():
+            alone = package.contrastive_loss(*sides, scale, bias, labels=own)
+        leaves = [x.float().requires_grad_() for x in sides]
+        with torch.autocast(device, DTYPES[made.dtype]):
+            loss = package.contrastive_loss(*leaves, scale, bias, labels=own)
+        return [loss, *torch.autograd.grad(loss, leaves)], list(plain), alone
+
+    rounded = False
+    for wide, plain, alone in World(package, world, tables={world: table}).run(job):
+        torch.testing.assert_close(alone, plain[0], rtol=1e-6, atol=1e-6)
+        for name, a, b in zip(LossAndGrads._fields, wide, plain, strict=False):
+            kind = torch.finfo(b.dtype)  # Triton's interpreter cuts bf16 where GPUs round
+            off = (a.float() - b.float()).abs()
+            assert bool((off <= kind.eps * a.float().abs() + kind.smallest_normal).all()), (
+                f"wider features change {name}"
+            )
+            rounded |= bool((a.float() != b.float()).any())
+    assert rounded, "gradients of wider features are rounded"
 
 
 def found_in_a_recording(made: Made) -> None:
@@ -592,7 +625,7 @@ def labels_without_a_key(made: Made, device: str = "cpu") -> None:
     scratch = schedule.rows_scratch(60, 90, q.device)
     pair = runtime.statistics.view(statistics)
     block = runtime.package.Block(q, k, one, 0 * one, labels, 0, pair, None, positive)
-    schedule.rows_block(block, dq, dk, scratch, fresh_dk=True)
+    schedule.rows_block(block, dq, [(dk, 90)], scratch, fresh_dk=True)
     wrong = dq.isnan().any(1).nonzero().flatten().tolist()
     assert wrong == [7] and bool(dk.isnan().all()), f"rows {wrong} of dq are NaN, and {dk.isnan().sum()} numbers of dk"
 
@@ -612,7 +645,7 @@ def sampled_references(made: Made, device: str = "cpu") -> None:
         scratch = schedule.rows_scratch(64, 90, q.device)
         pair = runtime.statistics.view(statistics.to(device))
         block = runtime.package.Block(q, k, ln2, zero, labels, 0, pair, None, positive.to(device))
-        schedule.rows_block(block, *sums, scratch, fresh_dk=True)
+        schedule.rows_block(block, sums[0], [(sums[1], len(sums[1]))], scratch, fresh_dk=True)
         found = scratch.flags[:4].bool().tolist()
         assert found == [False, flagged] * 2, f"flags {found} where a row has y = {y}"
         truth = torch.softmax((q @ k.T).double() * math.log(2), 1)
@@ -869,10 +902,12 @@ def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[No
 
     def guarded_block(*arguments: Any, **more: Any) -> None:
         block, dq, dk, *rest = arguments
-        kept = [bands.place(total, "an accumulator") for total in (dq, dk)]
-        whole_block(block, *kept, *rest, **more)
-        dq.copy_(kept[0])
-        dk.copy_(kept[1])
+        totals = [dq, *(total for total, _ in dk)] if name == "rows_block" else [dq, dk]
+        own, *others = kept = [bands.place(total, "an accumulator") for total in totals]
+        sums = zip(others, (keys for _, keys in dk), strict=True) if name == "rows_block" else others[0]
+        whole_block(block, own, sums, *rest, **more)
+        for total, found in zip(totals, kept, strict=True):
+            total.copy_(found)
 
     def guarded_finish(total: Tensor, *arguments: Any, **more: Any) -> None:
         out = arguments[-1]

@@ -51,6 +51,7 @@ LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
 PAIRS, ROWS = Made("panel", "siglip"), Made("rows", "infonce")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
+ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
@@ -692,6 +693,23 @@ BUGS: dict[str, Bug] = {
         checks.labels_without_a_key,
         (),
         "are NaN",
+    ),
+    "the sums of a row leave out the last keys of a gather": Bug(
+        ROWS_OF_A_GATHER,
+        (("schedule.py", "row_parts=cdiv(n, kernels.FORWARD_KEYS.value)", "row_parts=max(1, n // 64)"),),
+        checks.over_ranks,
+        RANKS,
+        "loss",
+    ),
+    "the products of a gather begin with the first keys for each rank": Bug(
+        ROWS_OF_A_GATHER, (("schedule.py", "first += keys", "first += 0"),), checks.over_ranks, RANKS, "dk"
+    ),
+    "gradients of keys leave out what other ranks' queries give": Bug(
+        ROWS_OF_A_GATHER,
+        (("_runtime/transport.py", "            own.add_(part)", "            pass"),),
+        checks.over_ranks,
+        RANKS,
+        "dk",
     ),
     "forward rounds the gradients of wider features": Bug(
         ROWS, (("_runtime/engine.py", "not unrounded", "True"),), checks.autocast_of_wider_features, (), "rounded"

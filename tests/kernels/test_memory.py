@@ -55,8 +55,14 @@ def check_step(made: Made) -> None:
 
 
 def check_wider_features(made: Made, keys: int) -> None:
-    """fp32 features under autocast, beyond their casts: within the plan of so many rows and keys, in both passes."""
-    rows, package = made.rows, module(made)
+    """fp32 features under autocast, beyond their casts: within the plan of a rank's rows and so many keys, in both
+    passes."""
+    with Echo([made.rows // 2] * 2).attached(module(made)) if made.devices == 2 else contextlib.nullcontext():
+        check_passes(made, made.rows // made.devices, keys)
+
+
+def check_passes(made: Made, rows: int, keys: int) -> None:
+    package = module(made)
     package._schedule.launch = lambda *arguments, **options: None
     q, k = (torch.zeros(count, made.dim).requires_grad_() for count in (rows, keys))
     labels = torch.zeros(rows, dtype=torch.int64) if package._package.traits.labels else None
@@ -67,8 +73,9 @@ def check_wider_features(made: Made, keys: int) -> None:
             kept.append(package.contrastive_loss(q, k, 3.0, labels=labels))
 
     settings = dict(made.settings) | {"strategy": made.strategy}
-    flags = {"loss": made.loss, "keys": keys if labels is not None else None, "device_profile": made.profile}
-    plan = infcl_gen.plan(batch_size=rows, dim=made.dim, dtype=made.dtype, **flags, set=settings)
+    total = keys * made.devices if labels is not None else None
+    flags = {"loss": made.loss, "keys": total, "devices": made.devices, "device_profile": made.profile}
+    plan = infcl_gen.plan(batch_size=made.rows, dim=made.dim, dtype=made.dtype, **flags, set=settings)
     buffers = [buffer for buffer in plan.buffers if buffer.name != "workspace"]
     forward_bytes, _ = planned_bytes([buffer._asdict() for buffer in buffers])
     held = sum(buffer.bytes for buffer in buffers if buffer.phase in ("both", "backward"))
@@ -120,6 +127,7 @@ def check_ratios(made: Made) -> None:
         made("stash"),
         made("rows", "infonce"),
         made("rows", "infonce", settings={"panel_rows": "512", "replay": "off"}),
+        made("rows", "infonce", devices=2, settings={"transport": "gather", "panel_rows": "1280"}),
         made("stash", settings={"panel_rows": "512", "stash_rows": "1024"}),
     ],
     ids=lambda case: "-".join((case.strategy, case.loss, case.dtype, case.profile, *dict(case.settings).values())),
@@ -136,10 +144,11 @@ FEW = (("panel_rows", "128"), ("gradient.rows", "64"), ("replay", "off"))
     [
         (made("rows", "infonce", settings=dict(FEW)), 128),
         (made("rows", "infonce", settings=dict(FEW)), ROWS),
+        (made("rows", "infonce", devices=2, settings=dict(FEW) | {"transport": "gather"}), ROWS // 2),
         (made("panel", "siglip", settings={"panel_rows": "128", "panel_keys": "256"}), ROWS),
         (made("panel", "siglip", dtype="fp16", settings={"panel_rows": "128", "panel_keys": "256"}), ROWS),
     ],
-    ids=["few keys", "rows", "siglip", "fp16"],
+    ids=["few keys", "rows", "gather", "siglip", "fp16"],
 )
 def test_gradients_of_wider_features_are_planned(interpreted: Interpreter, case: Made, keys: int) -> None:
     """Planted: room in forward for the sums of a row of panels alone; in backward for gradients in bf16."""

@@ -26,6 +26,11 @@ def test_over_ranks_backward_has_the_gradients(interpreted: Interpreter) -> None
     interpreted(checks.over_ranks, ROWS, 3, [[70, 10, 60], [0, 100, 3]])
 
 
+def test_a_gather_without_gradients_and_with_wider_features(interpreted: Interpreter) -> None:
+    made = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
+    interpreted(checks.forward_with_gradients_over_ranks, made, [70, 0, 30])
+
+
 @pytest.mark.parametrize("descriptors", ["on", "off"])
 def test_ragged_sizes(interpreted: Interpreter, descriptors: str) -> None:
     made = Made("rows", "infonce", settings=(("descriptors", descriptors),))

@@ -52,7 +52,7 @@ def test_what_memory_and_work_know_of_communication_is_what_its_table_does() -> 
     for way, (nodes, devices), loss in itertools.product(ways, ((1, 2), (1, 5), (2, 3)), ("clip", "infonce")):
         if nodes > 1 and way["transport"] == "gather":
             continue
-        plan = plan_flags(devices=nodes * devices, nodes=nodes, loss=loss, set=way)
+        plan = plan_flags(devices=nodes * devices, nodes=nodes, loss=loss, set={"strategy": "panel"} | way)
         table, has_keys = plan.schedule, loss == "clip"
         forward, backward = places_of(table, "forward"), places_of(table, "backward")
         stay = {place for item in table.named("summed", "forward") for place in forward[item.name]} & {KEPT, ALL}
@@ -200,11 +200,17 @@ def test_a_gather_by_hand() -> None:
     assert phases["backward communication"].bytes == 3 * dk
     assert phases["additions"].bytes == 3 * 3 * dk
     # 16 384 queries of one rank are too few to hide the keys of 1 048 576.
-    plan = plan_flags(loss="infonce", batch_size=64, keys=2**20, devices=8, set={"transport": "gather"})
+    flags = {"loss": "infonce", "batch_size": 64, "keys": 2**20, "devices": 8}
+    plan = plan_flags(**flags, set={"transport": "gather", "strategy": "panel"})
     phases = {phase.name: phase for phase in plan.phases}
     work = phases["forward product"].time_s + phases["statistics"].time_s
     exposed = 7 * 2**17 * 768 * 2 / rate + LATENCY_S - (1 - LOST) * work / 8 + BATCH_S
     assert phases["forward communication"].time_s == pytest.approx(exposed, rel=1e-5)
+    # Rows of panels begin once all keys are there: nothing is hidden, and backward sends nothing.
+    phases = {phase.name: phase for phase in plan_flags(**flags, set={"strategy": "rows"}).phases}
+    exposed = 7 * 2**17 * 768 * (2 + 4) / rate + 2 * (LATENCY_S + BATCH_S)
+    assert phases["forward communication"].time_s == pytest.approx(exposed, rel=1e-5)
+    assert phases["backward communication"].time_s == 0
 
 
 def test_rings_are_predicted_as_they_were_measured() -> None:

@@ -205,16 +205,17 @@ def test_the_target_problem_fits_one_gibibyte() -> None:
     assert plan.budget_bytes == 2**30
 
 
-def test_a_loss_over_rows_takes_three_products_on_one_device() -> None:
+def test_a_loss_over_rows_takes_three_products_where_all_keys_are() -> None:
     flags: dict[str, Any] = {"loss": "infonce", "batch_size": "64k", "device_profile": "h200"}
     one, two = (plan_flags(**flags, memory_budget="1GiB", devices=devices) for devices in (1, 2))
-    assert one.strategy == "rows" and two.strategy == "panel"
-    assert one.panel_keys == 65536 and one.panel_rows * one.panel_keys * 2 < 2**30
-    flops = [math.fsum(phase.flops for phase in each.phases) / (2 * 65536**2 * 768) for each in (one, two)]
-    assert flops == [3, 2]  # of the rank's half of the pairs: 4
-    assert any("needs all keys on one device" in reason.why for reason in two.reasons)
+    ring = plan_flags(**flags, memory_budget="1GiB", devices=2, set={"transport": "ring"})
+    assert [plan.strategy for plan in (one, two, ring)] == ["rows", "rows", "panel"]
+    assert (two.transport, two.schedule.whole, ring.schedule.whole) == ("gather", True, False)
+    assert one.panel_keys == two.panel_keys == 65536 and one.panel_rows * one.panel_keys * 2 < 2**30
+    flops = [math.fsum(phase.flops for phase in each.phases) / (2 * 65536**2 * 768) for each in (one, two, ring)]
+    assert flops == [3, 1.5, 2]  # of two ranks each has half of the pairs
+    assert two.predicted_queued_s < ring.predicted_queued_s
     assert plan_flags(**flags, memory_budget="1.5GiB").predicted_queued_s <= one.predicted_queued_s
-    assert plan_flags(**flags, dtype="fp16").strategy == "panel"
 
 
 def test_auto_takes_an_eighth_at_most() -> None:
@@ -350,7 +351,8 @@ def test_settings_are_honoured() -> None:
         ({"set": {"strategy": "stash"}, "devices": 2}, "--set strategy: stash .*--devices 1"),
         ({"set": {"strategy": "stash"}, "dtype": "fp32"}, "--set strategy: stash keeps 8 bits"),
         ({"set": {"strategy": "rows"}}, "--set strategy: rows needs gradients .* unlike those of clip"),
-        ({"set": {"strategy": "rows"}, "loss": "infonce", "devices": 2}, "--set strategy: rows .*--devices 1"),
+        ({"set": {"strategy": "rows", "transport": "ring"}, "loss": "infonce", "devices": 2}, "rows .*, or a gather"),
+        ({"set": {"strategy": "rows"}, "loss": "infonce", "devices": 8, "nodes": 2}, "rows .*--devices 1, or a gather"),
         ({"set": {"strategy": "rows"}, "loss": "infonce", "dtype": "fp16"}, "--set strategy: rows keeps 8 bits"),
         ({"set": {"strategy": "rows", "panel_keys": "128"}, "loss": "infonce"}, "--set panel_keys: does not apply"),
         ({"set": {"stash_rows": "1024"}, "devices": 2}, "--set stash_rows: does not apply"),

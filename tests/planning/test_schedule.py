@@ -65,6 +65,22 @@ def test_a_gather_meets_each_pair_once(world: int, has_keys: bool) -> None:
     assert len(batches) == 2 + has_keys
 
 
+@pytest.mark.parametrize("world", [2, 3, 16])
+def test_a_whole_gather_works_once_all_keys_are_there(world: int) -> None:
+    """Forward has two batches of messages, keys before all work and sums after it; backward has neither. For another
+    number of ranks it is a ring with the sums in backward."""
+    table = gather_table(world, has_keys=False).as_whole()
+    walked = walk(table)
+    assert walked["forward"].transfers == 2 * (world - 1) and walked["backward"].transfers == 0
+    first, *works, last = table.steps("forward")
+    assert first.owner is None and first.sends and all(step.unchanged_from == 0 and not step.sends for step in works)
+    assert last.owner is None and {sent.name for sent in last.sends} == {"key gradients"}
+    other = table.over(world + 1)
+    assert other == ring_table(1, world + 1, has_keys=False, keeps=False)
+    assert table.over(1).travelling == other.travelling and not table.over(1).whole
+    assert [item.name for item in table.without_sums().travelling] == ["keys"]
+
+
 @pytest.mark.parametrize(("world", "batches"), [(2, 4), (3, 7), (4, 9), (8, 17)])
 def test_batches_of_a_ring(world: int, batches: int) -> None:
     """2 W + 1, of two 4: between two the kept statistics are not sent on."""

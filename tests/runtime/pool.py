@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +33,8 @@ class Backend(NamedTuple):
 
 BACKENDS = {
     "gloo": Backend("gloo", {}),
+    # Kernels on the CPU.
+    "gloo-interpreted": Backend("gloo", {"TRITON_INTERPRET": "1"}),
     # What ranks tell each other goes beside the group, as it does beside NCCL.
     "gloo-beside": Backend("gloo", {ring_worker.BESIDE: "1"}),
     # As in training: the host waits for no transfer. After a timeout torch's watchdog gives others four times this long
@@ -65,7 +69,8 @@ class Pool:
         backend: str = "gloo",
         groups: Sequence[tuple[int, ...]] = ring_worker.GROUPS,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
+        interpreted = "TRITON_INTERPRET" in BACKENDS[backend].environment  # read where Triton is imported
+        context = multiprocessing.get_context("spawn" if interpreted else "forkserver")
         # Imported once, not by every process; the last one is imported by deterministic mode, in 1.5 s.
         context.set_forkserver_preload([ring_worker.__name__, "torch._inductor.config"])
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -81,7 +86,8 @@ class Pool:
                 f"{self.logs.name}/{rank}",
             )  # fmt: skip
             process = context.Process(target=ring_worker.main, args=(seat, theirs), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, BACKENDS[backend].environment if interpreted else {}):
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)

@@ -32,7 +32,7 @@ class Package:
     replay: bool  # recorded CUDA graphs
     product_precision: str  # of fp32 library products: "ieee" or "tf32"
     traits: Traits  # of the loss
-    rows: bool  # one device's forward has the gradients, by rows of panels
+    rows: bool  # forward has the gradients, by rows of panels, where it has all keys
     wider: bool  # features of another dtype are taken, whose gradients are not rounded to the package's
     split: bool  # fp32 features are multiplied as bf16 halves
     regenerate: str  # the command for another problem
@@ -42,7 +42,7 @@ class Package:
 
     def at_once(self, ranks: int) -> bool:
         """Whether the forward of so many ranks has the gradients, so that backward multiplies them by `upstream`."""
-        return self.traits.at_once or (self.rows and ranks <= 1)
+        return self.traits.at_once or (self.rows and (ranks <= 1 or self.table.over(ranks).whole))
 
 
 class Options(NamedTuple):

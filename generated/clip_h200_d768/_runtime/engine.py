@@ -62,7 +62,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             sweep.positive.fill_(math.nan)
         keys = None
         if gradients and package.at_once(len(layout.rows)):
-            _gradients_by_rows(sweep)
+            _gradients_by_rows(sweep, group)
         else:
             keys = _forward(sweep, group, gradients)
         if package.traits.labels:
@@ -113,12 +113,53 @@ def _at_once(sweep: _Sweep, group: Group | None, gradients: bool) -> Tensor:
     return loss.mul_(upstream) if package.traits.labels else loss
 
 
-def _gradients_by_rows(sweep: _Sweep) -> None:
+def _gradients_by_rows(sweep: _Sweep, group: Group | None) -> None:
     """Completes the statistics of all queries; writes the gradients for an upstream gradient of 1 to `Saved`."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     weighting = _Weighting(package, call, layout, call.scale.new_ones(()), saved.of_queries.dtype)
-    _backward_alone(sweep, weighting, saved.of_queries, saved.of_keys)
+    if group is None:
+        _backward_alone(sweep, weighting, saved.of_queries, saved.of_keys)
+    else:
+        _rows_over(sweep, weighting, group)
     torch.stack(weighting.scalars(), out=saved.stash)
+
+
+def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
+    """Rows of panels over the keys of all ranks, of which work has the sums for dk of each; they go home after it."""
+    package, layout, saved, (q, k, *_) = sweep.package, sweep.layout, sweep.saved, sweep.call
+    table, schedule, dq = _table(package, layout, True), package.schedule, saved.of_queries
+    tensors, sums = _tensors(sweep, table), dict[int, Tensor]()
+    trip = Trip(group, table, "forward", layout, tensors)
+    for owner in trip:
+        sums[owner] = trip["key gradients"]
+        if len(sums) < group.size or not q.shape[0]:
+            continue
+        step, total, keys = min(schedule.PANEL_ROWS, q.shape[0]), dq, sum(layout.keys)
+        if weighting.dtype != schedule.STATISTICS_DTYPE:
+            total = q.new_empty((step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+        block, scratch = (
+            sweep.block(0, tensors.kept["keys"], saved.of_keys),
+            schedule.rows_scratch(step, keys, q.device),
+        )
+        of_ranks = [(sums[rank], count) for rank, count in enumerate(layout.keys) if count]
+        for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
+            part = block.panel(start, count, 0, keys)
+            schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0)
+        del scratch  # its memory is for the sums of other ranks
+    weighting.keys(trip.home("key gradients"), panel(saved.of_keys, 0, k.shape[0]))
+
+
+def _rows_of_panels(
+    sweep: _Sweep, weighting: _Weighting, total: Tensor, dq: Tensor
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Of each row of panels the first query, their number, and their part of `total`, which holds all sums for dq if it
+    is dq itself, else those of one row of panels. dq is written after the loop's body."""
+    rows, each = sweep.call.q.shape[0], sweep.package.schedule.PANEL_ROWS
+    for start in range(0, rows, each):
+        count = min(each, rows - start)
+        own = panel(total, start if total is dq else 0, count)
+        yield start, count, own
+        weighting.queries(own, panel(dq, start, count), start)
 
 
 def _valid(sweep: _Sweep) -> Tensor:
@@ -281,17 +322,14 @@ def _backward_alone(
         sums, total = both[:room], both[room:]
     block, by_rows = sweep.own_block(), sweep.package.rows
     scratch = (schedule.rows_scratch if by_rows else schedule.backward_scratch)(step, keys, q.device)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        own = panel(total, start if in_place else 0, count)
+    for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
         kept = None if tiles is None or start >= len(tiles) else panel(tiles, start, count)
         part = block.panel(start, count, 0, keys)
         if by_rows:
-            schedule.rows_block(part, own, sums, scratch, fresh_dk=start == 0)
+            schedule.rows_block(part, own, [(sums, keys)], scratch, fresh_dk=start == 0)
         else:
             how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": kept}
             schedule.backward_block(part, own, sums, scratch, **how)
-        weighting.queries(own, panel(dq, start, count), start)
     del scratch  # its memory is for the results
     weighting.keys(panel(sums, 0, keys), dk)
     return dq, dk
@@ -380,8 +418,8 @@ class _Weighting:
 def _table(package: Package, layout: Layout, gradients: bool) -> Table:
     """The table for this number of ranks, the same on every rank; `gradients`: forward keeps keys for backward."""
     table = package.table.over(len(layout.rows))
-    if package.traits.at_once and not gradients:
-        return dataclasses.replace(table, travelling=table.named("unchanged", "forward"))
+    if package.at_once(table.world_size) and not gradients:
+        return table.without_sums()
     if table.keeps and not (gradients and max(layout.keys) <= _room(package, table.world_size)):
         return dataclasses.replace(table, keeps=False)
     return table

@@ -11,6 +11,7 @@ Queries stay, and tensors of keys travel. Work on the keys reads "unchanged" ten
               the nodes; then all ranks send to the next node at once.
     gather    Each rank sends its keys to all others, beside the work on them. Sums go to their owner, or to all ranks
               if backward reads them. Backward works on the own keys last, while sums for others go home.
+              A `whole` one begins forward's work once all keys are there, and sends their gradients home after it.
     none      One device.
 """
 
@@ -88,6 +89,7 @@ class Table:
     devices_per_node: int
     keeps: bool  # of a ring: the keys that forward ends with stay for backward
     travelling: tuple[Travelling, ...]
+    whole: bool = False  # a gather's forward works on the keys of all ranks at once, and has their gradients
 
     @property
     def world_size(self) -> int:
@@ -97,9 +99,26 @@ class Table:
         """This table for the planned number of ranks, else a flat ring; every rank concludes the same from the size."""
         if size == self.world_size:
             return self
+        flat = dataclasses.replace(self, transport="ring" if size > 1 else "none", nodes=1, devices_per_node=size)
         if size == 1:
-            return dataclasses.replace(self, transport="none", nodes=1, devices_per_node=1, keeps=False)
-        return dataclasses.replace(self, transport="ring", nodes=1, devices_per_node=size)
+            flat = dataclasses.replace(flat, keeps=False)
+        if self.whole:
+            in_both = (dataclasses.replace(item, backward="unchanged") for item in self.named("unchanged", "forward"))
+            sums = (
+                dataclasses.replace(x, forward="absent", backward="summed") for x in self.named("summed", "forward")
+            )
+            flat = dataclasses.replace(flat, whole=False, travelling=(*in_both, *sums))
+        return flat
+
+    def as_whole(self) -> Table:
+        """This gather, where forward computes what keys get in backward otherwise."""
+        keys = (dataclasses.replace(item, backward="absent") for item in self.named("unchanged", "forward"))
+        sums = (dataclasses.replace(x, forward="summed", backward="absent") for x in self.named("summed", "backward"))
+        return dataclasses.replace(self, whole=True, travelling=(*keys, *sums))
+
+    def without_sums(self) -> Table:
+        """This table for a forward that only reads keys: its gradients are not wanted."""
+        return dataclasses.replace(self, whole=False, travelling=self.named("unchanged", "forward"))
 
     def named(self, role: str, phase: str) -> tuple[Travelling, ...]:
         return tuple(item for item in self.travelling if item.role(phase) == role)
@@ -225,7 +244,11 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
     names = [item.name for item in table.named("unchanged", "forward")]
     others = _others(table)
     sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in names for to in others)
-    steps = [Step(HERE, ALL, ALL, True, sends, copies=tuple(Copy(name, OWN, ALL) for name in names))]
+    copies = tuple(Copy(name, OWN, ALL) for name in names)
+    if table.whole:
+        steps = [Step(None, ALL, ALL, False, sends, copies=copies), Step(HERE, ALL, ALL, True, unchanged_from=0)]
+    else:
+        steps = [Step(HERE, ALL, ALL, True, sends, copies=copies)]
     # In the order of a ring: no two ranks work on the same keys.
     steps += [Step(_back(to), ALL, ALL, True, unchanged_from=0) for to in others]
     if home := _home(table, "forward"):

@@ -1,0 +1,44 @@
+"""InfoNCE over a gather by rows of panels: forward has the gradients, over the keys of all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infcl_gen
+from infcl_gen.emission import import_package
+from infcl_gen.verification.gate import failures, gate, truth_of
+from infcl_gen.verification.properties import Case, tensors
+from infcl_gen.verification.worker import averaged
+from tests.runtime.pool import Pool
+
+SHARDS = {1: [[150]], 2: [[150, 10], [0, 70]], 3: [[60, 0, 90], [140, 5, 0]]}
+SMALL = {
+    "strategy": "rows", "panel_rows": "128", "gradient.rows": "32", "gradient.keys": "64", "gradient.depth": "16",
+    "forward.depth": "16", "product.rows": "64", "product.depth": "32", "product.keys": "16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", SHARDS)
+def test_rows_of_panels_over_gloo(tmp_path: Path, world: int) -> None:
+    """Uneven shards, one of them empty, and two rows of panels; keys lie on the ranks in the other order."""
+    settings = SMALL | ({"transport": "gather"} if world > 1 else {})
+    folder = infcl_gen.generate(
+        output=tmp_path / f"rows_of_{world}", loss="infonce", batch_size=512, dim=16, dtype="bf16", devices=world,
+        device_profile="h200", set=settings,
+    )  # fmt: skip
+    package, ranks = import_package(folder), tuple(range(world))
+    assert package.SPEC["plan"]["schedule"]["whole"] == (world > 1)
+    pool = Pool(world, tmp_path, backend="gloo-interpreted", groups=(ranks,))
+    try:
+        for number, rows in enumerate(SHARDS[world]):
+            keys, case = rows[::-1], Case(sum(rows), sum(rows), 16, dtype="bf16", scale=14.3, seed=number)
+            flags: dict[str, Any] = {"rows": rows, "keys": keys, "case": case, "repeats": 2}
+            found = pool.run("case_results", ranks, package=folder.name, ranks=ranks, **flags)
+            assert all(kind == "ok" for kind, _ in found), found
+            judged = gate(averaged([parts for _, parts in found]), truth_of(package, tensors(case, "label", "cpu")))
+            assert all(row.passed for row in judged), f"rows {rows}: {failures(judged)}"
+    finally:
+        pool.close()
