@@ -97,7 +97,7 @@ def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:
         phases=phases,
         predicted_time_s=best.time_s,
         predicted_queued_s=math.fsum(phase.time_s for phase in phases if phase.name != HOST),
-        reasons=reasons_of(problem, best, everything, ceiling),
+        reasons=reasons_of(problem, best, everything, ceiling, choices.impossible("rows", problem.total_keys)),
         budget_bytes=peak if budget is None else budget,
         allowed_bytes=ceiling,
         smallest_budget_bytes=smallest,

@@ -19,13 +19,18 @@ class Reason(NamedTuple):
     why: str
 
 
-def reasons_of(problem: Problem, best: Candidate, everything: list[Candidate], ceiling: int) -> tuple[Reason, ...]:
-    """Why `best` was taken among the candidates, of which those within `ceiling` bytes are possible."""
+def reasons_of(
+    problem: Problem, best: Candidate, everything: list[Candidate], ceiling: int, without_rows: str | None
+) -> tuple[Reason, ...]:
+    """Why `best` was taken among the candidates, of which those within `ceiling` bytes are possible.
+
+    `without_rows`: why the strategy rows is impossible, as the end of a sentence; None if it is not.
+    """
     candidates = [candidate for candidate in everything if candidate.peak_bytes <= ceiling]
     model, choice, sizes, profile = best.model, best.model.choice, best.sizes, best.model.profile
     measured = problem.settings.records == "measured"
     by_setting = f"measured on {profile.name}" if measured else "set by --set"
-    strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, candidates))
+    strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, everything, ceiling, without_rows))
     found = [*_transport_reasons(problem, best, candidates), strategy]
     if choice.strategy == "fused":
         rows, why = model.rows, "gradients of logits never leave the multiprocessor"
@@ -101,7 +106,7 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
         choice += f"that is not {GATHER_GAIN:.1%} less, for more memory; "
     if problem.settings.transport:
         choice = "set by --set; "
-    elif not others and nodes == 1 and world <= GATHER_LIMIT:
+    elif way == "ring" and not others and nodes == 1 and world <= GATHER_LIMIT:
         choice = "a gather exceeds the budget; "
     if way == "gather":
         why = f"{choice}3 batches of messages a step at most, {hidden}"
@@ -110,20 +115,27 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
     return outer, Reason(1, f"ring of {inside} devices, {world} hops in all", why)
 
 
-def _strategy_why(problem: Problem, best: Candidate, candidates: list[Candidate]) -> str:
+def _strategy_why(
+    problem: Problem, best: Candidate, everything: list[Candidate], ceiling: int, without_rows: str | None
+) -> str:
+    choice = best.model.choice
     if problem.settings.strategy:
         return "set by --set"
-    if best.model.choice.strategy == "torch":
+    if choice.strategy == "torch":
         return "no GPU: panels with torch's matrix products"
     times: dict[str, float] = {}
-    for candidate in candidates:
-        if candidate.order != best.order and candidate.model.choice.transport == best.model.choice.transport:
-            name = candidate.model.choice.strategy + " replayed" * candidate.model.choice.replay
+    for candidate in everything:
+        other = candidate.model.choice
+        comparable = other.wider == choice.wider and (other.transport == choice.transport or other.rows)
+        if candidate.order != best.order and comparable and candidate.peak_bytes <= ceiling:
+            name = other.strategy + " replayed" * other.replay
             times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
     others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
     text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")
     if problem.dim > DIM_LIMIT:
         text += f"; fused needs --dim at most {DIM_LIMIT}"
-    if best.model.choice.traits.known == "row" and problem.devices > 1:
-        text += "; rows, with three products for four, needs all keys on one device"
+    if choice.traits.known == "row" and not choice.rows and not any(name.startswith("rows") for name in times):
+        rows = [c.peak_bytes for c in everything if c.model.choice.rows and c.model.choice.wider]
+        why = without_rows or (f"needs a budget of {bytes_text(min(rows))}" if rows else "is excluded by --set")
+        text += f"; rows, with three products for four, {why}"
     return text

@@ -218,6 +218,25 @@ def test_a_loss_over_rows_takes_three_products_where_all_keys_are() -> None:
     assert plan_flags(**flags, memory_budget="1.5GiB").predicted_queued_s <= one.predicted_queued_s
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dtype": "fp16"}, "keeps 8 bits of each probability, which would lose the accuracy of fp16; valid: bf16"),
+        ({"dtype": "fp32"}, "keeps 8 bits of each probability, which would lose the accuracy of fp32; valid: bf16"),
+        ({"devices": 2, "set": {"transport": "ring"}}, "needs all keys on each device: --devices 1, or a gather"),
+        ({"devices": 32}, "needs all keys on each device: --devices 1, or a gather"),
+        ({"devices": 2, "nodes": 2}, "needs all keys on each device: --devices 1, or a gather"),
+        ({"memory_budget": "700MiB"}, "needs a budget of 806.6 MiB"),
+        ({"set": {"panel_keys": "2048"}}, "is excluded by --set"),
+    ],
+)
+def test_a_plan_says_why_it_takes_four_products(changes: dict[str, Any], why: str) -> None:
+    plan = plan_flags(**{"loss": "infonce", "batch_size": "64k", "device_profile": "h200"} | changes)
+    assert plan.strategy == "panel"
+    (reason,) = [reason.why for reason in plan.reasons if reason.decision == "strategy panel"]
+    assert reason.endswith(f"; rows, with three products for four, {why}")
+
+
 def test_auto_takes_an_eighth_at_most() -> None:
     for profile in GPU_PROFILES:
         for batch in ("4k", "256k"):
