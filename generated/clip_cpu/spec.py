@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "d2cd8cf083dd926b0907778f6674fe16038871dc88aa9fbed623e0701c34cc3d",
+    "digest": "5b2e92b14767be8f02a2a1a3282e737adbe172c020c76c5e9395c682c4c6b8b4",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

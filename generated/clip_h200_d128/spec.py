@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "ee18487e6df246139f54b405b83eb19d07c836747e78edee28ccf2a9eaa8c58a",
+    "digest": "9e22154f36a4f138032043857650db6417f20bb2ff7ab9ce93c9f2185f997ed1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

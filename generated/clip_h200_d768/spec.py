@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "29809c752b90530b3b062dd718d51b7effe9f895d88d135b80b2df7c83f24776",
+    "digest": "212900e6998cbd4e643efacdcb7ee505fdb45e5602daa81589798ff642506219",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "6f8cf038ee58e27c3d3a5ad80b2560a6bebec4c4edc00b3857cab1ce9579e02b",
+    "digest": "803a5334626e26e96f71145a07fa59f425f21c13ff781c762aa807e1011bf425",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -37,6 +37,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": (),
             "known": "row",
             "positives": "label",
+            "classes": (),
             "affine": True,
             "softplus": False,
             "strips": 0,

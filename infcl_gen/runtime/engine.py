@@ -137,10 +137,8 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
         step, total, keys = min(schedule.PANEL_ROWS, q.shape[0]), dq, sum(layout.keys)
         if weighting.dtype != schedule.STATISTICS_DTYPE:
             total = q.new_empty((step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
-        block, scratch = (
-            sweep.block(0, tensors.kept["keys"], saved.of_keys),
-            schedule.rows_scratch(step, keys, q.device),
-        )
+        block = sweep.block(0, tensors.kept["keys"], saved.of_keys, None)
+        scratch = schedule.rows_scratch(step, keys, q.device)
         of_ranks = [(sums[rank], count) for rank, count in enumerate(layout.keys) if count]
         for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
             part = block.panel(start, count, 0, keys)

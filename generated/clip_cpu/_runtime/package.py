@@ -62,6 +62,7 @@ class Call(NamedTuple):
     q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`
     scale, bias          0-dim, in the statistics dtype, on that device
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
+    query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id
     """
 
     q: Tensor
@@ -69,20 +70,25 @@ class Call(NamedTuple):
     scale: Tensor
     bias: Tensor
     labels: Tensor | None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
     options: Options = Options()
+
+    @property
+    def ids(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.query_ids, self.key_ids
 
     def cast(self, package: Package, features: bool = True) -> Call:
         """The call with features in the package's dtype. `to` also unwraps features that torch.func left wrapped.
 
         Without `features` they are left as they are, for a backward that reads their shapes alone.
         """
-        q, k, scale, bias, labels, options = self
-        dtype = package.dtype
+        q, k, options, dtype = self.q, self.k, self.options, package.dtype
         if not q.dtype == k.dtype == dtype:
             options = options._replace(unrounded=True)
         if features:
             q, k = q.to(dtype), k.to(dtype)
-        return Call(q, k, scale, bias, labels, options)
+        return self._replace(q=q, k=k, options=options)
 
 
 class Saved(NamedTuple):
@@ -93,6 +99,8 @@ class Saved(NamedTuple):
                 (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
                 if it stays in a recording (replay.py)
+    ids         int64 (columns, 1) of the keys in `stash`, where the loss has ids and backward reads the stash of other
+                ranks' keys; else (0, 1)
     layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
                 device
 
@@ -104,6 +112,7 @@ class Saved(NamedTuple):
     of_queries: Tensor
     of_keys: Tensor
     stash: Tensor
+    ids: Tensor
     layout: Tensor
 
 
@@ -116,6 +125,7 @@ class Block(NamedTuple):
     first_key           global index of k's first row
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts
+    query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
     """
@@ -129,6 +139,8 @@ class Block(NamedTuple):
     queries: Statistics | None
     keys: Statistics | None
     positive: Tensor
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
     sums: Tensor | None = None
 
     def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
@@ -141,7 +153,8 @@ class Block(NamedTuple):
             q, k, self.scale, self.bias, own + row0 if isinstance(own, int) else panel(own, row0, rows),
             self.first_key + key0, self.queries and self.queries.panel(row0, rows),
             self.keys and self.keys.panel(key0, keys), panel_columns(self.positive, row0, rows),
-            self.sums,
+            None if self.query_ids is None else panel(self.query_ids, row0, rows),
+            None if self.key_ids is None else panel(self.key_ids, key0, keys), self.sums,
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:

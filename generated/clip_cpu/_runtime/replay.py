@@ -102,7 +102,7 @@ class _Recording:
     def forward(self, call: Call) -> tuple[Tensor, Saved]:
         with engine.device_state(self._package, call.q.device, "forward", plain_tensors=True):
             if self._forward is None:
-                tensors: list[Any] = [None if x is None else x.new_empty(x.shape) for x in call[:5]]
+                tensors: list[Any] = [None if x is None else x.new_empty(x.shape) for x in call[:-1]]
                 self._call, self._no_stash = Call(*(*tensors, call.options)), call.q.new_empty(0)
             self._load(call)
             if self._forward is None:
@@ -114,7 +114,7 @@ class _Recording:
             results = [self._loss, *self._saved[:kept]]
             loss, self._handed, keys, *rest = copies = [x.new_empty(x.shape) for x in results]
             torch._foreach_copy_(copies, results)
-            return loss, Saved(self._handed, keys, rest[0] if rest else self._no_stash, self._saved.layout)
+            return loss, Saved(self._handed, keys, rest[0] if rest else self._no_stash, *self._saved[3:])
 
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
@@ -135,8 +135,10 @@ class _Recording:
 
     def _load(self, call: Call) -> None:
         self._package.schedule.copy_inputs(*call[:4], *self._call[:4])
-        if call.labels is not None and self._call.labels is not None:
-            self._call.labels.copy_(call.labels)
+        of_pairs = zip((call.labels, *call.ids), (self._call.labels, *self._call.ids), strict=True)
+        for given, read in of_pairs:
+            if given is not None and read is not None:
+                read.copy_(given)
 
 
 class _Recorder:

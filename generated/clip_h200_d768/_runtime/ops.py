@@ -17,11 +17,13 @@ from .group import find_group
 from .package import Call, Options, Package, Saved
 
 # Schemas of the operators: the fields of Call, of Options but `unrounded`, which follows from dtypes, and of Saved.
-_CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels"
+_CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, Tensor? query_ids, Tensor? key_ids"
 _OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
-_SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor layout"
+_SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor ids, Tensor layout"
 _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
 _BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
+_GIVEN = len(Call._fields) - 1  # tensors of a Call
+_NAMED = len(Options._fields) - 1
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
 
 _libraries: list[torch.library.Library] = []  # keeps the operators registered
@@ -41,11 +43,11 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         # With setup_context torch would inspect this signature at each call: 65 us of host time.
-        package, gradients = inputs[6:]
-        loss, saved = replay.forward(package, Call(*inputs[:6]).cast(package), gradients)
+        *call, package, gradients = inputs
+        loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:5], *saved)
-        ctx.options, ctx.package = inputs[5:7]
+        ctx.save_for_backward(*call[:_GIVEN], *saved)
+        ctx.options, ctx.package = call[_GIVEN], package
         return loss
 
     @staticmethod
@@ -53,8 +55,8 @@ class _Loss(torch.autograd.Function):
         tensors, package = ctx.saved_tensors, ctx.package
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        saved = Saved(*tensors[5:])
-        call = _of_backward(package, Call(*(*tensors[:5], ctx.options)), saved)
+        saved = Saved(*tensors[_GIVEN:])
+        call = _of_backward(package, Call(*(*tensors[:_GIVEN], ctx.options)), saved)
         if torch.is_grad_enabled():  # create_graph
             return _wanted(ctx, _Gradients.apply(upstream, *call, package, saved))
         return _wanted(ctx, replay.backward(package, call, saved, upstream))
@@ -83,8 +85,8 @@ class _TransformedLoss(_Loss):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*inputs[:5], *output[1:])
-        ctx.options, ctx.package = inputs[5:7]
+        ctx.save_for_backward(*inputs[:_GIVEN], *output[1:])
+        ctx.options, ctx.package = inputs[_GIVEN : _GIVEN + 2]
 
 
 class _Gradients(_TransformedLoss):
@@ -118,7 +120,7 @@ def differentiable(package: Package, call: Call) -> Tensor:
     if traced(*call[:4]):
         if not torch.compiler.is_compiling():
             _tell_flops(package)
-        loss = package.operators.forward(*call[:5], *call.options[:5], gradients)[0]
+        loss = package.operators.forward(*call[:_GIVEN], *call.options[:_NAMED], gradients)[0]
     elif torch._C._are_functorch_transforms_active():
         loss = _TransformedLoss.apply(*call, package, gradients)[0]
     elif gradients or forward_ad._current_level >= 0:  # `_Loss` refuses forward-mode derivatives
@@ -167,19 +169,20 @@ def register(package: Package) -> Any:
     operators = getattr(torch.ops, namespace)
 
     def forward(*inputs: Any) -> tuple[Tensor, ...]:
-        call = Call(*(*inputs[:5], Options(*inputs[5:10])))
-        loss, saved = replay.unrecorded_forward(package, call.cast(package), inputs[10])
+        *given, gradients = inputs
+        call = Call(*(*given[:_GIVEN], Options(*given[_GIVEN:])))
+        loss, saved = replay.unrecorded_forward(package, call.cast(package), gradients)
         return (loss, *saved)
 
     def backward(*inputs: Any) -> tuple[Tensor, ...]:
-        upstream, q, k, *rest = inputs
-        saved = Saved(*rest[3:7])
-        call = _of_backward(package, Call(*(q, k, *rest[:3], Options(*rest[7:]))), saved)
+        upstream, *rest = inputs
+        q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
+        call = _of_backward(package, Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))), saved)
         dq, dk, *scalars = engine.backward(package, call, saved, upstream)
         return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
 
     def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        group = find_group(inputs[3])
+        group = find_group(inputs[_GIVEN - 2])
         ranks, place = (0, q.device) if group is None else (group.size, "cpu")
         sizes = torch.empty((ranks, 3), dtype=torch.int64, device=place)
         unrounded = Call(q, k, inputs[0], inputs[1], None).cast(package).options.unrounded
@@ -191,7 +194,7 @@ def register(package: Package) -> Any:
         return (q.new_empty(q.shape), k.new_empty(k.shape), *scalars)
 
     def refuse_arguments(error: str, message: str, group_name: str) -> Tensor:
-        unknown: list[Any] = [*[None] * 5, Options(group_name)]
+        unknown: list[Any] = [*[None] * _GIVEN, Options(group_name)]
         agreement.announce_rejection(package, Call(*unknown))
         raise {"TypeError": TypeError, "ValueError": ValueError}[error](message)
 
@@ -208,7 +211,7 @@ def register(package: Package) -> Any:
         torch.library.register_fake(f"{namespace}::{name}", shapes, lib=library)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _TransformedLoss.setup_context(ctx, (*inputs[:5], inputs[5:10], package), output)
+        _TransformedLoss.setup_context(ctx, (*inputs[:_GIVEN], inputs[_GIVEN:-1], package), output)
 
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # first: raises torch's own error for a second backward without retain_graph
