@@ -135,6 +135,16 @@ def test_a_partial_package_is_shown_and_nothing_else(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "a partial package" in done.stderr, done.output
 
 
+def test_inspect_prints_the_loss_in_latex() -> None:
+    """Of a partial package, too: it needs SPEC alone."""
+    folder = str(ROOT / "generated" / "infonce_a100")
+    formulas = json.loads(run("inspect", folder, "--latex", "--json").stdout)["latex"]
+    assert formulas["loss"] == r"L = \frac{1}{M} \sum_i \left(r_i - p_i\right)"
+    lines = run("inspect", folder, "--latex").stdout.splitlines()
+    assert (lines[0], lines[-1]) == (r"\begin{align*}", r"\end{align*}") and len(lines) == 2 + len(formulas)
+    assert formulas["loss"].replace(" = ", " &= ") + r" \\" in lines and not lines[-2].endswith("\\")
+
+
 def test_inspect_never_imports(package: Path, tmp_path: Path) -> None:
     before = set(sys.modules)
     assert run("inspect", str(package)).exit_code == 0

@@ -40,12 +40,17 @@ def generate(flags: dict[str, Any]) -> None:
     show(flags, {"path": str(path)}, lambda: f"wrote {path}")
 
 
-@command(options.directory)
+@command(options.directory, option("--latex", None, "The loss in LaTeX instead: formulas and gradient.", bool))
 def inspect(flags: dict[str, Any]) -> None:
     """Show a package: SPEC, plan, derived formulas, kernels. Parses the files, never imports them."""
     from infcl_gen.emission.package import kernels_of, read_package
 
     package = read_package(options.directory_name(flags["directory"]), partial=True)
+    if flags["latex"]:
+        from infcl_gen.losses import aligned, derive, latex_of, spec_from_dict
+
+        formulas = latex_of(derive(spec_from_dict(package.spec["loss"])))
+        return show(flags, {"latex": formulas}, lambda: aligned(formulas.values()))
     files = (package.files.get(name, b"").decode() for name in dict.fromkeys(family.file for family in FAMILIES))
     kernels = [kernel for file in files for kernel in kernels_of(file)]
     sizes = {path: len(content) for path, content in sorted(package.files.items())}

@@ -93,17 +93,17 @@ class Printer:
 
     def _sum(self, expression: Expr, names: Mapping[str, str]) -> str:
         def order(term: Expr) -> tuple[Any, ...]:
-            return (_is_negative(term), -len(term.free_symbols), default_sort_key(term))
+            return (is_negative(term), -len(term.free_symbols), default_sort_key(term))
 
         first, *rest = sorted(expression.args, key=order)
         text = self._bound(first, names, _SUM)
         for term in rest:
-            negative = _is_negative(term)
+            negative = is_negative(term)
             text += (" - " if negative else " + ") + self._bound(-term if negative else term, names, _PRODUCT)
         return text
 
     def _product(self, expression: Expr, names: Mapping[str, str]) -> tuple[str, int]:
-        if _is_negative(expression):
+        if is_negative(expression):
             return f"-{self._bound(-expression, names, _PRODUCT)}", _SUM
         above: list[str] = []
         below: list[str] = []
@@ -112,7 +112,7 @@ class Printer:
                 if factor.p != 1:
                     above.append(self._number(sympy.Integer(factor.p))[0])
                 below.append(self._number(sympy.Integer(factor.q))[0])
-            elif factor.is_Pow and _is_negative(factor.exp):
+            elif factor.is_Pow and is_negative(factor.exp):
                 below.append(self._bound(1 / factor, names, _POWER))
             else:
                 above.append(self._bound(factor, names, _POWER))
@@ -123,7 +123,7 @@ class Printer:
 
     def _pow(self, expression: Expr, names: Mapping[str, str]) -> tuple[str, int]:
         base, exponent = expression.args
-        if _is_negative(exponent):
+        if is_negative(exponent):
             one = self._number(sympy.Integer(1))[0]
             return f"{one} / {self._bound(1 / expression, names, _POWER)}", _PRODUCT
         if exponent == sympy.Rational(1, 2):
@@ -155,7 +155,7 @@ def temporaries(code: str, variable: str) -> int:
     return count(ast.parse(code, mode="eval").body)[0]
 
 
-def _is_negative(term: Expr) -> bool:
+def is_negative(term: Expr) -> bool:
     return bool(term.could_extract_minus_sign()) if term.is_number else bool(term.as_coeff_Mul()[0].is_negative)
 
 

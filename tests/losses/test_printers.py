@@ -138,7 +138,8 @@ def test_text_does_not_depend_on_hashing() -> None:
     code = (
         "from infcl_gen.losses import *\n"
         "from tests.losses.specs import DERIVABLE\n"
-        "for name, spec in DERIVABLE.items(): print(loss_context(derive(spec)), spec_as_dict(spec))"
+        "for name, spec in DERIVABLE.items():\n"
+        "    print(loss_context(derive(spec)), latex_of(derive(spec)), spec_as_dict(spec))"
     )
     texts = set()
     for seed in ("0", "1", "2", "31337"):

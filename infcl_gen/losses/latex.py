@@ -1,0 +1,155 @@
+"""A derived loss in LaTeX: general form and gradient, by SymPy's printer."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+from sympy import Expr, Symbol, diff
+from sympy.core.sorting import default_sort_key
+from sympy.printing.latex import LatexPrinter
+
+from infcl_gen.losses.derive import Derivation
+from infcl_gen.losses.language import scale, z
+from infcl_gen.losses.printers import c, is_negative, p, r, x
+
+# Other symbols are named by their LaTeX.
+_NAMES = {"z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "scale": "s", "bias": "b"}
+_OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
+_KEPT = Symbol("w_{ij}", real=True)
+_SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
+_POSITIVE = {"diagonal": "j = i", "label": r"j = \ell_i", "id": _SAME_ID}
+
+
+class _Printer(LatexPrinter):
+    """Terms in the order of formulas for people: the negative ones last."""
+
+    def _print_Symbol(self, expr: Symbol, style: str = "plain") -> str:
+        return _NAMES.get(str(expr), str(expr))
+
+    def _as_ordered_terms(self, expr: Expr, order: str | None = None) -> list[Expr]:
+        return sorted(expr.args, key=lambda term: (is_negative(term), -len(term.free_symbols), default_sort_key(term)))
+
+    def _print_softplus(self, expr: Expr, exp: str | None = None) -> str:
+        return rf"\log{_raised(exp)}{{\left(1 + e^{{{self._print(expr.args[0])}}} \right)}}"
+
+    def _print_sigmoid(self, expr: Expr, exp: str | None = None) -> str:
+        return rf"\sigma{_raised(exp)}{{\left({self._print(expr.args[0])} \right)}}"
+
+
+_PRINTER = _Printer()
+
+
+def latex_of(derivation: Derivation) -> dict[str, str]:
+    """The formulas of `formulas_of` in LaTeX, by the same names; a query has the index i, a key j.
+
+    s is scale, b bias, M the number of queries, l_i the label of query i, and sigma the logistic function.
+    """
+    slope, dx_dscale = diff(derivation.logit, z), diff(derivation.logit, scale)
+    positive = {"diagonal": "p_i = x_{ii}", "label": r"p_i = x_{i \ell_i}"}.get(derivation.spec.positives)
+    along = "" if slope == 1 else rf"\, {_factor(slope)}"
+    return {
+        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot k_j",
+        **_statistics(derivation),
+        **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
+        "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
+        "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}",
+        "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j g_{{ij}}{along}\, k_j",
+        "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i g_{{ij}}{along}\, q_i",
+        "dscale": rf"\frac{{\partial L}}{{\partial s}} = {_summed(dx_dscale)}",
+        "dbias": rf"\frac{{\partial L}}{{\partial b}} = {_dbias(derivation)}",
+    }
+
+
+def aligned(formulas: Iterable[str], environment: str = "align*") -> str:
+    """The formulas one below the other, their first equality signs in one column."""
+    lines = " \\\\\n".join(text.replace(" = ", " &= ", 1) for text in formulas)
+    return rf"\begin{{{environment}}}" + f"\n{lines}\n" + rf"\end{{{environment}}}"
+
+
+def _raised(power: str | None) -> str:
+    return "" if power is None else f"^{{{power}}}"
+
+
+def _text(expression: Any) -> str:
+    return str(_PRINTER.doprint(expression))
+
+
+def _factor(expression: Expr) -> str:
+    """With parentheses around a sum."""
+    return rf"\left({_text(expression)}\right)" if expression.is_Add else _text(expression)
+
+
+def _bracketed(terms: list[str]) -> str:
+    """Their sum, as a factor."""
+    return terms[0] if len(terms) == 1 else rf"\Big( {' + '.join(terms).replace('+ - ', '- ')} \Big)"
+
+
+def _statistics(derivation: Derivation) -> dict[str, str]:
+    found, mask = {}, "w_{ij} " * derivation.form.excluded
+    if mask:
+        other = _POSITIVE[derivation.spec.positives].replace("=", r"\ne")
+        found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {_SAME_ID} \text{{ and }} {other}, \text{{ else }} 1"
+    if derivation.has_queries:
+        found["query_statistic"] = rf"r_i = \log \sum_j {mask}e^{{x_{{ij}}}}"
+    if derivation.has_keys:
+        found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
+    return found
+
+
+def _terms(derivation: Derivation) -> list[str]:
+    form, pair, traits = derivation.form, derivation.form.pair_term, derivation.traits
+    terms = []
+    if derivation.has_queries:
+        terms.append(rf"\sum_i {_factor(form.query_term)}")
+    if derivation.has_keys:
+        terms.append(rf"\sum_j {_factor(sympy.factor_terms(form.key_term.xreplace(_OF_KEYS)))}")
+    if pair is None:
+        return terms
+    positive = _POSITIVE[form.spec.positives]
+    if pair.other == pair.same_id == pair.positive:
+        return [*terms, rf"\sum_{{ij}} {_factor(pair.other)}"]
+    if traits.placed and pair.positive != 0:
+        at = {x: Symbol("x_{ii}" if traits.paired else r"x_{i \ell_i}", real=True)}
+        terms.append(rf"\sum_i {_factor(pair.positive.xreplace(at))}")
+    apart = [positive.replace("=", r"\ne")] if traits.placed else []
+    classes = (
+        [(_SAME_ID, pair.same_id), (_SAME_ID.replace("=", r"\ne"), pair.other)] if traits.ids else [("", pair.other)]
+    )
+    for which, term in classes:
+        if term != 0:
+            where = r" \\ ".join(filter(None, (*apart, which)))
+            below = rf"\substack{{{where}}}" if apart and which else where
+            terms.append(rf"\sum_{{{below}}} {_factor(term)}")
+    return terms
+
+
+def _gradient(derivation: Derivation) -> str:
+    slopes, traits, positive = derivation.pair_slope, derivation.traits, _POSITIVE[derivation.spec.positives]
+    if slopes is None:
+        form, kept = derivation.form, _KEPT if derivation.form.excluded else 1
+        placed = Symbol(rf"\left[{positive}\right]", real=True)
+        parts = (
+            diff(form.query_term, r) * kept * sympy.exp(x - r),
+            diff(form.key_term, c) * kept * sympy.exp(x - c),
+            diff(form.query_term + form.key_term, p) * placed,
+        )
+        return rf"\frac{{1}}{{M}} {_bracketed([_text(part) for part in parts if part != 0])}"
+    cases = [(positive, slopes.positive)] if traits.placed and slopes.positive != slopes.other else []
+    cases += [(_SAME_ID, slopes.same_id)] if traits.ids else []
+    if not cases:
+        return rf"\frac{{1}}{{M}} {_factor(slopes.other)}"
+    lines = [rf"{_text(slope)} & {where}" for where, slope in [*cases, (r"\text{else}", slopes.other)]]
+    return r"\frac{1}{M} \begin{cases}" + r" \\ ".join(lines) + r"\end{cases}"
+
+
+def _summed(factor: Expr) -> str:
+    """The sum over all pairs of dL/dx times `factor`."""
+    if factor == 0:
+        return "0"
+    return r"\sum_{ij} g_{ij}" + ("" if factor == 1 else rf"\, {_factor(factor)}")
+
+
+def _dbias(derivation: Derivation) -> str:
+    if derivation.pair_slope is None:
+        return _text(derivation.dbias)
+    return _summed(derivation.dbias_factor)
