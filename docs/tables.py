@@ -1,5 +1,5 @@
-"""Tables of measured and simulated rows, written from the .json files of tune/bench between markers of pages; and plans
-of training steps beside those of Inf-CL's paper.
+"""Tables of measured and simulated rows, written from the .json files of tune/bench between markers of pages; plans of
+training steps beside those of Inf-CL's paper; and the built-in losses.
 
 python docs/tables.py            rewrites the tables of PAGES
 python docs/tables.py --check    exits with 1 if they do not show what the files hold
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +18,12 @@ from typing import Any
 
 from click.testing import CliRunner
 
+import infcl_gen
 from infcl_gen import cli
 from infcl_gen.cli.scaling import HEADER, cells
 from infcl_gen.files import checksum
+from infcl_gen.inputs.problem import make_problem
+from infcl_gen.losses import BUILTIN_LOSSES, LossSpec, aligned, derive, latex_of
 from infcl_gen.step.account import PHASES, Account, LossCosts, StepProblem, account
 from infcl_gen.step.choose import largest_samples
 from infcl_gen.step.costs import PassCosts, StepCosts, profile_names, read_costs
@@ -33,6 +37,7 @@ PAGES = {
     "README.md": ("compared",),
     "docs/benchmarks.md": ("measured", "simulated"),
     "docs/gradients.md": ("conventions",),
+    "docs/losses.md": ("built_in",),
     "docs/steps.md": ("pair_costs", "step_plan", "largest_batches", "step_memory"),
 }
 CONVENTIONS = "cpu-conventions.json"  # by docs/conventions.py
@@ -60,6 +65,17 @@ PAPER_STEPS = {
     (32, "device", "OpenCLIP"): ("0.71 (42.46)", "2.45 (43.06)", "8.98 (44.26)", "34.35 (46.71)", "x"),
     (32, "device", "Inf-CL"): ("0.05 (42.48)", "0.09 (43.08)", "0.18 (44.30)", "0.35 (46.71)", "1.44 (61.20)"),
 }
+STASH_BUDGET = "40GiB"
+POSITIVES = {
+    "diagonal": "key i of query i",
+    "label": "one key of a query, which `labels` names; without labels key i of query i",
+    "id": "all keys of a query's id",
+}
+WHEN_KNOWN = {
+    "before": "computed in forward, pair by pair",
+    "row": "computed in backward, from statistics of queries",
+    "all": "computed in backward, from statistics of both sides",
+}
 SAME = 1e-4  # of the true loss: ranks whose values differ by less return the same
 
 
@@ -81,7 +97,7 @@ def main() -> int:
 
 def tables(kind: str) -> str:
     """Those of each measured or simulated file, in the order of their names; that of one file, for the README
-    ("compared") and for "conventions"; or that of plans.
+    ("compared") and for "conventions"; that of plans; or the sections of built-in losses.
 
     Raises ValueError for a wrong checksum.
     """
@@ -91,6 +107,8 @@ def tables(kind: str) -> str:
             "step_memory": step_memory,
         }  # fmt: skip
         return made[kind]()
+    if kind == "built_in":
+        return "".join(map(section, BUILTIN_LOSSES.values()))
     if kind == "compared":
         losses, step = (json.loads((ROOT / "tune" / "bench" / name).read_text()) for name in (BESIDE_PEERS[0], STEP))
         return compared(losses["rows"], step["rows"])
@@ -154,6 +172,43 @@ def compared(rows: Rows, steps: Rows) -> str:
             what = f"a step of {row['model']}, {batch:,} pairs: {named[row['way']]}"
             lines.append((what, f"{row['median_ms']:,.0f}", f"{row['peak_bytes'] / MIB:,.0f}"))
     return _table(("who", "ms", "MiB"), lines)
+
+
+def section(spec: LossSpec) -> str:
+    """What the page of losses says of one: source, formulas, traits, products, and when to use it."""
+    derivation = derive(spec)
+    traits, formulas = derivation.traits, latex_of(derivation)
+    shown = (text for name, text in formulas.items() if name not in ("dq", "dk", "dscale", "dbias"))
+    source = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", spec.source)
+    kinds = {"logsumexp": "log-sum-exp"}
+    reduced = [
+        f"{kinds[kind]} of each {side}"
+        for side, found in (("query", traits.query_statistics), ("key", traits.key_statistics))
+        for kind in found
+    ]
+    lines = [
+        ("positives", POSITIVES[traits.positives]),
+        ("keys", "as many as queries" if traits.paired else "any number"),
+        ("ids", "`query_ids`, `key_ids`" if traits.ids else "none"),
+        ("statistics", ", ".join(reduced) or "none"),
+        ("gradients", WHEN_KNOWN[traits.known]),
+        ("products", products(spec) + "; 1 without gradients" * traits.at_once),
+    ]
+    table = _table(("trait", spec.name), lines)
+    formula = f"$$\n{aligned(shown, 'aligned')}\n$$\n"
+    return f"\n## {spec.name}\n\n{spec.doc}\n\nSource: {source}.\n\n{formula}{table}\n{spec.use}\n"
+
+
+def products(spec: LossSpec) -> str:
+    """How many matrix products the plan of `COMPARED` takes on an H200, and with a budget that has room for a stash."""
+    batch, dim = COMPARED
+    sizes = {"batch_size": batch, "dim": dim, "device_profile": "h200", "loss": spec.name}
+    counts = []
+    for budget in ("auto", STASH_BUDGET):
+        plan = infcl_gen.plan(make_problem(**sizes, memory_budget=budget))
+        counts.append(f"{sum(phase.flops for phase in plan.phases) / (2 * batch**2 * dim):.3g}")
+    without, stash = counts
+    return without if stash == without else f"{without}; {stash} with a stash"
 
 
 def pair_costs() -> str:

@@ -11,6 +11,7 @@ import click
 import pytest
 
 from infcl_gen.cli import main
+from infcl_gen.losses import BUILTIN_LOSSES, LossSpec
 from infcl_gen.processes import Worker
 from tests.documents import PAGES, ROOT, blocks, commands, links, sentences, without_generated
 
@@ -43,6 +44,14 @@ def test_the_readme_is_short() -> None:
 def test_sentences_are_short(page: str) -> None:
     long = [found for found in sentences(PAGES[page]) if len(found.split()) > 35]
     assert not long
+
+
+@pytest.mark.parametrize("spec", BUILTIN_LOSSES.values(), ids=lambda spec: spec.name)
+def test_built_in_losses_say_where_they_are_from_and_when_to_use_them(spec: LossSpec) -> None:
+    assert re.search(r"arXiv \d{4}\.\d{5}, (algorithm|equation|figure|section) \d", spec.source)
+    assert spec.doc.endswith(".") and spec.use.endswith(".") and not spec.use.startswith("\n")
+    assert not [found for found in sentences(f"{spec.doc}\n\n{spec.use}") if len(found.split()) > 25]
+    assert f"\n## {spec.name}\n" in PAGES["docs/losses.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""The built-in losses as formulas."""
+"""The built-in losses: one record for each, from which its section of docs/losses.md is written, too."""
 
 from infcl_gen.losses.language import (
     LossSpec,
@@ -24,6 +24,10 @@ CLIP = LossSpec(
     + mean_over_keys(logsumexp_over_queries(_x) - positive(_x)) / 2,
     positives="diagonal",
     doc="Symmetric cross-entropy of CLIP: each query against all keys and each key against all queries.",
+    source="Radford et al., arXiv 2103.00020, figure 3",
+    use="""\
+For pairs of images and texts, and wherever both sides are to find each other.
+`scale` is learned; CLIP begins with 1 / 0.07, and clips it at 100. `bias` changes nothing.""",
 )
 
 INFONCE = LossSpec(
@@ -31,6 +35,10 @@ INFONCE = LossSpec(
     formula=mean_over_queries(logsumexp_over_keys(_x) - positive(_x)),
     positives="label",
     doc="One-direction InfoNCE: each query against all keys; `labels` name the positives.",
+    source="van den Oord et al., arXiv 1807.03748, equation 4",
+    use="""\
+For queries that search among keys: retrieval, and hard negatives, which are further keys.
+sentence-transformers calls it `MultipleNegativesRankingLoss`. [Training](training.md) shows hard negatives.""",
 )
 
 SIGLIP = LossSpec(
@@ -38,6 +46,11 @@ SIGLIP = LossSpec(
     formula=sum_over_pairs(softplus((1 - 2 * is_positive) * _x)) / queries,
     positives="diagonal",
     doc="Pairwise sigmoid loss of SigLIP: each pair is classified as a positive or not, with `bias` as its prior.",
+    source="Zhai et al., arXiv 2303.15343, algorithm 1",
+    use="""\
+For pairs of images and texts. Each pair is classified on its own, so no rank needs the sums of another.
+Forward computes the gradients, too; backward multiplies what forward has kept, and communicates nothing.
+`bias` is learned; SigLIP begins with `scale` 10 and `bias` -10.""",
 )
 
 SIGLIP_MULTI = LossSpec(
@@ -45,6 +58,14 @@ SIGLIP_MULTI = LossSpec(
     formula=sum_over_pairs(softplus((1 - 2 * is_positive) * _x)) / queries,
     positives="id",
     doc="SigLIP where a query has any number of positives, also none: the keys of its id.",
+    source="Zhai et al., arXiv 2303.15343, algorithm 1, with labels from ids",
+    use="""\
+For several captions of one image, and for batches in which a sample occurs twice.
+A query without a positive adds the terms of its negatives. Every positive has the weight of a negative.
+The SigLIP+ of `siglip-kernel` divides the weight of a positive by the number of positives instead.
+
+A call passes `query_ids=`, int64 (M,), and `key_ids=`, int64 (N,), both on the device of the features.
+Over several ranks each passes the ids of its own rows, and ids travel with their keys.""",
 )
 
 BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, SIGLIP, SIGLIP_MULTI)}

@@ -34,7 +34,7 @@ import keyword
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -71,6 +71,8 @@ class LossSpec:
     positives  "diagonal": key i for query i, hence as many keys as queries; "label": the key that `labels[i]` names;
                "id": every key with the query's id.
     doc        one sentence for people.
+    source     paper and equation: "Zhai et al., arXiv 2303.15343, algorithm 1".
+    use        Markdown: when to use it, and what to know. Packages store neither `source` nor `use`.
 
     Raises LossError for a field of the wrong type, and for a formula outside the language.
     """
@@ -79,6 +81,8 @@ class LossSpec:
     formula: Expr
     positives: Positives = "diagonal"
     doc: str = ""
+    source: str = field(default="", compare=False)
+    use: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not is_identifier(self.name):
@@ -89,8 +93,9 @@ class LossSpec:
             raise LossError(f"loss {self.name}: {error}") from None
 
     def _check(self) -> None:
-        if not isinstance(self.doc, str):
-            raise LossError(f"doc must be a string, not {type(self.doc).__name__}")
+        for name in ("doc", "source", "use"):
+            if not isinstance(text := getattr(self, name), str):
+                raise LossError(f"{name} must be a string, not {type(text).__name__}")
         if self.positives not in get_args(Positives):
             valid = ", ".join(map(repr, get_args(Positives)))
             raise LossError(f"positives={self.positives!r} is not one of {valid}")

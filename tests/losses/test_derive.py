@@ -297,6 +297,8 @@ def test_the_largest_formula_is_derived_at_once() -> None:
         (("a", INFONCE_OF(X) + sympy.Symbol('__import__("os")')), "unknown symbol"),
         (("a", X), "not reduced to one number"),
         (("a", INFONCE_OF(X), "label", 7), "doc must be a string"),
+        (("a", INFONCE_OF(X), "label", "", 7), "source must be a string"),
+        (("a", INFONCE_OF(X), "label", "", "", 7), "use must be a string"),
     ],
 )
 def test_a_spec_validates_its_fields(arguments: tuple, message: str) -> None:
