@@ -219,7 +219,7 @@ def test_commands(words: list[str], named: str) -> None:
 BENCH = [
     *([f"--batches={value}"] for value in ("", "0", "4,", "4;8", "-4", "x", "9999999G", "4,8.5")),
     *([f"--dims={value}"] for value in ("", "0", "16,none", "70000")),
-    *([f"--against={value}"] for value in ("", "torhc", "torch,,memeff", "all,torch", "siglip-kernel", "\n")),
+    *([f"--against={value}"] for value in ("", "torhc", "torch,,memeff", "all,torch", "siglip-kernel-ring", "\n")),
     *([f"--scale={value}"] for value in ("", "0", "-1", "nan", "inf", "1e7", "warm")),
     *([f"--repeats={value}"] for value in ("0", "-1", "2.5", "many", "1000000")),
     *([f"--errors={value}"] for value in ("-1", "all", "1.5")),

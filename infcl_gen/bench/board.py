@@ -96,8 +96,9 @@ def _row(folder: Path, scale: float) -> Row:
 def _runs(folder: Path, scale: float) -> tuple[Step, Step]:
     """A package's training step and its bare products."""
     module, inputs = import_package(folder), point_of([read_package(folder)], scale=scale).inputs()
-    products = bare_products(module.SPEC["plan"], inputs.q.detach(), inputs.k.detach())
-    return training_step(module, *inputs.leaves), products
+    known = module.SPEC["loss"]["traits"]["known"]
+    products = bare_products(module.SPEC["plan"], inputs.q.detach(), inputs.k.detach(), known)
+    return training_step(module, *inputs.leaves, bias=inputs.bias), products
 
 
 def _meters() -> tuple[Any, Any]:

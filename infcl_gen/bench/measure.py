@@ -64,24 +64,26 @@ def measure_point(point: Point) -> Events:
             steps.pop(name, None)
             yield name, {**row, "peak_bytes": None}
         _release(inputs)
-    factors = [x.detach().to(inputs.dtype) for x in (inputs.q, inputs.k)]
+    q, k = (x.detach().to(inputs.dtype) for x in (inputs.q, inputs.k))
     for name in point.packages:
         if name in rows:
-            plan = import_package(Path(name), edited=True).SPEC["plan"]
-            steps[f"{name} products"] = bare_products(plan, *factors)
+            spec = import_package(Path(name), edited=True).SPEC
+            steps[f"{name} products"] = bare_products(spec["plan"], q, k, spec["loss"]["traits"]["known"])
     yield from _in_turns(point, steps, rows, inputs)
 
 
 def _prepare(point: Point, name: str, inputs: Inputs) -> tuple[Step, Row]:
     """A contestant's step, and its row's fields from the plan."""
     if name not in point.packages:
-        return step_of(PEERS[name].prepare(inputs), *inputs.leaves, point.autocast), {}
+        prepare = PEERS[name].prepare
+        assert prepare is not None
+        return step_of(prepare(inputs), *inputs.leaves, point.autocast), {}
     module = import_package(Path(name), edited=True)
     as_planned = module.SPEC["problem"]["batch_size"] == point.batch and not point.autocast
     planned = planned_figures(module.SPEC, times=as_planned)
     if point.autocast:  # the plan has no room for narrow copies and fp32 gradients
         planned["predicted_peak_bytes"] = None
-    return training_step(module, *inputs.leaves, point.autocast), planned
+    return training_step(module, *inputs.leaves, point.autocast, inputs.bias), planned
 
 
 def first_runs(
@@ -162,8 +164,9 @@ def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any
     """Loss and gradients in fp64, from a package's loss; None if they do not fit into memory."""
     loss = load_file(package / "loss.py")  # alone: the package itself may not work
     ids = own_ids(*inputs.leaves[:2]) if loss.CLASSES else {}
+    bias = None if inputs.bias is None else inputs.bias.detach()
     try:
-        return oracle_by_slices(loss, Arguments(inputs.q, inputs.k, scale, labels=inputs.labels, **ids))._asdict()
+        return oracle_by_slices(loss, Arguments(inputs.q, inputs.k, scale, bias, labels=inputs.labels, **ids))._asdict()
     except Exception as error:
         if not out_of_memory(error):
             raise

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from infcl_gen.bench.point import Inputs, LossFunction
+from infcl_gen.bench.point import Inputs, LossFunction, own_ids
 from infcl_gen.errors import InputError
 from infcl_gen.files import load_file
-from infcl_gen.inputs.text import show, suggestion
+from infcl_gen.inputs.text import one_line, show, suggestion
 from infcl_gen.losses import is_builtin
 
 CHUNK_ELEMENTS = 1 << 28  # logits of one checkpointed chunk of rows: 1 GiB in fp32
@@ -29,7 +29,7 @@ CHUNK_ELEMENTS = 1 << 28  # logits of one checkpointed chunk of rows: 1 GiB in f
 @dataclasses.dataclass(frozen=True)
 class Peer:
     name: str
-    prepare: Callable[[Inputs], LossFunction]
+    prepare: Callable[[Inputs], LossFunction] | None  # None: runs on several devices only
     distribution: str = "torch"
     module: str = "torch"
     attribute: str | None = None  # of the module, if not every version has it
@@ -43,9 +43,15 @@ class Peer:
             return f"does not compute {name}"
         if importlib.util.find_spec(self.module.partition(".")[0]) is None:
             return f"{self.distribution} is not installed"
-        if self.attribute and not hasattr(importlib.import_module(self.module), self.attribute):
-            return f"{self.distribution} {version(self.distribution)} has no {self.module}.{self.attribute}"
-        return None
+        if self.attribute is None:
+            return None
+        try:
+            found = hasattr(importlib.import_module(self.module), self.attribute)
+        except ImportError as error:
+            found, why = False, one_line(error)
+        else:
+            why = f"it has no {self.module}.{self.attribute}"
+        return None if found else f"{self.distribution} {version(self.distribution)}: {why}"
 
 
 def chosen_peers(names: str | list[str] | None, ranks: int = 1) -> tuple[Peer, ...]:
@@ -54,18 +60,17 @@ def chosen_peers(names: str | list[str] | None, ranks: int = 1) -> tuple[Peer, .
     Raises InputError naming --against.
     """
     given = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-    able = {name: peer for name, peer in PEERS.items() if ranks == 1 or peer.on_ranks is not None}
+    able = {name: peer for name, peer in PEERS.items() if (peer.prepare if ranks == 1 else peer.on_ranks) is not None}
     if given is None or given == ["all"]:
         return tuple(able.values())
     if given == ["none"]:
         return ()
     for name in given:
-        if name == "siglip-kernel":
-            raise InputError(f"--against: {name} computes the sigmoid loss, which is not a loss of infcl_gen yet")
         if name not in PEERS:
             raise InputError(f"--against: {show(name)} is unknown{suggestion(name, [*PEERS, 'all', 'none'])}")
         if name not in able:
-            raise InputError(f"--against: {name} runs on one device; on several: {', '.join(able)} or none")
+            here, there = ("several devices", "one") if ranks == 1 else ("one device", "several")
+            raise InputError(f"--against: {name} runs on {here}; on {there}: {', '.join(able)} or none")
     return tuple(PEERS[name] for name in dict.fromkeys(given))
 
 
@@ -113,12 +118,74 @@ def _linear_cross_entropy(inputs: Inputs) -> LossFunction:
 def _open_clip(inputs: Inputs, compiled: bool = False, **ranks: Any) -> LossFunction:
     """`open_clip.ClipLoss()(image_features, text_features, logit_scale)` under autocast; `compiled` by `torch.compile`
     for static shapes; on ranks `ClipLoss(local_loss=True, gather_with_grad=True)`."""
+    criterion = _open_clip_losses().ClipLoss(**ranks)
+    run = torch.compile(criterion, dynamic=False) if compiled else criterion
+    return _under_autocast(inputs, lambda: run(*inputs.leaves))
+
+
+def _open_clip_siglip(inputs: Inputs, compiled: bool = False, **ranks: Any) -> LossFunction:
+    """`open_clip.SigLipLoss()(image_features, text_features, logit_scale, logit_bias)` under autocast; `compiled` by
+    `torch.compile` for static shapes; on ranks by each `dist_impl`. Its labels are a matrix like the logits."""
+    criterion = _open_clip_losses().SigLipLoss(**ranks)
+    run = torch.compile(criterion, dynamic=False) if compiled else criterion
+    return _under_autocast(inputs, lambda: run(*inputs.leaves, inputs.bias))
+
+
+def _open_clip_losses() -> Any:
     folder = importlib.util.find_spec("open_clip")
     assert folder is not None and folder.submodule_search_locations
     # Only loss.py is loaded: importing `open_clip` needs torchvision and timm.
-    criterion = load_file(Path(folder.submodule_search_locations[0]) / "loss.py").ClipLoss(**ranks)
-    run = torch.compile(criterion, dynamic=False) if compiled else criterion
-    return _under_autocast(inputs, lambda: run(*inputs.leaves))
+    return load_file(Path(folder.submodule_search_locations[0]) / "loss.py")
+
+
+def _siglip_kernel(inputs: Inputs, chunk_size: int | None = None) -> LossFunction:
+    """`fused_siglip_loss(q, k, scale.log(), bias)`, which chooses kernels by dtype: those for 16 bits compute gradients
+    in forward, chunk by chunk, and add dk up in the features' dtype. A `chunk_size` names these kernels."""
+    import siglip_kernel
+
+    each: Any = siglip_kernel.fused_siglip_loss
+    if chunk_size is not None:
+        each = partial(siglip_kernel.fused_chunked_bf16_siglip_loss, chunk_size=chunk_size)
+    return lambda: each(*_narrow(inputs), inputs.scale.log(), inputs.bias)
+
+
+def _siglip_kernel_on_ranks(inputs: Inputs, **options: Any) -> LossFunction:
+    """`DistributedSigLIPLoss(strategy=...)(q, k, scale, bias)`: chunks as on one device."""
+    from siglip_kernel import DistributedSigLIPLoss
+
+    criterion = DistributedSigLIPLoss(**options)
+    return lambda: criterion(*_narrow(inputs), inputs.scale, inputs.bias)
+
+
+def _siglip_plus(inputs: Inputs) -> LossFunction:
+    """`fused_siglip_plus_loss(q, k, scale.log(), bias, query_ids, key_ids)`, times the keys, by which it divides.
+
+    It weighs a positive by the number of positives, which is 1 for the ids measured here.
+    """
+    from siglip_kernel import fused_siglip_plus_loss
+
+    ids = own_ids(inputs.q, inputs.k)
+    groups = max(len(inputs.q), len(inputs.k))  # named, they cost no wait for the device
+    each = partial(fused_siglip_plus_loss, img_gid=ids["query_ids"], txt_gid=ids["key_ids"], num_groups=groups)
+    return lambda: each(*_narrow(inputs), inputs.scale.log(), inputs.bias) * len(inputs.k)
+
+
+def _sentence_transformers(inputs: Inputs) -> LossFunction:
+    """`MultipleNegativesRankingLoss(model, scale, similarity_fct=dot_score)` of embeddings under autocast, for both
+    directions with `partition_mode="per_direction"`: no gradient of the scale."""
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.util import dot_score
+
+    queries, keys = len(inputs.q), len(inputs.k)
+    if keys < queries:
+        raise ValueError(f"N = {keys} keys for B = {queries} queries: it takes a positive of its own for each query")
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    options = both if inputs.directions == 2 else {}
+    criterion = MultipleNegativesRankingLoss(
+        torch.nn.Identity(), scale=inputs.scale.item(), similarity_fct=dot_score, **options
+    )
+    documents = [part for part in (inputs.k[:queries], inputs.k[queries:]) if len(part)]
+    return _under_autocast(inputs, lambda: criterion.compute_loss_from_embeddings([inputs.q, *documents], None))
 
 
 def _inf_cl(inputs: Inputs) -> LossFunction:
@@ -163,6 +230,14 @@ def _liger(inputs: Inputs, **options: Any) -> LossFunction:
     return _each_way(inputs, lambda a, b: criterion(b, inputs.scale * a, inputs.labels))
 
 
+def _liger_cute(inputs: Inputs) -> LossFunction:
+    """`liger_fused_linear_cross_entropy_sm90(scale * q, k, labels)`: CuTe kernels for Hopper and bf16, which keep a
+    matrix of all logits until backward."""
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    return _each_way(inputs, lambda a, b: liger_fused_linear_cross_entropy_sm90(inputs.scale * a, b, inputs.labels))
+
+
 def _quack(inputs: Inputs) -> LossFunction:
     """`chunked_linear_cross_entropy(scale * q, k, labels)`: forward computes gradients, chunk by chunk; dk is added up
     in fp32. On Hopper, in bf16, quack chooses its fused backward."""
@@ -182,7 +257,12 @@ def _memeff(inputs: Inputs) -> LossFunction:
     from memeff import MemoryEfficientCLIPLoss
 
     criterion = MemoryEfficientCLIPLoss(temperature=1 / inputs.scale.item(), normalized_inputs=True, stable=False)
-    return lambda: criterion(inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype))
+    return lambda: criterion(*_narrow(inputs))
+
+
+def _narrow(inputs: Inputs) -> tuple[Any, Any]:
+    """Queries and keys in the products' dtype, for kernels that know nothing of autocast."""
+    return inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype)
 
 
 def _each_way(inputs: Inputs, one_way: Callable[[Any, Any], Any]) -> LossFunction:
@@ -198,8 +278,15 @@ def _under_autocast(inputs: Inputs, loss: LossFunction) -> LossFunction:
 
 
 _OPEN_CLIP = ("open_clip_torch", "open_clip", None, ("clip",))
+_OPEN_CLIP_SIGLIP = ("open_clip_torch", "open_clip", None, ("siglip",))
+_SIGLIP_KERNEL = ("siglip-kernel", "siglip_kernel", None, ("siglip",))
 _CUT = ("cut-cross-entropy", "cut_cross_entropy")
 _LIGER = ("liger-kernel", "liger_kernel")
+_LIGER_CUTE = (
+    *("liger-kernel", "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"),
+    "liger_fused_linear_cross_entropy_sm90",
+)
+_SENTENCE_TRANSFORMERS = ("sentence-transformers", "sentence_transformers")
 _TORCH_LOSS = ("torch", "torch.nn.functional", "linear_cross_entropy")
 _PEERS = (
     Peer("torch", _plain),
@@ -214,7 +301,22 @@ _PEERS = (
     Peer("cut-cross-entropy-exact", partial(_cut_cross_entropy, filter_eps=None), *_CUT),
     Peer("liger-kernel", _liger, *_LIGER),
     Peer("liger-kernel-fp32-sums", partial(_liger, accum_dtype=torch.float32), *_LIGER),
+    Peer("liger-kernel-cute", _liger_cute, *_LIGER_CUTE),
+    Peer("sentence-transformers", _sentence_transformers, *_SENTENCE_TRANSFORMERS),
     Peer("quack", _quack, "quack-kernels", "quack"),
     Peer("memeff", _memeff, "memeff", "memeff", losses=("clip",)),
+    Peer("open_clip-siglip", _open_clip_siglip, *_OPEN_CLIP_SIGLIP),
+    Peer("open_clip-siglip-compiled", partial(_open_clip_siglip, compiled=True), *_OPEN_CLIP_SIGLIP),
+    *(
+        Peer(f"open_clip-siglip-{each}", None, *_OPEN_CLIP_SIGLIP, partial(_open_clip_siglip, dist_impl=each))
+        for each in ("bidir", "shift", "reduce", "gather")
+    ),
+    Peer("siglip-kernel", _siglip_kernel, *_SIGLIP_KERNEL),
+    Peer("siglip-kernel-smallest", partial(_siglip_kernel, chunk_size=1024), *_SIGLIP_KERNEL),
+    *(
+        Peer(f"siglip-kernel-{each}", None, *_SIGLIP_KERNEL, partial(_siglip_kernel_on_ranks, strategy=each))
+        for each in ("ring", "gather")
+    ),
+    Peer("siglip-kernel-plus", _siglip_plus, *_SIGLIP_KERNEL[:3], ("siglip_multi",)),
 )
 PEERS = {peer.name: peer for peer in _PEERS}

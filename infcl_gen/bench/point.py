@@ -23,11 +23,12 @@ from infcl_gen.verification.properties import DTYPES
 Step = Callable[[], tuple[Any, ...]]
 LossFunction = Callable[[], Any]
 ROUNDED = "rounded fp32"
+PRIOR = -10.0  # the bias that SigLIP begins with
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What all contestants compute with; q, k and scale require gradients."""
+    """What all contestants compute with; q, k, scale and bias require gradients."""
 
     q: Any  # (M, D)
     k: Any  # (N, D)
@@ -35,6 +36,7 @@ class Inputs:
     labels: Any  # (M,) int64
     directions: int  # 2 if the loss classifies keys among queries, too: then M = N and labels are 0, 1, ..., M - 1
     dtype: Any  # of products: that of q and k, except under autocast
+    bias: Any = None  # 0-dim, of a sum over pairs: PRIOR; None for other losses, which it does not change
 
     @property
     def leaves(self) -> tuple[Any, Any, Any]:
@@ -54,6 +56,7 @@ class Point:
     target: str
     loss: str
     directions: int  # as in Inputs
+    bias: float | None  # as in Inputs
     batch: int
     keys: int
     dim: int
@@ -103,8 +106,9 @@ class Point:
             q, k = (x.detach().float().requires_grad_() for x in (q, k))
         wide = torch.promote_types(q.dtype, torch.float32)
         scale = torch.tensor(self.scale, dtype=wide, device=self.device, requires_grad=True)
+        bias = None if self.bias is None else torch.full_like(scale, self.bias, requires_grad=True)
         labels = torch.arange(queries, device=self.device) % keys
-        return Inputs(q, k, scale, labels, self.directions, DTYPES[self.dtype])
+        return Inputs(q, k, scale, labels, self.directions, DTYPES[self.dtype], bias)
 
 
 def row_precision(precision: str, dtype: str, feature_dtype: str | None) -> str:
@@ -140,7 +144,8 @@ def point_of(
     unedited = [str(package.path) for package in packages if "loss.py" not in package.edited]
     return Point(
         packages=tuple(paths), peers=tuple(peers), target=shared["device"],
-        loss=shared["loss"]["name"], directions=1 + derive(spec_from_dict(shared["loss"])).has_keys, batch=queries,
+        loss=shared["loss"]["name"], directions=1 + derive(spec_from_dict(shared["loss"])).has_keys,
+        bias=PRIOR if shared["loss"]["traits"]["known"] == "before" else None, batch=queries,
         keys=queries if shared["keys"] in (None, planned) else shared["keys"], dim=shared["dim"], dtype=dtype,
         feature_dtype=feature_dtype or dtype, precision=row_precision(shared["precision"], dtype, feature_dtype),
         scale=scale, rounds=rounds, seconds=seconds, exact=unedited[0] if errors and unedited else None,
@@ -165,12 +170,12 @@ def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -
     return found.requires_grad_()
 
 
-def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:
+def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any = None, bias: Any = None) -> Step:
     """A forward and backward of a package, which returns (loss, dq, dk, dscale); `autocast` is a dtype or None."""
     needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
     labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
     ids = own_ids(q, k) if module.SPEC["loss"]["traits"]["classes"] else {}
-    return step_of(lambda: module.contrastive_loss(q, k, scale, labels=labels, **ids), q, k, scale, autocast)
+    return step_of(lambda: module.contrastive_loss(q, k, scale, bias, labels=labels, **ids), q, k, scale, autocast)
 
 
 def own_ids(q: Any, k: Any, first: int = 0) -> dict[str, Any]:
@@ -192,8 +197,9 @@ def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: A
     return step
 
 
-def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
-    """The plan's matrix products by torch, panel by panel: z twice (once where it is kept), dq and dk.
+def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all") -> Step:
+    """The plan's matrix products by torch, panel by panel: z, dq and dk. z comes twice, but for rows that are kept, and
+    where slopes are `known` "before" the sweep (`Traits.known`).
 
     For fp32 features that the plan splits, products are as many and as deep as those of their bf16 terms.
     """
@@ -214,7 +220,8 @@ def bare_products(plan: Mapping[str, Any], q: Any, k: Any) -> Step:
         for row0, key0 in itertools.product(range(0, m, rows), range(0, n, keys)):
             a, b = q[row0 : row0 + rows], k[key0 : key0 + keys]
             g = z[: len(a) * len(b)].view(len(a), len(b))
-            for _ in range(1 if plan["strategy"] == "rows" or row0 < plan["stash_rows"] else 2):
+            kept = plan["strategy"] == "rows" or row0 < plan["stash_rows"]
+            for _ in range(1 if known == "before" or kept else 2):
                 torch.mm(a, b.T, out=g)
             for total, left, right in ((dq[: len(a)], g, b), (dk[: len(b)], g.T, a)):
                 for term in right.split(total.shape[1], 1):

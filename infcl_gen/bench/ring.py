@@ -51,9 +51,11 @@ def _row(point: Point, name: str, spec: Mapping[str, Any]) -> Row:
 def _once(point: Point, module: ModuleType, rank: int) -> Rows:
     """The row of one step, after a small step that compiles."""
     small = min(2 * module.SPEC["plan"]["panel_rows"], *map(point.shard, range(point.ranks)))
-    training_step(module, *point.inputs(rank, small).leaves)()
+    first = point.inputs(rank, small)
+    training_step(module, *first.leaves, bias=first.bias)()
+    del first
     inputs, timer = point.inputs(rank), RanksTimer(point.device)
-    step = training_step(module, *inputs.leaves)
+    step = training_step(module, *inputs.leaves, bias=inputs.bias)
     results: list[tuple[Any, ...]] = []
     with PeakMeter(inputs.q.device) as meter:
         time_ms, _ = timer.idle_ms(lambda: results.append(step()))
@@ -95,7 +97,7 @@ def _package_step(module: ModuleType, inputs: Inputs, first: int, carrier: Any) 
 
     def loss() -> Any:
         use_group(carrier)
-        return module.contrastive_loss(*inputs.leaves, **ids)
+        return module.contrastive_loss(*inputs.leaves, inputs.bias, **ids)
 
     return step_of(loss, *inputs.leaves)
 

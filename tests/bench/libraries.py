@@ -32,6 +32,12 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         does()
         return torch.nn.functional.cross_entropy(_input @ lin_weight.T, target)
 """,
+    "liger_kernel/ops/cutedsl/ops/fused_linear_cross_entropy_sm90.py": """
+def liger_fused_linear_cross_entropy_sm90(_input, weight, target, ignore_index=-100, reduction="mean"):
+    assert weight.is_leaf and not _input.is_leaf
+    does()
+    return torch.nn.functional.cross_entropy(_input @ weight.T, target)
+""",
     "quack/linear_cross_entropy.py": """
 def chunked_linear_cross_entropy(
     x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True, use_scaled_exp=None
@@ -63,6 +69,79 @@ class ClipLoss(torch.nn.Module):
         x, own = logit_scale * image_features @ text_features.T, torch.arange(len(image_features))
         cross_entropy = torch.nn.functional.cross_entropy
         return (cross_entropy(x, own) + cross_entropy(x.T, own)) / 2
+
+
+class SigLipLoss(torch.nn.Module):
+    def __init__(self, cache_labels=False, rank=0, world_size=1, dist_impl=None):
+        super().__init__()
+        assert dist_impl in (None, "bidir", "shift", "reduce", "gather")
+        self.how = rank, world_size, dist_impl
+
+    def forward(self, image_features, text_features, logit_scale, logit_bias, output_dict=False):
+        does(self.how)
+        x = logit_scale * image_features @ text_features.T + logit_bias
+        labels = 2 * torch.eye(len(x), dtype=x.dtype) - 1
+        return -torch.nn.functional.logsigmoid(labels * x).sum() / len(x)
+""",
+    "siglip_kernel/__init__.py": """
+def pairs(q, k, log_temperature, bias, positive):
+    not_under_autocast(q, k)
+    x = q @ k.T * log_temperature.exp() + bias
+    return torch.nn.functional.softplus(torch.where(positive, -x, x)).sum()
+
+
+def fused_siglip_loss(img_features, txt_features, log_temperature, bias, use_fp8=False, backend="auto"):
+    does()
+    own = torch.eye(len(img_features), dtype=bool)
+    return pairs(img_features, txt_features, log_temperature, bias, own) / len(img_features)
+
+
+def fused_chunked_bf16_siglip_loss(img_features, txt_features, log_temperature, bias, chunk_size=0, use_fp8=False):
+    assert chunk_size == 1024
+    return fused_siglip_loss(img_features, txt_features, log_temperature, bias)
+
+
+def fused_siglip_plus_loss(
+    img_features, txt_features, log_temperature, bias, img_gid=None, txt_gid=None, symmetric=True, num_groups=None
+):
+    does()
+    assert 0 <= min(*img_gid, *txt_gid) and max(*img_gid, *txt_gid) < num_groups
+    assert len(img_gid.unique()) == len(img_features) and len(txt_gid.unique()) == len(txt_features)
+    same = img_gid[:, None] == txt_gid
+    return pairs(img_features, txt_features, log_temperature, bias, same) / (len(img_features) * len(txt_features))
+
+
+class DistributedSigLIPLoss(torch.nn.Module):
+    def __init__(self, chunk_size=0, strategy="ring", rank=0, world_size=1, process_group=None, overlap=True):
+        super().__init__()
+        self.how = rank, world_size, strategy
+
+    def forward(self, image_features, text_features, logit_scale, logit_bias=None):
+        does(self.how)
+        return fused_siglip_loss(image_features, text_features, logit_scale.log(), logit_bias)
+""",
+    "sentence_transformers/util.py": """
+def dot_score(a, b):
+    return a @ b.T
+""",
+    "sentence_transformers/losses.py": """
+class MultipleNegativesRankingLoss(torch.nn.Module):
+    def __init__(
+        self, model, scale=20.0, similarity_fct=None, gather_across_devices=False, directions=("query_to_doc",),
+        partition_mode="joint",
+    ):
+        super().__init__()
+        assert isinstance(scale, float) and similarity_fct.__name__ == "dot_score"
+        assert (len(directions) == 2) == (partition_mode == "per_direction")
+        self.scale, self.similarity, self.directions = scale, similarity_fct, directions
+
+    def compute_loss_from_embeddings(self, embeddings, labels):
+        does()
+        queries, documents = embeddings[0], embeddings[1:]
+        x = self.scale * self.similarity(queries, torch.cat(documents))
+        own, cross_entropy = torch.arange(len(x)), torch.nn.functional.cross_entropy
+        found = [cross_entropy(x if name == "query_to_doc" else x.T, own) for name in self.directions]
+        return sum(found) / len(found)
 """,
 }
 NOTHING = "pass"

@@ -71,17 +71,25 @@ LIBRARIES = (
     "cut-cross-entropy-exact",
     "liger-kernel",
     "liger-kernel-fp32-sums",
+    "liger-kernel-cute",
+    "sentence-transformers",
     "quack",
     "memeff",
     "open_clip",
+    "open_clip-siglip",
+    "siglip-kernel",
+    "siglip-kernel-smallest",
+    "siglip-kernel-plus",
 )
+WITHOUT_SCALE = ("memeff", "sentence-transformers")  # its gradient
+COMPUTED_BY = {"clip": 12, "infonce": 12, "siglip": 3, "siglip_multi": 1}  # peers, where torch has its own
 
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The stand-ins instead of whatever is installed here."""
     folder = write_libraries(tmp_path / "libraries")
-    names = {peer.module for peer in PEERS.values()} - {"torch", "torch.nn.functional"}
+    names = {peer.module.partition(".")[0] for peer in PEERS.values()} - {"torch"}
     for name in [name for name in sys.modules if name.partition(".")[0] in names]:
         monkeypatch.delitem(sys.modules, name)
     before = set(sys.modules)
@@ -92,7 +100,9 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("loss", ["clip", "infonce", "infonce with fewer keys"])
+@pytest.mark.parametrize(
+    "loss", ["clip", "infonce", "infonce with fewer keys", "siglip", "siglip_multi", "siglip_multi with fewer keys"]
+)
 def test_every_peer_computes_the_package_s_loss(loss: str, libraries: Path, tmp_path: Path) -> None:
     """In fp64, so that halves, directions, labels and the scale's gradient have nowhere to hide."""
     name, _, fewer = loss.partition(" ")
@@ -101,15 +111,19 @@ def test_every_peer_computes_the_package_s_loss(loss: str, libraries: Path, tmp_
     spec = read_package(package).spec["loss"]
     names = [n for n in (*PLAIN, *LIBRARIES) if PEERS[n].absent(spec) is None]
     rows, _ = measured(package, *names, scale=7.5, rounds=1, errors=True)
-    assert set(rows) == {"infcl", *names} and len(names) >= (9 if name == "clip" else 7)
+    assert set(rows) == {"infcl", *names} and len(names) >= COMPUTED_BY[name]
     for who, row in rows.items():
         assert_is_row(row)
+        if fewer and who == "sentence-transformers":
+            assert "N = 40 keys for B = 96 queries" in row["error"]
+            continue
         assert row["error"] is None, row
         assert row["keys"] == (40 if fewer else 96)
-        found = {key: value for key, value in row["err"].items() if (who, key) != ("memeff", "dscale")}
+        unknown = who in WITHOUT_SCALE and row["err"]["dscale"] is None
+        found = {key: value for key, value in row["err"].items() if not (unknown and key == "dscale")}
         assert set(row["err"]) == {"loss", "dq", "dk", "dscale"}
         assert all(value is not None and value < 1e-10 for value in found.values()), row
-    assert name == "infonce" or rows["memeff"]["err"]["dscale"] is None
+    assert all(rows[who]["err"]["dscale"] is None for who in WITHOUT_SCALE if who in rows and rows[who]["err"])
 
 
 def test_a_row_of_a_package(package: Path) -> None:
@@ -368,12 +382,14 @@ def test_who_computes_another_loss_is_absent_there_only(
     monkeypatch.setattr(
         "infcl_gen.bench.contest.run_ranks", lambda task, job, *_: [[p["peers"] for p in job["points"]]]
     )
-    made = {loss: tmp_path / loss for loss in ("clip", "infonce")}
+    made = {loss: tmp_path / loss for loss in ("clip", "infonce", "siglip")}
     for loss, folder in made.items():
         infcl_gen.generate(output=folder, **SMALL, loss=loss, devices=2)
     with Contest(chosen_peers(None, ranks=2)) as contest:
-        assert contest.ring([made["infonce"]], 2) == [("inf_cl",)] and list(contest.absent) == ["open_clip"]
+        assert contest.ring([made["infonce"]], 2) == [("inf_cl",)] and contest.absent["open_clip"]
         assert contest.ring([made["clip"]] * 2, 2) == [("open_clip", "inf_cl"), ()]
+        ways = *(f"open_clip-siglip-{way}" for way in ("bidir", "shift", "reduce", "gather")), "siglip-kernel-ring"
+        assert contest.ring([made["siglip"]], 2) == [(*ways, "siglip-kernel-gather")]
 
 
 def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,16 +398,28 @@ def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PEERS["memeff"].absent(CLIP) == "memeff is not installed"
     assert PEERS["torch"].absent(CLIP) is None
     newer = Peer("newer", PEERS["torch"].prepare, module="torch.nn.functional", attribute="no_such_loss")
-    assert newer.absent(CLIP) == f"torch {torch.__version__} has no torch.nn.functional.no_such_loss"
+    assert newer.absent(CLIP) == f"torch {torch.__version__}: it has no torch.nn.functional.no_such_loss"
+    broken = Peer("broken", PEERS["torch"].prepare, module="torch.no_such_module", attribute="loss")
+    assert broken.absent(CLIP) == f"torch {torch.__version__}: No module named 'torch.no_such_module'"
 
 
 def test_names_of_peers() -> None:
-    assert chosen_peers(None) == chosen_peers("all") == tuple(PEERS.values())
+    alone = tuple(peer for peer in PEERS.values() if peer.prepare is not None)
+    assert chosen_peers(None) == chosen_peers("all") == alone
+    assert {peer.name for peer in PEERS.values() if peer not in alone} == {
+        *(f"open_clip-siglip-{way}" for way in ("bidir", "shift", "reduce", "gather")),
+        *(f"siglip-kernel-{way}" for way in ("ring", "gather")),
+    }
     assert chosen_peers("none") == ()
     assert [peer.name for peer in chosen_peers("memeff, torch,memeff")] == ["memeff", "torch"]
     for name, peer in PEERS.items():
-        assert peer.name == name and getattr(peer.prepare, "func", peer.prepare).__doc__
-    for text, part in (("tortch", "did you mean 'torch'"), ("", "valid: torch"), ("siglip-kernel", "sigmoid")):
+        prepare = peer.prepare or peer.on_ranks
+        assert peer.name == name and getattr(prepare, "func", prepare).__doc__
+    for text, part in (
+        ("tortch", "did you mean 'torch'"),
+        ("", "valid: torch"),
+        ("siglip-kernel-ring", "runs on several devices"),
+    ):
         with pytest.raises(InputError, match=f"^--against: .*{part}"):
             chosen_peers(text)
 
@@ -490,7 +518,15 @@ def test_generated_packages_are_gone_afterwards(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("changes", "keys", "similarities", "others"),
-    [({}, 64, 2, 2), ({}, 128, 4, 4), ({}, 100, 4, 4), ({"stash_rows": 64}, 64, 1, 2), ({"split": True}, 64, 2, 6)],
+    [
+        ({}, 64, 2, 2),
+        ({}, 128, 4, 4),
+        ({}, 100, 4, 4),
+        ({"stash_rows": 64}, 64, 1, 2),
+        ({"split": True}, 64, 2, 6),
+        ({"known": "before"}, 128, 2, 4),
+        ({"known": "row"}, 64, 2, 2),
+    ],
 )
 def test_the_floor_is_the_products_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], keys: int, similarities: int, others: int
@@ -506,7 +542,8 @@ def test_the_floor_is_the_products_of_the_plan(
         monkeypatch.setattr(torch, name, counted)
     plan = {"strategy": "torch", "panel_rows": 64, "panel_keys": 64, "stash_rows": 0, "split": False} | changes
     q, k = (torch.randn(rows, 32) for rows in (64, keys))
-    dq, dk = bare_products(plan, q, k)()
+    known = plan.pop("known", "all")
+    dq, dk = bare_products(plan, q, k, known)()
     assert counts == {"mm": similarities, "addmm": others}
     if keys == 64 and not plan["split"]:
         assert torch.allclose(dq, q @ k.T @ k, rtol=1e-4, atol=1e-3)

@@ -20,6 +20,7 @@ from infcl_gen.bench.results import Rows
 from infcl_gen.bench.ring import HOW, carriers
 from infcl_gen.emission import import_package
 from infcl_gen.errors import InputError, ToolchainError
+from tests.bench.libraries import write_libraries
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -87,6 +88,24 @@ def test_peers_are_not_run_on_uneven_shards(tmp_path: Path, monkeypatch: pytest.
     *ours, peer = measured([package(tmp_path / "a")], peers="inf_cl", rounds=1)
     assert [row["impl"] for row in ours] == ["infcl"] * len(HOW) and not any(row["error"] for row in ours)
     assert (peer["impl"], peer["error"], peer["median_ms"]) == ("inf_cl", "needs as many rows on each rank", None)
+
+
+def test_each_way_to_exchange_texts_is_a_peer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rank and the number of ranks; the stand-ins compute, but exchange nothing."""
+    said = tmp_path / "said"
+    tell = f"open({str(said)!r}, 'a').write(f'{{given}}\\n') if given else None"
+    folder = write_libraries(tmp_path / "libraries", {"open_clip": tell, "siglip_kernel": tell})
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(Peer, "absent", lambda peer, loss: None if "siglip" in peer.losses else "another loss")
+    even = infcl_gen.generate(
+        output=tmp_path / "p", batch_size=128, dim=16, devices=2, target="cpu", dtype="fp32", loss="siglip"
+    )
+    peers = measured([even], peers="all", rounds=1)[len(HOW) :]
+    ways = {f"open_clip-siglip-{way}": way for way in ("bidir", "shift", "reduce", "gather")}
+    ways |= {f"siglip-kernel-{way}": way for way in ("ring", "gather")}
+    assert [(row["impl"], row["error"]) for row in peers] == [(name, None) for name in ways]
+    lines = set(said.read_text().splitlines())
+    assert lines == {f"({(rank, 2, way)},)" for rank in (0, 1) for way in ways.values()}
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:
