@@ -38,9 +38,11 @@ PAGES = {
     "docs/benchmarks.md": ("measured", "simulated"),
     "docs/gradients.md": ("conventions",),
     "docs/losses.md": ("built_in",),
+    "docs/trust.md": ("oracles",),
     "docs/steps.md": ("pair_costs", "step_plan", "largest_batches", "step_memory"),
 }
 CONVENTIONS = "cpu-conventions.json"  # by docs/conventions.py
+ORACLES = "cpu-oracles.json"  # by tests/outside/other_losses.py
 STEP = "h200-step.json"  # by examples/training_step.py
 STEP_SHOWN = 32768, {"planned": "`plan_step`", "accum_freq": "open_clip's `--accum-freq`"}
 SHOWN = ("infcl", "open_clip-compiled", "liger-kernel", "cut-cross-entropy", "open_clip", "inf_cl")
@@ -97,7 +99,7 @@ def main() -> int:
 
 def tables(kind: str) -> str:
     """Those of each measured or simulated file, in the order of their names; that of one file, for the README
-    ("compared") and for "conventions"; that of plans; or the sections of built-in losses.
+    ("compared"), "conventions" and "oracles"; that of plans; or the sections of built-in losses.
 
     Raises ValueError for a wrong checksum.
     """
@@ -118,9 +120,10 @@ def tables(kind: str) -> str:
         rows = results["rows"]
         if checksum(rows) != results["checksum"]:
             raise ValueError(f"{path.name}: its rows do not match its checksum")
-        if path.name == CONVENTIONS or kind == "conventions":
-            if path.name == CONVENTIONS and kind == "conventions":
-                parts.append(conventions(rows, results["absent"]) + _origin(path, results))
+        own = {CONVENTIONS: ("conventions", conventions), ORACLES: ("oracles", oracles)}
+        if path.name in own or kind in ("conventions", "oracles"):
+            if path.name in own and kind == own[path.name][0]:
+                parts.append(own[path.name][1](rows, results["absent"]) + _origin(path, results))
             continue
         if results.get("simulated", False) != (kind == "simulated"):
             continue
@@ -132,7 +135,7 @@ def tables(kind: str) -> str:
 
 
 def _origin(path: Path, results: dict[str, Any]) -> str:
-    versions = (f"{name} {version}" for name, version in sorted(results["versions"].items()))
+    versions = (f"{name} {version}" for name, version in sorted(results["versions"].items()) if version)
     return f"\n`tune/bench/{path.name}`: {results['board']}; {', '.join(versions)}; `{results['command']}`\n"
 
 
@@ -489,6 +492,28 @@ def conventions(rows: Rows, absent: dict[str, str]) -> str:
     head = ("library", "call", "loss", f"features, W = {ranks}", "error", "scale", "mean of values", "a rank returns")
     missing = [f"{name} ({why})" for name, why in sorted(absent.items())] + failed
     return _table(head, lines) + (f"\nAbsent: {'; '.join(missing)}.\n" if missing else "")
+
+
+def oracles(rows: Rows, absent: dict[str, str]) -> str:
+    """A line for each loss of a library: the largest error of value and gradients, over all numbers of ranks."""
+    calls: dict[tuple[str, str, str], Rows] = {}
+    for row in rows:
+        negatives = " with hard negatives" * (row["keys"] > row["batch"])
+        calls.setdefault((row["impl"], f"`{row['call']}`", row["loss"] + negatives), []).append(row)
+
+    def largest(own: Rows, dtype: str, names: Sequence[str]) -> str:
+        found = [row["err"][name] for row in own if row["dtype"] == dtype for name in names]
+        return f"{max(error for error in found if error is not None):.0e}"
+
+    lines = []
+    for call, own in calls.items():
+        ranks = ", ".join(map(str, sorted({row["ranks"] for row in own})))
+        compared = [name for name, error in own[0]["err"].items() if error is not None]
+        figures = (largest(own, dtype, names) for dtype in ("fp32", "fp64") for names in (("loss",), compared[1:]))
+        lines.append((*call, ranks, ", ".join(compared), *figures))
+    head = ("library", "call", "loss", "W", "compared", "fp32: loss", "gradients", "fp64: loss", "gradients")
+    missing = "; ".join(f"{name} ({why})" for name, why in sorted(absent.items()))
+    return _table(head, lines) + (f"\nAbsent: {missing}.\n" if missing else "")
 
 
 def budgets(rows: Rows) -> str:
