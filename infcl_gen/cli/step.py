@@ -16,10 +16,11 @@ from infcl_gen.inputs.text import check_word, flag_name, parse_bytes
     options.devices,
     options.loss,
     option("--memory-budget", "SIZE", "Per device, for everything: 80GB, 139GiB.", COUNT),
+    option("--host-memory", "SIZE", "Of the host per device, for offloaded graphs: 64GiB [0].", COUNT),
     option("--optimizer", "NAME|SIZE", "Its state: none, sgd, momentum, adamw, lion, muon, or a size [adamw]."),
     option("--wrapper", "none|ddp|fsdp2", "What reduces gradients over devices [ddp if there are several]."),
     option("--inputs", "host|device", "Where the batch is [host, but on a CPU device]."),
-    option("--treatments", "NAME,...", "That the plan may use [cached,checkpointed,kept].", NAMES),
+    option("--treatments", "NAME,...", "That the plan may use [cached,offloaded,checkpointed,kept].", NAMES),
     option("--micro-batch", "N", "Overrides the plan's sizes.", COUNT),
 )
 def step(flags: dict[str, Any]) -> None:
@@ -49,6 +50,7 @@ def step(flags: dict[str, Any]) -> None:
         wrapper=flags["wrapper"] or ("ddp" if devices > 1 else "none"), inputs=inputs,
         optimizer_bytes=optimizer_bytes(flags["optimizer"] or "adamw", costs.gradient_bytes),
         treatments=check_treatments(named),
+        host_memory_bytes=parse_bytes(flags["host_memory"], "--host-memory") if flags["host_memory"] else 0,
         micro_batch=None if flags["micro_batch"] is None else options.count(flags, "micro_batch", 1, 1, MAX_BATCH),
     )  # fmt: skip
     show(flags, {"plan": plan.as_dict()}, lambda: str(plan))

@@ -1,10 +1,12 @@
 """Bytes and seconds of a step: what is allocated in each phase, and how long each takes.
 
-    cached_forward     cached micro-batches pass the towers without a graph
-    forward            the others pass with theirs, which stays
-    loss               its forward and backward
-    backward           of the graphs that were kept
-    forward_backward   cached micro-batches again, and streamed ones
+    cached_forward       cached micro-batches pass the towers without a graph
+    offloaded_forward    others pass with theirs, which goes to the host meanwhile
+    forward              the others pass with theirs, which stays on the device
+    loss                 its forward and backward
+    backward             of the graphs that stayed on the device
+    offloaded_backward   of those that come back from the host
+    forward_backward     cached micro-batches again, and streamed ones
 
 The peak is that of the largest phase (arXiv 2410.17243, equation 10, with the graphs that a plan keeps).
 """
@@ -19,7 +21,9 @@ from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts
 from infcl_gen.step.plan import STREAMED, TREATMENTS, WITH_GRAPHS, Part, TowerPlan
 
 BUCKET_BYTES = 64 << 20  # of gradients that are reduced over ranks together, without FSDP2
-PHASES = ("cached_forward", "forward", "loss", "backward", "forward_backward")
+PHASES = (
+    "cached_forward", "offloaded_forward", "forward", "loss", "backward", "offloaded_backward", "forward_backward",
+)  # fmt: skip
 
 
 class LossCosts(NamedTuple):
@@ -46,6 +50,7 @@ class StepProblem:
 
     samples        that pass each tower
     memory_bytes   all that the process may allocate on the device
+    host_memory_bytes   of offloaded graphs
     optimizer_bytes   of the optimiser's state, for all parameters
     world_size, wrapper   "none", "ddp" (gradients are reduced in buckets), "fsdp2" (each device has a share)
     inputs         "host": micro-batches are copied to the device; "device": the whole batch is there
@@ -62,6 +67,14 @@ class StepProblem:
     inputs: str = "host"
     treatments: tuple[str, ...] = TREATMENTS
     micro_batch: int | None = None
+    host_memory_bytes: int = 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether graphs may wait on the host. Under FSDP2 they may not: weights lose their memory behind their pass,
+        when a copy of what it saved may still be under way."""
+        wanted = "offloaded" in self.treatments and self.host_memory_bytes > 0
+        return wanted and self.costs.host_to_device_gbs > 0 and self.wrapper != "fsdp2"
 
 
 class Item(NamedTuple):
@@ -81,6 +94,7 @@ class Account:
     loss: LossCosts
     items: tuple[Item, ...]
     phase_s: dict[str, float]
+    host_bytes: int = 0
 
     def bytes_in(self, phase: str) -> int:
         return sum(item.size_bytes for item in self.items if phase in item.phases)
@@ -97,7 +111,9 @@ class Account:
 def account(problem: StepProblem, towers: Sequence[TowerPlan], loss: LossCosts) -> Account:
     """What it costs that the samples pass the towers so."""
     pairs = list(zip(problem.costs.towers, towers, strict=True))
-    return Account(tuple(towers), loss, tuple(_items(problem, pairs, loss)), _seconds(problem, pairs, loss))
+    host_bytes = sum(offloaded_bytes(costs, plan.offloaded) for costs, plan in pairs)
+    items, phase_s = tuple(_items(problem, pairs, loss)), _seconds(problem, pairs, loss)
+    return Account(tuple(towers), loss, items, phase_s, host_bytes)
 
 
 def passes_of(part: Part) -> Iterator[tuple[int, int]]:
@@ -133,8 +149,15 @@ def _tower_seconds(problem: StepProblem, costs: TowerCosts, plan: TowerPlan) -> 
             if graph is not None and treatment in ("cached", STREAMED):
                 found["forward_backward"] += count * _pass_seconds(problem, costs, graph.seconds(size), size)
             elif graph is not None:
-                found["forward"] += count * _pass_seconds(problem, costs, graph.at("forward_s", size), size)
-                found["backward"] += count * graph.at("backward_s", size)
+                forward_s = _pass_seconds(problem, costs, graph.at("forward_s", size), size)
+                backward_s = graph.at("backward_s", size)
+                if treatment == "offloaded":
+                    copied_s = graph.at("kept_bytes", size) / (problem.costs.host_to_device_gbs * 1e9)
+                    found["offloaded_forward"] += count * max(forward_s, copied_s)
+                    found["offloaded_backward"] += count * max(backward_s, copied_s)
+                else:
+                    found["forward"] += count * forward_s
+                    found["backward"] += count * backward_s
     return found
 
 
@@ -159,15 +182,21 @@ def kept_bytes(graph: PassCosts, part: Part) -> int:
     return sum(round(graph.at("kept_bytes", size)) * count for size, count in passes_of(part))
 
 
+def offloaded_bytes(costs: TowerCosts, part: Part) -> int:
+    """Of the host, for the graphs of these samples."""
+    return kept_bytes(costs.checkpointed, part) if part.samples and costs.checkpointed is not None else 0
+
+
 def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item]:
     costs = problem.costs
-    after, again = ("backward", "forward_backward"), ("cached_forward", "forward_backward")
+    again, copies = ("cached_forward", "forward_backward"), ("offloaded_forward", "offloaded_backward")
+    behind_loss = ("backward", "offloaded_backward", "forward_backward")
     sharded = problem.wrapper == "fsdp2"
     share = problem.world_size if sharded else 1
     yield Item("parameters", -(-costs.parameter_bytes // share), PHASES, "and buffers")
-    yield Item("gradients", costs.gradient_bytes, after, "of parameters, whole until they are reduced")
+    yield Item("gradients", costs.gradient_bytes, behind_loss, "of parameters, whole until they are reduced")
     if sharded:
-        yield Item("own gradients", -(-costs.gradient_bytes // share), after, "this device's share")
+        yield Item("own gradients", -(-costs.gradient_bytes // share), behind_loss, "this device's share")
     if problem.wrapper == "ddp":
         yield Item("DDP's buckets", costs.gradient_bytes, PHASES, "held from when it is made, beside gradients")
     if problem.wrapper == "ddp" and problem.world_size > 1:
@@ -180,17 +209,26 @@ def _items(problem: StepProblem, pairs: Pairs, loss: LossCosts) -> Iterator[Item
         size = problem.samples * sum(tower.input_bytes for tower in costs.towers)
         yield Item("inputs", size, PHASES, "the whole batch")
     else:
-        for phases, names in ((again, ("cached", STREAMED)), (("forward",), WITH_GRAPHS)):
+        once = ("offloaded_forward", "forward")
+        for phases, names in ((again, ("cached", STREAMED)), (once, (*WITH_GRAPHS, "offloaded"))):
             parts = [(tower, getattr(plan, name)) for tower, plan in pairs for name in names]
             largest = max(tower.input_bytes * min(part.micro_batch, part.samples) for tower, part in parts)
             yield Item("inputs", largest, phases, "a micro-batch that arrives ahead of its pass")
     features = problem.samples * sum(tower.feature_bytes for tower in costs.towers)
     yield Item("features", features, PHASES, "of all samples")
-    yield Item("feature gradients", features, after, "what towers are given to go backward from")
+    yield Item("feature gradients", features, behind_loss, "what towers are given to go backward from")
     for tower, plan in pairs:
         for name, graph, part in graphs_of(tower, plan):
             why = f"{part.samples} samples of {tower.name}, {part.micro_batch} at a time"
             yield Item(f"{name} graphs", kept_bytes(graph, part), ("forward", "loss", "backward"), why)
+    passing = [
+        offloaded_bytes(tower, Part(size, size)) for tower, plan in pairs for size, _ in passes_of(plan.offloaded)
+    ]
+    why = "of one micro-batch on its way to the host or back, while another is computed"
+    yield Item("offloaded graphs", max(passing, default=0), ("forward", "backward", *copies), why)
+    ends = sum(tower.feature_bytes * plan.offloaded.samples for tower, plan in pairs)
+    why = "features that offloaded graphs begin from"
+    yield Item("ends of graphs", ends, ("forward", "loss", "backward", *copies), why)
     if any(plan.cached.samples for _, plan in pairs):
         states = sum(tower.state_bytes * plan.cached.passes for tower, plan in pairs)
         yield Item("states", states, PHASES, "buffers and random numbers, for second passes")
@@ -204,7 +242,7 @@ def _workspace(pairs: Pairs) -> dict[str, int]:
     """By phase, what the pass of one micro-batch allocates beside the graphs that stay.
 
     While a tower passes, forward or backward, the graphs of the towers behind it are not there: backward begins with
-    the last tower.
+    the last tower. Offloaded micro-batches pass forward first and backward last, when none of the others is there.
     """
     found, behind_bytes = dict.fromkeys(PHASES, 0.0), 0
     for costs, plan in reversed(pairs):
@@ -216,6 +254,8 @@ def _workspace(pairs: Pairs) -> dict[str, int]:
                 forward, backward = (graph.at(name, size) for name in ("forward_peak_bytes", "backward_peak_bytes"))
                 if treatment in ("cached", STREAMED):
                     peaks["forward_backward"] = max(forward, backward)
+                elif treatment == "offloaded":
+                    peaks |= {"offloaded_forward": forward, "offloaded_backward": backward}
                 else:
                     there = graph.at("kept_bytes", size) + behind_bytes
                     peaks |= {"forward": forward - there, "backward": backward - there}

@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import bytes_text
-from infcl_gen.step.account import Account, LossCosts, StepProblem, account, graphs_of, kept_bytes, tower_seconds
+from infcl_gen.step.account import (
+    Account,
+    LossCosts,
+    StepProblem,
+    account,
+    graphs_of,
+    kept_bytes,
+    offloaded_bytes,
+    tower_seconds,
+)
 from infcl_gen.step.costs import PassCosts, TowerCosts
 from infcl_gen.step.plan import STREAMED, WITH_GRAPHS, Part, TowerPlan
 
@@ -28,6 +37,7 @@ GROUPS = 64  # of a tower: a frontier has then up to 65 x 66 / 2 points
 NEARLY_AS_FAST = 1.1  # sizes of micro-batches that take at most so many times the best time per sample are tried first
 SMALLER = 3  # sizes that each further attempt tries
 ATTEMPTS = 7  # 18 smaller sizes, which leave more room for graphs; there are 12 powers of two below 4096
+SHARES = (1.0, 0.5, 0.25)  # of what the host could hold, that are tried
 THINNED = 64  # points of a frontier, where there are more than two towers: 64 x 64 pairs of two of them
 SPLIT = ("kept", "checkpointed", "cached")
 Split = tuple[int, int, int]  # a number for each treatment of SPLIT
@@ -56,10 +66,35 @@ def choose(problem: StepProblem) -> Account:
             f"{bytes_text(smallest)}; {bytes_text(problem.memory_bytes)} are allowed, and {fits}{devices}",
             smallest, largest,
         )  # fmt: skip
-    found = filter(None, (_best(problem, attempt) for attempt in range(ATTEMPTS)))
-    return min(found, key=lambda each: (each.time_s, each.peak_bytes), default=None) or account(
-        problem, least.towers, problem.losses.within_budgets(problem.samples)[0]
-    )
+    sizes = [[_sizes(problem, costs, attempt) for costs in problem.costs.towers] for attempt in range(ATTEMPTS)]
+    attempts = [each for place, each in enumerate(sizes) if each not in sizes[:place]]
+    found = min(filter(None, (_best(problem, each) for each in attempts)), key=_rank, default=None)
+    found = found or account(problem, least.towers, problem.losses.within_budgets(problem.samples)[0])
+    return _with_offloaded(problem, found) if problem.offloads else found
+
+
+def _rank(found: Account) -> tuple[float, int]:
+    return found.time_s, found.peak_bytes
+
+
+def _with_offloaded(problem: StepProblem, found: Account) -> Account:
+    """The same with graphs on the host, where that is faster: as many as fit it or a share of these, of one tower
+    first; the others pass in micro-batches of the sizes that were found."""
+    sizes = [sorted({part.micro_batch for _, part in plan.parts()}) for plan in found.towers]
+    best = [found]
+    for share, order in itertools.product(SHARES, itertools.permutations(range(len(sizes)))):
+        parts, left = [Part()] * len(sizes), share * problem.host_memory_bytes
+        for place in order:
+            costs, size = problem.costs.towers[place], sizes[place][-1]
+            if _may_offload(problem, costs):
+                each = offloaded_bytes(costs, Part(size, size))
+                samples = min(share * problem.samples, left // each * size)
+                parts[place] = Part(int(samples), size)
+                left -= offloaded_bytes(costs, parts[place])
+        other = _best(problem, sizes, parts)
+        if other is not None:
+            best.append(other)
+    return min(best, key=_rank)
 
 
 def largest_samples(problem: StepProblem) -> int:
@@ -112,11 +147,19 @@ def _uniform(problem: StepProblem, costs: TowerCosts) -> Iterator[TowerPlan]:
 
 
 def _treatments(problem: StepProblem, costs: TowerCosts) -> list[str]:
-    return [each for each in problem.treatments if each != "checkpointed" or costs.checkpointed is not None]
+    """Of those that need no memory of the host."""
+    allowed = [each for each in problem.treatments if each != "offloaded"]
+    return [each for each in allowed if each != "checkpointed" or costs.checkpointed is not None]
 
 
-def _best(problem: StepProblem, attempt: int) -> Account | None:
-    towers = [list(_frontiers(problem, costs, attempt)) for costs in problem.costs.towers]
+def _may_offload(problem: StepProblem, costs: TowerCosts) -> bool:
+    return problem.offloads and costs.checkpointed is not None
+
+
+def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[Part] = ()) -> Account | None:
+    """The fastest that fits, in micro-batches of these sizes for each tower, beside samples that are offloaded."""
+    parts = offloaded or [Part()] * len(sizes)
+    towers = [list(_beside(problem, *each)) for each in zip(problem.costs.towers, sizes, parts, strict=True)]
     best: Account | None = None
     rooms: dict[Any, Room] = {}
     for loss in problem.losses.within_budgets(problem.samples):
@@ -134,7 +177,7 @@ def _best(problem: StepProblem, attempt: int) -> Account | None:
                 if not points:
                     break
                 found = account(problem, [point.plan for point in points], loss)
-                if time_s < limit_s and found.peak_bytes <= problem.memory_bytes:
+                if time_s < limit_s and _fits(problem, found):
                     best, limit_s = found, time_s
                 left_bytes, _ = _room(problem, found)
                 if left_bytes <= room_bytes or found.peak_bytes > problem.memory_bytes:
@@ -143,12 +186,16 @@ def _best(problem: StepProblem, attempt: int) -> Account | None:
     return None if best is None else _improved(problem, best)
 
 
+def _fits(problem: StepProblem, found: Account) -> bool:
+    return found.peak_bytes <= problem.memory_bytes and found.host_bytes <= problem.host_memory_bytes
+
+
 def _improved(problem: StepProblem, found: Account) -> Account:
     """Single micro-batches get another treatment, as long as the step gets faster and fits."""
     while True:
         moved = (account(problem, plans, found.loss) for plans in _neighbours(problem, found.towers))
-        fitting = [each for each in moved if each.peak_bytes <= problem.memory_bytes]
-        best = min(fitting, key=lambda each: (each.time_s, each.peak_bytes), default=found)
+        fitting = [each for each in moved if _fits(problem, each)]
+        best = min(fitting, key=_rank, default=found)
         if best.time_s >= found.time_s:
             return found
         found = best
@@ -156,7 +203,10 @@ def _improved(problem: StepProblem, found: Account) -> Account:
 
 def _neighbours(problem: StepProblem, towers: Sequence[TowerPlan]) -> Iterator[list[TowerPlan]]:
     for place, (costs, plan) in enumerate(zip(problem.costs.towers, towers, strict=True)):
-        for source, target in itertools.permutations([] if costs.frozen else _treatments(problem, costs), 2):
+        treatments = [] if costs.frozen else _treatments(problem, costs)
+        if plan.offloaded.samples:
+            treatments = [*treatments, "offloaded"]
+        for source, target in itertools.permutations(treatments, 2):
             giving, taking = getattr(plan, source), getattr(plan, target)
             size = taking.micro_batch if taking.samples else max(giving.micro_batch, plan.checkpointed.micro_batch)
             moved = min(size, giving.samples)
@@ -189,13 +239,32 @@ class Frontier(NamedTuple):
     one_each: TowerPlan
 
 
-def _frontiers(problem: StepProblem, costs: TowerCosts, attempt: int) -> Iterator[Frontier]:
+def _beside(problem: StepProblem, costs: TowerCosts, sizes: list[int], offloaded: Part) -> Iterator[Frontier]:
+    """The frontiers of a tower of whose samples some are offloaded."""
+    if not offloaded.samples:
+        yield from _frontiers(problem, costs, sizes)
+        return
+    alone = _plan(costs, {"offloaded": offloaded})
+    time_s = tower_seconds(problem, costs, alone)
+    if offloaded.samples == problem.samples:
+        yield Frontier([Point(0, time_s, alone)], alone)
+        return
+    rest = dataclasses.replace(problem, samples=problem.samples - offloaded.samples)
+    for points, one_each in _frontiers(rest, costs, sizes):
+        more = [
+            Point(held_bytes, time_s + rest_s, dataclasses.replace(plan, offloaded=offloaded))
+            for held_bytes, rest_s, plan in points
+        ]
+        yield Frontier(more, dataclasses.replace(one_each, offloaded=offloaded))
+
+
+def _frontiers(problem: StepProblem, costs: TowerCosts, sizes: list[int]) -> Iterator[Frontier]:
     """One frontier for each pair of micro-batch sizes and each set of treatments.
 
     Each set of treatments has its own room: a treatment that does not occur allocates nothing while it is computed.
     """
     samples, treatments = problem.samples, _treatments(problem, costs)
-    sizes = _sizes(problem, costs, attempt)
+    sizes = sorted({min(size, samples) for size in sizes})
     if STREAMED in treatments:
         for size in sizes:
             plan = _plan(costs, {STREAMED: Part(samples, size)})
@@ -214,8 +283,11 @@ def _frontiers(problem: StepProblem, costs: TowerCosts, attempt: int) -> Iterato
             if not all(_measured(problem, costs, name, graph) for name in chosen):
                 continue
             one_each = _plan(costs, {name: Part(min(graph, samples), graph) for name in chosen})
+            fastest_s = min(cost_of(name, samples, graph)[1] for name in chosen)
             splits = list(_splits(samples, graph, [*chosen, *["cached"] * cached]))
             for other in others or sizes[:1]:
+                if others and fastest_s >= cost_of("cached", samples, other)[1]:
+                    continue  # graphs that stay are no gain
                 if points := _frontier(costs, cost_of, splits, (graph, graph, other)):
                     yield Frontier(points, one_each)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,13 @@ from infcl_gen.step.planner import optimizer_bytes
 # Of the memory that is free: blocks of the allocator that nothing fits. A step of 32 768 pairs of ViT-B/32 loses 1 %
 # with expandable segments, else 3 to 11 %, by what the process allocated before.
 SPARE, SPARE_IN_FIXED_SEGMENTS = 0.03, 0.08
+
+HOST_SHARE = 0.5  # of the free memory of the host: data loaders take some, and locked pages cannot be swapped
+# The limit and the use of memory, in versions 2 and 1.
+CONTROL_GROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 Run = Callable[[Any], Tensor]
 
@@ -151,8 +160,25 @@ def memory_of(memory: int | str, device: torch.device, device_profile: str | Non
         if not any("expandable_segments:True" in each for each in settings):
             spare = SPARE_IN_FIXED_SEGMENTS
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = free_host_bytes()
     return int(free * (1 - spare))
+
+
+def host_memory_of(host_memory: int | str) -> int:
+    """Bytes that offloaded graphs of this process may take: HOST_SHARE of what is free, in equal parts of the ranks."""
+    if host_memory != "auto":
+        return parse_bytes(host_memory, "host_memory") if host_memory else 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (dist.get_world_size() if dist.is_initialized() else 1)
+    return int(HOST_SHARE * free_host_bytes() / ranks)
+
+
+def free_host_bytes() -> int:
+    """What the host has free, and the control group of this process too."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit, used in CONTROL_GROUPS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or its limit is "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return max(0, free)
 
 
 def optimizer_bytes_of(optimizer: Any, gradient_bytes: int) -> int:

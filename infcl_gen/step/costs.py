@@ -70,7 +70,7 @@ class TowerCosts:
 
     def graph(self, treatment: str) -> PassCosts | None:
         """Of the pass that ends in backward."""
-        return self.checkpointed if treatment == "checkpointed" else self.kept
+        return self.checkpointed if treatment in ("checkpointed", "offloaded") else self.kept
 
     @property
     def frozen(self) -> bool:
@@ -87,7 +87,7 @@ class StepCosts:
     cast_bytes  copies of weights that autocast keeps while graphs are there
     workspace_bytes      that the matrix library keeps
     state_bytes          copies of all buffers, and of random states where the device is the host
-    host_to_device_gbs   1e9 bytes a second; 0 where the device is the host
+    host_to_device_gbs   1e9 bytes a second, either way; 0 where the device is the host
     """
 
     device: str

@@ -1,8 +1,9 @@
 """A training step that follows a plan: exact gradients of a batch whose towers' activations do not fit at once.
 
-features   cached micro-batches pass the towers without a graph, then the others with theirs, which stays
+features   cached micro-batches pass the towers without a graph, then the others with theirs: those whose graphs wait on
+           the host, then those whose graphs stay
 loss       of all features; its gradient with respect to each
-backward   graphs that were kept, the last one first, each freed behind its use
+backward   of these graphs, the last one first, each freed behind its use; what waits on the host comes back ahead
            then each cached micro-batch again: forward with a graph, backward
 ranks      gradients are reduced once
 """
@@ -27,6 +28,7 @@ from infcl_gen.step import state
 from infcl_gen.step.blocks import recomputed
 from infcl_gen.step.feed import Feed, Ragged, StagingBuffers, form_of, form_text, gathered, rows_of
 from infcl_gen.step.gradients import GradientSync, inside, is_sharded, leaves_of
+from infcl_gen.step.offload import HostMemory, OffloadedGraphs
 from infcl_gen.step.plan import DEALT, MicroBatch, TowerPlan
 from infcl_gen.step.state import RandomState
 
@@ -186,14 +188,16 @@ class TrainingStep(Step):
         forms = [tower.form for tower in model.towers]
         super().__init__([plan.name for plan in plans], forms, plans[0].samples, model, progress)
         self.plans = tuple(plans)
+        self.host = HostMemory(model.device)
         self.repeats = False  # whether second passes were seen to give the features of the first
 
     def _run(self, inputs: Sequence[Any], rows: int, scaler: Any) -> Tensor:
         model = self.model
         scale, bias = (each() if callable(each) else each for each in (model.scale, model.bias))
         numbers = [leaf for each in (scale, bias) for leaf in leaves_of(each)]
-        with GradientSync(model.modules, numbers, model.group) as sync:
-            run = _Run(self, inputs, rows, sync)
+        graphs = OffloadedGraphs(self.host, state.parameters_of(model.modules))
+        with GradientSync(model.modules, numbers, model.group) as sync, graphs:
+            run = _Run(self, inputs, rows, sync, graphs)
             self.check_ranks(run.micros)
             with self.bar(run.passes) as run.passed:
                 loss = run.loss(scale, bias, scaler)
@@ -205,8 +209,10 @@ class _Run:
 
     passed: Callable[[], None]  # called behind each pass
 
-    def __init__(self, step: TrainingStep, inputs: Sequence[Any], rows: int, sync: GradientSync) -> None:
-        self._step, self._model, self._plans, self._sync = step, step.model, step.plans, sync
+    def __init__(
+        self, step: TrainingStep, inputs: Sequence[Any], rows: int, sync: GradientSync, graphs: OffloadedGraphs
+    ) -> None:
+        self._step, self._model, self._plans, self._sync, self._graphs = step, step.model, step.plans, sync, graphs
         self._sorted = [given.order if isinstance(given, Ragged) else None for given in inputs]
         self.micros = [
             each
@@ -226,6 +232,7 @@ class _Run:
         cached = {micro: begin for micro, begin in self._first_passes() if not self._plans[micro.tower].frozen}
         torch.clear_autocast_cache()  # weights that were cast without a graph
         kept = list(self._kept_passes())
+        self._graphs.settle()
         leaves = [x.requires_grad_(not plan.frozen) for x, plan in zip(self._features, self._plans, strict=True)]
         loss = one_number(self._model.loss(*leaves, *(each for each in (scale, bias) if each is not None)))
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -235,7 +242,10 @@ class _Run:
         self._last = {module: micro for micro in order for module in self._model.towers[micro.tower].modules}
         while kept:
             micro, output = kept.pop()
+            for each in (micro, *(ahead for ahead, _ in kept[-1:])):
+                self._graphs.fetch(each)
             self._backward(micro, output)
+            self._graphs.free(micro)
             del output
         torch.clear_autocast_cache()
         if cached:
@@ -253,10 +263,14 @@ class _Run:
             yield micro, (random, changed)
 
     def _kept_passes(self) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """The other micro-batches, with features whose graph stays."""
-        for micro, given in self._feed.stream(each for each in self.micros if each.treatment != "cached"):
-            tower = self._model.towers[micro.tower]
-            with recomputed(tower.blocks if micro.treatment == "checkpointed" else (), self._state):
+        """The other micro-batches, with features and their graph."""
+        micros = [each for each in self.micros if each.treatment != "cached"]
+        micros.sort(key=lambda each: each.treatment != "offloaded")
+        for micro, given in self._feed.stream(micros):
+            tower, offloaded = self._model.towers[micro.tower], micro.treatment == "offloaded"
+            blocks = tower.blocks if offloaded or micro.treatment == "checkpointed" else ()
+            leaving = self._graphs.leaving(micro) if offloaded else contextlib.nullcontext()
+            with recomputed(blocks, self._state), leaving:
                 output = tower.run(given)
             self._store(micro, output)
             yield micro, output

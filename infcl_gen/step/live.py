@@ -17,7 +17,7 @@ from infcl_gen.inputs.problem import MAX_BATCH
 from infcl_gen.inputs.text import check_integer, parse_count, show
 from infcl_gen.lazy import global_value
 from infcl_gen.step.blocks import blocks_of
-from infcl_gen.step.context import Context, Run, compiled, memory_of, optimizer_bytes_of, wrapper_of
+from infcl_gen.step.context import Context, Run, compiled, host_memory_of, memory_of, optimizer_bytes_of, wrapper_of
 from infcl_gen.step.costs import StepCosts, read_costs
 from infcl_gen.step.estimate import fake_mode_of, faked, probe_for
 from infcl_gen.step.executor import Model, Number, Tower, TrainingStep
@@ -44,6 +44,7 @@ def plan_step(
     batch_size: int | str | None = None,
     micro_batch: int | None = None,
     memory: int | str = "auto",
+    host_memory: int | str = 0,
     optimizer: torch.optim.Optimizer | str | int | None = None,
     autocast: torch.dtype | None = None,
     treatments: Sequence[str] = TREATMENTS,
@@ -69,7 +70,9 @@ def plan_step(
     memory       bytes that this process may allocate on the device: "24GiB", a number, or "auto": what is free
     optimizer    what holds state for the parameters: itself, its name, or its bytes; None counts AdamW's
     autocast     the dtype that towers and loss compute in; None: as it is set around the step
-    treatments   that the plan may use, of "cached", "checkpointed", "kept"
+    host_memory  bytes of the host that graphs may wait in, where that is faster: "64GiB", a number, or "auto": half of
+                 what is free, shared by its ranks
+    treatments   that the plan may use, of "cached", "offloaded", "checkpointed", "kept"
     model        the modules that towers run, where they are not found: a lambda names them by its variables
     generators   that towers draw from, beside torch's own
     batch_norm   "micro-batch" accepts normalisation over micro-batches: gradients are then not those of the batch
@@ -141,6 +144,7 @@ def plan_step(
         measured, limits.memory_bytes, losses, batch_size=asked, world_size=context.size, treatments=allowed,
         micro_batch=micro_batch, wrapper=wrapper, inputs="host" if host else "device",
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
+        host_memory_bytes=context.least(host_memory_of(host_memory)),
     )  # fmt: skip
     return plan if mode is not None else dataclasses.replace(plan, make_step=make)
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-TREATMENTS = ("cached", "checkpointed", "kept")  # of samples that a contrastive loss sees together
+# Of samples that a contrastive loss sees together; the more of them stays on the device until backward, the later.
+TREATMENTS = ("cached", "offloaded", "checkpointed", "kept")
 STREAMED = "streamed"
 WITH_GRAPHS = ("checkpointed", "kept")  # whose graphs stay from the first pass
 # Samples are dealt out in this order, so that a smaller batch than the planned one keeps no more.
@@ -31,6 +32,7 @@ class TowerPlan:
 
     kept          the graph of the first pass stays until backward
     checkpointed  so does what enters each block; backward computes the blocks again
+    offloaded     that stays in the memory of the host instead
     cached        features alone stay; a second pass makes the graph (gradient cache, arXiv 2101.06983)
     streamed      the loss is a mean over samples: each micro-batch passes forward and backward at once
     frozen        no gradient is wanted: all samples pass once, as the first pass of cached ones
@@ -41,6 +43,7 @@ class TowerPlan:
     cached: Part = Part()
     checkpointed: Part = Part()
     kept: Part = Part()
+    offloaded: Part = Part()
     streamed: Part = Part()
     frozen: bool = False
     tokens: int = 0

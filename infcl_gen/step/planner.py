@@ -85,6 +85,7 @@ class StepPlan:
             "versions": dict(problem.costs.versions),
             "batch_size": self.batch_size, "asked_batch_size": self.asked_batch_size, "devices": problem.world_size,
             "wrapper": problem.wrapper, "inputs": problem.inputs, "memory_bytes": problem.memory_bytes,
+            "host_memory_bytes": problem.host_memory_bytes, "host_bytes": account.host_bytes,
             "largest_batch": self.largest_batch, "predicted_peak_bytes": account.peak_bytes,
             "predicted_time_s": account.time_s,
             "towers": [dataclasses.asdict(each) for each in account.towers],
@@ -101,6 +102,10 @@ def check_treatments(treatments: Sequence[str]) -> tuple[str, ...]:
         raise InputError(f"--treatments: give one or more of {', '.join(TREATMENTS)}, as a tuple in Python")
     for each in treatments:
         check_word("--treatments", each, TREATMENTS)
+    if set(treatments) == {"offloaded"}:
+        raise InputError(
+            "--treatments: offloaded is beside others, for the host may hold less than a batch; add cached"
+        )
     return tuple(dict.fromkeys(treatments))
 
 
@@ -123,12 +128,13 @@ def plan_from_costs(
             choose(problem)  # raises
         problem = dataclasses.replace(problem, samples=largest)
     found = choose(problem)
-    return StepPlan(problem, found, tuple(_alternatives(problem)), largest * world_size, batch_size)
+    return StepPlan(problem, found, tuple(_alternatives(problem, found)), largest * world_size, batch_size)
 
 
-def _alternatives(problem: StepProblem) -> list[Alternative]:
+def _alternatives(problem: StepProblem, chosen: Account) -> list[Alternative]:
     found = []
-    for treatments in (("cached",), ("checkpointed",), ("kept",)):
+    on_device = tuple(each for each in problem.treatments if each != "offloaded")
+    for treatments in (*([on_device] if chosen.host_bytes else []), ("cached",), ("checkpointed",), ("kept",)):
         if treatments == problem.treatments or treatments[0] not in problem.treatments:
             continue
         other = dataclasses.replace(problem, treatments=treatments)

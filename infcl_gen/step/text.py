@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from infcl_gen.inputs.text import bytes_text, table_text, time_text
@@ -16,9 +17,9 @@ def step_text(plan: dict[str, Any]) -> str:
         for treatment in DEALT
         if (part := tower[treatment])["samples"]
     ]
-    everywhere = " ".join(each["name"] for each in plan["phases"])
+    happening = [each["name"] for each in plan["phases"] if each["time_s"]]
     items = [
-        (each["name"], bytes_text(each["size_bytes"]), " ".join(each["phases"]).replace(everywhere, "all"), each["why"])
+        (each["name"], bytes_text(each["size_bytes"]), _phases_text(each["phases"], happening), each["why"])
         for each in plan["items"]
         if each["size_bytes"]
     ]
@@ -26,7 +27,7 @@ def step_text(plan: dict[str, Any]) -> str:
     phases = [
         (each["name"], time_text(each["time_s"]), bytes_text(each["bytes"]), "peak" * (each["bytes"] == peak_bytes))
         for each in plan["phases"]
-        if each["time_s"]
+        if each["name"] in happening
     ]
     others = [
         (
@@ -40,16 +41,23 @@ def step_text(plan: dict[str, Any]) -> str:
     asked, batch = plan["asked_batch_size"], plan["batch_size"]
     rounded = f"; {asked} is rounded up to equal parts" if asked not in (None, batch) else ""
     measured = f"\nCosts of towers: {plan['measured']}" if plan["measured"] else ""
+    host_bytes = plan["host_bytes"], plan["host_memory_bytes"]
+    host = "\non the host {} of {}, for offloaded graphs".format(*map(bytes_text, host_bytes)) if host_bytes[1] else ""
     parts = [
         f"A step of {' and '.join(tower['name'] for tower in plan['towers'])}: a batch of {batch} on {devices} "
         f"({plan['device']}){rounded}{measured}",
         "Towers, per device\n" + table_text(("tower", "treatment", "samples", "micro-batch"), towers),
         f"Memory per device\n{table_text(('item', 'size', 'in', 'why'), items)}\n"
         f"peak {bytes_text(peak_bytes)} of {bytes_text(plan['memory_bytes'])}; "
-        f"largest batch for this memory {plan['largest_batch']}",
+        f"largest batch for this memory {plan['largest_batch']}{host}",
         f"Phases\n{table_text(('phase', 'time', 'memory', ''), phases)}\n"
         f"predicted {time_text(plan['predicted_time_s'])}",
     ]
     if others:
         parts.append("Other plans\n" + table_text(("treatments", "time", "peak"), others))
     return "\n\n".join(parts)
+
+
+def _phases_text(phases: Sequence[str], happening: Sequence[str]) -> str:
+    found = [each for each in happening if each in phases]
+    return "all" if found == happening else " ".join(found)

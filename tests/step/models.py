@@ -95,7 +95,7 @@ def features_of(
 ) -> list[Tensor]:
     """The features of a plan's micro-batches in its order with all graphs kept, written apart from the executor."""
     passes = [each for t, of_tower in enumerate(plan) for each in of_tower.passes(len(inputs[t]), t)]
-    passes.sort(key=lambda each: each.treatment != "cached")
+    passes.sort(key=lambda each: {"cached": 0, "offloaded": 1}.get(each.treatment, 2))
     outputs = {each: towers[each.tower](inputs[each.tower][each.rows]) for each in passes}
     return [torch.cat([outputs[each] for each in sorted(passes) if each.tower == t]) for t in range(len(plan))]
 

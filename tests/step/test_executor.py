@@ -28,6 +28,8 @@ PLANS = {
     "cached": {"cached": Part(ROWS, 5)},
     "checkpointed": {"checkpointed": Part(ROWS, 7)},
     "kept": {"kept": Part(ROWS, 4)},
+    "offloaded": {"offloaded": Part(ROWS, 4)},
+    "all four": {"cached": Part(5, 2), "offloaded": Part(9, 4), "checkpointed": Part(4, 3), "kept": Part(5, 4)},
     "mixture": {"cached": Part(9, 2), "checkpointed": Part(8, 3), "kept": Part(6, 4)},
     "alone": {"cached": Part(22, 22), "kept": Part(1, 1)},
 }
