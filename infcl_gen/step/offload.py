@@ -40,10 +40,15 @@ class HostMemory:
                 torch.cuda.synchronize(self.device)
                 self._locks.pop(place)()
             pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.held[place] = memory = torch.frombuffer(pages, dtype=torch.uint8)
+            memory = torch.frombuffer(pages, dtype=torch.uint8)
             if self.stream is not None:
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, 0))
+                status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, 0))
+                if status != 0:
+                    raise RuntimeError(
+                        f"host_memory: the host locks no {size_bytes} bytes more (CUDA error {status}); plan with less"
+                    )
                 self._locks[place] = weakref.finalize(self, _unlock, memory)
+            self.held[place] = memory
         return self.held[place][:size_bytes]
 
     def copied(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
