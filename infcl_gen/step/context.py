@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from infcl_gen.errors import InputError
 from infcl_gen.hardware.profile import load_profile
-from infcl_gen.inputs.text import parse_bytes
+from infcl_gen.inputs.text import bytes_text, parse_bytes
 from infcl_gen.runtime.api import options_of
 from infcl_gen.runtime.group import find_group
 from infcl_gen.step.costs import StepCosts
@@ -164,12 +164,22 @@ def memory_of(memory: int | str, device: torch.device, device_profile: str | Non
     return int(free * (1 - spare))
 
 
-def host_memory_of(host_memory: int | str) -> int:
-    """Bytes that offloaded graphs of this process may take: HOST_SHARE of what is free, in equal parts of the ranks."""
-    if host_memory != "auto":
-        return parse_bytes(host_memory, "host_memory") if host_memory else 0
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (dist.get_world_size() if dist.is_initialized() else 1)
-    return int(HOST_SHARE * free_host_bytes() / ranks)
+def host_memory_of(host_memory: int | str, least: Callable[[int], int], here: bool = True) -> int:
+    """Bytes that offloaded graphs of this process may take; "auto": HOST_SHARE of what is free, in equal parts of the
+    host's ranks. `least`: over all ranks; `here`: the step runs on this host.
+
+    Raises InputError, on all ranks, for more than the smallest of such hosts has.
+    """
+    if host_memory == "auto":
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or (dist.get_world_size() if dist.is_initialized() else 1)
+        return least(int(HOST_SHARE * free_host_bytes() / ranks))
+    if not host_memory:
+        return 0
+    asked = parse_bytes(host_memory, "host_memory")
+    there = least(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if here and asked > there:
+        raise InputError(f"host_memory: {bytes_text(asked)} is more than the host has: {bytes_text(there)}; give less")
+    return asked
 
 
 def free_host_bytes() -> int:

@@ -71,7 +71,7 @@ def plan_step(
     optimizer    what holds state for the parameters: itself, its name, or its bytes; None counts AdamW's
     autocast     the dtype that towers and loss compute in; None: as it is set around the step
     host_memory  bytes of the host that graphs may wait in, where that is faster: "64GiB", a number, or "auto": half of
-                 what is free, shared by its ranks
+                 what is free, shared by its ranks; the first step takes long to lock it, about a second for 2.4 GB
     treatments   that the plan may use, of "cached", "offloaded", "checkpointed", "kept"
     model        the modules that towers run, where they are not found: a lambda names them by its variables
     generators   that towers draw from, beside torch's own
@@ -144,7 +144,7 @@ def plan_step(
         measured, limits.memory_bytes, losses, batch_size=asked, world_size=context.size, treatments=allowed,
         micro_batch=micro_batch, wrapper=wrapper, inputs="host" if host else "device",
         optimizer_bytes=optimizer_bytes_of(optimizer, measured.gradient_bytes),
-        host_memory_bytes=context.least(host_memory_of(host_memory)),
+        host_memory_bytes=host_memory_of(host_memory, context.least, here=mode is None),
     )  # fmt: skip
     return plan if mode is not None else dataclasses.replace(plan, make_step=make)
 

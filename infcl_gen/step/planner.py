@@ -86,6 +86,7 @@ class StepPlan:
             "batch_size": self.batch_size, "asked_batch_size": self.asked_batch_size, "devices": problem.world_size,
             "wrapper": problem.wrapper, "inputs": problem.inputs, "memory_bytes": problem.memory_bytes,
             "host_memory_bytes": problem.host_memory_bytes, "host_bytes": account.host_bytes,
+            "host_lock_s": account.host_lock_s,
             "largest_batch": self.largest_batch, "predicted_peak_bytes": account.peak_bytes,
             "predicted_time_s": account.time_s,
             "towers": [dataclasses.asdict(each) for each in account.towers],

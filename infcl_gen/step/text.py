@@ -41,21 +41,31 @@ def step_text(plan: dict[str, Any]) -> str:
     asked, batch = plan["asked_batch_size"], plan["batch_size"]
     rounded = f"; {asked} is rounded up to equal parts" if asked not in (None, batch) else ""
     measured = f"\nCosts of towers: {plan['measured']}" if plan["measured"] else ""
-    host_bytes = plan["host_bytes"], plan["host_memory_bytes"]
-    host = "\non the host {} of {}, for offloaded graphs".format(*map(bytes_text, host_bytes)) if host_bytes[1] else ""
     parts = [
         f"A step of {' and '.join(tower['name'] for tower in plan['towers'])}: a batch of {batch} on {devices} "
         f"({plan['device']}){rounded}{measured}",
         "Towers, per device\n" + table_text(("tower", "treatment", "samples", "micro-batch"), towers),
         f"Memory per device\n{table_text(('item', 'size', 'in', 'why'), items)}\n"
         f"peak {bytes_text(peak_bytes)} of {bytes_text(plan['memory_bytes'])}; "
-        f"largest batch for this memory {plan['largest_batch']}{host}",
+        f"largest batch for this memory {plan['largest_batch']}{_host_text(plan)}",
         f"Phases\n{table_text(('phase', 'time', 'memory', ''), phases)}\n"
         f"predicted {time_text(plan['predicted_time_s'])}",
     ]
     if others:
         parts.append("Other plans\n" + table_text(("treatments", "time", "peak"), others))
     return "\n\n".join(parts)
+
+
+def _host_text(plan: dict[str, Any]) -> str:
+    if not plan["host_memory_bytes"]:
+        return ""
+    allowed = bytes_text(plan["host_memory_bytes"])
+    if not plan["host_bytes"]:
+        return f"\non the host nothing of {allowed}: offloaded graphs make no step faster that fits"
+    taken, lock = bytes_text(plan["host_bytes"]), time_text(plan["host_lock_s"])
+    return (
+        f"\non the host {taken} of {allowed}, for offloaded graphs; to lock it the first step takes about {lock} more"
+    )
 
 
 def _phases_text(phases: Sequence[str], happening: Sequence[str]) -> str:

@@ -286,9 +286,14 @@ class TestPlans:
         write_costs(tmp_path / "costs.toml", COSTS)
         flags = ("--profile", str(tmp_path / "costs.toml"), "--memory-budget", "2GB", "--batch-size", "2048")
         printed = run("step", *flags, "--host-memory", "20GB").stdout
-        assert "  offloaded  " in printed and "on the host 7.3 GiB of 18.7 GiB, for offloaded graphs" in printed
+        on_host = (
+            "on the host 7.3 GiB of 18.7 GiB, for offloaded graphs; to lock it the first step takes about 3.26 s more"
+        )
+        assert "  offloaded  " in printed and on_host in printed
         assert "  cached and checkpointed and kept alone  " in printed
         assert "offloaded" not in run("step", *flags).stdout
+        roomy = run("step", *flags[:2], "--memory-budget", "200GB", *flags[4:], "--host-memory", "20GB").stdout
+        assert "on the host nothing of 18.7 GiB: offloaded graphs make no step faster" in roomy
         plan = plan_from_costs(COSTS, 2_000 * MB, Loss(), 2048, host_memory_bytes=20_000 * MB)
         others = [each for each in plan.alternatives if each.treatments == ("cached", "checkpointed", "kept")]
         assert others[0].time_s == choose(problem(2048, 2_000)).time_s > plan.predicted_time_s
@@ -302,7 +307,7 @@ class TestPlans:
         costs = dataclasses.replace(COSTS, towers=towers, dim=DIM, dtype="fp64")
         plan = infcl_gen.plan_step(
             [module.image, module.text], [x[:8] for x in inputs], scale=lambda: module.log_scale.exp(), batch_size=2048,
-            memory="2GB", host_memory="20GB", costs=costs, optimizer="none", loss=dense,
+            memory="2GB", host_memory="4GB", costs=costs, optimizer="none", loss=dense,
         )  # fmt: skip
         assert plan.account.host_bytes > 0
         step = plan.step()
@@ -318,16 +323,19 @@ COSTS_OF_NO_LOSS = Loss().within_budgets(1)[0]._replace(time_s=0.0, peak_bytes=0
 
 
 def test_the_host_s_memory_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pages = {"SC_AVPHYS_PAGES": 1 << 16, "SC_PAGE_SIZE": 4096}
+    pages = {"SC_PHYS_PAGES": 1 << 20, "SC_AVPHYS_PAGES": 1 << 16, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     monkeypatch.setattr(context, "CONTROL_GROUPS", ())
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert context.host_memory_of("auto") == 128 << 20 and context.host_memory_of(0) == 0
+    assert context.host_memory_of("auto", int) == 128 << 20 and context.host_memory_of(0, int) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert context.host_memory_of("auto") == 32 << 20 and context.host_memory_of("1GiB") == 1 << 30
+    assert context.host_memory_of("auto", int) == 32 << 20 and context.host_memory_of("1GiB", int) == 1 << 30
     (tmp_path / "max").write_text("100000000\n")
     (tmp_path / "current").write_text("60000000\n")
     monkeypatch.setattr(context, "CONTROL_GROUPS", ((str(tmp_path / "max"), str(tmp_path / "current")),))
-    assert context.host_memory_of("auto") == 5_000_000
+    assert context.host_memory_of("auto", int) == 5_000_000
     (tmp_path / "max").write_text("max\n")
-    assert context.host_memory_of("auto") == 32 << 20
+    assert context.host_memory_of("auto", int) == 32 << 20
+    with pytest.raises(InputError, match=r"host_memory: 4\.1 GiB is more than the host has: 4 GiB; give less"):
+        context.host_memory_of("4.1GiB", int)
+    assert context.host_memory_of("5GiB", int, here=False) == 5 << 30
