@@ -144,6 +144,8 @@ def _tables(rows: Rows, absent: dict[str, str], simulated: bool) -> list[str]:
         return [_table(HEADER, map(cells, rows))]
     if "way" in rows[0]:
         return [training_steps(rows)]
+    if "plain_ms" in rows[0]:
+        return [mean_steps(rows)]
     if "kernel" in rows[0]:
         return [counters(rows)]
     if "joules" in rows[0]:
@@ -323,6 +325,24 @@ def training_steps(rows: Rows) -> str:
         ))  # fmt: skip
     head = "model", "pairs", "GPUs", "way", "budget", "ms", "std", "MiB", "predicted ms", "predicted MiB"
     return _table(head, lines)
+
+
+def mean_steps(rows: Rows) -> str:
+    """A line for each model, batch and place of the inputs: a planned step of a mean over samples beside the plain one.
+
+    Gradients differ by the rounding of the plain step's own sums, too: "reversed" is that of the batch in reverse.
+    """
+    lines = [
+        (
+            row["model"], f"{row['batch']:,}", row["side"], row["inputs"], row["micro_batch"],
+            *(f"{row[name]:,.0f}" for name in ("plain_ms", "median_ms")), f"{row['median_ms'] / row['plain_ms']:.3f}",
+            *(f"{row[name] / MIB:,.0f}" for name in ("plain_peak_bytes", "peak_bytes")),
+            f"{row['difference']:.1e}", f"{row['rounding']:.1e}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    head = ("model", "batch", "side", "inputs", "micro-batch", "plain ms", "planned ms", "ratio", "plain MiB")
+    return _table((*head, "planned MiB", "gradients", "reversed"), lines)
 
 
 def beside_peers(rows: Rows) -> str:

@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.1)
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cudnn-benchmark", action="store_true", help="cuDNN times its convolutions for each batch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     flags = parser.parse_args()
@@ -115,6 +116,7 @@ def main() -> None:
     rows, _, command = measured_before(flags.output, command) if flags.output else ([], {}, command)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = flags.cudnn_benchmark
     plain = model_of(flags.model).to(flags.device)
     model, loss = copy.deepcopy(plain), nn.CrossEntropyLoss()
     images = torch.randn(flags.batch_size, 3, flags.side, flags.side)
@@ -142,7 +144,8 @@ def main() -> None:
     if flags.output:
         rows.append({
             "model": flags.model, "batch": flags.batch_size, "side": flags.side, "dtype": "fp32",
-            "inputs": "host" if flags.stream else "device", "memory_bytes": plan.problem.memory_bytes,
+            "inputs": "host" if flags.stream else "device", "cudnn_benchmark": flags.cudnn_benchmark,
+            "memory_bytes": plan.problem.memory_bytes,
             "micro_batch": plan.account.towers[0].streamed.micro_batch, "repeats": flags.repeats,
             "plain_ms": 1e3 * plain_s, "plain_peak_bytes": plain_peak, "predicted_ms": 1e3 * plan.predicted_time_s,
             "median_ms": 1e3 * planned_s, "peak_bytes": planned_peak, "error": None,
