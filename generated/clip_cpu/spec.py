@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5b2e92b14767be8f02a2a1a3282e737adbe172c020c76c5e9395c682c4c6b8b4",
+    "digest": "2570f3f3c3a03819862177f78a704efce858539575a58abeade0f5aa0509a559",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "212900e6998cbd4e643efacdcb7ee505fdb45e5602daa81589798ff642506219",
+    "digest": "c990813517d9afda853913d204dcf7e3112ea31c8fed42b163506780d5db5618",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -36,4 +36,4 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     return tuple(each for each in found if choice.traits.placed or "positive" not in each.name)
 
 
-FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.at_once, revision=1)
+FAMILY = Family("pairs", kernels, ("panel",), wanted=lambda choice: choice.traits.at_once, revision=2)

@@ -292,14 +292,18 @@ def test_arguments_of_open_clip_are_attributes(packages: Packages) -> None:
         package.ContrastiveLoss(True, True, False, 0, 2, False)
 
 
-def test_flops_are_counted(packages: Packages) -> None:
+@pytest.mark.parametrize(("loss", "products"), [("infonce", 4), ("siglip", 3), ("siglip_multi", 3), ("clip_ids", 4)])
+def test_flops_are_counted(packages: Packages, loss: str, products: int) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    package = packages("infonce", dtype="fp32")
-    q, k = features(12, dtype=torch.float32)[0], features(31, dtype=torch.float32)[1]
+    package = packages(loss, dtype="fp32")
+    keys = 31 if loss == "infonce" else 12
+    q, k = features(12, dtype=torch.float32)[0], features(keys, dtype=torch.float32)[1]
+    ids = torch.arange(12)
+    given = {"query_ids": ids, "key_ids": ids} if package.SPEC["loss"]["traits"]["classes"] else {}
     with FlopCounterMode(display=False) as counter:
-        package.contrastive_loss(q, k, 2.0).backward()
-    assert counter.get_total_flops() == 4 * 2 * len(q) * len(k) * q.shape[1]
+        package.contrastive_loss(q, k, 2.0, **given).backward()
+    assert counter.get_total_flops() == products * 2 * len(q) * len(k) * q.shape[1]
 
 
 def test_numbers_as_scale_make_two_graphs_at_most(packages: Packages) -> None:

@@ -143,14 +143,14 @@ def _tell_flops(package: Package) -> None:
     Triton, in 0.5 s."""
     operators = package.operators
 
-    def forward(q: Any, k: Any, *rest: Any, **_: Any) -> int:
-        group = find_group(rest[3])
+    def forward(*inputs: Any, **_: Any) -> int:
+        (q, k), group = inputs[:2], find_group(inputs[_GIVEN])
         at_once = package.at_once(1 if group is None else group.size)
-        return int(2 * (3 if at_once and rest[-1] else 1) * q.numel() * k.shape[0])
+        return int(2 * (3 if at_once and inputs[-1] else 1) * q.numel() * k.shape[0])
 
-    def backward(upstream: Any, q: Any, k: Any, *rest: Any, **_: Any) -> int:
-        ranks = rest[6].shape[0]  # of `Saved.layout`
-        return 0 if package.at_once(ranks) else int(6 * q.numel() * k.shape[0])
+    def backward(upstream: Any, *inputs: Any, **_: Any) -> int:
+        (q, k), saved = inputs[:2], Saved(*inputs[_GIVEN:-_NAMED])
+        return 0 if package.at_once(saved.layout.shape[0]) else int(6 * q.numel() * k.shape[0])
 
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
