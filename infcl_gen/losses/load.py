@@ -106,6 +106,8 @@ def _built(node: ast.expr) -> Expr:
             if not all(_moderate(number, _LARGEST_NUMBER**0.25) for number in base.atoms(Number)):
                 raise ValueError(f"a power in it exceeds {_LARGEST_NUMBER:g}")
             return base**exponent
+        case ast.BinOp(left=left, op=ast.Div(), right=ast.BinOp(left=first, op=ast.Mult(), right=second)):
+            return _built(ast.BinOp(ast.BinOp(left, ast.Div(), first), ast.Div(), second))  # SymPy expands 2 * (z + 1)
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
             return _OPERATIONS[type(operation)](_build(left), _build(right))
         case ast.Call(func=ast.Name(id="sqrt"), args=[argument], keywords=[]):

@@ -474,7 +474,7 @@ def forward_with_gradients_over_ranks(made: Made, shards: list[int], device: str
     inner = package.ContrastiveLoss._package
     table = Table("gather", 1, world, False, inner.table.travelling, inner.table.whole)
     case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=1))
-    q, k, scale, bias, labels = tensors(case, package.SPEC["positives"], device)
+    q, k, scale, bias, labels = tensors(case, package.SPEC["positives"], device)[:5]
     assert labels is not None
 
     def job(rank: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -572,7 +572,7 @@ def gradients_in_a_recording(made: Made) -> None:
     for seed in (1, 3):
         inputs = tensors(fitting(package, Case(70, 90, 0, seed=seed)), package.SPEC["positives"], "cpu")
         options = engine.Options(labelling="given")
-        calls.append(engine.Call(inputs.q, inputs.k, scale, bias, inputs.labels, options))
+        calls.append(engine.Call(inputs.q, inputs.k, scale, bias, inputs.labels, options=options))
     with unittest.mock.patch.object(replay, "_record", record), contextlib.ExitStack() as on_a_gpu:
         recorder, kind = replay._Recorder(bound), replay.Kind(70, 90, calls[0].options, 0)
         for name, answer in {"_recorder": recorder, "_kind": kind, "capturing": False}.items():
