@@ -51,6 +51,7 @@ device = (
     option("--memory-budget", "SIZE", "Per device: 512MiB, 2GiB, or auto [auto].", COUNT),
     option("--dtype", "bf16|fp16|fp32|fp64", "Features [bf16]."),
     option("--precision", "default|tf32|exact", "Products of fp32 features [default]."),
+    option("--frozen", "none|query|key", "The side that needs no gradient [none]."),
     option("--target", "auto|cpu|cuda|rocm", "What the package runs on [auto]."),
     option("--device-profile", "NAME|FILE.toml|auto", "Device to plan for [auto]."),
     option("--cluster", "FILE.toml", "Nodes, devices, profile and links from a file."),

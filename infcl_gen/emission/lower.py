@@ -99,6 +99,7 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
         ("--cluster", None if problem.links is None else "CLUSTER.toml"),
         ("--memory-budget", problem.memory_budget_bytes),
         ("--precision", None if problem.precision == "default" else problem.precision),
+        ("--frozen", None if problem.frozen == "none" else problem.frozen),
         *(("--set", f"{key}={value}") for key, value in own_settings(problem.settings).pairs),
     ]
     given = shlex.join(word for flag, value in flags if value is not None for word in (flag, str(value)))

@@ -23,6 +23,7 @@ class Flags(TypedDict, total=False):
     memory_budget: int | str  # bytes, "1GiB", "auto"
     dtype: str  # "bf16", "fp16", "fp32", "fp64"
     precision: str  # "default", "tf32", "exact"
+    frozen: str  # the side that needs no gradient: "none", "query", "key"
     target: str  # "auto", "cpu", "cuda", "rocm"
     device_profile: str | os.PathLike[str]
     cluster: str | os.PathLike[str] | Mapping[str, Any]

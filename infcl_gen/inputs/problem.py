@@ -28,6 +28,7 @@ _WORDS = {
     "dtype": tuple(DTYPE_BYTES),
     "precision": ("default", "tf32", "exact"),
     "target": ("auto", "cpu", "cuda", "rocm"),
+    "frozen": ("none", "query", "key"),
 }
 
 
@@ -37,6 +38,7 @@ class Problem:
 
     batch_size           number of queries, M.
     keys                 number of keys, N; None: as many as queries. A count equal to `batch_size` becomes None.
+    frozen               the side that needs no gradient: nothing is planned for it.
     memory_budget_bytes  None lets the planner take what helps, up to 1/8 of the device's memory.
     device_profile       a name, the path of a TOML file, or "auto".
     settings             the choices of `--set`; pairs of text become `Overrides`.
@@ -53,6 +55,7 @@ class Problem:
     memory_budget_bytes: int | None = None
     dtype: str = "bf16"
     precision: str = "default"
+    frozen: str = "none"
     target: str = "auto"
     device_profile: str = "auto"
     settings: Overrides = dataclasses.field(default_factory=Overrides)

@@ -30,6 +30,7 @@ class Choice:
     dim: int
     dtype: str = "bf16"  # of the features; with `precision` it decides all other dtypes
     precision: str = "default"
+    frozen: str = "none"  # the side that needs no gradient: "query", "key" or "none"
     target: str = "cuda"
     arch: str = ""  # of the device, as its profile names it: "sm_90"
     traits: Traits = dataclasses.field(default_factory=Traits)  # of the loss
@@ -42,6 +43,16 @@ class Choice:
     wider: bool = True  # there is room for the gradients of features wider than `dtype`, which are not rounded to it
     blocks: Mapping[str, Block] = dataclasses.field(default_factory=dict, hash=False)  # by tile; none for torch
     hopper_stages: int = 0  # pipeline stages of the kernels of hopper.py; 0 without them
+
+    @property
+    def of_queries(self) -> bool:
+        """Whether there are gradients of queries: their product with g, and its sums."""
+        return self.frozen != "query"
+
+    @property
+    def of_keys(self) -> bool:
+        """The same of keys, whose sums travel."""
+        return self.frozen != "key"
 
     @property
     def has_keys(self) -> bool:

@@ -89,7 +89,8 @@ class Choices:
     def _table(self, choice: Choice) -> Table:
         shape = self._cluster.nodes, self._cluster.devices_per_node
         table = Table(choice.transport, *shape, choice.keeps, self._travelling)
-        return table.as_whole() if choice.rows and choice.gather else table
+        table = table.as_whole() if choice.rows and choice.gather else table
+        return table if choice.of_keys else table.without_key_gradients()
 
     def _usable(self, keys: int) -> list[str]:
         wanted, given = self._settings.strategy, self._settings.keys
@@ -207,6 +208,7 @@ class Choices:
             dim=problem.dim,
             dtype=problem.dtype,
             precision=problem.precision,
+            frozen=problem.frozen,
             target=profile.target,
             arch=profile.arch,
             traits=derivation.traits,

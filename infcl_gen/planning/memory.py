@@ -103,6 +103,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
     kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # their statistics stay from forward to backward
+    of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), m if v.of_queries else n
     terms = [
         BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
         v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
@@ -149,20 +150,22 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     dk = BufferTerm("dk", backward, (n if v.separate else room, D), "returned", "features")
     total_dq = BufferTerm("dq_accumulator", backward, (m, D), "dq over all hops")
     if ring:  # gradients are written after the last hop; a gather writes dk over the sums of other ranks
-        results = (dq,) if v.gather else (dq, dk)
-        finished = [total_dq, *results] if v.separate else [total_dq]
-        terms += [total_dq, *(term._replace(phase=finish) for term in finished)]
+        results = [dq] * of_queries + [dk] * (of_keys and not v.gather)
+        totals = [total_dq] * of_queries
+        finished = totals + results if v.separate else totals
+        terms += [*totals, *(term._replace(phase=finish) for term in finished)]
     else:
         why = "dk over all query panels, and dq of the panel in work"
         # Autocast from wider features returns dq and dk unrounded: they replace the sums, in the sums' dtype.
-        unrounded = m if v.replay else ceil_div(m - n, 2)
-        sums = BufferTerm("accumulators", backward, (room + Max(rows, unrounded), D), why)
-        held = [sums, dq, dk] if v.separate else [dq, dk]
+        unrounded = m if v.replay else ceil_div(m - n * of_keys, 2)
+        sums = BufferTerm("accumulators", backward, (room * of_keys + Max(rows, unrounded) * of_queries, D), why)
+        results = [dq] * of_queries + [dk] * of_keys
+        held = [sums, *results] if v.separate else results
         terms += held
         if v.strategy == "torch":  # without the panels' scratch
             terms += [term._replace(phase=finish) for term in held]
     if v.strategy == "torch":
-        strip = (1 + v.separate, Min(STRIP_ROWS, R, m), D)
+        strip = (1 + v.separate, Min(STRIP_ROWS, R, dotted), D)
         terms.append(BufferTerm("finish_rows", finish, strip, "products for dscale"))
     if v.replay:
         why = "what the graphs read"
@@ -173,9 +176,9 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
             v.traits.ids and BufferTerm("recorded_ids", both, (m + n,), why, "int64"),
             # Beside the accumulators, dq and dk, which a call needs that cannot be recorded.
-            BufferTerm("recorded_sums", backward, (m + room, D), "what the graphs write"),
+            BufferTerm("recorded_sums", backward, (m * of_queries + room * of_keys, D), "what the graphs write"),
         ]
-    terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))
+    terms.append(BufferTerm("dots", both, (ceil_div(dotted, Bo),), "partial sums of dscale"))
     return tuple(term for term in terms if term)
 
 
@@ -227,14 +230,16 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     in_place, unit = v.dtype != "bf16", "for an upstream gradient of 1"
     kept = "statistics" if in_place else "features"
     returned = "statistics" if v.wider else "features"
+    of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), m if v.of_queries else n
+    both_sides = m * of_queries + room * of_keys
     terms = [
         *_common_terms(v),
-        BufferTerm("kept_dq", both, (m, D), unit, kept),
-        BufferTerm("kept_dk", both, (room, D), unit, kept),
+        of_queries and BufferTerm("kept_dq", both, (m, D), unit, kept),
+        of_keys and BufferTerm("kept_dk", both, (room, D), unit, kept),
     ]
     if v.strategy == "torch":
         terms += _torch_panel(v, forward, rows, keys)
-        strip = (1 + v.separate, Min(STRIP_ROWS, R, m), D)
+        strip = (1 + v.separate, Min(STRIP_ROWS, R, dotted), D)
         terms.append(BufferTerm("finish_rows", finish, strip, "products for dscale"))
         strip = (2 - in_place, Min(STRIP_ROWS, Max(m, n)), D)
         terms.append(BufferTerm("rescaled_rows", backward, strip, "times upstream"))
@@ -247,7 +252,7 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
             BufferTerm("row_partials", forward, (2, key_blocks, rows), "partial sums, merged in a fixed order"),
             BufferTerm("flags", forward, (Min(row_blocks, T), key_blocks), "strips of wide range", "int32"),
             BufferTerm("row_vectors", forward, (2, rows), f"reference and share {of_row}"),
-            BufferTerm("weighted_queries", forward, (rows, D), "times their shares", "features"),
+            of_keys and BufferTerm("weighted_queries", forward, (rows, D), "times their shares", "features"),
         ]
         for phase in (forward, finish):
             terms.append(BufferTerm("query_statistics", phase, (4, m), "r_i as a wide float; the positive"))
@@ -261,26 +266,26 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         terms.append(BufferTerm("term_sums", forward, (2, parts), "terms and slopes, a part of each program", "fp64"))
     if not in_place:
         # Unrounded gradients are twice as long as rounded ones, and their own sums.
-        least = ceil_div(m + room, 2) if v.wider else 0
+        least = ceil_div(both_sides, 2) if v.wider else 0
         why = "dk over all query panels, and dq of the panel in work"
-        sums = BufferTerm("accumulators", forward, (Max(room + rows, least), D), why)
+        sums = BufferTerm("accumulators", forward, (Max(room * of_keys + rows * of_queries, least), D), why)
         if ring:
             held, why = (rows, "dq of the panel in work") if v.rows else (m, "dq over all hops")
-            sums = BufferTerm("dq_accumulator", forward, (Max(held, least), D), why)
+            sums = BufferTerm("dq_accumulator", forward, (Max(held * of_queries, least), D), why)
         terms += [sums, sums._replace(phase=finish)]
         if v.wider:
             why = "kept for wider features, which are not rounded"
-            terms.append(BufferTerm("wider_gradients", backward, (m + room, D), why, "features"))
+            terms.append(BufferTerm("wider_gradients", backward, (both_sides, D), why, "features"))
     if v.replay:
         why = "what the graph reads"
         terms += [
             BufferTerm("recorded_features", both, (m + n, D), why, "features"),
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
-            BufferTerm("recorded_gradients", both, (m + room, D), "what the graph writes", returned),
+            BufferTerm("recorded_gradients", both, (both_sides, D), "what the graph writes", returned),
         ]
-    terms.append(BufferTerm("dq", backward, (m, D), "returned", returned))
-    terms.append(BufferTerm("dk", backward, (n, D), "returned", returned))
-    terms.append(BufferTerm("dots", both, (ceil_div(m, Bo),), "partial sums of dscale"))
+    terms.append(of_queries and BufferTerm("dq", backward, (m, D), "returned", returned))
+    terms.append(of_keys and BufferTerm("dk", backward, (n, D), "returned", returned))
+    terms.append(BufferTerm("dots", both, (ceil_div(dotted, Bo),), "partial sums of dscale"))
     return tuple(term for term in terms if term)
 
 

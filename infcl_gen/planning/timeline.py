@@ -109,9 +109,10 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
         launches = model.launches(phase, plan) / plan.world_size
         found[phase] = Work(first_s, max(0.0, hop_s - first_s), 0.0, 0.0, launches)
     times = {phase.name: phase.time_s for phase in plan.phases}
-    half_s = times["finish"] / 2  # queries are finished before the sums of keys are home, keys after
+    # Queries are finished before the sums of keys are home, keys after.
+    queries_s, keys_s = (times["finish"] * own / (plan.of_queries + plan.of_keys) for own in (plan.of_queries, plan.of_keys))
     last = "forward" if plan.at_once else "backward"  # the phase in which sums become gradients
-    found[last] = found[last]._replace(last_s=half_s, home_s=half_s + times.get("additions", 0.0))
+    found[last] = found[last]._replace(last_s=queries_s, home_s=keys_s + times.get("additions", 0.0))
     if plan.at_once:
         found["backward"] = found["backward"]._replace(last_s=times["rescale"])
     return found

@@ -60,7 +60,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         return _terms_at_once(v)
     pairs, sides = m * n * W, 2 if v.has_keys else 1
     panels, forward_panels = ceil_div(m, R) * ceil_div(n, C) * W, ceil_div(m, F) * ceil_div(n, G) * W
-    additions = _additions(v, "backward")
+    additions, finished = _additions(v, "backward"), _finished(v)
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
@@ -71,9 +71,8 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             TimeTerm("statistics", "forward", bytes=(2 + 4 * sides) * s * pairs, launches=12 * panels, **each),
             TimeTerm("gradient product", part="first", **product),
             TimeTerm("gradient", part="first", bytes=6 * sides * s * pairs, launches=8 * panels, **each),
-            TimeTerm("dq product", part="first", rate="product", **product),
-            TimeTerm("dk product", rate="product", **product),
-            TimeTerm("finish", part="end", bytes=(m + n) * D * (2 * s + e), launches=4),
+            *(TimeTerm(f"{side.name} product", part=side.part, rate="product", **product) for side in _sides(v)),
+            TimeTerm("finish", part="end", bytes=finished * D * (2 * s + e), launches=4),
             *additions,
         )
     rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
@@ -94,12 +93,13 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     ]
     if v.strategy == "fused":
         rows, slices = (m, W) if v.world_size > 1 else (Min(R, m), ceil_div(m, R))
-        for name, part, owned, other in (("fused dq", "first", rows, n), ("fused dk", "rest", n, rows)):
+        for side in _sides(v):
+            owned, other = (rows, n) if side.name == "dq" else (n, rows)
             programs = ceil_div(owned, Bu)
             terms.append(
                 TimeTerm(
-                    name,
-                    part=part,
+                    f"fused {side.name}",
+                    part=side.part,
                     flops=4 * slices * programs * Bu * other * P,
                     bytes=slices * owned * D * (e + 2 * s),
                     exponentials=slices * programs * Bu * other,
@@ -129,7 +129,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
         if v.stash:  # forward writes it, and hides little of that; backward reads it and overwrites it by g
             terms.append(TimeTerm("stash", bytes=3 * e * kept * n))
         terms += _products(v, "backward")
-    finish = (m + n) * D * (2 * s + e) + m * D * e
+    finish = finished * D * (2 * s + e) + (m if v.of_queries else n) * D * e
     terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions]
     if v.split:  # queries once, keys once for each row of panels
         sweeps = ceil_div(m, F) + ceil_div(m, R)
@@ -142,7 +142,30 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:
     """Of the sums for this rank's keys that a gather brings home."""
-    return [TimeTerm("additions", phase, "end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)] * v.gather
+    term = TimeTerm("additions", phase, "end", bytes=3 * s * (W - 1) * n * D, launches=W - 1)
+    return [term] * (v.gather and v.of_keys)
+
+
+class _Side(NamedTuple):
+    """A side whose gradients are wanted: their name, the part of their product, and the side's rows and those of a
+    panel, then those of the other side."""
+
+    name: str
+    part: str
+    own: Any
+    stride: Any
+    other: Any
+    step: Any
+
+
+def _sides(v: Choice) -> list[_Side]:
+    """Without queries the product of keys does not wait for another, but for the sums that it adds to."""
+    return [_Side("dq", "first", m, R, n, C)] * v.of_queries + [_Side("dk", "rest", n, C, m, R)] * v.of_keys
+
+
+def _finished(v: Choice) -> Expr:
+    """Rows of all gradients."""
+    return m * int(v.of_queries) + n * int(v.of_keys)
 
 
 def _products(v: Choice, phase: str) -> list[TimeTerm]:
@@ -150,7 +173,7 @@ def _products(v: Choice, phase: str) -> list[TimeTerm]:
     panels, pairs = ceil_div(m, R) * ceil_div(n, C) * W, m * n * W
     flops = 2 * (SPLIT_TERMS if v.split else 1) * pairs * D
     found = []
-    for name, part, own, stride, other, step in (("dq", "first", m, R, n, C), ("dk", "rest", n, C, m, R)):
+    for name, part, own, stride, other, step in _sides(v):
         moved = e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
         efficiency = EFFICIENCY[name] * PANEL_EFFICIENCY
         how = {"rate": "product", "efficiency": efficiency, "launches": panels}
@@ -161,11 +184,12 @@ def _products(v: Choice, phase: str) -> list[TimeTerm]:
 def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
     """Three products in forward, and in backward a multiplication of what it kept."""
     forward, pairs, panels = "forward", m * n * W, ceil_div(m, R) * ceil_div(n, C) * W
-    kept = s if v.dtype != "bf16" else e
+    kept, finished = s if v.dtype != "bf16" else e, _finished(v)
+    finish = finished * D * (2 * s + kept) + (m if v.of_queries else n) * D * e
     end = (
-        TimeTerm("finish", forward, "end", bytes=(m + n) * D * (2 * s + kept) + m * D * e, launches=4),
+        TimeTerm("finish", forward, "end", bytes=finish, launches=4),
         *_additions(v, forward),
-        TimeTerm("rescale", part="end", bytes=(m + n) * D * (kept + e), launches=4),
+        TimeTerm("rescale", part="end", bytes=finished * D * (kept + e), launches=4),
     )
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
@@ -174,12 +198,11 @@ def _terms_at_once(v: Choice) -> tuple[TimeTerm, ...]:
         return (
             TimeTerm("pairs product", forward, "first", **product),
             TimeTerm("pairs", forward, "first", **work),
-            TimeTerm("dq product", forward, "first", rate="product", **product),
-            TimeTerm("dk product", forward, rate="product", **product),
+            *(TimeTerm(f"{side.name} product", forward, side.part, rate="product", **product) for side in _sides(v)),
             *end,
         )
     if v.rows:
-        copies = TimeTerm("copies", forward, bytes=4 * (m + n) * D * e, launches=2)
+        copies = TimeTerm("copies", forward, bytes=2 * (m + n + finished) * D * e, launches=2)
         return (*_row_terms(v), *end, *[copies] * v.replay)
     rows, keys = ceil_div(m, Bg) * Bg, ceil_div(n, Kg) * Kg
     terms = [
@@ -219,7 +242,7 @@ def _row_terms(v: Choice) -> list[TimeTerm]:
         ),
         TimeTerm("kept tiles", forward, "first", bytes=e * m * keys),  # the product hides little of their way to memory
         TimeTerm("statistics", forward, bytes=partials + 2 * m * D * e, launches=(3 + D / WALK) * panels),
-        TimeTerm("weights", forward, bytes=m * D * (2 * s + 2 * e), launches=4 * panels),
+        TimeTerm("weights", forward, bytes=m * D * 2 * (s * int(v.of_queries) + e * int(v.of_keys)), launches=4 * panels),
         *_products(v, forward),
     ]
 
