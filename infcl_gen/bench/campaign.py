@@ -32,7 +32,7 @@ from infcl_gen.bench import board
 from infcl_gen.bench.contest import Contest, Limits
 from infcl_gen.bench.peers import PEERS, chosen_peers
 from infcl_gen.bench.point import row_precision
-from infcl_gen.bench.results import IDENTITY, Rows, measured_before, measurement, write_results
+from infcl_gen.bench.results import Rows, identity, measured_before, measurement, write_results
 from infcl_gen.emission import build, plan_problem, read_package, write_package
 from infcl_gen.errors import InfeasibleError, InputError
 from infcl_gen.inputs.problem import Problem, make_problem
@@ -70,11 +70,11 @@ class Place:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The values of IDENTITY in its rows."""
+        """The `identity` of its rows."""
         problem = self.problem
         precision = row_precision(problem.precision, problem.dtype, self.features)
         sizes = (problem.batch_size, problem.total_keys, problem.dim, problem.dtype, precision, problem.devices)
-        return (problem.loss.rpartition(":")[2], *sizes, self.scale)
+        return (problem.loss.rpartition(":")[2], *sizes, self.scale, problem.frozen)
 
     def packages(self, folder: Path) -> list[Path]:
         """A package for each distinct plan, in a folder named by strategy and problem."""
@@ -145,7 +145,7 @@ def run_campaign(campaign: Campaign, command: str, progress: Progress = lambda *
     deadline, left, broken = time.monotonic() + 60 * campaign.minutes, 0, []
     with Contest(chosen_peers(peers or "none"), limits=campaign.limits) as contest:
         for index, place in enumerate(campaign.places):
-            here = [row for row in rows if tuple(row[name] for name in IDENTITY) == place.identity]
+            here = [row for row in rows if identity(row) == place.identity]
             if here and {row["impl"] for row in here} | set(absent) >= set(place.against):
                 continue
             if time.monotonic() > deadline:

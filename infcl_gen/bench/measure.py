@@ -16,7 +16,7 @@ import torch
 
 from infcl_gen.bench.peers import PEERS
 from infcl_gen.bench.point import Inputs, Point, Step, bare_products, own_ids, step_of, training_step
-from infcl_gen.bench.results import RESULTS, Row, planned_figures
+from infcl_gen.bench.results import FROZEN_RESULTS, RESULTS, Row, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
 from infcl_gen.errors import ToolchainError
@@ -94,13 +94,15 @@ def first_runs(
     _release(inputs)  # freeing old gradients during the run would hide as many bytes of the new ones
     with PeakMeter(inputs.q.device) as meter:
         result = step()
-    return meter.peak_bytes, *judged(result, exact)
+    return meter.peak_bytes, *judged(result, exact, inputs.frozen)
 
 
-def judged(result: Sequence[Any], exact: Mapping[str, Any] | None = None) -> tuple[Errors | None, str | None]:
+def judged(
+    result: Sequence[Any], exact: Mapping[str, Any] | None = None, frozen: str = "none"
+) -> tuple[Errors | None, str | None]:
     """Errors relative to `exact` fp64 results, if given; and the defect of a result that should not be timed."""
     got = {name: value for name, value in zip(RESULTS, result, strict=True) if value is not None}
-    if absent := [name for name in RESULTS if name not in got and name != "dscale"]:
+    if absent := [name for name in RESULTS if name not in (*got, "dscale", FROZEN_RESULTS.get(frozen))]:
         return None, f"no result: {', '.join(absent)}"
     errors: Errors = dict.fromkeys(RESULTS)
     if exact is not None:

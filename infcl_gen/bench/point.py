@@ -28,7 +28,7 @@ PRIOR = -10.0  # the bias that SigLIP begins with
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What all contestants compute with; q, k, scale and bias require gradients."""
+    """What all contestants compute with; q, k, scale and bias require gradients, but for a frozen side."""
 
     q: Any  # (M, D)
     k: Any  # (N, D)
@@ -37,6 +37,11 @@ class Inputs:
     directions: int  # 2 if the loss classifies keys among queries, too: then M = N and labels are 0, 1, ..., M - 1
     dtype: Any  # of products: that of q and k, except under autocast
     bias: Any = None  # 0-dim, of a sum over pairs: PRIOR; None for other losses, which it does not change
+
+    @property
+    def frozen(self) -> str:
+        """The side that requires no gradient, or "none"."""
+        return "none" if self.q.requires_grad and self.k.requires_grad else "key" if self.q.requires_grad else "query"
 
     @property
     def leaves(self) -> tuple[Any, Any, Any]:
@@ -69,6 +74,7 @@ class Point:
     exact: str | None  # the package whose loss gives fp64 results; None: no errors are computed
     edited: tuple[str, ...] = ()  # packages whose files are not as generated
     ranks: int = 1
+    frozen: str = "none"  # the side that requires no gradient
 
     @property
     def device(self) -> str:
@@ -87,6 +93,7 @@ class Point:
         """A contestant's row before it is measured: all figures are None."""
         row = dict.fromkeys(FIELDS) | {field: getattr(self, field) for field in IDENTITY}
         row["impl"], row["package"] = ("infcl", Path(name).name) if name in self.packages else (name, None)
+        row |= {} if self.frozen == "none" else {"frozen": self.frozen}
         return {**row, "edited": True} if name in self.edited else row
 
     def shard(self, rank: int) -> int:
@@ -104,6 +111,8 @@ class Point:
         q, k = (features(n, self.dim, drawn, seed, self.device) for seed, n in enumerate((queries, keys), 2 * rank))
         if self.feature_dtype == ROUNDED:
             q, k = (x.detach().float().requires_grad_() for x in (q, k))
+        for side, x in (("query", q), ("key", k)):
+            x.requires_grad_(side != self.frozen)
         wide = torch.promote_types(q.dtype, torch.float32)
         scale = torch.tensor(self.scale, dtype=wide, device=self.device, requires_grad=True)
         bias = None if self.bias is None else torch.full_like(scale, self.bias, requires_grad=True)
@@ -150,12 +159,13 @@ def point_of(
         feature_dtype=feature_dtype or dtype, precision=row_precision(shared["precision"], dtype, feature_dtype),
         scale=scale, rounds=rounds, seconds=seconds, exact=unedited[0] if errors and unedited else None,
         edited=tuple(str(package.path) for package in packages if package.edited), ranks=ranks,
+        frozen=shared["frozen"],
     )  # fmt: skip
 
 
 def _shared(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What all packages of a point must have in common."""
-    sizes = {name: spec["problem"][name] for name in ("dim", "dtype", "precision", "keys")}
+    sizes = {name: spec["problem"][name] for name in ("dim", "dtype", "precision", "keys", "frozen")}
     return {"loss": spec["loss"], "device": spec["device"]["target"], **sizes}
 
 
@@ -198,8 +208,8 @@ def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: A
 
 
 def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all") -> Step:
-    """The plan's matrix products by torch, panel by panel: z, dq and dk. z comes twice, but for rows that are kept, and
-    where slopes are `known` "before" the sweep (`Traits.known`).
+    """The plan's matrix products by torch, panel by panel: z, dq and dk, without that of a frozen side. z comes twice,
+    but for rows that are kept, and where slopes are `known` "before" the sweep (`Traits.known`).
 
     For fp32 features that the plan splits, products are as many and as deep as those of their bf16 terms.
     """
@@ -223,7 +233,8 @@ def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all") -
             kept = plan["strategy"] == "rows" or row0 < plan["stash_rows"]
             for _ in range(1 if known == "before" or kept else 2):
                 torch.mm(a, b.T, out=g)
-            for total, left, right in ((dq[: len(a)], g, b), (dk[: len(b)], g.T, a)):
+            sides = {"query": (dq[: len(a)], g, b), "key": (dk[: len(b)], g.T, a)}
+            for total, left, right in (part for side, part in sides.items() if side != plan.get("frozen")):
                 for term in right.split(total.shape[1], 1):
                     torch.addmm(total, left, term, out=total, **wide)
         return (dq, dk)

@@ -20,6 +20,7 @@ Rows = list[Row]
 SCHEMA_VERSION = 1
 SIZES = ("loss", "batch", "keys", "dim", "dtype", "precision")
 IDENTITY = (*SIZES, "ranks", "scale")  # the fields that all rows of a point share
+FROZEN_RESULTS = {"query": "dq", "key": "dk"}  # by frozen side, the result that there is none of
 RESULTS = ("loss", "dq", "dk", "dscale")  # the results whose errors are computed
 GENERATED = "generated"  # folder, and `package` in rows, of packages generated for one measurement
 FIELDS = (  # in the order of a row
@@ -126,6 +127,11 @@ def label(row: Mapping[str, Any]) -> str:
     return row["impl"] if row["package"] in (None, GENERATED) else f"{row['impl']} {row['package']}"
 
 
+def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What all rows of a point share. Rows name a frozen side only where there is one."""
+    return (*(row[name] for name in IDENTITY), row.get("frozen", "none"))
+
+
 def error_texts(row: Mapping[str, Any]) -> list[str]:
     """The errors of RESULTS in a row, "-" where there is none."""
     return ["-" if error is None else f"{error:.1e}" for error in map((row["err"] or {}).get, RESULTS)]
@@ -148,6 +154,6 @@ def _figure(title: str, name: str, row: Row, rows: Rows) -> str:
         return f"{value / 2**20:.1f}" if title == "MiB" else f"{value:.2f}"
     # On several ranks only the unchanged package counts: the other ways to carry messages are not of use to anybody.
     packages = [other for other in rows if other["impl"] == "infcl" and (row["ranks"] == 1 or other["package"] is None)]
-    times = [other[name] for other in packages if all(other[field] == row[field] for field in IDENTITY)]
+    times = [other[name] for other in packages if identity(other) == identity(row)]
     fastest = min(filter(None, times), default=None)
     return f"{value / fastest:.2f}" if fastest else "-"

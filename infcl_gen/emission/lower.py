@@ -130,6 +130,9 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
         "kernels": "kernels.py computes tiles, " * (plan.strategy != "torch"),
+        "frozen": ABSENT if plan.frozen == "none" else f"The {plan.frozen} side is frozen: it has no gradient.",
+        "gradients": ", ".join("Tensor" if wanted else "None" for wanted in (plan.of_queries, plan.of_keys)),
+        "results": f"{'dq (M, D)' if plan.of_queries else 'None'}, {'dk (N, D)' if plan.of_keys else 'None'}",
         "mib": f"{plan.predicted_peak_bytes / 2**20:.1f}",
     }
 

@@ -9,7 +9,7 @@ from infcl_gen.bench.results import IDENTITY, Row, label, table
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.report.figures import Bar, Figure, Page, Section, Series, Table, bars, lines, size_text, tone
 
-GROUP = tuple(name for name in IDENTITY if name not in ("batch", "keys"))
+GROUP = (*(name for name in IDENTITY if name not in ("batch", "keys")), "frozen")
 FEW_POINTS = 8
 PAIRS = (  # what was predicted, what was measured, the name of the pair, units by which they are divided
     ("predicted_ms", "median_ms", "ms from an idle device", 1.0),
@@ -116,7 +116,7 @@ def _predicted(rows: Sequence[Row]) -> Section:
 def _grouped(rows: Sequence[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
+        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
     return found
 
 
@@ -127,6 +127,7 @@ def _name(row: Row) -> str:
 def _group_text(row: Row) -> str:
     precision = f", {row['precision']}" * (row["precision"] != "default")
     ranks = f", {row['ranks']} ranks" * (row["ranks"] > 1)
+    precision += f", {row['frozen']} side frozen" if "frozen" in row else ""
     return f"{row['loss']}, D = {row['dim']}, {row['dtype']}{precision}, scale {row['scale']}{ranks}"
 
 

@@ -181,10 +181,9 @@ def register(package: Package) -> Any:
         upstream, *rest, gradients = inputs
         q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
         call = _of_backward(package, Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))), saved)
-        dq, dk, *scalars = engine.backward(package, call, saved, upstream, gradients)
-        dtypes = (q.dtype, k.dtype, statistics, statistics)
-        found = zip((dq, dk, *scalars), dtypes, strict=True)
-        return tuple(q.new_empty(0, dtype=dtype) if x is None else x.to(dtype) for x, dtype in found)
+        found, dtypes = engine.backward(package, call, saved, upstream, gradients), (q.dtype, k.dtype, *[statistics] * 2)
+        results = zip(found, dtypes, strict=True)
+        return tuple(q.new_empty(0, dtype=dtype) if x is None else x.to(dtype) for x, dtype in results)
 
     def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         group = find_group(inputs[_GIVEN - 2])
@@ -194,10 +193,11 @@ def register(package: Package) -> Any:
         saved = engine.new_saved(package, q, k, sizes, inputs[-1], unrounded)
         return (q.new_empty((), dtype=statistics), *saved)
 
-    def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: Any) -> tuple[Tensor, ...]:
-        side_q, side_k, scalars = (unused[-1] & bits for bits in (QUERIES, KEYS, SCALARS))
-        numbers = (q.new_empty(() if scalars else (0,), dtype=statistics) for _ in range(2))
-        return (q.new_empty(q.shape if side_q else (0,)), k.new_empty(k.shape if side_k else (0,)), *numbers)
+    def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        of_queries, of_keys, of_scalars = (inputs[-1] & bits for bits in (QUERIES, KEYS, SCALARS))
+        dq, dk = q.new_empty(q.shape if of_queries else (0,)), k.new_empty(k.shape if of_keys else (0,))
+        scalars = (q.new_empty(() if of_scalars else (0,), dtype=statistics) for _ in range(2))
+        return (dq, dk, *scalars)
 
     def refuse_arguments(error: str, message: str, group_name: str) -> Tensor:
         unknown: list[Any] = [*[None] * _GIVEN, Options(group_name)]

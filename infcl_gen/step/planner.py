@@ -164,6 +164,8 @@ class PlannedLoss:
 
     def __init__(self, loss: str, costs: StepCosts, world_size: int) -> None:
         features = {"dim": costs.dim, "dtype": costs.dtype, "device_profile": costs.device}
+        frozen = [side for side, tower in zip(("query", "key"), costs.towers, strict=False) if tower.frozen]
+        features["frozen"] = frozen[0] if len(frozen) == 1 else "none"
         self._flags, self._world_size = {"loss": loss, **features}, world_size
         self._plans: dict[Any, Plan] = {}
 

@@ -143,6 +143,8 @@ def check_device(cluster: Cluster) -> None:
 
 def _case(spec: dict[str, Any]) -> Case:
     problem, loss, cluster = spec_inputs(spec)
+    if problem.frozen != "none":
+        raise InputError("--frozen: the record of the whole step is used for it; tune a package without --frozen")
     problem = dataclasses.replace(problem, settings=measurements.own_settings(problem.settings))
     if fixed := ", ".join(measurements.fixed_by_user(problem.settings)):
         raise InputError(

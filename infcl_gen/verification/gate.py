@@ -77,10 +77,11 @@ class Truth:
     magnitude: LossAndGrads
 
 
-def gate(result: LossAndGrads | tuple[Tensor, ...], truth: Truth) -> list[GateRow]:
-    """Compare (loss, dq, dk, dscale, dbias) with the truth."""
+def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list[GateRow]:
+    """Compare (loss, dq, dk, dscale, dbias) with the truth; None is the gradient of a frozen side."""
     parts = (truth.reference, truth.plain, truth.bound, truth.magnitude)
-    return [_judge(*each) for each in zip(LossAndGrads._fields, result, *parts, strict=True)]
+    named = zip(LossAndGrads._fields, result, *parts, strict=True)
+    return [_judge(name, value, *true) for name, value, *true in named if value is not None]
 
 
 def truth_of(module: ModuleType, inputs: Inputs) -> Truth:

@@ -125,7 +125,7 @@ def check_case(module: ModuleType, case: Case, device: torch.device | str = "cpu
     inputs = inputs_of(module, case, device)
     if case.seed % 2:
         loss, *gradients = autograd_results(module, inputs, upstream=UPSTREAM)
-        results = (loss, *(each / UPSTREAM for each in gradients))
+        results = (loss, *(None if each is None else each / UPSTREAM for each in gradients))
     else:
         results = module.loss_and_grads(*inputs[:4], **inputs.given)
     return gate(results, truth_of(module, inputs))
@@ -150,7 +150,8 @@ def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
     return [
         name
         for name, a, b in zip(LossAndGrads._fields, first, second, strict=True)
-        if not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan())
+        if a is not None
+        and (not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()))
     ]
 
 
@@ -161,7 +162,8 @@ def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     spoilt = inputs._replace(q=q)
     found = module.loss_and_grads(*spoilt[:4], **spoilt.given)
     named = zip(LossAndGrads._fields, found, oracle(module, spoilt), strict=True)
-    return [name for name, value, true in named if not torch.equal(value.isnan().to(true.device), true.isnan())]
+    given = ((name, value, true.isnan()) for name, value, true in named if value is not None)
+    return [name for name, value, true in given if not torch.equal(value.isnan().to(true.device), true)]
 
 
 @contextlib.contextmanager
@@ -182,12 +184,19 @@ def small_panels(module: ModuleType) -> Iterator[None]:
             setattr(schedule, name, rows)
 
 
-def autograd_results(module: ModuleType, inputs: Inputs, upstream: float = 1.0, **options: Any) -> tuple[Tensor, ...]:
-    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss."""
-    q, k = (x.detach().requires_grad_() for x in inputs[:2])  # as they lie in memory
+def autograd_results(
+    module: ModuleType, inputs: Inputs, upstream: float = 1.0, **options: Any
+) -> tuple[Tensor | None, ...]:
+    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss, None
+    of a side that the package was generated for as frozen."""
+    frozen = module.SPEC["problem"]["frozen"]
+    # As they lie in memory.
+    q, k = (x.detach().requires_grad_(side != frozen) for x, side in zip(inputs[:2], ("query", "key"), strict=True))
     *_, scale, bias = inputs.leaves(q.dtype, torch.promote_types(q.dtype, torch.float32))
     loss = module.contrastive_loss(q, k, scale, bias, **inputs.given, **options)
-    return (loss.detach(), *torch.autograd.grad(upstream * loss, (q, k, scale, bias)))
+    leaves = [x for x in (q, k, scale, bias) if x.requires_grad]
+    gradients = iter(torch.autograd.grad(upstream * loss, leaves))
+    return (loss.detach(), *(next(gradients) if x.requires_grad else None for x in (q, k, scale, bias)))
 
 
 def _laid_out(x: Tensor, layout: str, device: torch.device | str) -> Tensor:

@@ -77,7 +77,7 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         part = Inputs(q, k, inputs.scale, inputs.bias, own, *own_ids)
         result = module.loss_and_grads(*part[:4], **part.given)
         parts: list[Any] = [None] * ranks
-        dist.all_gather_object(parts, [tensor.cpu() for tensor in result])
+        dist.all_gather_object(parts, [None if tensor is None else tensor.cpu() for tensor in result])
         if rank == 0:
             rows = [cut.stop - cut.start for cut in q_cuts]
             judged = gate(averaged(parts), truth_of(module, inputs))
@@ -111,10 +111,13 @@ def shards(case: Case, positives: str, world_size: int) -> tuple[list[slice], li
     return rows, rows if positives == "diagonal" and case.seed % 3 else cut(case.keys)
 
 
-def averaged(parts: list[list[Tensor]]) -> LossAndGrads:
-    """The ranks' results as data-parallel training uses them, fp64: numbers averaged, rows joined, over the ranks."""
+def averaged(parts: list[list[Any]]) -> LossAndGrads:
+    """The ranks' results as data-parallel training uses them, fp64: numbers averaged, rows joined, over the ranks. None
+    stays None."""
 
-    def joined(values: tuple[Tensor, ...]) -> Tensor:
+    def joined(values: tuple[Any, ...]) -> Any:
+        if values[0] is None:
+            return None
         return torch.cat(values).double() / len(parts) if values[0].dim() else torch.stack(values).double().mean()
 
     return LossAndGrads(*map(joined, zip(*parts, strict=True)))

@@ -528,12 +528,12 @@ def found_in_a_recording(made: Made) -> None:
         loss, saved = recording.forward(first)
         expected, kept = engine.forward(bound, first, 0b1111)
         assert torch.equal(loss, expected)
-        truth = engine.backward(bound, first, kept, upstream)
+        truth = engine.backward(bound, first, kept, upstream, 0b1111)
         other = recording.forward(second)[1]
         for _ in range(2):
             same(recording.backward(first, saved, upstream), truth)
         kept_of_other = engine.forward(bound, second, 0b1111)[1]
-        truth_of_other = engine.backward(bound, second, kept_of_other, upstream)
+        truth_of_other = engine.backward(bound, second, kept_of_other, upstream, 0b1111)
         same(recording.backward(second, other, upstream), truth_of_other)
         for capturing, keeps in ((True, True), (False, made.strategy != "stash")):
             with unittest.mock.patch.object(replay, "capturing", lambda device, answer=capturing: answer):
@@ -542,7 +542,7 @@ def found_in_a_recording(made: Made) -> None:
                 replay.unrecorded_forward(bound, second, 0b1111)
                 assert (recorder.recording is recording) == keeps, "two stashes at once, or given up for none"
                 recorder.recording = recording
-                same(replay.backward(bound, first, saved, upstream), truth)  # as without a recording
+                same(replay.backward(bound, first, saved, upstream, 0b1111), truth)  # as without a recording
                 assert (recorder.recording is recording) == keeps, "two stashes at once, or given up for none"
                 recorder.recording = recording
         with contextlib.ExitStack() as on_a_gpu:
@@ -588,9 +588,9 @@ def gradients_in_a_recording(made: Made) -> None:
         for call, (loss, saved) in zip(calls, found, strict=True):
             expected, kept = engine.forward(bound, call, 0b1111)
             assert torch.equal(loss, expected), "the loss of another call"
-            truth = engine.backward(bound, call, kept, upstream)
+            truth = engine.backward(bound, call, kept, upstream, 0b1111)
             for _ in range(2):
-                same = map(torch.equal, replay.backward(bound, call, saved, upstream), truth)
+                same = map(torch.equal, replay.backward(bound, call, saved, upstream, 0b1111), truth)
                 assert all(same), "the gradients of another call"
 
 

@@ -34,30 +34,33 @@ def record(work: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
 
 
 def _flat(results: Any) -> list[Tensor]:
+    if results is None:
+        return []
     return [results] if isinstance(results, Tensor) else [x for part in results for x in _flat(part)]
 
 
 @dataclasses.dataclass
 class Recorded:
-    """A package whose steps are recorded, and how many graphs there are. Calls as those of `replay` and `engine`."""
+    """A package whose steps are recorded, how many graphs there are, and the gradients that are wanted. Calls as those of `replay` and `engine`."""
 
     package: Any
     replay: ModuleType
     engine: ModuleType
     graphs: int = 0
+    gradients: int = 0b1111
 
     def forward(self, call: Any) -> tuple[Tensor, Any]:
-        found: tuple[Tensor, Any] = self.replay.forward(self.package, call, 0b1111)
+        found: tuple[Tensor, Any] = self.replay.forward(self.package, call, self.gradients)
         return found
 
     def backward(self, call: Any, saved: Any, upstream: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.replay.backward(self.package, call, saved, upstream)
+        found: tuple[Tensor, ...] = self.replay.backward(self.package, call, saved, upstream, self.gradients)
         return found
 
     def unrecorded(self, call: Any, upstream: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The loss and the gradients, launched one by one."""
-        loss, saved = self.engine.forward(self.package, call, 0b1111)
-        return loss, self.engine.backward(self.package, call, saved, upstream)
+        loss, saved = self.engine.forward(self.package, call, self.gradients)
+        return loss, self.engine.backward(self.package, call, saved, upstream, self.gradients)
 
 
 def as_recording(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Recorded:

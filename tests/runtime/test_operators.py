@@ -59,7 +59,7 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
         call = (q, k, scale, torch.tensor(0.0), None, None, None)
         options = ("", "mean", "mean", "first", "none")
         loss, *saved = operators.forward(*call, *options, 15)
-        dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *options)
+        dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *options, 15)
         assert (dq.dtype, dk.dtype) == dtypes, f"{dq.dtype}, {dk.dtype} for {dtypes}"
         assert dscale.dtype == dbias.dtype == wide
         rounded = [torch.equal(x.bfloat16().float(), x) for x in (dq, dk) if x.dtype == wide]
@@ -76,13 +76,15 @@ def operators_are_well_formed(package: ModuleType) -> None:
     bias = torch.tensor(0.0, requires_grad=True)
     for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
         call = (*drawn(*dtypes), bias)
-        for gradients in (0, 15):  # 0: called under no_grad, nothing is kept
-            wanted = [x.detach().requires_grad_(bool(gradients)) for x in call]
+        # 0: called under no_grad, nothing is kept; then both sides, and one of them is frozen.
+        for gradients in (0, 0b1111, 0b0110 if dtypes[0] == dtypes[1] else 0b1101):
+            wanted = [x.detach().requires_grad_(bool(gradients >> bit & 1)) for bit, x in enumerate(call)]
             torch.library.opcheck(operators.forward, (*wanted, *of_pairs, *options, gradients))
-        with torch.no_grad():
-            loss, *saved = operators.forward(*call, *of_pairs, *options, 15)
-            arguments = (torch.ones_like(loss), *(x.detach() for x in call), *of_pairs, *saved, *options)
-        torch.library.opcheck(operators.backward, arguments)
+            with torch.no_grad():
+                loss, *saved = operators.forward(*call, *of_pairs, *options, gradients)
+                arguments = (torch.ones_like(loss), *(x.detach() for x in call), *of_pairs, *saved, *options)
+            if gradients:
+                torch.library.opcheck(operators.backward, (*arguments, gradients))
     # The other checks of `refuse` call it, and it does nothing but raise.
     torch.library.opcheck(operators.refuse, ("ValueError", "wrong", ""), test_utils="test_autograd_registration")
 
@@ -96,7 +98,7 @@ BUGS: dict[str, tuple[str, Edit]] = {
     ),
     "a result is an input": ("form", (OPS, f"return (loss{SAVED}", f"return (call.scale{SAVED}")),
     "a fake loss has a row": ("form", (OPS, "q.new_empty((), dtype=statistics), *s", "q.new_empty((1,)), *s")),
-    "a fake gradient has the other's dtype": ("form", (OPS, "k.new_empty(k.shape), *s", "q.new_empty(k.shape), *s")),
+    "a fake gradient has the other's dtype": ("form", (OPS, "k.new_empty(k.shape if", "q.new_empty(k.shape if")),
     "the gradient formula branches on a value": (
         "form", (OPS, f"if upstream is None:{NOTHING}", f"if upstream is None or not upstream:{NOTHING}"),
     ),
@@ -110,11 +112,14 @@ BUGS: dict[str, tuple[str, Edit]] = {
         "options", (OPS, "Options(*rest[-_NAMED:])", 'Options(*rest[-_NAMED:])._replace(reduction="mean")'),
     ),
     "gradients keep the dtype of their sums": (
-        "dtypes", (OPS, "(dq.to(q.dtype), dk.to(k.dtype), *scalars)", "(dq, dk, *scalars)"),
+        "dtypes", (OPS, "else x.to(dtype) for", "else x for"),
     ),
-    "both gradients have the dtype of the queries": ("dtypes", (OPS, "dk.to(k.dtype)", "dk.to(q.dtype)")),
+    "a fake gradient of a frozen side has its shape": (
+        "form", (OPS, "q.shape if of_queries else (0,)", "q.shape"),
+    ),
+    "both gradients have the dtype of the queries": ("dtypes", (OPS, "(q.dtype, k.dtype, *[", "(q.dtype, q.dtype, *[")),
     "gradients pass through the package's dtype": (
-        "dtypes", (OPS, "return (dq.to(q.dtype), dk", "dq = dq.to(package.dtype)\n        return (dq.to(q.dtype), dk"),
+        "dtypes", (OPS, "else x.to(dtype) for", "else x.to(package.dtype).to(dtype) for"),
     ),
 }  # fmt: skip
 
