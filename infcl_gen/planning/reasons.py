@@ -56,7 +56,9 @@ def reasons_of(
         why = f"gradients of wider ones need a budget of {needed} bytes ({bytes_text(needed)})"
         found.append(Reason(2, f"features in {choice.dtype} alone", why))
     if choice.frozen != "none":
-        found.append(Reason(2, f"no gradient of the {choice.frozen} side", "it is frozen: no product, sums or messages"))
+        found.append(
+            Reason(2, f"no gradient of the {choice.frozen} side", "it is frozen: no product, sums or messages")
+        )
     if choice.replay:
         why = "set by --set" if problem.settings.replay else "kernels start sooner than one by one"
         found.append(Reason(2, "recorded CUDA graphs", why))

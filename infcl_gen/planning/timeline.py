@@ -110,7 +110,9 @@ def phase_works(plan: Plan, model: CostModel) -> dict[str, Work]:
         found[phase] = Work(first_s, max(0.0, hop_s - first_s), 0.0, 0.0, launches)
     times = {phase.name: phase.time_s for phase in plan.phases}
     # Queries are finished before the sums of keys are home, keys after.
-    queries_s, keys_s = (times["finish"] * own / (plan.of_queries + plan.of_keys) for own in (plan.of_queries, plan.of_keys))
+    queries_s, keys_s = (
+        times["finish"] * own / (plan.of_queries + plan.of_keys) for own in (plan.of_queries, plan.of_keys)
+    )
     last = "forward" if plan.at_once else "backward"  # the phase in which sums become gradients
     found[last] = found[last]._replace(last_s=queries_s, home_s=keys_s + times.get("additions", 0.0))
     if plan.at_once:

@@ -242,7 +242,9 @@ def _row_terms(v: Choice) -> list[TimeTerm]:
         ),
         TimeTerm("kept tiles", forward, "first", bytes=e * m * keys),  # the product hides little of their way to memory
         TimeTerm("statistics", forward, bytes=partials + 2 * m * D * e, launches=(3 + D / WALK) * panels),
-        TimeTerm("weights", forward, bytes=m * D * 2 * (s * int(v.of_queries) + e * int(v.of_keys)), launches=4 * panels),
+        TimeTerm(
+            "weights", forward, bytes=m * D * 2 * (s * int(v.of_queries) + e * int(v.of_keys)), launches=4 * panels
+        ),
         *_products(v, forward),
     ]
 

@@ -331,9 +331,7 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
     return view(finished)
 
 
-def _backward_alone(
-    sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None
-) -> Sums:
+def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
     """dq and dk on one device, in the tensors given or in new ones. The sums for dq hold PANEL_ROWS rows at a time."""
     schedule, tiles, (q, k, *_) = sweep.package.schedule, sweep.tiles, sweep.call
     rows, keys, room = q.shape[0], k.shape[0], _key_room(sweep.package, k.shape[0])

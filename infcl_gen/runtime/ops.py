@@ -181,7 +181,10 @@ def register(package: Package) -> Any:
         upstream, *rest, gradients = inputs
         q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
         call = _of_backward(package, Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))), saved)
-        found, dtypes = engine.backward(package, call, saved, upstream, gradients), (q.dtype, k.dtype, *[statistics] * 2)
+        found, dtypes = (
+            engine.backward(package, call, saved, upstream, gradients),
+            (q.dtype, k.dtype, *[statistics] * 2),
+        )
         results = zip(found, dtypes, strict=True)
         return tuple(q.new_empty(0, dtype=dtype) if x is None else x.to(dtype) for x, dtype in results)
 

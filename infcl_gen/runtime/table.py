@@ -118,7 +118,9 @@ class Table:
 
     def without_key_gradients(self) -> Table:
         """This table where no gradient of keys is wanted: sums that no work reads do not travel."""
-        kept = (x for x in self.travelling if "summed" not in (roles := (x.forward, x.backward)) or "unchanged" in roles)
+        kept = (
+            x for x in self.travelling if "summed" not in (roles := (x.forward, x.backward)) or "unchanged" in roles
+        )
         return dataclasses.replace(self, travelling=tuple(kept))
 
     def without_sums(self) -> Table:

@@ -150,8 +150,7 @@ def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
     return [
         name
         for name, a, b in zip(LossAndGrads._fields, first, second, strict=True)
-        if a is not None
-        and (not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()))
+        if a is not None and (not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()))
     ]
 
 

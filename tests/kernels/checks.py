@@ -521,7 +521,7 @@ def found_in_a_recording(made: Made) -> None:
             assert torch.equal(a, b), f"{name} differs from that of a call that is not recorded"
 
     with unittest.mock.patch.object(replay, "_record", record):
-        recorder, kind = replay._Recorder(bound), replay.Kind(70, 70, options, 0)
+        recorder, kind = replay._Recorder(bound), replay.Kind(70, 70, options, 0, 0b1111)
         replay._recorders[bound.digest, None] = recorder
         recorder.next(kind)
         recording = recorder.next(kind)
@@ -574,7 +574,7 @@ def gradients_in_a_recording(made: Made) -> None:
         options = engine.Options(labelling="given")
         calls.append(engine.Call(inputs.q, inputs.k, scale, bias, inputs.labels, options=options))
     with unittest.mock.patch.object(replay, "_record", record), contextlib.ExitStack() as on_a_gpu:
-        recorder, kind = replay._Recorder(bound), replay.Kind(70, 90, calls[0].options, 0)
+        recorder, kind = replay._Recorder(bound), replay.Kind(70, 90, calls[0].options, 0, 0b1111)
         for name, answer in {"_recorder": recorder, "_kind": kind, "capturing": False}.items():
             patch = unittest.mock.patch.object(replay, name, lambda *_, answer=answer: answer)
             on_a_gpu.enter_context(patch)

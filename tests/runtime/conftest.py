@@ -56,9 +56,11 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         nodes: int = 1,
         transport: str | None = None,
         keeps: str | None = None,
+        frozen: str = "none",
     ) -> ModuleType:
         name = f"{loss}_{dtype}_{dim}_{batch_size}_{panel[0]}x{panel[1]}"
         name += f"_{transport}_{keeps}_{devices}_{nodes}" if devices > 1 else ""
+        name += f"_{frozen}" if frozen != "none" else ""
         chosen = {key: word for key, word in (("transport", transport), ("keeps", keeps)) if word is not None}
         if not (folder / name).exists():
             infcl_gen.generate(
@@ -69,6 +71,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
                 target="cpu",
                 devices=devices,
                 nodes=nodes,
+                frozen=frozen,
                 set={"panel_rows": str(panel[0]), "panel_keys": str(panel[1])} | chosen,
                 output=folder / name,
             )

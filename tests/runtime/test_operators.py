@@ -23,7 +23,7 @@ Packages = Callable[..., ModuleType]
 OPS = "_runtime/ops.py"
 # Texts that only one place is followed by.
 SAVED = ", *saved)\n\n    def backward(*inputs"
-NOTHING = "\n            return (None,) * len(ctx.needs_input_grad)\n        return _wanted(ctx, operators"
+NOTHING = "\n            return (None,) * len(ctx.needs_input_grad)\n        needed"
 
 
 def drawn(*dtypes: torch.dtype) -> list[Tensor]:

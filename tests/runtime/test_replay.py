@@ -29,8 +29,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replay._Recorder(None)  # type: ignore[arg-type]
 
 
-def kind(rows: int, stream: int = 0, **options: str) -> replay.Kind:
-    return replay.Kind(rows, rows, Options(**options), stream)
+def kind(rows: int, stream: int = 0, gradients: int = 0b1111, **options: str) -> replay.Kind:
+    return replay.Kind(rows, rows, Options(**options), stream, gradients)
 
 
 def test_the_second_call_of_a_kind_is_recorded_and_later_ones_replay_it(recorder: Any) -> None:
@@ -41,13 +41,25 @@ def test_the_second_call_of_a_kind_is_recorded_and_later_ones_replay_it(recorder
 
 
 @pytest.mark.parametrize(
-    "other", [kind(9), kind(8, 1), kind(8, reduction="sum"), kind(8, grad_sync="sum"), kind(8, labelling="given")]
+    "other",
+    [
+        *(kind(9), kind(8, 1), kind(8, reduction="sum"), kind(8, grad_sync="sum"), kind(8, labelling="given")),
+        kind(8, gradients=0b1101),
+    ],
 )
 def test_another_kind_of_call_gives_the_recording_back_first(recorder: Any, other: replay.Kind) -> None:
     recorder.next(kind(8))
     recorder.next(kind(8))
     assert recorder.next(other) is None
     assert recorder.recording is None
+
+
+def test_a_forward_without_gradients_runs_in_the_recording_of_a_step(recorder: Any) -> None:
+    """Planted: gradients of 0 are a kind of their own."""
+    recorder.next(kind(8, gradients=0b1101))
+    step = recorder.next(kind(8, gradients=0b1101))
+    assert recorder.next(kind(8, gradients=0)) is step
+    assert recorder.next(kind(8, gradients=0b1101)) is step
 
 
 def test_sizes_that_alternate_are_recorded_ever_more_rarely(recorder: Any) -> None:
