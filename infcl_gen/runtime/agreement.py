@@ -128,7 +128,7 @@ def header(
         "ranks compared": options.check_ranks != "never",
         "labels": options.labelling,
         "gradients wanted": named(gradients),
-        "differentiated": named(gradients & ~SCALARS or gradients and SCALARS),
+        "differentiated": named(gradients & ~SCALARS or (gradients and SCALARS)),
         "grad_sync": str(options.grad_sync),
         "reduction": str(options.reduction),
         "rows": features.shape[0] if features.dim() else 0,

@@ -96,7 +96,7 @@ class _Gradients(_TransformedLoss):
     `Saved`'s."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:  # type: ignore[override]
+    def forward(*inputs: Any) -> Any:
         upstream, *call, package, gradients = inputs[:-_SAVED_PARTS]
         return replay.backward(package, Call(*call), Saved(*inputs[-_SAVED_PARTS:]), upstream, gradients)
 

@@ -186,8 +186,10 @@ def small_panels(module: ModuleType) -> Iterator[None]:
 def autograd_results(
     module: ModuleType, inputs: Inputs, upstream: float = 1.0, **options: Any
 ) -> tuple[Tensor | None, ...]:
-    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss, None
-    of a side that the package was generated for as frozen."""
+    """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss.
+
+    None of a side that the package has as frozen.
+    """
     frozen = module.SPEC["problem"]["frozen"]
     # As they lie in memory.
     q, k = (x.detach().requires_grad_(side != frozen) for x, side in zip(inputs[:2], ("query", "key"), strict=True))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat

@@ -612,6 +612,57 @@ def rows_of_panels(made: Made, device: str = "cpu") -> None:
         torch.testing.assert_close(alone, loss.detach(), rtol=1e-6, atol=1e-6)
 
 
+def frozen_sides(made: Made, device: str = "cpu") -> None:
+    """With one side frozen, or both: the same bits of what is left, half of the products, nothing read unwritten."""
+    package = module(made)
+    inputs = inputs_of(package, fitting(package, Case(70, 131, 0, scale=14.3, bias=-1.0, seed=3)), device)
+    schedule, truth = package._schedule, truth_of(package, inputs)
+    names = {"_add_split_product", "_queries", "_keys"} & vars(schedule).keys() or {"_add_product"}
+
+    def results(wanted: int) -> tuple[list[Tensor | None], int]:
+        """Loss and gradients, and the number of products."""
+        with GuardBands(generated(made), NAN) as bands, contextlib.ExitStack() as patches:
+            spies = [unittest.mock.Mock(side_effect=getattr(schedule, name)) for name in names]
+            for name, spy in zip(names, spies, strict=True):
+                patches.enter_context(unittest.mock.patch.object(schedule, name, spy))
+            found = _of_wanted(package, inputs, wanted)
+        assert not bands.damages(), f"{wanted:04b}: {bands.damages()}"
+        return found, sum(spy.call_count for spy in spies)
+
+    whole, products = results(0b1111)
+    for wanted in (0b1101, 0b1110, 0b1100, 0b0001, 0b0010):
+        found, count = results(wanted)
+        assert 2 * count == products, f"{wanted:04b}: {count} of {products} products"
+        same = [a is None or torch.equal(a, b) for a, b in zip(found[:3], whole, strict=False)]
+        judged = gate(found, truth)
+        assert all(same) and not failures(judged), f"{wanted:04b}: {same}, {failures(judged)}"
+
+
+def frozen_sides_over_ranks(made: Made, shards: list[int], device: str = "cpu") -> None:
+    """Of a gather: what is left is right, and without gradients of keys nothing but keys is sent."""
+    package, world = module(made), len(shards)
+    case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, bias=-1.0, seed=1))
+    inputs = tensors(case, package.SPEC["positives"], device)
+    assert inputs.labels is not None
+    of_ranks = zip(inputs.q.split(shards), inputs.k.split(shards[::-1]), inputs.labels.split(shards), strict=True)
+    parts = [inputs._replace(q=q, k=k, labels=labels) for q, k, labels in of_ranks]
+    for wanted in (0b1101, 0b1110, 0b1100):
+        ranks = World(package, world)
+        found = averaged([list(each) for each in ranks.run(lambda rank, w=wanted: _of_wanted(package, parts[rank], w))])
+        assert not failures(judged := gate(found, truth_of(package, inputs))), f"{wanted:04b}: {failures(judged)}"
+        tags = {tag for posted in ranks.groups[0].posted for _, tag, _ in posted}
+        assert tags == ({0, 1} if wanted & 2 else {0}), f"{wanted:04b}: {tags} are sent"
+
+
+def _of_wanted(package: ModuleType, inputs: Inputs, wanted: int) -> list[Tensor | None]:
+    """The loss, and gradients of q, k, scale and bias, those whose bits are set."""
+    values = (inputs.q, inputs.k, *(torch.tensor(x, device=inputs.q.device) for x in inputs[2:4]))
+    leaves = [x.detach().requires_grad_(bool(wanted >> bit & 1)) for bit, x in enumerate(values)]
+    loss = package.contrastive_loss(*leaves, **inputs.given)
+    found = iter(torch.autograd.grad(loss, [x for x in leaves if x.requires_grad]))
+    return [loss.detach(), *(next(found) if x.requires_grad else None for x in leaves)]
+
+
 def labels_without_a_key(made: Made, device: str = "cpu") -> None:
     """A query whose label names no key makes its row of dq, all of dk and the scalars NaN."""
     package = module(made)

@@ -41,7 +41,10 @@ def _flat(results: Any) -> list[Tensor]:
 
 @dataclasses.dataclass
 class Recorded:
-    """A package whose steps are recorded, how many graphs there are, and the gradients that are wanted. Calls as those of `replay` and `engine`."""
+    """A package whose steps are recorded, how many graphs there are, and the gradients that are wanted.
+
+    Calls as those of `replay` and `engine`.
+    """
 
     package: Any
     replay: ModuleType

@@ -70,9 +70,9 @@ def counted(package: ModuleType) -> Iterator[list[str]]:
         noted.append("finish" if dots is None else "dots")
         finish(*given, dots=dots)
 
-    with mock.patch.object(schedule.Panels, "add_product", add_product):
-        with mock.patch.object(schedule, "finish", finishing):
-            yield noted
+    products = mock.patch.object(schedule.Panels, "add_product", add_product)
+    with products, mock.patch.object(schedule, "finish", finishing):
+        yield noted
 
 
 def check_alone(package: ModuleType, loss: str) -> None:
