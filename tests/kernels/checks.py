@@ -630,6 +630,7 @@ def frozen_sides(made: Made, device: str = "cpu") -> None:
         return found, sum(spy.call_count for spy in spies)
 
     whole, products = results(0b1111)
+    assert products
     for wanted in (0b1101, 0b1110, 0b1100, 0b0001, 0b0010):
         found, count = results(wanted)
         assert 2 * count == products, f"{wanted:04b}: {count} of {products} products"

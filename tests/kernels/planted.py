@@ -728,6 +728,15 @@ BUGS: dict[str, Bug] = {
         (),
         "three products",
     ),
+    "weights of a frozen query side are not written": Bug(
+        ROWS, (("schedule.py", "    if dk:\n", "    if dk and dq is not None:\n"),), checks.frozen_sides, ()
+    ),
+    "dots of keys have the room of queries": Bug(
+        LABELLED,
+        (("_runtime/engine.py", "(call.q if self.products.of_queries else call.k)", "call.q"),),
+        checks.frozen_sides,
+        (),
+    ),
     # ---- what only a GPU shows
     "32-bit offsets of accumulators in finish": Bug(
         Made("panel", dim=1024),

@@ -136,12 +136,13 @@ def batch(seed: int, **options: str) -> Call:
 
 
 def test_what_a_graph_depends_on_tells_calls_apart(on_gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, keys, options and stream. Planted: each of them left out of `_kind`."""
+    """Rows, keys, options, stream and gradients. Planted: each of them left out of `_kind`."""
     call = batch(1)
     calls = [call, call._replace(q=call.q[:4]), call._replace(k=call.k[:4]), batch(1, reduction="sum")]
-    kinds = {on_gpu.replay._kind(each) for each in [*calls, batch(2)]}
+    kinds = {on_gpu.replay._kind(each, 0b1111) for each in [*calls, batch(2)]}
+    kinds.add(on_gpu.replay._kind(call, 0b1101))
     monkeypatch.setattr(on_gpu.replay, "raw_stream", lambda device: 7)
-    assert len(kinds | {on_gpu.replay._kind(call)}) == 5
+    assert len(kinds | {on_gpu.replay._kind(call, 0b1111)}) == 6
 
 
 @pytest.mark.parametrize("loss", ["infonce", "clip"])
