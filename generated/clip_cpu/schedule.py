@@ -105,13 +105,14 @@ def loss_terms(block: Block, weight: float) -> Tensor:
 
 
 def backward_block(
-    block: Block, dq: Tensor, dk: Tensor, scratch: None, fresh_dq: bool = False, fresh_dk: bool = False,
+    block: Block, dq: Tensor | None, dk: Tensor | None, scratch: None, fresh_dq: bool = False, fresh_dk: bool = False,
     stash: Tensor | None = None, arrive: Callable[[], None] | None = None,
 ) -> None:
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both contiguous float32.
 
     g here is M * dL/dx, recomputed panel by panel from complete statistics; `finish` does the rest.
-    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
+    One of them may be None, and is not computed. What is fresh was never written: the first sums replace what it holds.
+    arrive(): called before `dk` is touched.
     `scratch` and `stash` are for other strategies.
     """
     m, n = len(block.q), len(block.k)
@@ -130,10 +131,12 @@ def backward_block(
             row, column = positive_places(part)
             visible = excess(part.keys, column, part.positive[3:5, row]).mul_(formulas.KEY_SHARE)
             g[row, column] = visible.add_(alone[row])
-            panels.add_product(dq[i : i + PANEL_ROWS], g, k, fresh_dq and j == 0)
+            if dq is not None:
+                panels.add_product(dq[i : i + PANEL_ROWS], g, k, fresh_dq and j == 0)
             if arrive:
                 arrive()
-            panels.add_product(dk[j : j + PANEL_KEYS], g.T, q, fresh_dk and i == 0)
+            if dk is not None:
+                panels.add_product(dk[j : j + PANEL_KEYS], g.T, q, fresh_dk and i == 0)
 
 
 def finish(

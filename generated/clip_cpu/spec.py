@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2570f3f3c3a03819862177f78a704efce858539575a58abeade0f5aa0509a559",
+    "digest": "feda96a28b85a19e4c610c095362a203a3c167415ac0a85580e008fc35ed811e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": None,
         "dtype": "fp32",
         "precision": "default",
+        "frozen": "none",
         "target": "cpu",
         "device_profile": "cpu",
         "settings": (),
@@ -101,6 +102,7 @@ SPEC: dict[str, Any] = {
         "dim": 512,
         "dtype": "fp32",
         "precision": "default",
+        "frozen": "none",
         "target": "cpu",
         "products": "torch",
         "descriptors": False,

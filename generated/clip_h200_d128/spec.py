@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "9e22154f36a4f138032043857650db6417f20bb2ff7ab9ce93c9f2185f997ed1",
+    "digest": "b6c5fa419754e57fd0260d2b94968a28ca7abf6384b032e9e17abfca679e7aa3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "device_profile": "h200",
         "settings": (),
@@ -117,6 +118,7 @@ SPEC: dict[str, Any] = {
         "dim": 128,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "products": "triton",
         "descriptors": True,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c990813517d9afda853913d204dcf7e3112ea31c8fed42b163506780d5db5618",
+    "digest": "6904c44069a8e11b0ca737aaa2f1e0ec629dcf6518be207dd1e83bacdef32d7c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "device_profile": "h200",
         "settings": (),
@@ -116,6 +117,7 @@ SPEC: dict[str, Any] = {
         "dim": 768,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "products": "library",
         "descriptors": True,

@@ -165,21 +165,24 @@ def backward_scratch(rows, keys, device):
 def backward_block(block, dq, dk, scratch, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
-    dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE, which are overwritten. scratch: what
-    `backward_scratch` gave for at least as many rows and keys. What is fresh was never written: the first sums replace
-    what it holds. arrive(): called before `dk` is touched.
+    One of them may be None, and is not computed. dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE,
+    which are overwritten. scratch: what `backward_scratch` gave for at least as many rows and keys. What is fresh was
+    never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
     """
     m, n = block.q.shape[0], block.k.shape[0]
     block = block._replace(keys=_with_ratios(block.keys, kernels.KEY_SHARE.value, scratch.ratios))
     for row0 in range(0, m, PANEL_ROWS):
         for key0 in range(0, n, PANEL_KEYS):
             part = block.panel(row0, PANEL_ROWS, key0, PANEL_KEYS)
-            own_dq, own_dk = panel(dq, row0, PANEL_ROWS), panel(dk, key0, PANEL_KEYS)
             g = _gradient_panel(part, scratch)
-            _add_product(own_dq, g, part.k, fresh_dq and key0 == 0)
+            if dq is not None:
+                own, fresh = panel(dq, row0, PANEL_ROWS), fresh_dq and key0 == 0
+                _add_product(own, g, part.k, fresh)
             if arrive:
                 arrive()
-            _add_product(own_dk, g.mT, part.q, fresh_dk and row0 == 0)
+            if dk is not None:
+                own, fresh = panel(dk, key0, PANEL_KEYS), fresh_dk and row0 == 0
+                _add_product(own, g.mT, part.q, fresh)
 
 
 def _gradient_panel(block, scratch):

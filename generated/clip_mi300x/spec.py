@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "6ed82555935b2254b04779942903ab6e175f0acf09e732bdd2fc8180eab65dea",
+    "digest": "cbd517a6ad7647f70502549027709c75a3f036f80d666cd64845d17fd4d81104",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "rocm",
         "device_profile": "mi300x",
         "settings": (),
@@ -116,6 +117,7 @@ SPEC: dict[str, Any] = {
         "dim": 768,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "rocm",
         "products": "triton",
         "descriptors": False,

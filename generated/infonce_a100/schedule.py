@@ -153,20 +153,23 @@ def backward_scratch(rows, keys, device):
 def backward_block(block, dq, dk, scratch, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
-    dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE, which are overwritten. scratch: what
-    `backward_scratch` gave for at least as many rows and keys. What is fresh was never written: the first sums replace
-    what it holds. arrive(): called before `dk` is touched.
+    One of them may be None, and is not computed. dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE,
+    which are overwritten. scratch: what `backward_scratch` gave for at least as many rows and keys. What is fresh was
+    never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
     """
     m, n = block.q.shape[0], block.k.shape[0]
     for row0 in range(0, m, PANEL_ROWS):
         for key0 in range(0, n, PANEL_KEYS):
             part = block.panel(row0, PANEL_ROWS, key0, PANEL_KEYS)
-            own_dq, own_dk = panel(dq, row0, PANEL_ROWS), panel(dk, key0, PANEL_KEYS)
             g = _gradient_panel(part, scratch)
-            _add_product(own_dq, g, part.k, fresh_dq and key0 == 0)
+            if dq is not None:
+                own, fresh = panel(dq, row0, PANEL_ROWS), fresh_dq and key0 == 0
+                _add_product(own, g, part.k, fresh)
             if arrive:
                 arrive()
-            _add_product(own_dk, g.mT, part.q, fresh_dk and row0 == 0)
+            if dk is not None:
+                own, fresh = panel(dk, key0, PANEL_KEYS), fresh_dk and row0 == 0
+                _add_product(own, g.mT, part.q, fresh)
 
 
 def _gradient_panel(block, scratch):
@@ -247,7 +250,7 @@ def rows_scratch(rows, keys, device):
 def rows_block(block, dq, dk, scratch, fresh_dk=False):
     """The statistics of a `Block`'s queries, at most PANEL_ROWS, and their positives; then dq = sum_j g_ij k_j, and
     sum_i g_ij q_i added to dk, as in `backward_block`. The block has all keys. dk: the sums for consecutive keys, those
-    of each rank, as pairs of a tensor and the number of its keys.
+    of each rank, as pairs of a tensor and the number of its keys. dq may be None, and dk empty: not computed.
 
     Of each pair the forward keeps p = 2^(y - reference of the row), and g = share * p. So dq is share * (p k), and dk
     takes p^T (share * q): no pass over the pairs forms g.
@@ -278,14 +281,16 @@ def rows_block(block, dq, dk, scratch, fresh_dk=False):
         query_exponent=block.queries.exponent, query_mantissa=block.queries.mantissa, share=share, g=g,
         queries=m, keys=n, g_stride=g.stride(0), num_warps=4, num_stages=1)
     g = g if g.shape == (m, n) else g[:m, :n]
-    _add_product(dq, g, k, True)
-    launch(kernels.weighted_sums, (cdiv(m, FINISH_ROWS),),
-        total=dq, share=share, rows=m, num_warps=4, num_stages=1)
-    weighted = panel(scratch.weighted, 0, m)
-    launch(kernels.weighted_queries, (cdiv(m, FINISH_ROWS),),
-        q=q, share=share, out=weighted, rows=m, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
-        num_warps=4, num_stages=1)
+    if dq is not None:
+        _add_product(dq, g, k, True)
+        launch(kernels.weighted_sums, (cdiv(m, FINISH_ROWS),),
+            total=dq, share=share, rows=m, num_warps=4, num_stages=1)
     first = 0
+    if dk:
+        weighted = panel(scratch.weighted, 0, m)
+        launch(kernels.weighted_queries, (cdiv(m, FINISH_ROWS),),
+            q=q, share=share, out=weighted, rows=m, q_row_stride=q.stride(0), q_depth_stride=q.stride(1),
+            num_warps=4, num_stages=1)
     for total, keys in dk:
         _add_product(total, panel_columns(g, first, keys).mT, weighted, fresh_dk)
         first += keys

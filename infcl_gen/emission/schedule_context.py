@@ -175,7 +175,7 @@ def _rows_buffers(plan: Plan) -> list[str]:
         *_sums_of_a_panel(plan),
         ("kept", "p of each pair, in whole tiles: no store needs a mask", kept, True),
         ("share", "of each query: g = share * p", _new("rows"), True),
-        ("weighted", "queries times their shares", _new("rows, DIM", "OPERAND_DTYPE"), True),
+        ("weighted", "queries times their shares", _new("rows, DIM", "OPERAND_DTYPE"), plan.of_keys),
     ]
     return _fields(found) if plan.rows else []
 

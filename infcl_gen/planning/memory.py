@@ -103,7 +103,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
     kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # their statistics stay from forward to backward
-    of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), m if v.of_queries else n
+    of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     terms = [
         BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
         v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
@@ -182,6 +182,11 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     return tuple(term for term in terms if term)
 
 
+def _dotted(v: Choice) -> Any:
+    """Rows of the side whose sums give dscale: a call may freeze the queries, unless keys are."""
+    return Max(m, n) if v.frozen == "none" else n if v.frozen == "query" else m
+
+
 def _common_terms(v: Choice) -> list[Any]:
     return [
         v.labels and BufferTerm("labels", "both", (m,), "index of each query's positive", "int64"),
@@ -230,7 +235,7 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     in_place, unit = v.dtype != "bf16", "for an upstream gradient of 1"
     kept = "statistics" if in_place else "features"
     returned = "statistics" if v.wider else "features"
-    of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), m if v.of_queries else n
+    of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     both_sides = m * of_queries + room * of_keys
     terms = [
         *_common_terms(v),

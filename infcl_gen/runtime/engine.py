@@ -31,7 +31,7 @@ from torch.autograd import profiler
 from . import agreement
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
-from .package import KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, named, products
+from .package import KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
 from .statistics import Statistics, view
 from .table import Table
 from .transport import Tensors, Trip
@@ -183,18 +183,12 @@ def _valid(sweep: _Sweep) -> Tensor:
 def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
     """`backward` of a loss whose forward has computed the gradients."""
     schedule, parts = package.schedule, zip((QUERIES, KEYS, SCALARS), saved[:3], strict=True)
-    if absent := sum(bits & gradients for bits, kept in parts if kept.dim() == 1 and not kept.numel()):
-        raise RuntimeError(
-            f"the gradients of {named(absent)} were not wanted when forward ran or was traced: they must require "
-            "gradients there"
-        )
+    if any(gradients & wanted and kept.shape == (0,) for wanted, kept in parts):
+        # A graph that was traced with fewer gradients has not kept the others.
+        saved = forward(package, call.cast(package), gradients)[1]
     with device_state(package, call.q.device, "backward"):
         upstream = upstream.to(schedule.STATISTICS_DTYPE)
-        dtype = schedule.STATISTICS_DTYPE if call.options.unrounded else package.dtype
-        dq, dk = (
-            x.new_empty(x.shape, dtype=dtype) if gradients & side else None
-            for x, side in zip(call[:2], (QUERIES, KEYS), strict=True)
-        )
+        dq, dk = _results(call, gradients, schedule.STATISTICS_DTYPE if call.options.unrounded else package.dtype)
         if dq is not None:
             schedule.rescale(saved.of_queries, upstream, dq)
         if dk is not None:
@@ -203,6 +197,15 @@ def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor, grad
             return dq, dk, None, None
         dscale, dbias = (x * upstream for x in saved.stash.unbind())  # an operator's results share no memory
         return dq, dk, dscale, dbias
+
+
+def _results(call: Call, gradients: int, dtype: torch.dtype) -> Sums:
+    """Room for dq and dk, contiguous as inputs need not be; None for those not wanted."""
+    dq, dk = (
+        x.new_empty(x.shape, dtype=dtype) if gradients & wanted else None
+        for x, wanted in zip(call[:2], (QUERIES, KEYS), strict=True)
+    )
+    return dq, dk
 
 
 def gradient_sums(package: Package, call: Call, saved: Saved, gradients: int) -> Sums:
@@ -224,12 +227,12 @@ def gradient_sums(package: Package, call: Call, saved: Saved, gradients: int) ->
 def weighted(package: Package, call: Call, sums: Sums, upstream: Tensor, gradients: int) -> Gradients:
     """Second part of `backward`: its results, in fresh tensors, from the `gradient_sums` of the same inputs."""
     weighting = _Weighting(package, call, Layout.alone(call.q, call.k), upstream, gradients)
-    results: list[Tensor | None] = []
-    for x, total, side, write in zip(call[:2], sums, (QUERIES, KEYS), (weighting.queries, weighting.keys), strict=True):
-        results.append(x.new_empty(x.shape, dtype=weighting.dtype) if gradients & side else None)
-        if total is not None:
-            write(total, results[-1] if results[-1] is not None else total)
-    return results[0], results[1], *weighting.scalars()
+    dq, dk = _results(call, gradients, weighting.dtype)
+    if sums[0] is not None:
+        weighting.queries(sums[0], sums[0] if dq is None else dq)
+    if sums[1] is not None and dk is not None:
+        weighting.keys(sums[1], dk)
+    return dq, dk, *weighting.scalars()
 
 
 def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: int, unrounded: bool = False) -> Saved:

@@ -119,6 +119,7 @@ def differentiable(package: Package, call: Call) -> Tensor:
     if torch.is_grad_enabled():
         for bit, tensor in enumerate(call[:4]):
             gradients |= int(tensor.requires_grad) << bit
+        gradients = package.computed(gradients)
     loss: Tensor
     if traced(*call[:4]):
         if not torch.compiler.is_compiling():

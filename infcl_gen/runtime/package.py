@@ -71,6 +71,11 @@ class Package:
         """The gradients that were planned."""
         return ALL & ~FROZEN.get(self.frozen, 0)
 
+    def computed(self, wanted: int) -> int:
+        """The gradients that are computed where these are wanted: scalars alone need a side that was planned."""
+        alone = wanted and not wanted & (QUERIES | KEYS) and self.frozen == "query"
+        return wanted | KEYS if alone else wanted
+
     def at_once(self, ranks: int) -> bool:
         """Whether the forward of so many ranks has the gradients, so that backward multiplies them by `upstream`."""
         return self.traits.at_once or (self.rows and (ranks <= 1 or self.table.over(ranks).whole))

@@ -22,7 +22,7 @@ from infcl_gen.bench.contest import Contest, Limits
 from infcl_gen.bench.measure import measure_point
 from infcl_gen.bench.peers import PEERS, Peer, chosen_peers
 from infcl_gen.bench.point import Inputs, LossFunction, Point, bare_products, point_of, training_step
-from infcl_gen.bench.results import RESULTS, table
+from infcl_gen.bench.results import RESULTS, identity, table
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.losses import BUILTIN_LOSSES, spec_as_dict
@@ -548,6 +548,21 @@ def test_the_floor_is_the_products_of_the_plan(
     if keys == 64 and not plan["split"]:
         assert torch.allclose(dq, q @ k.T @ k, rtol=1e-4, atol=1e-3)
         assert torch.allclose(dk, (q @ k.T).T @ q, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("side", "result"), [("query", "dq"), ("key", "dk")])
+def test_a_frozen_side_is_frozen_for_everybody(tmp_path: Path, side: str, result: str) -> None:
+    """Rows name it, so that they are not compared with others; bare products leave its product out."""
+    package = infcl_gen.generate(output=tmp_path / side, frozen=side, **SMALL)
+    rows, _ = measured(package, "torch", rounds=1, errors=True)
+    for row in rows.values():
+        assert row["frozen"] == side and row["error"] is None
+        assert [name for name, error in row["err"].items() if error is None] == [result]
+    whole = {name: value for name, value in rows["infcl"].items() if name != "frozen"}
+    assert identity(rows["infcl"]) == identity(rows["torch"]) != identity(whole)
+    plan = read_package(package).spec["plan"]
+    dq, dk = bare_products(plan, torch.randn(8, 4), torch.randn(8, 4))()
+    assert [bool(x.any()) for x in (dq, dk)] == [side != "query", side != "key"]
 
 
 def test_fp32_features_under_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

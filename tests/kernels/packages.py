@@ -37,6 +37,7 @@ class Made:
     precision: str = "default"
     profile: str = "h200"
     devices: int = 1
+    frozen: str = "none"
     bug: str = ""
 
     @property
@@ -85,6 +86,7 @@ def _make(made: Made, target: Path) -> None:
         dtype=made.dtype,
         precision=made.precision,
         devices=made.devices,
+        frozen=made.frozen,
         target="cpu" if cpu else None,
         device_profile="cpu" if cpu else made.profile,
         settings=_settings(made),

@@ -18,6 +18,7 @@ from tests.kernels.worker import Interpreter
 from tests.planning.test_memory import measured_peak_bytes
 from tests.runtime.in_process import Echo
 
+SIDES = ("query", "key")
 ROWS = 2500  # no multiple of any block
 SLACK_BYTES = 66 << 10  # 32 KiB are planned for scalars; partial sums of dscale and flags are of backward alone
 
@@ -36,11 +37,16 @@ def planned_bytes(buffers: list[dict[str, Any]]) -> tuple[int, int]:
     return both + sums["forward"], both + max(sums.values())
 
 
+def features(made: Made, rows: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    sides = {"query": rows, "key": keys}.items()
+    return [torch.zeros(n, made.dim, dtype=dtype).requires_grad_(side != made.frozen) for side, n in sides]
+
+
 def check_step(made: Made) -> None:
     package = module(made)
     package._schedule.launch = lambda *arguments, **options: None
     rows = made.rows // made.devices
-    q, k = (torch.zeros(rows, made.dim, dtype=DTYPES[made.dtype]).requires_grad_() for _ in range(2))
+    q, k = features(made, rows, rows, DTYPES[made.dtype])
     scale = torch.tensor(3.0, requires_grad=True)
     kept: list[Any] = []
     with Echo([rows] * made.devices).attached(package) if made.devices > 1 else contextlib.nullcontext():
@@ -64,7 +70,7 @@ def check_wider_features(made: Made, keys: int) -> None:
 def check_passes(made: Made, rows: int, keys: int) -> None:
     package = module(made)
     package._schedule.launch = lambda *arguments, **options: None
-    q, k = (torch.zeros(count, made.dim).requires_grad_() for count in (rows, keys))
+    q, k = features(made, rows, keys, torch.float32)
     labels = torch.zeros(rows, dtype=torch.int64) if package._package.traits.labels else None
     kept: list[Any] = []
 
@@ -75,6 +81,7 @@ def check_passes(made: Made, rows: int, keys: int) -> None:
     settings = dict(made.settings) | {"strategy": made.strategy}
     total = keys * made.devices if labels is not None else None
     flags = {"loss": made.loss, "keys": total, "devices": made.devices, "device_profile": made.profile}
+    flags["frozen"] = made.frozen
     plan = infcl_gen.plan(batch_size=made.rows, dim=made.dim, dtype=made.dtype, **flags, set=settings)
     buffers = [buffer for buffer in plan.buffers if buffer.name != "workspace"]
     forward_bytes, _ = planned_bytes([buffer._asdict() for buffer in buffers])
@@ -129,8 +136,18 @@ def check_ratios(made: Made) -> None:
         made("rows", "infonce", settings={"panel_rows": "512", "replay": "off"}),
         made("rows", "infonce", devices=2, settings={"transport": "gather", "panel_rows": "1280"}),
         made("stash", settings={"panel_rows": "512", "stash_rows": "1024"}),
+        *(made("panel", frozen=side) for side in SIDES),
+        *(made("panel", "siglip", frozen=side) for side in SIDES),
+        *(made("panel", "siglip", "fp32", frozen=side) for side in SIDES),
+        *(made("panel", devices=2, frozen=side, settings={"transport": "ring"}) for side in SIDES),
+        *(made("panel", "siglip", "fp32", devices=2, frozen=side, settings={"transport": "gather"}) for side in SIDES),
+        *(made("fused", devices=2, frozen=side, settings={"transport": "gather"}) for side in SIDES),
+        *(made("rows", "infonce", frozen=side) for side in SIDES),
+        made("rows", "infonce", devices=2, frozen="key", settings={"transport": "gather"}),
     ],
-    ids=lambda case: "-".join((case.strategy, case.loss, case.dtype, case.profile, *dict(case.settings).values())),
+    ids=lambda case: "-".join(
+        (case.strategy, case.loss, case.dtype, case.profile, case.frozen, *dict(case.settings).values())
+    ),
 )  # fmt: skip
 def test_a_schedule_allocates_what_is_planned(interpreted: Interpreter, case: Made) -> None:
     interpreted(check_step, case)
@@ -147,8 +164,11 @@ FEW = (("panel_rows", "128"), ("gradient.rows", "64"), ("replay", "off"))
         (made("rows", "infonce", devices=2, settings=dict(FEW) | {"transport": "gather"}), ROWS // 2),
         (made("panel", "siglip", settings={"panel_rows": "128", "panel_keys": "256"}), ROWS),
         (made("panel", "siglip", dtype="fp16", settings={"panel_rows": "128", "panel_keys": "256"}), ROWS),
+        *((made("rows", "infonce", frozen=side, settings=dict(FEW)), ROWS) for side in SIDES),
+        (made("rows", "infonce", devices=2, frozen="key", settings=dict(FEW) | {"transport": "gather"}), ROWS // 2),
+        (made("rows", "infonce", devices=2, frozen="query", settings=dict(FEW) | {"transport": "gather"}), ROWS // 2),
     ],
-    ids=["few keys", "rows", "gather", "siglip", "fp16"],
+    ids=["few keys", "rows", "gather", "siglip", "fp16", *("rows, query", "rows, key", "gather, key", "gather, query")],
 )
 def test_gradients_of_wider_features_are_planned(interpreted: Interpreter, case: Made, keys: int) -> None:
     """Planted: room in forward for the sums of a row of panels alone; in backward for gradients in bf16."""

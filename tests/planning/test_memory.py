@@ -45,6 +45,10 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 256, "dim": 1024, "dtype": "fp16", "loss": "siglip"},
         {"batch_size": 256, "dim": 4096, "dtype": "fp32", "loss": "siglip"},
         {"batch_size": 64, "dim": 256, "dtype": "fp64", "loss": "siglip"},
+        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "frozen": "query"},
+        {"batch_size": 3000, "dim": 256, "dtype": "fp64", "frozen": "key", "memory_budget": "18MiB"},
+        {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "frozen": "query"},
+        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "frozen": "key"},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
@@ -54,8 +58,8 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     rows, keys, dim = flags["batch_size"], flags.get("keys", flags["batch_size"]), flags["dim"]
     dtype = DTYPES[flags["dtype"]]
     generator = torch.Generator().manual_seed(1)
-    q = torch.randn(rows, dim, generator=generator).to(dtype).requires_grad_()
-    k = torch.randn(keys, dim, generator=generator).to(dtype).requires_grad_()
+    q = torch.randn(rows, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "query")
+    k = torch.randn(keys, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "key")
     scale = torch.tensor(3.0, requires_grad=True)
     measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
     assert measured <= predicted <= 1.1 * measured

@@ -46,6 +46,7 @@ def problems(draw: st.DrawFn) -> Problem:
         dim=draw(st.sampled_from([1, 3, 16, 64, 96, 100, 128, 256, 384, 640, 768, 1152, 4096])),
         devices=nodes * draw(st.sampled_from([1, 1, 1, 2, 3, 8])),
         nodes=nodes,
+        frozen=draw(st.sampled_from(["none", "none", "query", "key"])),
         dtype=draw(st.sampled_from(["bf16", "fp16", "fp32", *(["fp64"] if profile == "cpu" else [])])),
         device_profile=profile,
         set={key: size for key, size in chosen.items() if size is not None},
@@ -498,3 +499,18 @@ def test_the_forward_has_panels_of_its_own() -> None:
     # Tiles of the forward, of 256 keys, do not bind the backward's panels.
     flags = {"batch_size": "64k", "dim": 96, "set": {"strategy": "panel", "panel_keys": "1152"}}
     assert plan_flags(**flags).panel_keys == 1152
+
+
+@pytest.mark.parametrize(("loss", "most"), [("clip", 0.78), ("infonce", 0.72), ("siglip", 0.72)])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_frozen_side_saves_a_product(loss: str, most: float, devices: int) -> None:
+    """In memory, too: its sums. Frozen keys also send no sums."""
+    flags = {"loss": loss, "batch_size": devices << 16, "dim": 768, "device_profile": "h200", "devices": devices}
+    chosen = {"transport": "gather"} if devices > 1 else {}
+    whole, *frozen = (plan_flags(**flags, frozen=side, set=chosen) for side in ("none", "query", "key"))
+    for plan in frozen:
+        assert plan.predicted_queued_s <= most * whole.predicted_queued_s
+        assert plan.predicted_peak_bytes < whole.predicted_peak_bytes
+        assert plan.problem.frozen in next(why.decision for why in plan.reasons if why.why.startswith("it is frozen"))
+    names = [{item.name for item in plan.schedule.travelling} for plan in (whole, *frozen)]
+    assert names[0] == names[1] == names[2] | {"key gradients"}

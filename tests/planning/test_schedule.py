@@ -79,6 +79,17 @@ def test_a_whole_gather_works_once_all_keys_are_there(world: int) -> None:
     assert other == ring_table(1, world + 1, has_keys=False, keeps=False)
     assert table.over(1).travelling == other.travelling and not table.over(1).whole
     assert [item.name for item in table.without_sums().travelling] == ["keys"]
+    frozen = table.without_key_gradients()
+    assert frozen.whole and walk(frozen)["forward"].transfers == world - 1
+
+
+@pytest.mark.parametrize("way", [ring_table(2, 2), ring_table(1, 3, keeps=False), gather_table(3)])
+def test_without_gradients_of_keys_their_statistics_still_travel(way: Table) -> None:
+    frozen = way.without_key_gradients()
+    assert [item.name for item in frozen.travelling] == ["keys", "key statistics"]
+    assert frozen.steps("forward") == way.steps("forward")
+    kept = [sent for step in way.steps("backward") for sent in step.sends if sent.name != "key gradients"]
+    assert [sent for step in frozen.steps("backward") for sent in step.sends] == kept
 
 
 @pytest.mark.parametrize(("world", "batches"), [(2, 4), (3, 7), (4, 9), (8, 17)])

@@ -311,8 +311,8 @@ def loss_of(
     """The loss of ones. What `torch_version`, `protocol` and `trips` are given for, this rank pretends."""
     module = importlib.import_module(package)
     groups = importlib.import_module(f"{package}._runtime.group")
-    q = torch.ones(rows, dim, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
-    k = torch.ones(rows if keys is None else keys, dim, dtype=getattr(torch, dtype), device=device)
+    form: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device, "requires_grad": grad}
+    q, k = torch.ones(rows, dim, **form), torch.ones(rows if keys is None else keys, dim, **form)
     given = torch.tensor(labels) if isinstance(labels, list) else labels
     with contextlib.ExitStack() as pretence:
         for place, name, value in (

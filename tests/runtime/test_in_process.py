@@ -711,9 +711,9 @@ MORE_BUGS = {
           "self._slot(name, place), self._layout.keys[self._layout.rank]"),)
     ),
     "an empty rank does not take part in backward": Bug(
-        ((ENGINE, "    table = _table(package, layout, gradients)\n    if",
+        ((ENGINE, "    table = _table(package, layout, weighting.gradients, kept)\n    if",
           "    if not len(call.q):\n        return call.q.clone(), call.k.clone()\n"
-          "    table = _table(package, layout, gradients)\n    if"),)
+          "    table = _table(package, layout, weighting.gradients, kept)\n    if"),)
     ),
     "sums are added to before they have arrived": Bug(
         ((ENGINE, '"arrive": trip.arrive', '"arrive": lambda: None'),)

@@ -269,6 +269,12 @@ def test_a_frozen_tower_passes_once() -> None:
     assert found.towers[0].frozen and found.towers[0].cached.samples == 640 and found.towers[1].kept.samples == 640
 
 
+def test_the_loss_of_a_frozen_tower_is_planned_without_its_gradient() -> None:
+    for towers, frozen in (((FROZEN, TEXT), "query"), ((IMAGE, FROZEN), "key"), ((FROZEN, FROZEN), "none")):
+        costs = dataclasses.replace(COSTS, towers=towers)
+        assert PlannedLoss("clip", costs, 2).problem(64, None).frozen == frozen
+
+
 def test_fully_sharded_parameters_are_shared_out() -> None:
     def size(name: str, **options: Any) -> int:
         found = choose(problem(64, 5000, optimizer_bytes=10 * MB, **options))

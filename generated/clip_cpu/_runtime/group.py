@@ -17,24 +17,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALONE = "<this device>"  # a group name: one device, also where torch.distributed is initialised
-PROTOCOL = 10  # raise it with every change of what ranks send to each other
+PROTOCOL = 11  # raise it with every change of what ranks send to each other
 
 # The header that each rank sends to all others before a trip. Texts are cut to 14 ASCII characters. The protocol comes
 # first and the length is fixed: gloo ends the process when a message is longer than its receiver expects.
 _TEXT_BYTES, _HEADER_BYTES = 14, 256
 _SHORTEST_WAIT_S = 0.1  # for peers to take a header after the timeout has passed
 _CONTROL_TAG = 64  # the tags of travelling tensors count from 0
-_TEXTS = ("package digest", "torch version", "loss", "dtype", "phase", "labels", "grad_sync", "reduction")
+_TEXTS = (
+    "package digest", "torch version", "loss", "dtype", "phase", "labels", "grad_sync", "reduction",
+    "gradients wanted", "differentiated",  # inputs whose gradients are wanted; of these, those that decide what is sent
+)  # fmt: skip
 _NUMBERS = (
     "embedding dimension", "rows", "keys",
     "trips finished",  # of this process in this group
     "call number",  # trips finished before the forward
-    "gradients wanted",  # bits: q, k, scale, bias
     "first label", "last label",  # smallest and largest; (0, -1) where labels were not read
 )  # fmt: skip
 _ANSWERS = (
     "accepted",  # False: this rank rejects its own arguments
-    "ranks compared", "differentiated",  # whether any gradient is wanted
+    "ranks compared",
 )  # fmt: skip
 _HEADER = {"protocol": int} | dict.fromkeys(_NUMBERS, int) | dict.fromkeys(_ANSWERS, bool) | dict.fromkeys(_TEXTS, str)
 _FORMAT = struct.Struct("<" + "".join(f"{_TEXT_BYTES}s" if kind is str else "q" for kind in _HEADER.values()))

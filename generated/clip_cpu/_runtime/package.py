@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,30 @@ from .launch import panel, panel_columns
 from .statistics import Statistics
 from .table import Table
 from .traits import Traits
+
+# The gradients that a call wants, a bit for each of the first four fields of `Call`.
+QUERIES, KEYS, SCALARS = 0b0001, 0b0010, 0b1100
+ALL = QUERIES | KEYS | SCALARS
+FROZEN = {"query": QUERIES, "key": KEYS}  # by side, the gradient that is not wanted where it is frozen
+
+
+class Products(NamedTuple):
+    """Which sums over pairs gradients need: each is a matrix product."""
+
+    of_queries: bool  # sum_j g_ij k_j
+    of_keys: bool  # sum_i g_ij q_i
+
+
+@functools.cache
+def products(gradients: int) -> Products:
+    """dscale follows from either: sum_ij g_ij z_ij = sum_i q_i . sum_j g_ij k_j = sum_j k_j . sum_i g_ij q_i."""
+    of_keys = bool(gradients & KEYS)
+    return Products(bool(gradients & QUERIES or (gradients & SCALARS and not of_keys)), of_keys)
+
+
+def named(gradients: int) -> str:
+    """The inputs whose gradients are wanted."""
+    return " ".join(name for bit, name in enumerate(Call._fields[:4]) if gradients >> bit & 1) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -35,10 +60,21 @@ class Package:
     rows: bool  # forward has the gradients, by rows of panels, where it has all keys
     wider: bool  # features of another dtype are taken, whose gradients are not rounded to the package's
     split: bool  # fp32 features are multiplied as bf16 halves
+    frozen: str  # "query" or "key": the side for whose gradient the plan has no memory and no messages; "none"
     regenerate: str  # the command for another problem
     loss: Any
     schedule: Any
     operators: Any = None  # of `ops.register`
+
+    @property
+    def gradients(self) -> int:
+        """The gradients that were planned."""
+        return ALL & ~FROZEN.get(self.frozen, 0)
+
+    def computed(self, wanted: int) -> int:
+        """The gradients that are computed where these are wanted: scalars alone need a side that was planned."""
+        alone = wanted and not wanted & (QUERIES | KEYS) and self.frozen == "query"
+        return wanted | KEYS if alone else wanted
 
     def at_once(self, ranks: int) -> bool:
         """Whether the forward of so many ranks has the gradients, so that backward multiplies them by `upstream`."""
@@ -105,8 +141,8 @@ class Saved(NamedTuple):
                 device
 
     Where forward has the gradients (`Package.at_once`) the first three are dq (m, D), dk (n, D) with room for
-    whole LIBRARY_MULTIPLEs of rows, and (2,) dscale and dbias, for an upstream gradient of 1; (0,) where no gradient is
-    wanted.
+    whole LIBRARY_MULTIPLEs of rows, and (2,) dscale and dbias, for an upstream gradient of 1. What is not wanted is
+    (0,).
     """
 
     of_queries: Tensor

@@ -48,8 +48,8 @@ def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
     options = call.options._replace(group_name=ALONE)
     with engine.device_state(package, q.device, "warm-up"), launch.noting() as launches:
         sample = Call(q, k, call.scale, call.bias, labels, query_ids, key_ids, options).cast(package)
-        _, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients=True)
-        engine.backward(package, sample, saved, torch.ones((), device=q.device))
+        _, saved = engine.swept(package, sample, None, Layout.alone(q, k), package.gradients)
+        engine.backward(package, sample, saved, torch.ones((), device=q.device), package.gradients)
         if package.replay:
             package.schedule.copy_inputs(*sample[:4], *(torch.empty_like(x) for x in sample[:4]))
     return launches

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from .group import Group, Layout, find_group
-from .package import Call, Package
+from .package import SCALARS, Call, Package, named
 
 # Header fields that ranks compare. The first two kinds come first: they may explain why a rank rejects its arguments.
 _FINGERPRINT = ("protocol", "package digest", "torch version", "loss", "dtype", "embedding dimension")
 _ORDER = ("phase", "trips finished", "call number")
 _PASSES = {"trips finished": "passes finished", "call number": "passes finished before its forward"}
 _PER_CALL = ("ranks compared", "labels", "gradients wanted", "grad_sync", "reduction")
-# With check_ranks="never": the plan decides what ranks send, and backward needs every rank.
+# With check_ranks="never": the plan and frozen sides decide what ranks send, and backward needs every rank.
 _PACKAGE, _DIFFERENTIATED = ("package digest",), ("differentiated",)
 UNPAIRED = "{} pairs query i with key i, but there are {} queries and {} keys; infonce takes hard negatives"
 
@@ -127,8 +127,8 @@ def header(
         "embedding dimension": features.shape[-1] if features.dim() else 0,
         "ranks compared": options.check_ranks != "never",
         "labels": options.labelling,
-        "gradients wanted": gradients,
-        "differentiated": gradients != 0,
+        "gradients wanted": named(gradients),
+        "differentiated": named(gradients & ~SCALARS or (gradients and SCALARS)),
         "grad_sync": str(options.grad_sync),
         "reduction": str(options.reduction),
         "rows": features.shape[0] if features.dim() else 0,

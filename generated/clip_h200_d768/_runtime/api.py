@@ -52,6 +52,7 @@ def bind(spec: Mapping[str, Any], loss: ModuleType, schedule: ModuleType) -> Pac
         rows=plan["strategy"] == "rows",
         wider=plan["wider"],
         split=bool(plan["split"]),
+        frozen=problem["frozen"],
         regenerate=spec["regenerate"],
         loss=loss,
         schedule=schedule,
@@ -73,14 +74,16 @@ def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
     return differentiable(package, call)
 
 
-def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ...]:
     """`loss_and_grads` of a `Call`'s arguments."""
     with torch.no_grad():
         given = _agreed(package, Call(*arguments))
         call = given.cast(package)
-        loss, saved = replay.forward(package, call, gradients=0b1111)
-        dq, dk, dscale, dbias = replay.backward(package, call, saved, torch.ones_like(loss))
-        return loss, dq.to(given.q.dtype), dk.to(given.k.dtype), dscale, dbias
+        loss, saved = replay.forward(package, call, package.gradients)
+        upstream = torch.ones_like(loss)
+        dq, dk, dscale, dbias = replay.backward(package, call, saved, upstream, package.gradients)
+        sides = zip((dq, dk), given[:2], strict=True)
+        return loss, *(None if x is None else x.to(like.dtype) for x, like in sides), dscale, dbias
 
 
 def selftest(package: Package, device: torch.device | str | None) -> dict[str, Any]:
@@ -221,6 +224,12 @@ def _check_features(package: Package, call: Call) -> None:
             )
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, not {x.layout}")
+    for name, x, side in (("q", q, "query"), ("k", k, "key")):
+        if side == package.frozen and x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient, but {package.name} was generated with --frozen {side} and has no memory "
+                f"for it: pass {name}.detach(), or generate one without --frozen"
+            )
     if q.device != k.device:
         raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
     device = q.device.type

@@ -14,16 +14,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 
 from . import agreement, engine, replay
 from .group import find_group
-from .package import Call, Options, Package, Saved
+from .package import KEYS, QUERIES, SCALARS, Call, Options, Package, Saved, products
 
 # Schemas of the operators: the fields of Call, of Options but `unrounded`, which follows from dtypes, and of Saved.
 _CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, Tensor? query_ids, Tensor? key_ids"
 _OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
 _SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor ids, Tensor layout"
 _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
-_BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dscale, Tensor dbias)"
+_RESULTS = "Tensor dq, Tensor dk, Tensor dscale, Tensor dbias"  # (0,) for those not wanted
+_BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}, int gradients) -> ({_RESULTS})"
 _GIVEN = len(Call._fields) - 1  # tensors of a Call
 _NAMED = len(Options._fields) - 1
+_SAVED_PARTS = len(Saved._fields)
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
 
 _libraries: list[torch.library.Library] = []  # keeps the operators registered
@@ -47,19 +49,19 @@ class _Loss(torch.autograd.Function):
         loss, saved = replay.forward(package, Call(*call).cast(package), gradients)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*call[:_GIVEN], *saved)
-        ctx.options, ctx.package = call[_GIVEN], package
+        ctx.options, ctx.package, ctx.gradients = call[_GIVEN], package, gradients
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *unused: object) -> Any:
-        tensors, package = ctx.saved_tensors, ctx.package
+        tensors, package, gradients = ctx.saved_tensors, ctx.package, ctx.gradients
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
         saved = Saved(*tensors[_GIVEN:])
         call = _of_backward(package, Call(*(*tensors[:_GIVEN], ctx.options)), saved)
         if torch.is_grad_enabled():  # create_graph
-            return _wanted(ctx, _Gradients.apply(upstream, *call, package, saved))
-        return _wanted(ctx, replay.backward(package, call, saved, upstream))
+            return _wanted(ctx, _Gradients.apply(upstream, *call, package, gradients, *saved))
+        return _wanted(ctx, replay.backward(package, call, saved, upstream, gradients))
 
 
 def _of_backward(package: Package, call: Call, saved: Saved) -> Call:
@@ -67,7 +69,7 @@ def _of_backward(package: Package, call: Call, saved: Saved) -> Call:
     return call.cast(package, features=not package.at_once(saved.layout.shape[0]))
 
 
-def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _wanted(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
     return (*[g if need else None for g, need in zip(gradients, needed, strict=False)], *[None] * (len(needed) - 4))
 
@@ -86,20 +88,21 @@ class _TransformedLoss(_Loss):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:_GIVEN], *output[1:])
-        ctx.options, ctx.package = inputs[_GIVEN : _GIVEN + 2]
+        ctx.options, ctx.package, ctx.gradients = inputs[_GIVEN:]
 
 
 class _Gradients(_TransformedLoss):
-    """The gradients of the loss, not differentiable. Inputs: upstream, a `Call`'s, the package, `Saved`."""
+    """The gradients of the loss, not differentiable. Inputs: upstream, a `Call`'s, the package, the bits of gradients,
+    `Saved`'s."""
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        upstream, *call, package, saved = inputs
-        return replay.backward(package, Call(*call), saved, upstream)
+    def forward(*inputs: Any) -> Any:
+        upstream, *call, package, gradients = inputs[:-_SAVED_PARTS]
+        return replay.backward(package, Call(*call), Saved(*inputs[-_SAVED_PARTS:]), upstream, gradients)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.name = inputs[-2].name
+        ctx.name = inputs[1 + len(Call._fields)].name
 
     @staticmethod
     def backward(ctx: Any, *unused: object) -> Any:
@@ -116,6 +119,7 @@ def differentiable(package: Package, call: Call) -> Tensor:
     if torch.is_grad_enabled():
         for bit, tensor in enumerate(call[:4]):
             gradients |= int(tensor.requires_grad) << bit
+        gradients = package.computed(gradients)
     loss: Tensor
     if traced(*call[:4]):
         if not torch.compiler.is_compiling():
@@ -139,18 +143,18 @@ def traced(*tensors: Tensor) -> bool:
 
 def _tell_flops(package: Package) -> None:
     """Tells torch's counters of floating-point operations that are active what a rank computes, in products of its
-    queries and keys: one in forward, three in backward, or three at once. Their module is not imported here: it imports
-    Triton, in 0.5 s."""
+    queries and keys: the similarities in forward, and in backward again; with the latter those that gradients need.
+    Their module is not imported here: it imports Triton, in 0.5 s."""
     operators = package.operators
 
     def forward(*inputs: Any, **_: Any) -> int:
         (q, k), group = inputs[:2], find_group(inputs[_GIVEN])
         at_once = package.at_once(1 if group is None else group.size)
-        return int(2 * (3 if at_once and inputs[-1] else 1) * q.numel() * k.shape[0])
+        return int(2 * (1 + sum(products(inputs[-1])) * at_once) * q.numel() * k.shape[0])
 
     def backward(upstream: Any, *inputs: Any, **_: Any) -> int:
-        (q, k), saved = inputs[:2], Saved(*inputs[_GIVEN:-_NAMED])
-        return 0 if package.at_once(saved.layout.shape[0]) else int(6 * q.numel() * k.shape[0])
+        (q, k), saved, count = inputs[:2], Saved(*inputs[_GIVEN : -_NAMED - 1]), 1 + sum(products(inputs[-1]))
+        return 0 if package.at_once(saved.layout.shape[0]) else int(2 * count * q.numel() * k.shape[0])
 
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
@@ -175,23 +179,29 @@ def register(package: Package) -> Any:
         return (loss, *saved)
 
     def backward(*inputs: Any) -> tuple[Tensor, ...]:
-        upstream, *rest = inputs
+        upstream, *rest, gradients = inputs
         q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
         call = _of_backward(package, Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))), saved)
-        dq, dk, *scalars = engine.backward(package, call, saved, upstream)
-        return (dq.to(q.dtype), dk.to(k.dtype), *scalars)
+        found, dtypes = (
+            engine.backward(package, call, saved, upstream, gradients),
+            (q.dtype, k.dtype, *[statistics] * 2),
+        )
+        results = zip(found, dtypes, strict=True)
+        return tuple(q.new_empty(0, dtype=dtype) if x is None else x.to(dtype) for x, dtype in results)
 
     def forward_shapes(q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         group = find_group(inputs[_GIVEN - 2])
         ranks, place = (0, q.device) if group is None else (group.size, "cpu")
         sizes = torch.empty((ranks, 3), dtype=torch.int64, device=place)
         unrounded = Call(q, k, inputs[0], inputs[1], None).cast(package).options.unrounded
-        saved = engine.new_saved(package, q, k, sizes, bool(inputs[-1]), unrounded)
+        saved = engine.new_saved(package, q, k, sizes, inputs[-1], unrounded)
         return (q.new_empty((), dtype=statistics), *saved)
 
-    def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *unused: object) -> tuple[Tensor, ...]:
-        scalars = (q.new_empty((), dtype=statistics) for _ in range(2))
-        return (q.new_empty(q.shape), k.new_empty(k.shape), *scalars)
+    def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        of_queries, of_keys, of_scalars = (inputs[-1] & bits for bits in (QUERIES, KEYS, SCALARS))
+        dq, dk = q.new_empty(q.shape if of_queries else (0,)), k.new_empty(k.shape if of_keys else (0,))
+        scalars = (q.new_empty(() if of_scalars else (0,), dtype=statistics) for _ in range(2))
+        return (dq, dk, *scalars)
 
     def refuse_arguments(error: str, message: str, group_name: str) -> Tensor:
         unknown: list[Any] = [*[None] * _GIVEN, Options(group_name)]
@@ -211,13 +221,15 @@ def register(package: Package) -> Any:
         torch.library.register_fake(f"{namespace}::{name}", shapes, lib=library)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _TransformedLoss.setup_context(ctx, (*inputs[:_GIVEN], inputs[_GIVEN:-1], package), output)
+        _TransformedLoss.setup_context(ctx, (*inputs[:_GIVEN], inputs[_GIVEN:-1], package, inputs[-1]), output)
 
     def differentiate(ctx: Any, upstream: Tensor | None, *unused: object) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # first: raises torch's own error for a second backward without retain_graph
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        return _wanted(ctx, operators.backward(upstream, *tensors, *ctx.options))
+        needed = sum(int(need) << bit for bit, need in enumerate(ctx.needs_input_grad[:4]))
+        gradients = ctx.gradients | needed  # a graph that was traced without gradients has none
+        return _wanted(ctx, operators.backward(upstream, *tensors, *ctx.options, gradients))
 
     def refuse(ctx: Any, *unused: object) -> None:
         raise _twice(package.name)

@@ -116,6 +116,13 @@ class Table:
         sums = (dataclasses.replace(x, forward="summed", backward="absent") for x in self.named("summed", "backward"))
         return dataclasses.replace(self, whole=True, travelling=(*keys, *sums))
 
+    def without_key_gradients(self) -> Table:
+        """This table where no gradient of keys is wanted: sums that no work reads do not travel."""
+        kept = (
+            x for x in self.travelling if "summed" not in (roles := (x.forward, x.backward)) or "unchanged" in roles
+        )
+        return dataclasses.replace(self, travelling=tuple(kept))
+
     def without_sums(self) -> Table:
         """This table for a forward that only reads keys: its gradients are not wanted."""
         return dataclasses.replace(self, whole=False, travelling=self.named("unchanged", "forward"))
