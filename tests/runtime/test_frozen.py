@@ -197,6 +197,21 @@ def test_a_graph_keeps_and_counts_what_is_wanted(packages: Packages, loss: str) 
             assert [x.numel() for x in kept[:3]] == [160 * bool(wanted & 1), 160 * bool(wanted & 2), 2]
 
 
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_a_compiled_step_freezes_what_the_inputs_do(packages: Packages, loss: str) -> None:
+    package, values = packages(loss), tensors(loss, 20, 20)
+
+    def run(q: Tensor, k: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        value: Tensor = package.contrastive_loss(1.0 * q, 1.0 * k, scale, bias)
+        return value
+
+    for wanted in (0b0101, 0b0110):
+        leaves = leaves_of(values, wanted)
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        for ours, true in zip(gradients_of(compiled(*leaves), leaves), gradients_of(run(*leaves), leaves), strict=True):
+            assert ours is true or (ours is not None and true is not None and torch.equal(ours, true))
+
+
 @pytest.mark.parametrize("traced", [0b0000, 0b0001, 0b1000])
 def test_gradients_that_forward_has_not_kept_are_computed(packages: Packages, traced: int) -> None:
     """A graph that was traced without gradients, or with a frozen side. Planted: what was not kept is not looked at."""
