@@ -87,7 +87,7 @@ def dense_package(spec: LossSpec) -> types.ModuleType:
     package.SPEC = {  # type: ignore[attr-defined]
         "positives": spec.positives,
         "loss": {"traits": dataclasses.asdict(derivation.traits)},
-        "problem": {"precision": "default"},
+        "problem": {"precision": "default", "frozen": "none"},
         "plan": {"strategy": "torch", "split": False, "stash_rows": 0},
     }
     sys.modules |= {name: package, f"{name}.loss": loss}
