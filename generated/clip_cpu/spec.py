@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "feda96a28b85a19e4c610c095362a203a3c167415ac0a85580e008fc35ed811e",
+    "digest": "2f15902c7ca0d088cbc6509af7b642919caab14c4ac87f3f17d57ac65de1a1a9",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -20,7 +20,6 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": None,
         "dtype": "fp32",
         "precision": "default",
-        "frozen": "none",
         "target": "cpu",
         "device_profile": "cpu",
         "settings": (),
@@ -41,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "combined": False,
             "classes": (),
             "affine": True,
             "softplus": False,
@@ -102,7 +102,6 @@ SPEC: dict[str, Any] = {
         "dim": 512,
         "dtype": "fp32",
         "precision": "default",
-        "frozen": "none",
         "target": "cpu",
         "products": "torch",
         "descriptors": False,

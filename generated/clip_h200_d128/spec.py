@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "b6c5fa419754e57fd0260d2b94968a28ca7abf6384b032e9e17abfca679e7aa3",
+    "digest": "5e99978ec98ae3c655f244066fa2b8d6fb0422d6be010ca64320d335745afb13",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,7 +20,6 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
-        "frozen": "none",
         "target": "cuda",
         "device_profile": "h200",
         "settings": (),
@@ -41,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "combined": False,
             "classes": (),
             "affine": True,
             "softplus": False,
@@ -118,7 +118,6 @@ SPEC: dict[str, Any] = {
         "dim": 128,
         "dtype": "bf16",
         "precision": "default",
-        "frozen": "none",
         "target": "cuda",
         "products": "triton",
         "descriptors": True,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6904c44069a8e11b0ca737aaa2f1e0ec629dcf6518be207dd1e83bacdef32d7c",
+    "digest": "1b52f33167c8e118cfe00c68ea9490baeb8f1a4c842de1fa5a61bc17d3ead458",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,7 +20,6 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
-        "frozen": "none",
         "target": "cuda",
         "device_profile": "h200",
         "settings": (),
@@ -41,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "combined": False,
             "classes": (),
             "affine": True,
             "softplus": False,
@@ -117,7 +117,6 @@ SPEC: dict[str, Any] = {
         "dim": 768,
         "dtype": "bf16",
         "precision": "default",
-        "frozen": "none",
         "target": "cuda",
         "products": "library",
         "descriptors": True,

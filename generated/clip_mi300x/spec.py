@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "cbd517a6ad7647f70502549027709c75a3f036f80d666cd64845d17fd4d81104",
+    "digest": "b78b44707a62a0ba1cbbe6f1578d881f1a56a4add1df6243d8441a4f789aba8b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,7 +20,6 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
-        "frozen": "none",
         "target": "rocm",
         "device_profile": "mi300x",
         "settings": (),
@@ -41,6 +40,7 @@ SPEC: dict[str, Any] = {
             "key_statistics": ("logsumexp",),
             "known": "all",
             "positives": "diagonal",
+            "combined": False,
             "classes": (),
             "affine": True,
             "softplus": False,
@@ -117,7 +117,6 @@ SPEC: dict[str, Any] = {
         "dim": 768,
         "dtype": "bf16",
         "precision": "default",
-        "frozen": "none",
         "target": "rocm",
         "products": "triton",
         "descriptors": False,

@@ -420,8 +420,8 @@ def shares(query_exponent, query_mantissa, positive_z, own_reference, share, fla
 
     The statistics of the rows are complete. A program has the rows of one strip of the forward. If one of them lies
     more than ROW_SPREAD above its reference, or is not finite, the flags of all the strip's programs go up:
-    `gradient_wide` follows, which writes g itself, and every share is 1. A positive that is not in `positive_z`, as no
-    key has its label, makes its row NaN.
+    `gradient_wide` follows, which writes g itself, and every share is 1. A positive that is not in `positive_z`,
+    as no key has its label, makes its row NaN.
     """
     number, strips = tl.program_id(0), tl.num_programs(0)
     first_row = number * strip * FORWARD_ROWS
@@ -435,9 +435,10 @@ def shares(query_exponent, query_mantissa, positive_z, own_reference, share, fla
         tl.store(query_mantissa + rows, mantissa, mask=inside)
         above = (tl.load(query_exponent + rows, mask=inside, other=0.0)
                  - tl.load(own_reference + rows, mask=inside, other=0.0))
+        own = tl.exp2(-above) / mantissa * QUERY_SHARE
         held = (above < ROW_SPREAD) & (above > -ROW_SPREAD) & (mantissa < 4.0)  # a NaN is not
         beyond = max(beyond, tl.max(tl.where(held, 0, 1)))
-        tl.store(share + rows, tl.exp2(-above) / mantissa * QUERY_SHARE, mask=inside)
+        tl.store(share + rows, own, mask=inside)
     if beyond != 0:
         for row0 in range(first_row, last_row, VECTOR_ROWS):
             rows = row0 + tl.arange(0, VECTOR_ROWS)

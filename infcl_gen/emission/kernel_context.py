@@ -27,6 +27,21 @@ _MASK = {
     "row_reference_as_number": "row_reference = tl.maximum(row_reference, LOWEST)",
     "top_as_number": "top = tl.maximum(top, LOWEST)",
 }
+_LOWEST = "LOWEST = tl.constexpr(-(2.0**100))  # the reference of a row or column of which a tile leaves out all"
+_REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
+_WHY_POSITIVES = (
+    ": its share is added in fp32, before g is rounded, or 1 - p would lose its digits.",
+    " by that of `combine`.",
+)
+_LEFT_OUT = {
+    ("same_id",): "same_id & (is_positive == 0)", ("positive",): "is_positive",
+    ("positive", "same_id"): "same_id | is_positive",
+}  # fmt: skip
+_ROWS_OF_POSITIVES = (
+    "VECTOR_ROWS = tl.constexpr(32)  # rows, and columns of the embedding, of a program that walks positives"
+)
+_NOTHING = "NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"
+_IDS_OF_ROWS = "ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, other=0)"
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
@@ -48,7 +63,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     load_scale = "scale = tl.load(scale_ptr)"
     sampled = "a sample (forward) or of the complete statistics (backward)"
     of_plan = (
-        "has_keys", "labels", "exact", "split", "stash", "rows", "at_once", "keeps_tiles", "descriptors", "dim",
+        "has_keys", "labels", "split", "stash", "rows", "at_once", "keeps_tiles", "descriptors", "dim",
         "input_precision",
     )  # fmt: skip
     return {field: getattr(plan, field) for field in of_plan} | {
@@ -87,8 +102,15 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "key_positive_term": triton_code(with_positive),  # in `p`
         "plus_positive_rest": " + POSITIVE_REST" if derivation.positive_rest else "",
         "sum_of_shares": "(a[:, None] + b[None, :])" if has_keys else "a[:, None]",  # of a tile
+        **_header_context(plan),
         **_class_context(plan),
-        **(_pair_context(plan, derivation, unit) if at_once else {"pairs": False}),
+        **_combined_context(plan, derivation),
+        "sums_slopes": plan.traits.sums_slopes,
+        "dscale_rest": triton_code(derivation.dscale_rest),
+        "dbias_factor": triton_code(derivation.dbias_factor),
+        "undo_slopes": "" if unit == 1 or not at_once else f" * {1 / unit}",  # of a sum in units of g
+        "why_positives": _WHY_POSITIVES[plan.traits.combined],
+        **(_pair_context(plan, derivation, unit) if at_once else {}),
         # Where positives are, and lists of arguments.
         "positive_columns": LABELLED if plan.labels else "rows.to(tl.int64) + first_positive - first_key",
         "positive_references": "positive_row_reference" + ", positive_key_reference" * has_keys,
@@ -116,14 +138,38 @@ def _clamped(places: str) -> str:
     return f"tl.minimum(tl.maximum({places}, -(2**30)), 2**30).to(tl.int32)"
 
 
+def _header_context(plan: Plan) -> dict[str, Any]:
+    """The pieces of header.py.jinja, and what they read."""
+    if plan.traits.at_once:
+        return {
+            "legend": "legend_of_pairs", "range": "range_of_pairs", "helpers": "helpers_of_pairs",
+            "about_flags": "A program adds to its own part of the sums.",
+        }  # fmt: skip
+    kind = "exact" if plan.exact else "of_rows" if plan.rows else "of_blocks"
+    return {
+        "legend": "legend_of_sums",
+        "legend_of_key_sums": "c_j                 log-sum-exp of column j, likewise" if plan.has_keys else ABSENT,
+        "about_flags": "A program writes its own flag, always, so flags need no clearing.",
+        "range": f"range_{kind}",
+        "helpers": "helpers_of_sums",
+        "lowest": _LOWEST if plan.traits.masked else ABSENT,
+        "sampled": not plan.exact,
+        "references": f"references_{kind}",
+    }
+
+
 def _class_context(plan: Plan) -> dict[str, Any]:
     """What tells a tile the classes of its pairs."""
     offset, placed = f"offset = {_clamped('first_positive - first_key - key0')}", plan.traits.placed
     return {
         "placed": placed,
         "ids": plan.traits.ids,
-        "plus_id_mask": " + id_mask" * plan.traits.ids,
-        **{name: text if plan.traits.ids else ABSENT for name, text in _MASK.items()},
+        "ids_of_rows": _IDS_OF_ROWS if plan.traits.ids else ABSENT,
+        "masked": plan.traits.masked,
+        "in_sums": not plan.traits.without_positives,
+        "which_are_left_out": _LEFT_OUT.get(plan.traits.classes, ""),
+        "plus_id_mask": " + id_mask" * plan.traits.masked,
+        **{name: text if plan.traits.masked else ABSENT for name, text in _MASK.items()},
         # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
         "offset_of_places": ABSENT if plan.labels or not placed else offset,
         "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset" if placed else _NOWHERE,
@@ -172,30 +218,67 @@ it would be as another key: the difference of two sums would lose it."""
     at = {x: "x", -x: "-x", -sympy.oo: "NOTHING", None: ""}[derivation.same_id_logit]
     slopes = "same_id_slopes_of(x)" if not whole else "-value" if at == "-x" else ""
     by_class = {
-        "ids_of_tile": ("ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, other=0)", True),
+        "ids_of_tile": (_IDS_OF_ROWS, True),
         "logit_of_same_id": (f"x = tl.where(same_id, {at}, x)", whole),
         "terms_of_same_id": ("terms = tl.where(same_id, same_id_terms_of(x), terms)", not whole),
         "slopes_of_same_id": (f"value = tl.where(same_id, {slopes}, value)", bool(slopes)),
     }
     return {
-        "pairs": True,
         "classes_of_pairs": ", or ".join(filter(None, (", ".join(pairs_by_class[:-1]), pairs_by_class[-1]))),
         "about_positives": own * placed,
         "positives_or": "positives or " * placed,
         "within": "tl.arange(0, PART) < keys - key0 - first",
-        "functions_of_pairs": [each[:3] for each in functions if each[3]],
+        "functions_of_pairs": [{"name": n, "what": what, "value": value} for n, what, value, used in functions if used],
+        "rows_of_vectors": _ROWS_OF_POSITIVES if placed else ABSENT,
+        "depth_of_vectors": "VECTOR_DEPTH = tl.constexpr(128)" if placed else ABSENT,
+        "logit_of_nothing": _NOTHING.format(-1e30 * sign) if whole else ABSENT,
         **{name: text if ids and used else ABSENT for name, (text, used) in by_class.items()},
         "of_softplus": whole,
         "softplus_sign": "-" if sign < 0 else "",
         "times_terms": f"{float(weight)} * " if sign and weight != 1 else "",
-        "of_nothing": -1e30 * sign,
         "sweeps": [
             each | {"follows": f" Those of positives are left out: `{each['positives']}` follows." * placed}
             for each in pairs.SWEEPS
         ],
-        "dscale_rest": triton_code(derivation.dscale_rest),
-        "dbias_factor": triton_code(derivation.dbias_factor),
     }
+
+
+def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
+    """What the kernels of a loss with a weight for each query read."""
+    if not plan.traits.combined:
+        return {
+            "combined": False, "share_is_held": "(mantissa < 4.0)", "positive_of_row": "positive_z",
+            "positives_of_rows": "positives_of_rows", "positives_from_sums": True,
+        }  # fmt: skip
+    printed = ("query_weight", "positive_slope", "query_term")
+    of_rows = {name: _of_rows(getattr(derivation, name)) for name in printed}
+    nothing = {
+        "r_of_nothing": 'r = tl.where(mantissa == 0.0, float("-inf"), r)',
+        "weight_of_nothing": "weight = tl.where(mantissa == 0.0, 0.0, weight)",
+    }
+    without, weighted = plan.traits.without_positives, "mantissa / weight"
+    return {
+        "combined": True,
+        "share_is_held": "(tl.abs(own) > 2.0**-100) & (tl.abs(own) < 2.0**100)",
+        "positive_of_row": "positive_g",
+        "positives_of_rows": "combined_positives",
+        "positives_from_sums": False,
+        **of_rows,
+        "of_functions": any(f"{name}(" in code for code in of_rows.values() for name in ("softplus", "sigmoid")),
+        **{name: text if without else ABSENT for name, text in nothing.items()},
+        "and_nothing": "; infinite where the sum has no pairs" * without,
+        "weighted_mantissa": f'tl.where(mantissa == 0.0, float("inf"), {weighted})' if without else weighted,
+        "reference_of_positive": ABSENT if without else _REFERENCE,
+        # Of a positive that is in no sum the linear form is exact enough: it has no term there to be the logarithm of.
+        "y_of_positive": "z.to(tl.float64) * slope" if without else "positive_log2(z, slope, reference)",
+        "g_of_positives": "slope_of_positive" + " + weight * tl.exp(p - r)" * (not without),
+    }
+
+
+def _of_rows(expression: Expr) -> str:
+    """Over r and p, printed as a vector of fp64."""
+    code = pair_code(expression)
+    return f"tl.full((VECTOR_ROWS,), {code}, tl.float64)" if expression.is_number else code
 
 
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:

@@ -30,6 +30,7 @@ _PARTS = {
 }
 _PARTS["reference"] = "scratch.reference"
 _PARTS["own_reference"] = "scratch.own_reference"
+_COMBINED = {x: f"positive[{i}]" for i, x in enumerate(("positive_g", "row_slopes", "query_terms"))}
 _DESCRIBED = {x: f"{x}_side.source" for x in "qk"}
 _DESCRIBED |= {f"{x}_{way}": f"{x}_side.{way}" for x in "qk" for way in ("row_stride", "depth_stride")}
 _OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
@@ -37,8 +38,8 @@ _OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
 _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before those of all kernels
     "references": ("(cdiv(n, columns),)", _PARTS),
     "row_references": ("(cdiv(m, kernels.WIDE_ROWS.value),)", _PARTS),
-    "shares": ("(cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),)", _PARTS),
-    "row_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
+    "shares": ("(cdiv(cdiv(m, kernels.FORWARD_ROWS.value), strip),)", _PARTS | _COMBINED),
+    "row_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", _COMBINED),
     "weighted_queries": ("(cdiv(m, FINISH_ROWS),)", {"out": "weighted", "rows": "m"}),
     "weighted_sums": ("(cdiv(m, FINISH_ROWS),)", {"total": "dq", "rows": "m"}),
     "forward": ("grid", _PARTS | _DESCRIBED | {
@@ -60,6 +61,8 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "queries": "block.q.shape[0]", "keys": "block.k.shape[0]", "query_weight": "weight", "key_weight": "weight",
         "BLOCK": "LOSS_ROWS",
     }),
+    "combine": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", _COMBINED),
+    "row_loss": ("(1,)", _COMBINED | {"BLOCK": "1024"}),
     "total_loss": ("(1,)", {"BLOCK": "1024"}),
     "ratios": ("(blocks,)", {
         "exponent": "statistics.exponent", "mantissa": "statistics.mantissa", "count": "rows", "SHARE": "share",
@@ -75,9 +78,8 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     "pair_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {"parts": "sums.shape[1]"}),
     "pair_positive_terms": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
     "pair_loss": ("(1,)", {"parts": "sums.shape[1]", "BLOCK": "1024"}),
-    "pair_scalars": ("(1,)", {"count": "dots.shape[0]", "parts": "sums.shape[1]", "BLOCK": "1024"}),
     "rescale": ("(cdiv(kept.shape[0], FINISH_ROWS),)", {"rows": "kept.shape[0]"}),
-    "gradient_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
+    "gradient_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", _COMBINED),
     "fused_positives": ("(cdiv(m, kernels.VECTOR_ROWS.value),)", {}),
     "fused_queries": ("(cdiv(m, rows),)", _DESCRIBED),
     "fused_queries_wide": ("(cdiv(m, rows),)", {}),
@@ -90,7 +92,7 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     "finish": ("(cdiv(total.shape[0], FINISH_ROWS),)", {
         "weight": "weight * 2.0**-GRADIENT_EXPONENT", "rows": "total.shape[0]", "DOTS": "dots is not None",
     }),
-    "scalars": ("(1,)", {"parts": "dots.shape[0]", "BLOCK": "1024"}),
+    "scalars": ("(1,)", {"parts": "dots.shape[0]", "count": "slopes.shape[0]", "BLOCK": "1024"}),
     "copy_inputs": (_OF_BOTH.format("FINISH_ROWS"), {}),
     "split": ("(cdiv(rows, FINISH_ROWS),)", {"out_stride": "out.stride(0)", "KEYS": "keys"}),
     "merge_ranks": ("(cdiv(n, kernels.MERGE_ROWS.value),)", {

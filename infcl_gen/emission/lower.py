@@ -40,9 +40,10 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     ]
     pairs = "_pairs" * plan.traits.at_once
     if plan.strategy == "torch":
-        return [*files, File("schedule.py", [f"torch/schedule{pairs}.py.jinja"], _torch_context(plan, derivation))]
+        kind = pairs or "_combined" * plan.traits.combined
+        return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], _torch_context(plan, derivation))]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
-    templates, variants = [f"triton/header{pairs}.py.jinja"], []
+    templates, variants = ["triton/header.py.jinja"], []
     for family in families(plan):
         if family.file == "kernels.py":
             templates += family.templates(plan)
@@ -56,7 +57,8 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
 
 def loss_template(traits: Traits) -> str:
     """The template of loss.py."""
-    return "torch/loss_pairs.py.jinja" if traits.at_once else "torch/loss.py.jinja"
+    kind = "_pairs" if traits.at_once else "_combined" if traits.combined else ""
+    return f"torch/loss{kind}.py.jinja"
 
 
 def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, name: str) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     traits = plan.traits
     in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
     x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
-    if traits.ids:
+    if traits.masked:
         of_panel = f"kept_({of_panel}, part)"
         x2_of_strip = f"kept_({x2_of_strip}, block.panel(first, LOGIT_ROWS, 0, len(block.k)))"
     of_plan = ("dim", "has_keys", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
@@ -155,9 +157,11 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "logit_strips": traits.strips,
         "ids": traits.ids,
         "placed": traits.placed,
-        "import_math": "import math" if traits.ids and not traits.at_once else ABSENT,
+        "import_math": "import math" if traits.masked else ABSENT,
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
+        **_torch_masks(traits),
+        "sums_slopes": traits.sums_slopes,
         "logits_of_panel": of_panel,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
         "positive_parts": 5 if plan.has_keys else 3,
@@ -173,6 +177,30 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 
 _ABOUT_MASK = "1 strip of STRIP_ROWS rows, for which of its pairs are left out"
+
+
+def _torch_masks(traits: Traits) -> dict[str, Any]:
+    """What depends on which pairs the log-sum-exps leave out, and on how a query's term combines its sum."""
+    without, combined = traits.without_positives, traits.combined
+    left_out = "a key that is not the positive has the query's id"
+    if without:
+        left_out = "a key is the positive" + " or has the query's id" * traits.ids
+    noted = "z, then exponent and term, as a wide float, in each sum that holds it."
+    included = (
+        "# Of a positive p - 1 = (its term - the sum) / the sum: rounded once, 0 where the sum holds nothing else."
+    )
+    return {
+        "masked": traits.masked,
+        "combined": combined,
+        "without_positives": without,
+        "about_left_out": left_out,
+        "about_parts": noted + " Then what `combine` leaves." * combined,
+        "about_positives": ABSENT if combined else included,
+        "nothing": "nothing = mantissa[rows] == 0  # in the sum: the row has no weight" if without else ABSENT,
+        "weight_of_nothing": "weight = weight.masked_fill(nothing, 0.0)" if without else ABSENT,
+        "g_of_positives": "slope" if without else "weight * torch.exp(p - r) + slope",
+        "weighted_mantissa": "(mantissa[rows] / weight)" + ".masked_fill(nothing, torch.inf)" * without,
+    }
 
 
 def _torch_classes(traits: Traits) -> dict[str, str]:

@@ -51,6 +51,10 @@ def schedule_context(
         "part_as_halves": "part = _as_halves(part, scratch.halves, written=key0 > 0)" if plan.split else ABSENT,
         "part_of_stash": "scratch.kept = _stash_panel(stash, block.k.shape[0], row0, key0)" if plan.stash else ABSENT,
         "placed": plan.traits.placed,
+        "combined": plan.traits.combined,
+        "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
+        "rows_or_slopes": "slopes" if plan.traits.sums_slopes else "rows",
+        "and_slopes": ", and parts of the sum of M * dL/dx" * plan.traits.sums_slopes,
         "or_positives": "block.meets_diagonal() or " * plan.traits.placed,
         "rows_of_positives": f"rows = {_ROWS}" if plan.traits.placed else ABSENT,
         "and_rows": "rows," if plan.traits.placed else ABSENT,
@@ -88,14 +92,15 @@ def schedule_context(
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
     panels, (longest, why, alone) = plan.strategy != "fused", _longest_strip(plan)
+    combined = plan.traits.combined
     slow = "others run on kernels for old GPUs, up to 6 times as slow"
     found: list[tuple[str, Any, str, bool]] = [
         ("GRADIENT_EXPONENT", exponent, "gradients of logits are kept times 2 to this power", True),
         ("DIM", plan.dim, "of the embedding", True),
         (
             "POSITIVE_PARTS",
-            2 + plan.has_keys,
-            "of each query's positive: z, and the references of its sums",
+            2 + plan.has_keys + plan.traits.combined,
+            "of each query's positive: z, and the references of its sums" + "; then what `combine` leaves" * combined,
             not plan.traits.at_once,
         ),
         ("FORWARD_ROWS", plan.forward_rows, "forward panel", True),

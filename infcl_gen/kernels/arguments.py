@@ -31,7 +31,8 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
-    "positive_z positive_row_reference positive_key_reference positive_g stash_reference own_reference share",
+    "positive_z positive_row_reference positive_key_reference positive_g row_slopes query_terms stash_reference "
+    "own_reference share",
     "*fp64": "part_sums sums",
     "*bf16": "stash",
     "*i32": "flags",
@@ -95,6 +96,11 @@ def statistics(choice: Choice) -> str:
 def positive(choice: Choice) -> str:
     """What the forward notes of each query's positive: z, and the references of its row and its key."""
     return "positive_z positive_row_reference" + " positive_key_reference" * choice.has_keys
+
+
+def gradient_of_positive(choice: Choice) -> str:
+    """What the gradient of a positive's logit follows from, or that gradient."""
+    return "positive_g" if choice.traits.combined else f"{positive(choice)} {SCALARS} {statistics(choice)}"
 
 
 def places(choice: Choice) -> str:

@@ -72,7 +72,6 @@ _FINISH = arguments("total", X, OUT, "dots", SCALARS, "upstream weight rows x_ro
 _COPY_INPUTS = arguments(Q, K, SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES)
 PRODUCT = Kernel("product", _PRODUCT, "product")
 FINISH = Kernel("finish", _FINISH, "finish")
-SCALAR_GRADIENTS = Kernel("scalars", arguments("dots dscale dbias", SCALARS, "upstream weight parts rows BLOCK"))
 SPLIT = Kernel("split", arguments(X, "out rows x_row_stride x_depth_stride out_stride KEYS"), "finish")
 COPY_INPUTS = Kernel("copy_inputs", _COPY_INPUTS, "finish")
 MERGE_RANKS = Kernel("merge_ranks", arguments("part_exponent part_sum exponent mantissa keys ranks part_stride"))
@@ -87,7 +86,10 @@ def stash_kernels(choice: Choice) -> tuple[Kernel]:
 def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
     kept = Argument("kept", "*{inputs}" if choice.dtype == "bf16" else "*fp32")
     rescale = Kernel("rescale", arguments(kept, OUT, "upstream rows"), "finish")
-    return (FINISH, *[SCALAR_GRADIENTS] * (not choice.traits.at_once), *[rescale] * choice.at_once)
+    slopes = Argument("slopes", "*fp64" if choice.traits.at_once else "*fp32")
+    rest = (slopes, "count") if choice.traits.sums_slopes else ("rows",)
+    scalars = Kernel("scalars", arguments("dots", "dscale dbias", SCALARS, "upstream weight parts", *rest, "BLOCK"))
+    return (FINISH, scalars, *[rescale] * choice.at_once)
 
 
 FAMILIES = (

@@ -29,7 +29,7 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
-        if choice.traits.ids and not choice.traits.at_once:
+        if choice.traits.masked:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.operand_bytes != 2 or choice.traits.at_once:  # small tiles hide each other's terms
             return found
@@ -74,7 +74,7 @@ def key_lanes(block: Block, profile: DeviceProfile) -> int:
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.has_keys
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.has_keys
-    sampled, told = not choice.exact, classes(choice) if choice.traits.ids else ""
+    sampled, told = not choice.exact, classes(choice) if choice.traits.masked else ""
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
         sources = (*features("q", "FORWARD_ROWS", choice.inner_dim), *features("k", "FORWARD_KEYS", choice.inner_dim))

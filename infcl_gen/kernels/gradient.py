@@ -1,6 +1,16 @@
 """gradient, gradient_wide, ratios, gradient_positives: the gradient g of one panel's logits."""
 
-from infcl_gen.kernels.arguments import IDS, SCALARS, STRIDES, Argument, Kernel, arguments, places, positive, statistics
+from infcl_gen.kernels.arguments import (
+    IDS,
+    SCALARS,
+    STRIDES,
+    Argument,
+    Kernel,
+    arguments,
+    gradient_of_positive,
+    places,
+    statistics,
+)
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -58,7 +68,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     ids = IDS * choice.traits.ids
     gradient = arguments(Q, K, ids, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
     again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
-    positives = arguments(places(choice), positive(choice), SCALARS, statistics(choice), g, "queries keys g_stride")
+    positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
         *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")]

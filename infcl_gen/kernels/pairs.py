@@ -24,14 +24,12 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     positives = arguments("q k", placed, SCALARS, g, "sums queries keys g_stride parts", STRIDES)
     terms = arguments(FORWARD_Q, FORWARD_K, told, SCALARS, "sums", sizes, STRIDES, constants)
     positive_terms = arguments("q k", placed, SCALARS, "sums queries keys", STRIDES)
-    scalars = arguments("dots sums dscale dbias", SCALARS, "upstream weight count parts BLOCK")
     found = (
         Kernel("pairs", pairs, "gradient"),
         Kernel("pair_positives", positives),
         Kernel("pair_terms", terms, "forward"),
         Kernel("pair_positive_terms", positive_terms),
         Kernel("pair_loss", arguments("sums loss weight parts BLOCK")),
-        Kernel("pair_scalars", scalars),
     )
     return tuple(each for each in found if choice.traits.placed or "positive" not in each.name)
 

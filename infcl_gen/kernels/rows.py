@@ -1,16 +1,15 @@
 """The kernels of a row of panels, whose tiles become gradients of logits by one factor for each query."""
 
-from infcl_gen.kernels.arguments import SCALARS, Argument, Kernel, arguments, places, positive, statistics
+from infcl_gen.kernels.arguments import Argument, Kernel, arguments, gradient_of_positive, places, statistics
 from infcl_gen.kernels.choice import Choice
 from infcl_gen.kernels.family import Family
 from infcl_gen.kernels.gradient import Q
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    of_strips = arguments(statistics(choice), "positive_z own_reference share flags queries keys strip")
-    positives = arguments(
-        places(choice), positive(choice), SCALARS, statistics(choice), "share g queries keys g_stride"
-    )
+    noted = "positive_g" if choice.traits.combined else "positive_z"
+    of_strips = arguments(statistics(choice), noted, "own_reference share flags queries keys strip")
+    positives = arguments(places(choice), gradient_of_positive(choice), "share g queries keys g_stride")
     features = arguments(Argument("q", Q.type), "share out rows q_row_stride q_depth_stride")
     return (
         Kernel("shares", of_strips),

@@ -1,4 +1,4 @@
-"""merge, positives, loss_terms, total_loss: from partial sums to the loss."""
+"""merge, positives, and loss_terms and total_loss or combine and row_loss: from partial sums to the loss."""
 
 from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, places, positive, statistics
 from infcl_gen.kernels.choice import Block, Choice
@@ -30,16 +30,25 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         "q k", places(choice), "row_exponent", "key_exponent" * keys, positive(choice), "queries keys", "strip" * keys,
         "rows_stride", "keys_stride" * keys, STRIDES, "WIDEN",
     )  # fmt: skip
-    loss_terms = arguments(
-        statistics(choice), positive(choice), SCALARS, "part_sums queries", "keys" * keys, "query_weight",
-        "key_weight" * keys, "BLOCK",
-    )  # fmt: skip
     return (
         Kernel("merge", merge),
         Kernel("positives", positives, "positive"),
-        Kernel("loss_terms", loss_terms, warps=16),
-        Kernel("total_loss", arguments("part_sums loss parts BLOCK")),
+        *(_combining(choice) if choice.traits.combined else _adding(choice)),
     )
+
+
+def _adding(choice: Choice) -> tuple[Kernel, ...]:
+    keys = choice.has_keys
+    terms = arguments(
+        statistics(choice), positive(choice), SCALARS, "part_sums queries", "keys" * keys, "query_weight",
+        "key_weight" * keys, "BLOCK",
+    )  # fmt: skip
+    return Kernel("loss_terms", terms, warps=16), Kernel("total_loss", arguments("part_sums loss parts BLOCK"))
+
+
+def _combining(choice: Choice) -> tuple[Kernel, ...]:
+    combine = arguments(statistics(choice), positive(choice), SCALARS, "positive_g row_slopes query_terms queries")
+    return Kernel("combine", combine), Kernel("row_loss", arguments("query_terms loss queries weight BLOCK"))
 
 
 FAMILY = Family("statistics", kernels, wanted=lambda choice: not choice.traits.at_once, tile=PositiveTile())

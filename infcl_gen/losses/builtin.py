@@ -1,8 +1,11 @@
 """The built-in losses: one record for each, from which its section of docs/losses.md is written, too."""
 
+from sympy import Rational
+
 from infcl_gen.losses.language import (
     LossSpec,
     bias,
+    exp,
     is_positive,
     logsumexp_over_keys,
     logsumexp_over_queries,
@@ -41,6 +44,20 @@ For queries that search among keys: retrieval, and hard negatives, which are fur
 sentence-transformers calls it `MultipleNegativesRankingLoss`. [Training](training.md) shows hard negatives.""",
 )
 
+_Q, _DENSITY = Rational(1, 2), Rational(1, 100)
+
+RINCE = LossSpec(
+    name="rince",
+    formula=mean_over_queries((_DENSITY**_Q * exp(_Q * logsumexp_over_keys(_x)) - exp(_Q * positive(_x))) / _Q),
+    positives="label",
+    doc="Robust InfoNCE, for positives of which some are wrong: q = 1/2, and the density weight lambda = 1/100.",
+    source="Chuang et al., arXiv 2201.04309, pseudo code of the authors",
+    use="""\
+For pairs of which some do not belong together. A loss of one's own with other `q` and `lambda` is one line.
+Terms grow as `exp(q * scale)`: fp32 holds them while `scale` is below 170 for features of norm 1.
+The loss may be negative.""",
+)
+
 SIGLIP = LossSpec(
     name="siglip",
     formula=sum_over_pairs(softplus((1 - 2 * is_positive) * _x)) / queries,
@@ -68,4 +85,4 @@ A call passes `query_ids=`, int64 (M,), and `key_ids=`, int64 (N,), both on the 
 Over several ranks each passes the ids of its own rows, and ids travel with their keys.""",
 )
 
-BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, SIGLIP, SIGLIP_MULTI)}
+BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, RINCE, SIGLIP, SIGLIP_MULTI)}

@@ -5,7 +5,12 @@ positive's logit, and M queries,
 
     dL/dx_ij = 1/M * (query_share * exp(x_ij - r_i) + key_share * exp(x_ij - c_j) + positive_share * [j = positive(i)])
 
-and of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). From it follow
+Of a mean over queries of any other F(r, p), with a_i = dF/dr and b_i = dF/dp at (r_i, p_i),
+
+    dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
+
+and of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). A pair that is left out of a
+log-sum-exp has no exp(...) in it. From dL/dx follow
 dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j and dk_j = sum_i dL/dz_ij q_i.
 """
 
@@ -24,9 +29,10 @@ from infcl_gen.runtime.table import Travelling
 from infcl_gen.runtime.traits import Known, Traits
 
 SUPPORTED = (
-    "kernels exist for mean_over_queries and mean_over_keys of constant multiples of logsumexp_over_keys(x), "
-    "logsumexp_over_queries(x) and positive(x), without masks or with where=1 - same_id * (1 - is_positive), and for "
-    "sum_over_pairs(h(x, is_positive, same_id)) / queries, of one logit x of z, scale and bias"
+    "kernels exist for mean_over_queries of functions of logsumexp_over_keys(x) and positive(x), for mean_over_queries "
+    "and mean_over_keys of constant multiples of logsumexp_over_keys(x), logsumexp_over_queries(x) and positive(x), "
+    "without masks or with where= that leaves out positives or pairs of one id, and for sum_over_pairs(h(x, "
+    "is_positive, same_id)) / queries, of one logit x of z, scale and bias"
 )
 
 
@@ -38,12 +44,14 @@ class Derivation:
     gradient_factor  the factor of dx/dz that all pairs share: the slope if affine, scale for f(scale * z), else 1.
                      It multiplies the finished sums only, so that dL/dx cannot overflow fp16 by it.
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
-    query_share, key_share, positive_share   constants of dL/dx_ij (module docstring).
+    query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); 1, 0 and 0 for any other F, whose
+                     factors are a and b.
+    query_weight, positive_slope   a and b of any other F, over r and p; 0 for constants.
     pair_slope       h' by class, of a loss that is a sum over pairs.
     dscale_factor    dL/dscale = dscale_factor * sum_i q_i . (sum_j dL/dx_ij * dlogit_dz * k_j)
-    dscale_rest      + dscale_rest * sum_ij dL/dx_ij; 0 for shares, whose sum is a constant.
+    dscale_rest      + dscale_rest * sum_ij dL/dx_ij; 0 for constants, whose sum is one.
     dbias_factor     dL/dbias = dbias_factor * sum_ij dL/dx_ij.
-    dbias            the same of the whole batch where the sum is a constant; 0 for a sum over pairs.
+    dbias            the same of the whole batch where the sum is a constant; else 0.
     """
 
     form: Form
@@ -53,6 +61,8 @@ class Derivation:
     query_share: float
     key_share: float
     positive_share: float
+    query_weight: Expr
+    positive_slope: Expr
     pair_slope: PairTerm | None
     gradient_factor: Expr
     dscale_factor: Expr
@@ -101,6 +111,8 @@ class Derivation:
     @property
     def largest_slope(self) -> float:
         """A bound on M * |dL/dx|; infinite where no bound is found."""
+        if self.form.combined:
+            return max(_bound(self.query_weight) + _bound(self.positive_slope), _bound(self.query_weight))
         if self.pair_slope is None:
             return max(abs(self.query_share) + abs(self.key_share), abs(self.positive_share))
         slopes = self.pair_slope
@@ -129,7 +141,7 @@ class Derivation:
     def _strips(self) -> int:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
-        mask = 1 if self.form.classes else 0  # of one byte for each pair
+        mask = 1 if "same_id" in self.form.classes else 0  # of one byte for each pair
         if self.slope is not None and self.pair_slope is None:
             return mask
         of_logit, of_slope = (temporaries(torch_code(each), "z") for each in (self.logit, self.dlogit_dz))
@@ -156,6 +168,7 @@ class Derivation:
             known=known,
             positives=self.spec.positives,
             classes=self.form.classes,
+            combined=self.form.combined,
             affine=self.slope is not None,
             softplus=self.softplus_sign != 0,
             strips=self._strips,
@@ -187,7 +200,8 @@ def derive(spec: LossSpec) -> Derivation:
 def _derived(form: Form) -> Derivation:
     logit, pair_term = form.logit, form.pair_term
     shares = _shares(form)
-    total = sum(shares, Integer(0))  # sum_ij dL/dx_ij: the gradient by a constant that is added to the logit
+    # sum_ij dL/dx_ij, the gradient by a constant that is added to the logit, where that is a constant
+    total = None if form.combined or pair_term else sum(shares, Integer(0))
     dx_dz = diff(logit, z)
     if dx_dz == 0:
         raise LossError(f"the logit {display(logit)} does not depend on z")
@@ -195,7 +209,8 @@ def _derived(form: Form) -> Derivation:
     slope = dx_dz if affine else None
     shift = sympy.expand(logit - dx_dz * z) if affine else None
     gradient_factor = dx_dz if affine else scale if logit.has(scale) else Integer(1)
-    dscale_rest = diff(shift, scale) if pair_term and shift is not None else Integer(0)
+    dscale_rest = diff(shift, scale) if total is None and shift is not None else Integer(0)
+    weight, positive_slope = (diff(form.query_term, each) if form.combined else Integer(0) for each in (r, p))
     derivation = Derivation(
         form=form,
         slope=slope,
@@ -204,12 +219,14 @@ def _derived(form: Form) -> Derivation:
         query_share=float(shares[0]),
         key_share=float(shares[1]),
         positive_share=float(shares[2]),
+        query_weight=weight,
+        positive_slope=positive_slope,
         pair_slope=pair_term and pair_term.slopes(),
         gradient_factor=gradient_factor,
-        dscale_factor=_dscale_factor(logit, slope, shift, None if pair_term else total),
+        dscale_factor=_dscale_factor(logit, slope, shift, total),
         dscale_rest=dscale_rest,
         dbias_factor=diff(logit, bias),
-        dbias=_dbias(logit, None if pair_term else total),
+        dbias=_dbias(logit, total),
     )
     try:
         for expression in _printed(derivation):
@@ -222,11 +239,13 @@ def _derived(form: Form) -> Derivation:
 
 def _printed(derivation: Derivation) -> list[Expr]:
     """What generated code contains."""
-    names = ("logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor")
+    names = (
+        "logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor", "query_weight",
+        "positive_slope", "dscale_rest", "dbias_factor",
+    )  # fmt: skip
     found = [getattr(derivation, name) for name in names]
     for pair in (derivation.form.pair_term, derivation.pair_slope):
         found += [pair.other, pair.same_id, pair.positive] if pair else []
-    found += [derivation.dscale_rest, derivation.dbias_factor] if derivation.pair_slope else []
     return found
 
 
@@ -246,6 +265,8 @@ def _bound(expression: Expr) -> float:
 
 def _shares(form: Form) -> tuple[Expr, Expr, Expr]:
     """The constants of dL/dx_ij: how F and G change with their statistics and with the positive."""
+    if form.combined:
+        return Integer(1), Integer(0), Integer(0)
     shares = diff(form.query_term, r), diff(form.key_term, c), diff(form.query_term + form.key_term, p)
     refuse((not all(share.is_finite and share.is_real for share in shares), "its shares are not finite numbers"))
     least, most = language.SMALLEST_NUMBER, language.LARGEST_NUMBER

@@ -53,7 +53,8 @@ class Form:
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
     pair_term   h, times M; None without one
-    excluded    whether pairs of one id, but no positive, are left out of the log-sum-exps
+    excluded    the classes of pairs that are left out of the log-sum-exps: "positive", and "same_id", pairs of one id
+                but no positive
     """
 
     spec: LossSpec
@@ -63,14 +64,20 @@ class Form:
     query_term: Expr
     key_term: Expr
     pair_term: PairTerm | None
-    excluded: bool = False
+    excluded: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The classes of pairs that a sweep tells apart in its tiles. A positive that is one key of each query is none
-        of them: it is found by its place."""
+        """The classes of pairs that a sweep tells apart in its tiles. A positive that is one key of each query, and is
+        not left out, is none of them: it is found by its place."""
         told_apart = self.pair_term is not None and self.pair_term.other != self.pair_term.same_id
-        return ("same_id",) if self.excluded or told_apart else ()
+        return ("same_id",) if told_apart else self.excluded
+
+    @property
+    def combined(self) -> bool:
+        """Whether F combines its statistic and the positive in another way than by constant multiples, or its statistic
+        may be a sum of nothing."""
+        return "positive" in self.excluded or not _is_linear(self.query_term, r)
 
 
 _CLASSES = {is_positive, same_id}
@@ -101,6 +108,11 @@ def form_of(spec: LossSpec) -> Form:
     query_term, key_term = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
+        (key_term != 0 and not _is_linear(query_term, r),
+         f"mean_over_queries of {display(query_term)} is not a sum of constant multiples of its statistics (r: "
+         "logsumexp_over_keys, p: positive), which it must be beside mean_over_keys"),
+        (key_term != 0 and "positive" in excluded,
+         "where= that leaves out positives has no kernel yet beside mean_over_keys"),
         (key_term.has(c) and spec.positives != "diagonal",
          "key reductions need positives='diagonal' (as many keys as queries)"),
         (key_term != 0 and not key_term.has(c),
@@ -131,22 +143,31 @@ def _logit(statistics: list[Expr]) -> Expr:
     return logit
 
 
-def _excluded(statistics: list[Expr]) -> bool:
-    """Whether the log-sum-exps leave out pairs of one id. Raises LossError for any other mask."""
+# The classes that a mask leaves out, by its values for pairs of (no positive, another id), (no positive, one id),
+# (positive, another id) and (positive, one id).
+_MASKS = {
+    (1, 1, 1, 1): (),
+    (1, 0, 1, 1): ("same_id",),
+    (1, 1, 0, 0): ("positive",),
+    (1, 0, 0, 0): ("positive", "same_id"),
+}
+
+
+def _excluded(statistics: list[Expr]) -> tuple[str, ...]:
+    """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel."""
     sums = [each for each in statistics if not isinstance(each, language.positive)]
     masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
     refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
     mask = masks.pop() if masks else Integer(1)
-    if mask == 1:
-        return False
     corners = itertools.product((0, 1), repeat=2)
-    kept = [mask.xreplace({is_positive: Integer(a), same_id: Integer(b)}) for a, b in corners]
-    if [sympy.expand(each) for each in kept] != [1, 0, 1, 1]:
+    kept = tuple(sympy.expand(mask.xreplace({is_positive: Integer(a), same_id: Integer(b)})) for a, b in corners)
+    if kept not in _MASKS:
         raise LossError(
-            f"the mask where={display(mask)} has no kernel yet: where=1 - same_id * (1 - is_positive) leaves out "
-            "pairs of one id, but no positive"
+            f"the mask where={display(mask)} has no kernel yet: where=1 - is_positive leaves out positives, "
+            "where=1 - same_id * (1 - is_positive) pairs of one id but no positive, and "
+            "where=(1 - is_positive) * (1 - same_id) both"
         )
-    return True
+    return _MASKS[kept]
 
 
 def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]]:
@@ -176,12 +197,17 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
             raise LossError(f"mean_over_{side} of what is not one value for each of the {side}: {display(term)}")
-        if any(not diff(term, statistic).is_number for statistic in (own, p)):
+        if side == "keys" and not _is_linear(term, own):
             raise LossError(
                 f"mean_over_{side} of {display(term)}, which multiplies statistics (r: logsumexp_over_keys, c: "
                 "logsumexp_over_queries, p: positive): terms may only add constant multiples of them"
             )
-    return sympy.factor_terms(query_term), sympy.factor_terms(key_term)
+    return sympy.factor_terms(query_term), sympy.factor_terms(key_term)  # F over constants, as people write it
+
+
+def _is_linear(term: Expr, statistic: Symbol) -> bool:
+    """Whether a term is a sum of constant multiples of its statistic and the positive."""
+    return all(diff(term, each).is_number for each in (statistic, p))
 
 
 def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:

@@ -52,6 +52,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
+        **_weights(derivation),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}",
         "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j g_{{ij}}{along}\, k_j",
         "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i g_{{ij}}{along}\, q_i",
@@ -85,10 +86,15 @@ def _bracketed(terms: list[str]) -> str:
 
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
-    found, mask = {}, "w_{ij} " * derivation.form.excluded
+    excluded, positive = derivation.form.excluded, _POSITIVE[derivation.spec.positives]
+    found, mask = {}, "w_{ij} " * bool(excluded)
     if mask:
-        other = _POSITIVE[derivation.spec.positives].replace("=", r"\ne")
-        found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {_SAME_ID} \text{{ and }} {other}, \text{{ else }} 1"
+        left_out = {
+            ("same_id",): rf"{_SAME_ID} \text{{ and }} {positive.replace('=', chr(92) + 'ne')}",
+            ("positive",): positive,
+            ("positive", "same_id"): rf"{_SAME_ID} \text{{ or }} {positive}",
+        }[excluded]
+        found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {left_out}, \text{{ else }} 1"
     if derivation.has_queries:
         found["query_statistic"] = rf"r_i = \log \sum_j {mask}e^{{x_{{ij}}}}"
     if derivation.has_keys:
@@ -123,11 +129,22 @@ def _terms(derivation: Derivation) -> list[str]:
     return terms
 
 
+def _weights(derivation: Derivation) -> dict[str, str]:
+    """The factors of dL/dx that differ between queries."""
+    if not derivation.form.combined:
+        return {}
+    return {"query_weight": rf"a_i = {_text(derivation.query_weight)}",
+            "positive_slope": rf"b_i = {_text(derivation.positive_slope)}"}  # fmt: skip
+
+
 def _gradient(derivation: Derivation) -> str:
     slopes, traits, positive = derivation.pair_slope, derivation.traits, _POSITIVE[derivation.spec.positives]
     if slopes is None:
         form, kept = derivation.form, _KEPT if derivation.form.excluded else 1
         placed = Symbol(rf"\left[{positive}\right]", real=True)
+        if form.combined:
+            mask = "w_{ij} " * bool(form.excluded)
+            return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + b_i {_text(placed)} \Big)"
         parts = (
             diff(form.query_term, r) * kept * sympy.exp(x - r),
             diff(form.key_term, c) * kept * sympy.exp(x - c),
@@ -150,6 +167,6 @@ def _summed(factor: Expr) -> str:
 
 
 def _dbias(derivation: Derivation) -> str:
-    if derivation.pair_slope is None:
+    if not derivation.traits.sums_slopes:
         return _text(derivation.dbias)
     return _summed(derivation.dbias_factor)

@@ -19,7 +19,7 @@ _ABOUT_LABELS = {
 
 def formulas_of(derivation: Derivation) -> dict[str, str]:
     """The derivation for people: ASCII formulas by the name of the quantity."""
-    slope = display(diff(derivation.logit, z), _PAIR)
+    slope, combined = display(diff(derivation.logit, z), _PAIR), derivation.form.combined
     slope = "" if slope == "1" else f" * {_wrapped(slope)}"
     dx_dscale = display(diff(derivation.logit, scale), _PAIR)
     positive = {
@@ -32,6 +32,14 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
+        **(
+            {
+                "query_weight": f"a_i = {display(derivation.query_weight, _PAIR)}",
+                "positive_slope": f"b_i = {display(derivation.positive_slope, _PAIR)}",
+            }
+            if combined
+            else {}
+        ),
         "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})",
         "dq": f"dq_i = sum_j g_ij{slope} * k_j",
         "dk": f"dk_j = sum_i g_ij{slope} * q_i",
@@ -40,10 +48,17 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     }
 
 
+_LEFT_OUT = {
+    ("same_id",): "id_j = id_i and j != positive(i)",
+    ("positive",): "j = positive(i)",
+    ("positive", "same_id"): "id_j = id_i or j = positive(i)",
+}
+
+
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
     if excluded:
-        found["mask"] = "w_ij = 0 where id_j = id_i and j != positive(i), else 1"
+        found["mask"] = f"w_ij = 0 where {_LEFT_OUT[excluded]}, else 1"
     if derivation.has_queries:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
     if derivation.has_keys:
@@ -83,7 +98,9 @@ def _gradient(derivation: Derivation) -> str:
         if traits.placed and slopes.positive != slopes.other:
             found = f"{display(slopes.positive, _PAIR)} if j = positive(i) else {found}"
         return found
-    mask = "w_ij * " * derivation.form.excluded
+    mask = "w_ij * " * bool(derivation.form.excluded)
+    if derivation.form.combined:
+        return f"a_i * {mask}exp(x_ij - r_i) + b_i * [j = positive(i)]"
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
         f"{mask}exp(x_ij - c_j)": derivation.key_share,
@@ -105,7 +122,7 @@ def _dscale(derivation: Derivation) -> str:
 
 
 def _dbias(derivation: Derivation) -> str:
-    if not derivation.pair_slope or derivation.dbias_factor == 0:
+    if not derivation.traits.sums_slopes or derivation.dbias_factor == 0:
         return display(derivation.dbias)
     factor = display(derivation.dbias_factor)
     return "sum_ij g_ij" if factor == "1" else f"{_wrapped(factor)} * sum_ij g_ij"
@@ -122,10 +139,16 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "id": "same_id.to(x.dtype)",
     }[spec.positives]
     summed = "y" if excluded else "x"
+    left_out = {
+        (): "",
+        ("same_id",): "same_id & (is_positive == 0)",
+        ("positive",): "is_positive == 1",
+        ("positive", "same_id"): "same_id | (is_positive == 1)",
+    }[excluded]
     reductions = (
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
-        ("y", excluded, 'x.masked_fill(same_id & (is_positive == 0), float("-inf"))'),
+        ("y", excluded, f'x.masked_fill({left_out}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
@@ -135,7 +158,9 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     return {
         **{name: getattr(derivation, name) for name in literals},
         **{name: torch_code(getattr(derivation, name)) for name in printed},
+        **_factors_of_slopes(derivation),
         **_pair_context(derivation),
+        **_combined_context(derivation),
         "name": spec.name,
         "formulas": "\n".join(formulas_of(derivation).values()),
         "positives": spec.positives,
@@ -159,6 +184,22 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     }
 
 
+def _combined_context(derivation: Derivation) -> dict[str, Any]:
+    """What loss.py of a loss with a weight for each query has instead of shares."""
+    if not derivation.form.combined:
+        return {}
+    names = ("query_weight", "positive_slope")
+    return {name: _tensor_code(getattr(derivation, name), {"x": "p"}) for name in names}
+
+
+def _factors_of_slopes(derivation: Derivation) -> dict[str, Any]:
+    """What multiplies the sum of dL/dx over all pairs, where that is no constant."""
+    if not derivation.traits.sums_slopes:
+        return {"sums_slopes": False}
+    names = ("dscale_rest", "dbias_factor")
+    return {"sums_slopes": True} | {name: torch_code(getattr(derivation, name)) for name in names}
+
+
 def _pair_context(derivation: Derivation) -> dict[str, Any]:
     """What loss.py of a sum over pairs has instead of shares."""
     term, slope = derivation.form.pair_term, derivation.pair_slope
@@ -170,7 +211,6 @@ def _pair_context(derivation: Derivation) -> dict[str, Any]:
     conditions += ["same_id_slope(x_ij) if id_j = id_i"] * own
     of_x = {"pair_term": term.other, "pair_slope": slope.other}
     of_p = {"positive_term": term.positive, "positive_slope": slope.positive}
-    numbers = {name: getattr(derivation, name) for name in ("dscale_rest", "dbias_factor")}
     of_ids = (_tensor_code(expression, {}) for expression in (term.same_id, slope.same_id))
     return {
         "slope_by_class": " else ".join([*conditions, "pair_slope(x_ij)"]),
@@ -178,7 +218,6 @@ def _pair_context(derivation: Derivation) -> dict[str, Any]:
         "same_id_functions": _SAME_ID.format(*of_ids) if own else "",
         **{name: _tensor_code(expression, {}) for name, expression in of_x.items()},
         **{name: _tensor_code(expression, {"x": "p"}) for name, expression in of_p.items()},
-        **{name: torch_code(expression) for name, expression in numbers.items()},
     }
 
 

@@ -133,6 +133,9 @@ class Choices:
             return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
         if derivation.traits.ids and name != "panel":
             return f"has no kernels that tell ids apart, as in the loss {derivation.spec.name}; valid: panel, torch"
+        if (derivation.traits.masked or derivation.traits.combined) and name in ("fused", "stash"):
+            what = f"where a query's term combines its sum and its positive, as in the loss {derivation.spec.name}"
+            return f"has no kernels {what}; valid: panel, rows, torch"
         if name == "fused" and (reason := fused.impossible(problem.dim, problem.dtype)):
             return reason
         if name == "rows" and (reason := self._without_rows(keys)):

@@ -63,8 +63,8 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             return _at_once(sweep, group, gradients), saved
         if package.traits.labels:
             sweep.positive.fill_(math.nan)
-        keys = None
-        if gradients and package.at_once(len(layout.rows)):
+        keys, by_rows = None, gradients and package.at_once(len(layout.rows))
+        if by_rows:
             _gradients_by_rows(sweep, group, gradients)
         else:
             keys = _forward(sweep, group, gradients)
@@ -73,6 +73,8 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             assert sweep.queries is not None
             sweep.queries.mantissa.add_(sweep.positive[0] * 0.0)
         ours = sweep.own_block()._replace(keys=keys)
+        if package.traits.combined and not by_rows:
+            package.schedule.combine(ours)
         return package.schedule.loss_terms(ours, _weight(layout, call.options)), saved
 
 
@@ -96,7 +98,7 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         weighting = _Weighting(package, call, layout, upstream, gradients)
         sweep = _Sweep(package, call, layout, saved)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
-        return dq, dk, *weighting.scalars()
+        return dq, dk, *weighting.scalars(sweep.slopes)
 
 
 def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor:
@@ -113,7 +115,7 @@ def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor:
             table = _table(package, layout, gradients)
             begin = lambda: Trip(group, table, "forward", layout, _tensors(sweep, table))  # noqa: E731
             _finished(sweep, weighting, begin, *weighting.kept(saved))
-        _keep_scalars(saved, weighting.scalars(sweep.sums))
+        _keep_scalars(saved, weighting.scalars(sweep.slopes))
     loss: Tensor = package.schedule.loss_terms(sweep.own_block(), _weight(layout, call.options))
     return loss.mul_(upstream) if package.traits.labels else loss
 
@@ -132,7 +134,7 @@ def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> No
         _backward_alone(sweep, weighting, *weighting.kept(saved))
     else:
         _rows_over(sweep, weighting, group)
-    _keep_scalars(saved, weighting.scalars())
+    _keep_scalars(saved, weighting.scalars(sweep.slopes))
 
 
 def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
@@ -224,15 +226,16 @@ def gradient_sums(package: Package, call: Call, saved: Saved, gradients: int) ->
     return dq_sum, None if dk_sum is None else panel(dk_sum, 0, keys)
 
 
-def weighted(package: Package, call: Call, sums: Sums, upstream: Tensor, gradients: int) -> Gradients:
+def weighted(package: Package, call: Call, saved: Saved, sums: Sums, upstream: Tensor, gradients: int) -> Gradients:
     """Second part of `backward`: its results, in fresh tensors, from the `gradient_sums` of the same inputs."""
-    weighting = _Weighting(package, call, Layout.alone(call.q, call.k), upstream, gradients)
+    layout = Layout.alone(call.q, call.k)
+    weighting = _Weighting(package, call, layout, upstream, gradients)
     dq, dk = _results(call, gradients, weighting.dtype)
     if sums[0] is not None:
         weighting.queries(sums[0], sums[0] if dq is None else dq)
     if sums[1] is not None and dk is not None:
         weighting.keys(sums[1], dk)
-    return dq, dk, *weighting.scalars()
+    return dq, dk, *weighting.scalars(_Sweep(package, call, layout, saved).slopes)
 
 
 def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: int, unrounded: bool = False) -> Saved:
@@ -294,6 +297,13 @@ class _Sweep:
         else:
             self.queries, self.positive, self.stash = view(statistics), statistics[2:], saved.stash
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
+
+    @property
+    def slopes(self) -> Tensor | int:
+        """Parts of the sum of M * dL/dx over all pairs; where that is a constant, the number of queries."""
+        if self.sums is not None:
+            return self.sums[1]
+        return self.positive[1] if self.package.traits.combined else self.call.q.shape[0]
 
     def block(self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None) -> Block:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
@@ -465,12 +475,11 @@ class _Weighting:
             dots = None if self.products.of_queries else self._dots
             self._schedule.finish(total, self._k, *self._factors, out, dots=dots)
 
-    def scalars(self, sums: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """(dscale, dbias), after all sums; `sums` are those of a block of a sum over pairs."""
+    def scalars(self, slopes: Tensor | int) -> tuple[Tensor | None, Tensor | None]:
+        """(dscale, dbias), after all sums; `slopes` are those of the sweep."""
         if self._dots is None:
             return None, None
-        rest = self._q.shape[0] if sums is None else sums
-        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, rest)
+        found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, slopes)
         return found
 
 

@@ -134,7 +134,7 @@ class _Recording:
                     self._forward.pool(),
                 )
             self._backward.replay()
-            return engine.weighted(self._package, call, self._sums, upstream, gradients)
+            return engine.weighted(self._package, call, saved, self._sums, upstream, gradients)
 
     def _load(self, call: Call) -> None:
         self._package.schedule.copy_inputs(*call[:4], *self._call[:4])

@@ -23,6 +23,13 @@ pair
     bound on the loss = 1 / M * sum_ij (max |h(x_ij +- dx_ij) - h(x_ij)| + (8 + sqrt(N) / 8) v |h(x_ij)|
                                         + underflow)
 
+Of a loss whose queries have weights a(r, p) and slopes b(r, p) of their positives, with dr_i the mean of dx_ij over the
+row,
+
+    dg_ij = |a| P_ij (dx_ij + dr_i) + da P_ij + [j = positive(i)] db + v * all its terms
+
+where da, db, and the bound on the loss's terms, are the largest changes at r +- dr, p +- dp.
+
 Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
 the growth of rounding in long sums. They leave room for equal summands, which all round the same way.
 
@@ -34,7 +41,8 @@ for an absolute error of v of one query's weight, not of u.
 Plain torch's error is credited only up to an eighth of the quantity's own magnitude. At scale 1000 plain bf16 is all
 error, and twice that would let even zeros pass.
 
-NaN and infinity must be where the oracle has them, and nowhere else.
+NaN and infinity must be where the oracle has them, and nowhere else. A loss so large that the terms of LARGEST_BATCH
+queries would leave the range of the statistics may be infinite or NaN, with its gradients; it must not be wrong.
 """
 
 import math
@@ -54,6 +62,8 @@ from infcl_gen.verification.oracle import Inputs, LossAndGrads, kept, loss_modul
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
 PLAIN_CREDIT = 1 / 8
+LARGEST_BATCH = 2**20
+LARGEST_LOSS = 1e150  # whose square fp64 holds
 FUNCTION_ROUNDINGS = 4.0  # of the functions in the term of a pair, relative to its value
 
 
@@ -80,8 +90,18 @@ class Truth:
 def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list[GateRow]:
     """Compare (loss, dq, dk, dscale, dbias) with the truth; None is the gradient of a frozen side."""
     parts = (truth.reference, truth.plain, truth.bound, truth.magnitude)
+    assert result[0] is not None
+    largest = min(torch.finfo(result[0].dtype).max / LARGEST_BATCH, LARGEST_LOSS)
+    if bool((truth.reference.loss.abs() > largest).all()):
+        return [_too_large(result[0], truth.reference.loss)]
     named = zip(LossAndGrads._fields, result, *parts, strict=True)
     return [_judge(name, value, *true) for name, value, *true in named if value is not None]
+
+
+def _too_large(loss: Tensor, reference: Tensor) -> GateRow:
+    near = torch.isclose(loss.to(reference), reference, rtol=1e-3)
+    passed = bool(near | ~loss.isfinite().to(near.device))
+    return GateRow("loss", passed, 0.0, f"loss: {float(loss):.2e}, and {float(reference):.2e} leaves the range")
 
 
 def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
@@ -131,7 +151,7 @@ def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Te
 def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) -> tuple[LossAndGrads, LossAndGrads]:
     """The bound of the module docstring, and the magnitudes: each sum with absolute values for its terms."""
     mathematics, plan = loss_module(module), module.SPEC["plan"]
-    dtype = inputs.q.dtype
+    dtype, traits = inputs.q.dtype, Traits(**module.SPEC["loss"]["traits"])
     out, statistics = torch.finfo(dtype), torch.finfo(torch.promote_types(dtype, torch.float32))
     u, v = out.eps / 2, statistics.eps / 2
     w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", plan["split"])
@@ -143,13 +163,13 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     x = mathematics.logit(z, scale, bias)
     own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
     slope = own_slope * abs(float(mathematics.gradient_factor(scale, bias)))
-    pairs, products = Traits(**module.SPEC["loss"]["traits"]).at_once, (q.square() @ k.square().T).sqrt()
-    if pairs and plan["split"] and INTERPRETED:
+    pairs, products = traits.at_once, (q.square() @ k.square().T).sqrt()
+    if traits.sums_slopes and plan["split"] and INTERPRETED:
         # Triton's interpreter cuts bf16 halves instead of rounding them: two operands and the product that is left out
         # are too small by up to w each. Errors of one sign cancel in softmaxes only.
         w, products = 3 * w, q.abs() @ k.abs().T
     dx = slope * (w * products + v * z_sum) + v * x.abs()
-    terms = _of_pairs if pairs else _of_softmaxes
+    terms = _of_pairs if pairs else _of_combined if traits.combined else _of_softmaxes
     g, smooth, dloss, dg = terms(mathematics, x, dx, inputs, statistics)
 
     # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
@@ -172,7 +192,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     alike = (smooth * product).sum().abs() + (g * product)[positives].sum().abs()
     rounding = (g * product).abs().sum().minimum(alike + spread)
     dscale = factor * ((dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum() + rounded * rounding)
-    if pairs:
+    if traits.sums_slopes:
         dscale += abs(float(mathematics.dscale_rest(scale, bias))) * (dg + accumulation * g.abs()).sum()
     positive = torch.where(positives, g, 0.0)
     sums = (slope * g, slope * smooth, slope * positive, slope * dg)
@@ -200,16 +220,16 @@ def _of_softmaxes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """M * dL/dx, the same without positives, the error of M * L and that of M * dL/dx, for logits wrong by dx."""
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
-    x = kept(x, inputs)
+    own_logits, x = x[at_positives], kept(x, inputs, mathematics.CLASSES)
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
     dx = dx + v * (sum(each.abs() for each in statistic.values()) + long_sum)
     dx.clamp_(max=1.0)  # a probability is not wronger than by its own size
     probability, dprobability = torch.zeros_like(x), torch.zeros_like(x)
-    dloss = abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * x[at_positives].abs()).sum()
+    dloss = abs(mathematics.POSITIVE_SHARE) * (dx[at_positives] + v * own_logits.abs()).sum()
     for axis, share in sides:
-        own = (x - statistic[axis]).exp()
+        own = (x - statistic[axis]).exp().nan_to_num(0.0)  # of a sum that leaves out all
         mean = (own * dx).sum(axis, keepdim=True)
         probability += share * own
         dprobability += abs(share) * own * (dx + mean)
@@ -218,6 +238,39 @@ def _of_softmaxes(
     g[at_positives] += mathematics.POSITIVE_SHARE
     uncancelled[at_positives] += abs(mathematics.POSITIVE_SHARE)
     return g, probability, dloss, dprobability + v * uncancelled
+
+
+def _of_combined(
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same where each query has a weight: it, its positive's slope and its term are wrong by what they change over
+    the intervals of its sum and its positive, and by FUNCTION_ROUNDINGS."""
+    v, at = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
+    y, p = kept(x, inputs, mathematics.CLASSES), x[at]
+    r, long_sum = y.logsumexp(1), 4 + math.sqrt(x.shape[1]) / 8
+    finite = r.abs().nan_to_num(0.0, posinf=0.0)
+    dp, dx = dx[at] + v * p.abs(), (dx + v * (finite[:, None] + long_sum)).clamp_(max=1.0)
+    probability = (y - r[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
+    mean = (probability * dx).sum(1)
+    dr = mean + v * (finite + long_sum)
+
+    def with_error(name: str) -> tuple[Tensor, Tensor]:
+        function = getattr(mathematics, name)
+        value = function(r, p)
+        near = torch.stack([function(r + a * dr, p + b * dp) for a in (-1, 1) for b in (-1, 1)])
+        return value, (near - value).abs().amax(0) + FUNCTION_ROUNDINGS * v * value.abs()
+
+    (weight, dweight), (slope, dslope), (terms, dterms) = map(
+        with_error, ("query_weight", "positive_slope", "query_term")
+    )
+    smooth = weight[:, None] * probability
+    dg = smooth.abs() * (dx + mean[:, None] + v) + dweight[:, None] * probability
+    dg += weight.abs()[:, None] * statistics.smallest_normal  # where a probability underflows
+    g = smooth.clone()
+    g[at] += slope
+    dg[at] += dslope
+    dterms += statistics.smallest_normal
+    return g, smooth, dterms.sum() + v * long_sum * terms.abs().sum(), dg
 
 
 def _of_pairs(

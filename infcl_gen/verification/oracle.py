@@ -5,6 +5,7 @@ neither the derived gradient nor any kernel with what it checks.
 """
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
     def statistics(rows: Tensor, *classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = mathematics.logit(rows @ k.T, factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
-        y = kept(x, part)
+        y = kept(x, part, mathematics.CLASSES)
         return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0]
 
     pairs = hasattr(mathematics, "pair_term")
@@ -136,10 +137,13 @@ def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tenso
     return values
 
 
-def kept(x: Tensor, inputs: Inputs) -> Tensor:
-    """Logits (M, N), -inf where the log-sum-exps leave a pair out: one id, but no positive."""
-    same_id = inputs.same_id()
-    return x if same_id is None else x.masked_fill(same_id & ~inputs.are_positive("label"), -torch.inf)
+def kept(x: Tensor, inputs: Inputs, classes: Sequence[str]) -> Tensor:
+    """Logits (M, N), -inf where the log-sum-exps leave a pair out: of these classes of `Traits`."""
+    if not classes:
+        return x
+    positive, same_id = inputs.are_positive("label"), inputs.same_id()
+    left_out = torch.zeros_like(positive) if same_id is None else same_id & ~positive
+    return x.masked_fill(left_out | positive if "positive" in classes else left_out, -torch.inf)
 
 
 def loss_module(module: ModuleType) -> Any:

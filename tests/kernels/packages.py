@@ -21,7 +21,7 @@ from infcl_gen.files import lock
 from infcl_gen.kernels.choice import padded_dim
 from infcl_gen.losses import BUILTIN_LOSSES
 
-IDS = Path(__file__).resolve().parent / "losses_with_ids.py"
+OWN = Path(__file__).resolve().parent / "losses.py"
 FUSED_DIMS = (1, 3, 16, 64, 96, 100)
 
 
@@ -80,7 +80,7 @@ def _make(made: Made, target: Path) -> None:
     cpu = made.strategy == "torch"
     infcl_gen.generate(
         output=target,
-        loss=made.loss if made.loss in BUILTIN_LOSSES else f"{IDS}:{made.loss}",
+        loss=made.loss if made.loss in BUILTIN_LOSSES else f"{OWN}:{made.loss}",
         batch_size=made.rows,
         dim=made.dim,
         dtype=made.dtype,

@@ -26,7 +26,7 @@ def made(strategy: str, loss: str) -> st.SearchStrategy[Made]:
         Made,
         strategy=st.just(strategy),
         loss=st.just(loss),
-        dtype=st.sampled_from(DTYPES_OF[strategy]),
+        dtype=st.sampled_from([each for each in DTYPES_OF[strategy] if loss != "rince" or each != "fp16"]),  # overflows
         dim=st.sampled_from(FUSED_DIMS if strategy == "fused" else INTERPRETED_DIMS),
     )
 
@@ -50,7 +50,8 @@ CASES = st.builds(
     [
         *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
-        ("rows", "infonce"),
+        *(("panel", loss) for loss in ("rince", "decoupled_by_id")),
+        *(("rows", loss) for loss in ("infonce", "rince", "margin")),
     ],
 )
 @examples(ci=12, long=300)

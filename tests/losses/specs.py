@@ -2,9 +2,10 @@
 
 import sympy
 
-from infcl_gen.losses import CLIP, INFONCE, SIGLIP, SIGLIP_MULTI, LossSpec
+from infcl_gen.losses import BUILTIN_LOSSES, CLIP, INFONCE, SIGLIP, SIGLIP_MULTI, LossSpec
 from infcl_gen.losses.language import (
     bias,
+    exp,
     is_positive,
     logsumexp_over_keys,
     logsumexp_over_queries,
@@ -64,6 +65,15 @@ DERIVABLE = {
     ),
     "infonce_without_ids": spec(
         mean_over_queries(logsumexp_over_keys(X, where=1 - same_id + same_id * is_positive) - positive(X))
+    ),
+    "rince": BUILTIN_LOSSES["rince"],
+    "focal": spec(
+        mean_over_queries((1 - exp(positive(X) - logsumexp_over_keys(X))) ** 2 * (logsumexp_over_keys(X) - positive(X)))
+    ),
+    "margin": spec(mean_over_queries(softplus(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 0.3))),
+    "decoupled": spec(mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X))),
+    "decoupled_by_id": spec(
+        mean_over_queries(softplus(logsumexp_over_keys(X, where=(1 - is_positive) * (1 - same_id)) - positive(X)))
     ),
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }

@@ -84,6 +84,13 @@ def derived(
         return total, g, loss.dbias_factor(scale, bias) * g.sum() / len(x), loss.dscale_rest(scale, bias) * g.sum()
     p = x.diagonal()
     x = x if same_id is None else torch.where(same_id & (eye == 0), -torch.inf, x)
+    if hasattr(loss, "query_weight"):
+        x = torch.where(eye == 1, -torch.inf, x) if "positive" in loss.CLASSES else x
+        r = x.logsumexp(1)
+        g = loss.query_weight(r, p)[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + loss.positive_slope(r, p) * eye
+        of_scalars = (factor(scale, bias) * g.sum() for factor in (loss.dbias_factor, loss.dscale_rest))
+        dbias, rest = of_scalars
+        return loss.query_term(r, p).sum(), g, dbias / len(x), rest
     r, c = x.logsumexp(1), x.logsumexp(0)
     total = loss.query_term(r, p).sum() + (loss.key_term(c, p).sum() if loss.HAS_KEYS else 0.0)
     g = loss.QUERY_SHARE * (x - r[:, None]).exp() + loss.POSITIVE_SHARE * eye
@@ -131,7 +138,14 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_self) - mean_over_positives(X)), "id"),
         "mean_over_positives",
     ),
-    "dcl": (spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_positive) - positive(X))), "the mask where="),
+    "dcl of both sides": (
+        spec(
+            mean_over_queries(logsumexp_over_keys(X, 1 - is_positive) - positive(X))
+            + mean_over_keys(logsumexp_over_queries(X, 1 - is_positive) - positive(X)),
+            "diagonal",
+        ),
+        "beside mean_over_keys",
+    ),
     "by_id": (spec(INFONCE_OF(X), "id"), "positives='id'"),
     "ids_excluded": (
         spec(mean_over_queries(logsumexp_over_keys(X, is_positive + (1 - same_id)) - positive(X))),
@@ -189,8 +203,12 @@ REFUSED = {
     "weight outside": spec(scale * INFONCE_OF(X)),
     "no logsumexp": spec(mean_over_queries(positive(X))),
     "no z": spec(INFONCE_OF(scale + bias)),
-    "not linear": spec(mean_over_queries(logsumexp_over_keys(X) ** 2 - positive(X))),
-    "product of statistics": spec(mean_over_queries(logsumexp_over_keys(X) * positive(X))),
+    "not linear beside keys": spec(
+        mean_over_queries(logsumexp_over_keys(X) ** 2) + mean_over_keys(logsumexp_over_queries(X)), "diagonal"
+    ),
+    "keys not linear": spec(
+        mean_over_queries(logsumexp_over_keys(X)) + mean_over_keys(logsumexp_over_queries(X) ** 2), "diagonal"
+    ),
     "square of a mean": spec(INFONCE_OF(X) ** 2),
     "mean of a mean": spec(mean_over_queries(INFONCE_OF(X))),
     "something added": spec(INFONCE_OF(X) + 3),

@@ -34,8 +34,21 @@ towards_keys = mean_over_queries(logsumexp_over_keys(x, where=kept) - positive(x
 towards_queries = mean_over_keys(logsumexp_over_queries(x, where=kept) - positive(x))
 CLIP = LossSpec("clip_ids", (towards_keys + towards_queries) / 2)
 INFONCE = LossSpec("infonce_ids", towards_keys, positives="label")
+negatives = logsumexp_over_keys(x, where=(1 - is_positive) * (1 - same_id))
+DECOUPLED = LossSpec("decoupled_ids", mean_over_queries(softplus(negatives - positive(x))), positives="label")
 """
-FILES = {"soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE"}
+COMBINED = """
+from infcl_gen.losses.language import *
+
+x = scale * z + bias
+negatives = logsumexp_over_keys(x, where=1 - is_positive)
+MARGIN = LossSpec("margin", mean_over_queries(softplus(negatives - positive(x) + 0.3)), positives="label")
+DECOUPLED = LossSpec("decoupled", mean_over_queries(negatives - positive(x)), positives="label")
+"""
+FILES = {
+    "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
+    "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +57,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     folder = tmp_path_factory.mktemp("packages")
     (folder / "soft.py").write_text(SOFT_CAPPED)
     (folder / "ids.py").write_text(WITHOUT_IDS)
+    (folder / "combined.py").write_text(COMBINED)
     sys.path.insert(0, str(folder))
 
     def get(

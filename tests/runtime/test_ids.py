@@ -18,7 +18,8 @@ from tests.verification.dense import dense, dense_loss
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, results
 
-LOSSES = ("siglip_multi", "clip_ids", "infonce_ids")
+LABELLED = ("infonce_ids", "decoupled_ids")
+LOSSES = ("siglip_multi", "clip_ids", *LABELLED)
 X, IDS = torch.randn(6, 8, dtype=torch.float64), torch.arange(6)
 
 
@@ -28,8 +29,8 @@ def test_one_device_against_the_definition(packages: Packages, loss: str, seed: 
     """Ids in common, those of neighbours, none in common, and one for all: rows without a positive, and with all."""
     keys = 70 if loss == "clip_ids" else 93
     inputs = inputs_of(packages(loss), Case(70, keys, 8, "fp64", 3.0, -1.0, seed=seed))
-    assert inputs.labels is not None or loss != "infonce_ids" or seed % 2 == 0
-    if inputs.labels is None and loss == "infonce_ids":
+    assert inputs.labels is not None or loss not in LABELLED or seed % 2 == 0
+    if inputs.labels is None and loss in LABELLED:
         inputs = inputs._replace(labels=torch.arange(70))
     assert_close(packages(loss), inputs, loss)
 
@@ -149,13 +150,14 @@ def test_ids_travel_with_their_keys(
 def sharded(
     packages: Packages, loss: str, way: str, ranks: tuple[int, ...], rows: list[int], ids: str
 ) -> tuple[ModuleType, dict[str, Any]]:
-    labelled = loss == "infonce_ids"
+    labelled = loss in LABELLED
     keys = rows if loss == "clip_ids" else [n + 3 for n in reversed(rows)]
     return packages(loss, **WAYS[way]), {"rows": rows, "keys": keys, "labelled": labelled, "ids": ids}
 
 
 SCHEDULE, ENGINE = "schedule.py", "_runtime/engine.py"
 VISITING = 'trip["key ids"].view(-1) if'
+OWN_PLACE = "left_out[positive_places(strip)]"
 SAME = "strip.query_ids[:, None] == strip.key_ids"
 BUGS: dict[str, tuple[str, str, Edit]] = {  # loss, way, edit
     "ids of the wrong rank": ("siglip_multi", "ring", (ENGINE, VISITING, "self.key_ids if")),
@@ -171,7 +173,14 @@ BUGS: dict[str, tuple[str, str, Edit]] = {  # loss, way, edit
     ),
     "the class is flipped": ("siglip_multi", "ring", (SCHEDULE, SAME, SAME.replace("==", "!="))),
     "the mask is flipped": ("infonce_ids", "ring", (SCHEDULE, SAME, SAME.replace("==", "!="))),
-    "the positive is left out": ("clip_ids", "ring", (SCHEDULE, "left_out[positive_places(strip)] = False", "pass")),
+    "rows have no weights": (
+        "decoupled_ids", "gather", (ENGINE, "if package.traits.combined and not by_rows:", "if False:"),
+    ),
+    "a positive is in the sum": ("decoupled_ids", "ring", (SCHEDULE, f"{OWN_PLACE} = True", f"{OWN_PLACE} = False")),
+    "slopes are those of positives": (
+        "decoupled_ids", "ring", (SCHEDULE, "weight + slope, formulas", "slope, formulas"),
+    ),
+    "the positive is left out": ("clip_ids", "ring", (SCHEDULE, f"{OWN_PLACE} = False", "pass")),
 }  # fmt: skip
 
 

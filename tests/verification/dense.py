@@ -29,7 +29,10 @@ def dense_loss(
 
     Nothing here comes from the generator: neither formulas nor code. "soft" is clip with logits capped at 20. "siglip"
     is algorithm 1 of arXiv 2303.15343; "siglip_multi" is the same with labels 1 for all pairs of one id. "clip_ids" and
-    "infonce_ids" leave out keys of the query's id but its positive, and queries of the key's id but its own.
+    "infonce_ids" leave out keys of the query's id but its positive, and queries of the key's id but its own. "rince" is
+    the pseudo code of arXiv 2201.04309 with q = 0.5 and lam = 0.01. "margin" is infonce with 0.3 taken from the logit
+    of each positive. "decoupled" has no positives in its sums, as DCL of arXiv 2110.06848 between two modalities;
+    "decoupled_ids" is log(1 + e^(r - p)) of that r, without keys of the query's id.
     """
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
@@ -43,6 +46,14 @@ def dense_loss(
             return -torch.nn.functional.logsigmoid(torch.where(same, logits, -logits)).sum() / len(q)
         others = torch.arange(len(k), device=q.device) != own[:, None]
         name, logits = name.removesuffix("_ids"), torch.where(same & others, -torch.inf, logits)
+    p = logits.gather(1, own[:, None])[:, 0]
+    if name == "rince":
+        return (-(p.exp() ** 0.5) / 0.5 + (0.01 * logits.exp().sum(1)) ** 0.5 / 0.5).mean()
+    if name == "margin":
+        return torch.nn.functional.cross_entropy(logits.scatter_add(1, own[:, None], -0.3 + 0 * p[:, None]), own)
+    if name == "decoupled":
+        negatives = logits.scatter(1, own[:, None], -torch.inf).logsumexp(1)
+        return (torch.logaddexp(negatives, p) - p if query_ids is not None else negatives - p).mean()
     by_query = torch.nn.functional.cross_entropy(logits, own)
     if name == "infonce":
         return by_query

@@ -10,6 +10,7 @@ from tests.losses.specs import DERIVABLE
 from tests.verification.dense import dense, dense_package
 
 SPECS = BUILTIN_LOSSES | {f"{name}_ids": DERIVABLE[f"{name}_without_ids"] for name in ("clip", "infonce")}
+SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled")} | {"decoupled_ids": DERIVABLE["decoupled_by_id"]}
 
 
 def drawn(name: str, case: Case) -> oracle.Inputs:

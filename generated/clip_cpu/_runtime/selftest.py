@@ -78,12 +78,13 @@ def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float
 
     Allowed are twice the error of dense torch in the statistics dtype, twice what the features' dtype rounds
     (`_rounded`), ROUNDINGS of a product, and the rounding of the products in the logits, whose terms are about
-    scale / sqrt(D).
+    scale / sqrt(D). A query's term may grow as e^x: its relative error is that of x, which is as large as `scale`.
     """
     exact = _dense(package, q, k, scale, torch.float64)
     plain = _dense(package, q, k, scale, package.schedule.STATISTICS_DTYPE)
     rounded = _rounded(package, exact, q, k, scale)
     product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
+    terms = scale if package.traits.combined else scale / math.sqrt(package.dim)
     errors, allowed = {}, {}
     for name, truth in exact._asdict().items():
         if getattr(found, name) is None:
@@ -92,11 +93,13 @@ def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float
         if name == "dscale":  # terms of either sign: relative to the sum of their absolute values
             size = float((q.double() * exact.dq).abs().sum()) / scale
         elif name == "dbias":
-            size = float(_gradients_of_logits(package, q, k, scale)[1].abs().sum()) if package.traits.at_once else 0.0
+            size = (
+                float(_gradients_of_logits(package, q, k, scale)[1].abs().sum()) if package.traits.sums_slopes else 0.0
+            )
         size = size or 1.0  # one pair has no gradients
         errors[name] = _distance(getattr(found, name), truth) / size
         unavoidable = _distance(getattr(plain, name), truth) + rounded.get(name, 0.0)
-        allowed[name] = 2.0 * unavoidable / size + (ROUNDINGS + scale / math.sqrt(package.dim)) * product
+        allowed[name] = 2.0 * unavoidable / size + (ROUNDINGS + terms) * product
     return errors, allowed
 
 

@@ -160,7 +160,8 @@ class Block(NamedTuple):
     positives           global key index of each query's positive: int64 (m,), or that of row 0, counted up by row
     first_key           global index of k's first row
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
-    positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts
+    positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
+                        positive, the sum of g over the row, and the query's part of M * L
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None

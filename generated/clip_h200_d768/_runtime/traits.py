@@ -22,8 +22,12 @@ class Traits:
     known             when dL/dx of a pair is known; with "before" the sweep that computes the loss has gradients, too
     positives         "diagonal": key i is the positive of query i; "label": the key that the caller names; "id": the
                       keys of its id, of which there may be none
-    classes           classes of pairs that tiles tell apart: "same_id". Pairs of one id, but no positive, have a term
-                      of their own in a sum over pairs, and are left out of log-sum-exps
+    combined          whether the term of a query combines its statistic and its positive in another way than by
+                      constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
+                      kernel between the sweeps then makes the weight of its row
+    classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
+                      of their own in a sum over pairs, and are left out of log-sum-exps; "positive": positives are
+                      left out of log-sum-exps, too
     affine            whether the logit is slope * z + shift
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
@@ -33,6 +37,7 @@ class Traits:
     key_statistics: tuple[str, ...] = ("logsumexp",)
     known: Known = "all"
     positives: str = "diagonal"
+    combined: bool = False
     classes: tuple[str, ...] = ()
     affine: bool = True
     softplus: bool = False
@@ -62,6 +67,21 @@ class Traits:
     def ids(self) -> bool:
         """Whether a call gives ids of queries and keys."""
         return "same_id" in self.classes
+
+    @property
+    def without_positives(self) -> bool:
+        """Whether log-sum-exps leave out positives."""
+        return "positive" in self.classes
+
+    @property
+    def masked(self) -> bool:
+        """Whether log-sum-exps leave out pairs."""
+        return bool(self.classes) and not self.at_once
+
+    @property
+    def sums_slopes(self) -> bool:
+        """Whether the gradients of scale and bias take the sum of dL/dx over all pairs, as it is no constant."""
+        return self.combined or self.at_once
 
     @property
     def at_once(self) -> bool:

@@ -1,6 +1,8 @@
-"""Losses of the tests from which negatives of the query's own id are left out."""
+"""Losses of the tests, as a user's file has them."""
 
 from tests.losses.specs import DERIVABLE, spec
 
 clip_without_ids = spec(DERIVABLE["clip_without_ids"].formula, "diagonal", "clip_without_ids")
 infonce_without_ids = spec(DERIVABLE["infonce_without_ids"].formula, "label", "infonce_without_ids")
+margin = spec(DERIVABLE["margin"].formula, "label", "margin")
+decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")

@@ -1,0 +1,48 @@
+"""Losses whose terms combine the sum of a query and its positive: the weight of each row follows between the sweeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from infcl_gen.verification.properties import Case, tensors
+from tests.verification.dense import dense, dense_loss
+
+Packages = Callable[..., ModuleType]
+LOSSES = ("rince", "margin", "decoupled")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_device_against_the_definition(packages: Packages, loss: str, seed: int) -> None:
+    inputs = tensors(Case(70, 93, 8, "fp64", 3.0, -1.0, seed=seed), "label")
+    found = packages(loss).loss_and_grads(*inputs[:4], labels=inputs.labels)
+    for ours, theirs in zip(found, dense(loss, *inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_a_sum_of_nothing(packages: Packages) -> None:
+    """A query whose only key is its positive has no negatives: log 0 of them, and gradients that are numbers."""
+    q, k = torch.randn(1, 8, dtype=torch.float64), torch.randn(1, 8, dtype=torch.float64)
+    loss, dq, dk, dscale, dbias = packages("margin").loss_and_grads(q, k, 2.0, 0.5)
+    assert (float(loss), float(dscale), float(dbias)) == (0, 0, 0) and not bool(dq.any() or dk.any())
+    loss, dq, dk, dscale, dbias = packages("decoupled").loss_and_grads(q, k, 2.0, 0.5)
+    assert float(loss) == -math.inf and float(dbias) == -1
+    torch.testing.assert_close(dq, -2.0 * k)
+    torch.testing.assert_close(dscale, -(q * k).sum())
+
+
+def test_backward_may_be_called_again_with_another_gradient(packages: Packages) -> None:
+    q, k = (torch.randn(9, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    loss = packages("margin").contrastive_loss(q, k, scale)
+    first = torch.autograd.grad(loss, (q, k, scale), retain_graph=True)
+    fourfold = torch.autograd.grad(loss, (q, k, scale), 4 * torch.ones_like(loss))
+    truth = torch.autograd.grad(dense_loss("margin", q, k, scale), (q, k, scale))
+    for once, four, true in zip(first, fourfold, truth, strict=True):
+        torch.testing.assert_close(once, true)
+        assert torch.equal(4 * once, four)
