@@ -101,5 +101,6 @@ def reference(
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
     if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):
         raise ValueError(f"expected scale and bias of one number, got {tuple(scale.shape)} and {tuple(bias.shape)}")
-    x = logit(q.to(dtype) @ k.to(dtype).T, scale, bias)
+    z = q.to(dtype) @ k.to(dtype).T
+    x = logit(z, scale, bias)
     return loss_of_logits(x)

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2f15902c7ca0d088cbc6509af7b642919caab14c4ac87f3f17d57ac65de1a1a9",
+    "digest": "748d6db2e6d36d0b936683096fc19256be6c20b77c1fcd6721b17e04579e97d7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": None,
         "dtype": "fp32",
         "precision": "default",
+        "frozen": "none",
         "target": "cpu",
         "device_profile": "cpu",
         "settings": (),
@@ -102,6 +103,7 @@ SPEC: dict[str, Any] = {
         "dim": 512,
         "dtype": "fp32",
         "precision": "default",
+        "frozen": "none",
         "target": "cpu",
         "products": "torch",
         "descriptors": False,

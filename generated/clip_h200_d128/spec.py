@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "5e99978ec98ae3c655f244066fa2b8d6fb0422d6be010ca64320d335745afb13",
+    "digest": "cc3f56cdf2b52797432caac024b715cec98c7d9f813b8450dd86362820c6efc2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "device_profile": "h200",
         "settings": (),
@@ -118,6 +119,7 @@ SPEC: dict[str, Any] = {
         "dim": 128,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "products": "triton",
         "descriptors": True,

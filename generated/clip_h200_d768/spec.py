@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1b52f33167c8e118cfe00c68ea9490baeb8f1a4c842de1fa5a61bc17d3ead458",
+    "digest": "d07ef85c908ce1e5354855c5a878db3de08a6da2fb70de2361e270811c4430ef",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "device_profile": "h200",
         "settings": (),
@@ -117,6 +118,7 @@ SPEC: dict[str, Any] = {
         "dim": 768,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "products": "library",
         "descriptors": True,

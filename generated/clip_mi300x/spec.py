@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "b78b44707a62a0ba1cbbe6f1578d881f1a56a4add1df6243d8441a4f789aba8b",
+    "digest": "e5132da658bb7e4625f69fff129abc5f3e1a2a97d429f38bd2ffab247bfad2aa",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "rocm",
         "device_profile": "mi300x",
         "settings": (),
@@ -117,6 +118,7 @@ SPEC: dict[str, Any] = {
         "dim": 768,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "rocm",
         "products": "triton",
         "descriptors": False,

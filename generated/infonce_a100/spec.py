@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "103139438ab20bbfc603c0aea83493411866436350d7374a76c0c5f2a0b6dc0f",
+    "digest": "86f1b6dfe88b4692868b64810c55adc59d52fbbc20ce8ca7313bb1c4ed37d94a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -20,6 +20,7 @@ SPEC: dict[str, Any] = {
         "memory_budget_bytes": 1073741824,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "device_profile": "a100",
         "settings": (),
@@ -106,7 +107,7 @@ SPEC: dict[str, Any] = {
         "scalars": {"warps": 4, "stages": 1},
         "rescale": {"warps": 4, "stages": 1},
     },
-    "predicted": {"peak_bytes": 941711872, "time_s": 0.052063679, "queued_s": 0.051713679},
+    "predicted": {"peak_bytes": 941720064, "time_s": 0.052063679, "queued_s": 0.051713679},
     "plan": {
         "forward_rows": 4096,
         "forward_keys": 65536,
@@ -117,6 +118,7 @@ SPEC: dict[str, Any] = {
         "dim": 768,
         "dtype": "bf16",
         "precision": "default",
+        "frozen": "none",
         "target": "cuda",
         "products": "library",
         "descriptors": False,
@@ -176,10 +178,10 @@ SPEC: dict[str, Any] = {
              "why": "returned"},
             {"name": "dk", "phase": "backward", "bytes": 201326592, "shape": [65536, 768], "dtype": "fp32",
              "why": "returned"},
-            {"name": "dots", "phase": "both", "bytes": 8192, "shape": [2048], "dtype": "fp32",
+            {"name": "dots", "phase": "both", "bytes": 16384, "shape": [4096], "dtype": "fp32",
              "why": "partial sums of dscale"},
         ],
-        "predicted_peak_bytes": 941711872,
+        "predicted_peak_bytes": 941720064,
         "phases": [
             {"name": "forward product", "time_s": 0.0170796, "bound": "product", "flops": 3298534883328,
              "bytes": 989855744},
@@ -237,7 +239,7 @@ SPEC: dict[str, Any] = {
         ],
         "budget_bytes": 1073741824,
         "allowed_bytes": 1073741824,
-        "smallest_budget_bytes": 366289408,
+        "smallest_budget_bytes": 366297600,
         "largest_batch": 278409,
         "schedule": {
             "transport": "none",

@@ -29,6 +29,9 @@ _MASK = {
 }
 _LOWEST = "LOWEST = tl.constexpr(-(2.0**100))  # the reference of a row or column of which a tile leaves out all"
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
+_ROWS_IN_FP64 = {
+    "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
+}  # fmt: skip
 _WHY_POSITIVES = (
     ": its share is added in fp32, before g is rounded, or 1 - p would lose its digits.",
     " by that of `combine`.",
@@ -108,7 +111,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "sums_slopes": plan.traits.sums_slopes,
         "dscale_rest": triton_code(derivation.dscale_rest),
         "dbias_factor": triton_code(derivation.dbias_factor),
-        "undo_slopes": "" if unit == 1 or not at_once else f" * {1 / unit}",  # of a sum in units of g
+        "scalars": "scalars_of_rows" if plan.traits.combined else "scalars_of_pairs",
         "why_positives": _WHY_POSITIVES[plan.traits.combined],
         **(_pair_context(plan, derivation, unit) if at_once else {}),
         # Where positives are, and lists of arguments.
@@ -250,8 +253,7 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
             "combined": False, "share_is_held": "(mantissa < 4.0)", "positive_of_row": "positive_z",
             "positives_of_rows": "positives_of_rows", "positives_from_sums": True,
         }  # fmt: skip
-    printed = ("query_weight", "positive_slope", "query_term")
-    of_rows = {name: _of_rows(getattr(derivation, name)) for name in printed}
+    statements = derivation.statements_of_rows(pair_code, "tl.full((VECTOR_ROWS,), {}, tl.float64)", _ROWS_IN_FP64)
     nothing = {
         "r_of_nothing": 'r = tl.where(mantissa == 0.0, float("-inf"), r)',
         "weight_of_nothing": "weight = tl.where(mantissa == 0.0, 0.0, weight)",
@@ -263,22 +265,16 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "positive_of_row": "positive_g",
         "positives_of_rows": "combined_positives",
         "positives_from_sums": False,
-        **of_rows,
-        "of_functions": any(f"{name}(" in code for code in of_rows.values() for name in ("softplus", "sigmoid")),
+        "statements_of_rows": "\n".join(statements),
+        "of_functions": any(f"{name}(" in code for code in statements for name in ("softplus", "sigmoid")),
         **{name: text if without else ABSENT for name, text in nothing.items()},
         "and_nothing": "; infinite where the sum has no pairs" * without,
         "weighted_mantissa": f'tl.where(mantissa == 0.0, float("inf"), {weighted})' if without else weighted,
         "reference_of_positive": ABSENT if without else _REFERENCE,
         # Of a positive that is in no sum the linear form is exact enough: it has no term there to be the logarithm of.
         "y_of_positive": "z.to(tl.float64) * slope" if without else "positive_log2(z, slope, reference)",
-        "g_of_positives": "slope_of_positive" + " + weight * tl.exp(p - r)" * (not without),
+        "g_of_positives": "positive_slope + through_z" + " + weight * tl.exp(p - r)" * (not without),
     }
-
-
-def _of_rows(expression: Expr) -> str:
-    """Over r and p, printed as a vector of fp64."""
-    code = pair_code(expression)
-    return f"tl.full((VECTOR_ROWS,), {code}, tl.float64)" if expression.is_number else code
 
 
 def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit: float) -> list[tuple[str, float, str]]:

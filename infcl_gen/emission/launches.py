@@ -30,7 +30,8 @@ _PARTS = {
 }
 _PARTS["reference"] = "scratch.reference"
 _PARTS["own_reference"] = "scratch.own_reference"
-_COMBINED = {x: f"positive[{i}]" for i, x in enumerate(("positive_g", "row_slopes", "query_terms"))}
+_COMBINED = {x: f"positive[{i}]" for i, x in enumerate(("positive_g", "scale_parts", "bias_parts", "query_terms"))}
+_COMBINED |= {"all_queries": "block.counts[0]", "all_keys": "block.counts[1]"}
 _DESCRIBED = {x: f"{x}_side.source" for x in "qk"}
 _DESCRIBED |= {f"{x}_{way}": f"{x}_side.{way}" for x in "qk" for way in ("row_stride", "depth_stride")}
 _OF_BOTH = "(cdiv(m, {0}) + cdiv(n, {0}),)"
@@ -92,7 +93,10 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
     "finish": ("(cdiv(total.shape[0], FINISH_ROWS),)", {
         "weight": "weight * 2.0**-GRADIENT_EXPONENT", "rows": "total.shape[0]", "DOTS": "dots is not None",
     }),
-    "scalars": ("(1,)", {"parts": "dots.shape[0]", "count": "slopes.shape[0]", "BLOCK": "1024"}),
+    "scalars": ("(1,)", {
+        "parts": "dots.shape[0]", "count": "slopes.shape[-1]", "scale_parts": "slopes[0]", "bias_parts": "slopes[1]",
+        "BLOCK": "1024",
+    }),
     "copy_inputs": (_OF_BOTH.format("FINISH_ROWS"), {}),
     "split": ("(cdiv(rows, FINISH_ROWS),)", {"out_stride": "out.stride(0)", "KEYS": "keys"}),
     "merge_ranks": ("(cdiv(n, kernels.MERGE_ROWS.value),)", {

@@ -15,7 +15,7 @@ from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.package import SCHEMA_VERSION
 from infcl_gen.emission.render import ABSENT, File
-from infcl_gen.emission.schedule_context import schedule_context
+from infcl_gen.emission.schedule_context import ABOUT_SLOPES, schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.kernels import TILES, families
@@ -141,7 +141,7 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     formulas, affine = formulas_of(derivation), plan.traits.affine
-    traits = plan.traits
+    traits, apart = plan.traits, derivation.through_z != 0 and not affine
     in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
     x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
     if traits.masked:
@@ -160,11 +160,13 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "import_math": "import math" if traits.masked else ABSENT,
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
-        **_torch_masks(traits),
+        **_torch_masks(traits, derivation.through_z != 0),
         "sums_slopes": traits.sums_slopes,
         "logits_of_panel": of_panel,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
-        "positive_parts": 5 if plan.has_keys else 3,
+        "positive_parts": 5 if plan.has_keys else 4 + apart if traits.combined else 3,
+        "about_slopes": ABOUT_SLOPES[traits.combined],
+        "with_numbers_of_rows": "".join(f", {_OF_ROWS[name]}" for name in derivation.of_rows),
         "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
@@ -176,15 +178,20 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     }
 
 
+_OF_ROWS = {
+    "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
+    "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])",
+}  # fmt: skip
 _ABOUT_MASK = "1 strip of STRIP_ROWS rows, for which of its pairs are left out"
 
 
-def _torch_masks(traits: Traits) -> dict[str, Any]:
+def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
     """What depends on which pairs the log-sum-exps leave out, and on how a query's term combines its sum."""
     without, combined = traits.without_positives, traits.combined
     left_out = "a key that is not the positive has the query's id"
     if without:
         left_out = "a key is the positive" + " or has the query's id" * traits.ids
+    apart = by_z and not traits.affine
     noted = "z, then exponent and term, as a wide float, in each sum that holds it."
     included = (
         "# Of a positive p - 1 = (its term - the sum) / the sum: rounded once, 0 where the sum holds nothing else."
@@ -198,7 +205,13 @@ def _torch_masks(traits: Traits) -> dict[str, Any]:
         "about_positives": ABSENT if combined else included,
         "nothing": "nothing = mantissa[rows] == 0  # in the sum: the row has no weight" if without else ABSENT,
         "weight_of_nothing": "weight = weight.masked_fill(nothing, 0.0)" if without else ABSENT,
-        "g_of_positives": "slope" if without else "weight * torch.exp(p - r) + slope",
+        "g_of_positives": "slope"
+        + " + through_z" * (by_z and traits.affine)
+        + " + weight * torch.exp(p - r)" * (not without),
+        # An affine logit has one factor; others may have a factor of 0, by which nothing can be divided.
+        "kept_through_z": "positive[4, rows] = through_z" if apart else ABSENT,
+        "positives_by_z": "g[row, column] += own.positive[4, row]" if apart else ABSENT,
+        "and_z": "; of the positive by its z" * apart,
         "weighted_mantissa": "(mantissa[rows] / weight)" + ".masked_fill(nothing, torch.inf)" * without,
     }
 

@@ -15,6 +15,8 @@ from infcl_gen.kernels.family import most_strips
 from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.planning.planner import Plan
 
+# What the gradients of scale and bias take besides products of features.
+ABOUT_SLOPES = ("parts of the sum of M * dL/dx", "the queries' parts of M * dL/dscale and M * dL/dbias (2, M)")
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
 
@@ -54,7 +56,7 @@ def schedule_context(
         "combined": plan.traits.combined,
         "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
         "rows_or_slopes": "slopes" if plan.traits.sums_slopes else "rows",
-        "and_slopes": ", and parts of the sum of M * dL/dx" * plan.traits.sums_slopes,
+        "and_slopes": f", and {ABOUT_SLOPES[plan.traits.combined]}" * plan.traits.sums_slopes,
         "or_positives": "block.meets_diagonal() or " * plan.traits.placed,
         "rows_of_positives": f"rows = {_ROWS}" if plan.traits.placed else ABSENT,
         "and_rows": "rows," if plan.traits.placed else ABSENT,
@@ -99,7 +101,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("DIM", plan.dim, "of the embedding", True),
         (
             "POSITIVE_PARTS",
-            2 + plan.has_keys + plan.traits.combined,
+            4 if combined else 2 + plan.has_keys,
             "of each query's positive: z, and the references of its sums" + "; then what `combine` leaves" * combined,
             not plan.traits.at_once,
         ),

@@ -31,8 +31,8 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
-    "positive_z positive_row_reference positive_key_reference positive_g row_slopes query_terms stash_reference "
-    "own_reference share",
+    "positive_z positive_row_reference positive_key_reference positive_g scale_parts bias_parts query_terms "
+    "stash_reference own_reference share",
     "*fp64": "part_sums sums",
     "*bf16": "stash",
     "*i32": "flags",
@@ -41,7 +41,8 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride",
     ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride",
-    "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks",
+    "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
+    "all_queries all_keys",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "BLOCK DESCRIPTORS DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",

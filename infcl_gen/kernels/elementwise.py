@@ -86,8 +86,9 @@ def stash_kernels(choice: Choice) -> tuple[Kernel]:
 def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
     kept = Argument("kept", "*{inputs}" if choice.dtype == "bf16" else "*fp32")
     rescale = Kernel("rescale", arguments(kept, OUT, "upstream rows"), "finish")
-    slopes = Argument("slopes", "*fp64" if choice.traits.at_once else "*fp32")
-    rest = (slopes, "count") if choice.traits.sums_slopes else ("rows",)
+    rest: tuple[Argument | str, ...] = ("rows",)
+    if choice.traits.sums_slopes:
+        rest = (Argument("slopes", "*fp64") if choice.traits.at_once else "scale_parts bias_parts", "count")
     scalars = Kernel("scalars", arguments("dots", "dscale dbias", SCALARS, "upstream weight parts", *rest, "BLOCK"))
     return (FINISH, scalars, *[rescale] * choice.at_once)
 

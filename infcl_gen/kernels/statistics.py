@@ -47,7 +47,12 @@ def _adding(choice: Choice) -> tuple[Kernel, ...]:
 
 
 def _combining(choice: Choice) -> tuple[Kernel, ...]:
-    combine = arguments(statistics(choice), positive(choice), SCALARS, "positive_g row_slopes query_terms queries")
+    combine = arguments(
+        statistics(choice),
+        positive(choice),
+        SCALARS,
+        "positive_g scale_parts bias_parts query_terms queries all_queries all_keys",
+    )
     return Kernel("combine", combine), Kernel("row_loss", arguments("query_terms loss queries weight BLOCK"))
 
 

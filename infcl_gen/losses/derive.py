@@ -5,16 +5,21 @@ positive's logit, and M queries,
 
     dL/dx_ij = 1/M * (query_share * exp(x_ij - r_i) + key_share * exp(x_ij - c_j) + positive_share * [j = positive(i)])
 
-Of a mean over queries of any other F(r, p), with a_i = dF/dr and b_i = dF/dp at (r_i, p_i),
+Of a mean over queries of any other F(r, p, scale, bias), with a_i = dF/dr and b_i = dF/dp at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
+
+The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
+its logit, dL/dz of the positive adds dF/dz.
 
 and of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). A pair that is left out of a
 log-sum-exp has no exp(...) in it. From dL/dx follow
 dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j and dk_j = sum_i dL/dz_ij q_i.
 """
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +29,19 @@ from sympy import Expr, Integer, Symbol, diff
 from infcl_gen.losses import language
 from infcl_gen.losses.form import Form, PairTerm, form_of, refuse
 from infcl_gen.losses.language import LossError, LossSpec, bias, scale, z
-from infcl_gen.losses.printers import c, display, p, r, temporaries, torch_code, triton_code, x
+from infcl_gen.losses.printers import (
+    Printer,
+    c,
+    display,
+    p,
+    positive_z,
+    r,
+    temporaries,
+    temporary,
+    torch_code,
+    triton_code,
+    x,
+)
 from infcl_gen.runtime.table import Travelling
 from infcl_gen.runtime.traits import Known, Traits
 
@@ -46,7 +63,10 @@ class Derivation:
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
     query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); 1, 0 and 0 for any other F, whose
                      factors are a and b.
-    query_weight, positive_slope   a and b of any other F, over r and p; 0 for constants.
+    query_weight, positive_slope   a and b of any other F; 0 for constants.
+    through_z        dF/dz of the positive, over `gradient_factor`.
+    scale_part, bias_part   of a query in M * dL/dscale and M * dL/dbias, besides multiples of q . dq and of the sum of
+                     dL/dx over its row.
     pair_slope       h' by class, of a loss that is a sum over pairs.
     dscale_factor    dL/dscale = dscale_factor * sum_i q_i . (sum_j dL/dx_ij * dlogit_dz * k_j)
     dscale_rest      + dscale_rest * sum_ij dL/dx_ij; 0 for constants, whose sum is one.
@@ -63,6 +83,9 @@ class Derivation:
     positive_share: float
     query_weight: Expr
     positive_slope: Expr
+    through_z: Expr
+    scale_part: Expr
+    bias_part: Expr
     pair_slope: PairTerm | None
     gradient_factor: Expr
     dscale_factor: Expr
@@ -97,6 +120,34 @@ class Derivation:
     def has_keys(self) -> bool:
         """Whether the loss has a log-sum-exp over queries for each key."""
         return bool(self.key_term.has(c))
+
+    @property
+    def of_rows(self) -> tuple[str, ...]:
+        """What functions of a query depend on besides r and p, in a fixed order."""
+        expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
+        found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
+        return tuple(each.name for each in (positive_z, scale, bias, language.queries, language.keys) if each in found)
+
+    @property
+    def of_dense(self) -> tuple[str, ...]:
+        """What the loss of logits depends on besides those, in a fixed order."""
+        found = {z: positive_z} | {each: each for each in (scale, bias)}
+        return tuple(name.name for name, symbol in found.items() if self.form.formula.has(symbol))
+
+    def statements_of_rows(self, printer: Printer, constant: str, names: Mapping[str, str]) -> list[str]:
+        """Source text that computes, from `r`, `p` and `of_rows`, the vectors of queries: query_term, weight,
+        positive_slope, through_z, scale_part and bias_part; parts that they share once. A number is printed into
+        `constant`."""
+        results = {
+            "query_term": self.query_term, "weight": self.query_weight, "positive_slope": self.positive_slope,
+            "through_z": self.through_z, "scale_part": self.scale_part, "bias_part": self.bias_part,
+        }  # fmt: skip
+        shared, reduced = sympy.cse(list(results.values()), map(temporary, itertools.count()))
+        found = [f"{symbol} = {printer(value, names)}" for symbol, value in shared]
+        for name, value in zip(results, reduced, strict=True):
+            code = printer(value, names)
+            found.append(f"{name} = {constant.format(code) if value.is_number else code}")
+        return found
 
     @property
     def positive_rest(self) -> float:
@@ -210,7 +261,10 @@ def _derived(form: Form) -> Derivation:
     shift = sympy.expand(logit - dx_dz * z) if affine else None
     gradient_factor = dx_dz if affine else scale if logit.has(scale) else Integer(1)
     dscale_rest = diff(shift, scale) if total is None and shift is not None else Integer(0)
-    weight, positive_slope = (diff(form.query_term, each) if form.combined else Integer(0) for each in (r, p))
+    weight, of_p, of_z, of_scale, of_bias = (
+        diff(form.query_term, each) if form.combined else Integer(0) for each in (r, p, positive_z, scale, bias)
+    )
+    dscale_factor = _dscale_factor(logit, slope, shift, total)
     derivation = Derivation(
         form=form,
         slope=slope,
@@ -220,10 +274,14 @@ def _derived(form: Form) -> Derivation:
         key_share=float(shares[1]),
         positive_share=float(shares[2]),
         query_weight=weight,
-        positive_slope=positive_slope,
+        positive_slope=of_p,
+        through_z=of_z / gradient_factor,
+        # The multiple of q . dq has through_z * positive_z * dscale_factor, by which no logit changes with scale.
+        scale_part=of_scale - of_z * positive_z * dscale_factor / gradient_factor,
+        bias_part=of_bias,
         pair_slope=pair_term and pair_term.slopes(),
         gradient_factor=gradient_factor,
-        dscale_factor=_dscale_factor(logit, slope, shift, total),
+        dscale_factor=dscale_factor,
         dscale_rest=dscale_rest,
         dbias_factor=diff(logit, bias),
         dbias=_dbias(logit, total),
@@ -241,7 +299,7 @@ def _printed(derivation: Derivation) -> list[Expr]:
     """What generated code contains."""
     names = (
         "logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor", "query_weight",
-        "positive_slope", "dscale_rest", "dbias_factor",
+        "positive_slope", "through_z", "scale_part", "bias_part", "dscale_rest", "dbias_factor",
     )  # fmt: skip
     found = [getattr(derivation, name) for name in names]
     for pair in (derivation.form.pair_term, derivation.pair_slope):

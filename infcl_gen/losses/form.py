@@ -5,7 +5,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
     s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
     L = 1/M * (sum_i F(s_i, p_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
-p is the logit of the positive. `form_of` reads formulas, and nothing else does.
+p is the logit of the positive. F may also depend on the positive's similarity, scale, bias, and the numbers of queries
+and keys. `form_of` reads formulas, and nothing else does.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, display, p, r, x
+from infcl_gen.losses.printers import c, display, p, positive_z, r, x
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class PairTerm:
 
 @dataclass(frozen=True)
 class Form:
-    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p (see `printers`).
+    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p, positive_z (see `printers`).
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
@@ -75,13 +76,14 @@ class Form:
 
     @property
     def combined(self) -> bool:
-        """Whether F combines its statistic and the positive in another way than by constant multiples, or its statistic
-        may be a sum of nothing."""
+        """Whether F is not a sum of constant multiples of its statistic and the positive, or its statistic may be a sum
+        of nothing."""
         return "positive" in self.excluded or not _is_linear(self.query_term, r)
 
 
 _CLASSES = {is_positive, same_id}
-_STATISTICS = (language.logsumexp_over_keys, language.logsumexp_over_queries, language.positive)
+_SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
+_STATISTICS = (*_SUMS, language.positive)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
 _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p}
@@ -93,16 +95,17 @@ def form_of(spec: LossSpec) -> Form:
     reductions = spec.formula.atoms(*_REDUCTIONS)
     known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
-    statistics = [each for each in reductions if isinstance(each, _STATISTICS)]
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet"))
     of_pairs = spec.formula.atoms(language.sum_over_pairs)
     if of_pairs:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
     refuse((spec.positives == "id", "positives='id', by which a query has any number of positives, needs "
                                     "sum_over_pairs"))  # fmt: skip
+    whole = _without_classes_in_logits(spec.formula)
+    statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, logit = _excluded(statistics), _logit(statistics)
-    formula = spec.formula.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
-    outside = sorted(map(str, formula.free_symbols - {x}))
+    formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
+    outside = sorted(map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys}))
     if outside:
         raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
     query_term, key_term = _terms(formula)
@@ -129,9 +132,43 @@ def refuse(*checks: tuple[object, str]) -> None:
             raise LossError(why)
 
 
+def _without_classes_in_logits(formula: Expr) -> Expr:
+    """The formula without is_positive in its logits: a log-sum-exp over such a logit is that of the negatives and the
+    positive, log(e^a + e^b) = b + softplus(a - b), which loses no digits where b is subtracted."""
+
+    def apart(sums: Expr) -> Expr:
+        logit = sums.args[0]
+        if not logit.has(is_positive):
+            return sums
+        refuse(
+            (
+                len(sums.args) > 1 or isinstance(sums, language.logsumexp_over_queries),
+                "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone",
+            )
+        )
+        own = language.positive(logit.xreplace({is_positive: Integer(1)}))
+        negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=1 - is_positive)
+        return own + language.softplus(negatives - own)
+
+    found = formula.replace(lambda e: isinstance(e, _SUMS), apart)
+    of_positives = lambda e: e.xreplace({is_positive: Integer(1)})  # noqa: E731
+    return found.replace(lambda e: isinstance(e, language.positive), of_positives)
+
+
+def _over_logit(statistic: Expr, logit: Expr) -> Expr:
+    """A statistic over x instead of the logit. The positive of another expression becomes that of the two that it
+    depends on, the positive's logit and similarity."""
+    inside = statistic.args[0]
+    if not isinstance(statistic, language.positive) or inside == logit:
+        return statistic.func(x)
+    own, rest = language.positive(x), sympy.expand(inside - logit)
+    return inside.xreplace({logit: own, z: positive_z}) if rest.has(z) else own + rest
+
+
 def _logit(statistics: list[Expr]) -> Expr:
-    """The one expression inside all log-sum-exps and positives."""
-    logits = sorted({each.args[0] for each in statistics}, key=sympy.default_sort_key)
+    """The one expression inside all log-sum-exps, or without any inside the positives."""
+    sums = [each for each in statistics if isinstance(each, _SUMS)]
+    logits = sorted({each.args[0] for each in sums or statistics}, key=sympy.default_sort_key)
     if len(logits) != 1:
         listed = "; ".join(map(str, logits)) or "none"
         raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed})")
@@ -155,7 +192,7 @@ _MASKS = {
 
 def _excluded(statistics: list[Expr]) -> tuple[str, ...]:
     """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel."""
-    sums = [each for each in statistics if not isinstance(each, language.positive)]
+    sums = [each for each in statistics if isinstance(each, _SUMS)]
     masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
     refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
     mask = masks.pop() if masks else Integer(1)
@@ -207,7 +244,7 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
 
 def _is_linear(term: Expr, statistic: Symbol) -> bool:
     """Whether a term is a sum of constant multiples of its statistic and the positive."""
-    return all(diff(term, each).is_number for each in (statistic, p))
+    return term.free_symbols <= {statistic, p} and all(diff(term, each).is_number for each in (statistic, p))
 
 
 def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:

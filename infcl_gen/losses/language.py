@@ -21,6 +21,7 @@ form exp(x_ij - r_i).
 | `sum_over_pairs(e)`                  | loss          | sum_ij e_ij                                                  |
 | `exp`, `log`, `tanh`                 | as they come  | the usual functions                                          |
 | `softplus`, `sigmoid`, `step`        | as they come  | evaluated stably; step(u) is 1 where u > 0, else 0           |
+| `maximum(u, v)`                      | as they come  | the larger one; where they are equal it changes as v does    |
 | `scale`, `bias`                      | number        | what the caller passes (learnable)                           |
 | `queries`, `keys`                    | number        | M and N                                                      |
 | `query_weight`, `key_weight`         | query, key    | the caller's weights                                         |
@@ -46,9 +47,9 @@ from infcl_gen.errors import InputError
 
 __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "is_positive", "is_self", "key_weight", "keys",
-    "log", "logsumexp_over_keys", "logsumexp_over_queries", "mean_of_keys", "mean_over_keys", "mean_over_positives",
-    "mean_over_queries", "positive", "positives_of_query", "queries", "query_weight", "same_id", "scale", "sigmoid",
-    "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
+    "log", "logsumexp_over_keys", "logsumexp_over_queries", "maximum", "mean_of_keys", "mean_over_keys",
+    "mean_over_positives", "mean_over_queries", "positive", "positives_of_query", "queries", "query_weight",
+    "same_id", "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
 Positives = Literal["diagonal", "label", "id"]
@@ -232,6 +233,16 @@ sigmoid: Any = _opaque("sigmoid", lambda f, u: f * sigmoid(-u))
 softplus = _opaque("softplus", lambda f, u: sigmoid(u))
 
 
+class maximum(Function):
+    """The larger of two arguments; where they are equal it changes as the second does."""
+
+    nargs = (2,)
+
+    def fdiff(self, argindex: int = 1) -> Expr:
+        u, v = self.args
+        return step(u - v) if argindex == 1 else 1 - step(u - v)
+
+
 def _sized(function: Any, u: Expr) -> Expr:
     check_size(u)  # SymPy's simplification takes time exponential in the depth of `tanh(u) + u`
     return function(u)
@@ -242,5 +253,15 @@ LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (logsumexp_over_keys, logsumexp_over_queries, positive, mean_over_positives, mean_of_keys)
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function
-    for function in (*LOSS_FUNCTIONS, *ROW_FUNCTIONS, softplus, sigmoid, step, sympy.exp, sympy.log, sympy.tanh)
+    for function in (
+        *LOSS_FUNCTIONS,
+        *ROW_FUNCTIONS,
+        softplus,
+        sigmoid,
+        step,
+        maximum,
+        sympy.exp,
+        sympy.log,
+        sympy.tanh,
+    )
 }

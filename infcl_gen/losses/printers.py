@@ -20,12 +20,18 @@ from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError
 
 # Symbols of derived expressions: x is the logit of a pair, r = logsumexp over a query's keys, c = logsumexp over a
-# key's queries, p the logit of the positive.
-x, r, c, p = (Symbol(name, real=True) for name in "xrcp")
+# key's queries, p the logit of the positive, and positive_z its similarity.
+x, r, c, p, positive_z = (Symbol(name, real=True) for name in ("x", "r", "c", "p", "positive_z"))
+
+
+def temporary(number: int) -> Symbol:
+    """A part of expressions that is computed once, under this name."""
+    return Symbol(f"t{number}", real=True)
+
 
 LONGEST_TEXT = 10_000  # characters; a translation that repeats its argument doubles the text with every nesting
 
-_SYMBOLS = {**language.SYMBOLS, "x": x, "r": r, "c": c, "p": p}
+_SYMBOLS = {**language.SYMBOLS, "x": x, "r": r, "c": c, "p": p, "positive_z": positive_z}
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
 
@@ -36,6 +42,7 @@ class Printer:
     target: str
     functions: dict[Any, str]
     floats: bool = False  # print 2.0 and z * z rather than 2 and z**2
+    at_least: str = ""  # the maximum of an argument and a number
     formulas: bool = False  # print whole formulas: functions of several arguments, every `similarity`
 
     def __call__(self, expression: Expr, names: Mapping[str, str] | None = None) -> str:
@@ -58,6 +65,8 @@ class Printer:
         if expression.is_Pow:
             return self._pow(expression, names)
         translation = self.functions.get(expression.func)
+        if expression.func == language.maximum and not self.formulas:
+            return self._maximum(expression, names), _ATOM
         if translation is not None and (len(expression.args) == 1 or self.formulas):
             text = translation.format(", ".join(self._print(argument, names)[0] for argument in expression.args))
             if len(text) > LONGEST_TEXT:
@@ -67,15 +76,29 @@ class Printer:
             return text, (_ATOM if is_call else _SUM)
         raise LossError(f"{self.target} has no translation for {expression.func.__name__} in {expression}")
 
+    def _maximum(self, expression: Expr, names: Mapping[str, str]) -> str:
+        translation = self.functions.get(language.maximum)
+        if translation is None:
+            raise LossError(f"{self.target} has no translation for maximum in {expression}")
+        number, *rest = sorted(expression.args, key=lambda argument: not argument.is_number)
+        if number.is_number:
+            return self.at_least.format(self._print(rest[0], names)[0], self._number(number)[0])
+        text = str(translation.format(*(self._print(argument, names)[0] for argument in expression.args)))
+        if len(text) > LONGEST_TEXT:
+            raise LossError(f"{self.target} would need more than {LONGEST_TEXT} characters for it")
+        return text
+
     def _bound(self, expression: Expr, names: Mapping[str, str], level: int) -> str:
         text, binds = self._print(expression, names)
         return text if binds >= level else f"({text})"
 
     def _symbol(self, symbol: Symbol, names: Mapping[str, str]) -> str:
+        if re.fullmatch("t[0-9]+", symbol.name):
+            return str(symbol.name)
         block = language.similarity_symbol(symbol.name) if self.formulas else None
         if symbol != _SYMBOLS.get(symbol.name, block):
             raise LossError(f"{self.target} does not know the symbol {symbol.name!r}")
-        text = names.get(symbol.name, symbol.name)
+        text = str(names.get(symbol.name, symbol.name))
         return text if re.fullmatch(r"[A-Za-z_]\w*(\[[^\[\]]*\])?", text) else f"({text})"
 
     def _number(self, number: Expr) -> tuple[str, int]:
@@ -171,19 +194,31 @@ triton_code = Printer(
     functions={
         **_calls("tl"),
         sympy.tanh: "2.0 * tl.sigmoid(2.0 * ({})) - 1.0",
+        language.step: "tl.where(({}) > 0.0, 1.0, 0.0)",
+        # tl.maximum drops a NaN; the sum is one where neither is larger.
+        language.maximum: "tl.where(({0}) >= ({1}), {0}, tl.where(({1}) > ({0}), {1}, ({0}) + ({1})))",
         language.softplus: "tl.maximum({0}, 0.0) + tl.log(1.0 + tl.exp(-tl.abs({0})))",
     },
+    at_least="tl.where(({1}) > ({0}), {1}, {0})",
     floats=True,
 )
-# The same with the functions of header_pairs.py.jinja, which are good to a few roundings also where they are near 0.
+# The same with functions of pieces/functions.py.jinja, which are good to a few roundings also where they are near 0.
 pair_code = Printer(
     target="Triton",
     functions=triton_code.functions | {language.softplus: "softplus({})", language.sigmoid: "sigmoid({})"},
+    at_least=triton_code.at_least,
     floats=True,
 )
 # Symbols stand for tensors. functional.softplus becomes linear beyond 20, an error of 2e-9; logsigmoid does not.
 torch_code = Printer(
-    target="torch", functions={**_calls("torch"), language.softplus: "-torch.nn.functional.logsigmoid(-({}))"}
+    target="torch",
+    functions={
+        **_calls("torch"),
+        language.softplus: "-torch.nn.functional.logsigmoid(-({}))",
+        language.step: "torch.where(({}) > 0, 1.0, 0.0)",
+        language.maximum: "torch.maximum({0}, {1})",
+    },
+    at_least="torch.clamp({}, min={})",
 )
 # A formula over r (M,), c (N,), p (M,) as torch source.
 dense_code = Printer(
@@ -191,6 +226,7 @@ dense_code = Printer(
     functions=torch_code.functions
     | {language.mean_over_queries: "({}).mean()", language.mean_over_keys: "({}).mean()"}
     | {language.sum_over_pairs: "({}).sum()"},
+    at_least=torch_code.at_least,
 )
 # For people: `exp(x - r) / 2 - is_positive`. `load.parse_formula` reads it back.
 display = Printer(

@@ -6,9 +6,19 @@ from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.language import is_positive, same_id, scale, z
-from infcl_gen.losses.printers import dense_code, display, p, torch_code
+from infcl_gen.losses.printers import dense_code, display, p, positive_z, torch_code
 
-_PAIR = {"x": "x_ij", "z": "z_ij", "r": "r_i", "c": "c_j", "p": "p_i"}
+_NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])"}
+_PAIR = {
+    "x": "x_ij",
+    "z": "z_ij",
+    "r": "r_i",
+    "c": "c_j",
+    "p": "p_i",
+    "positive_z": "z_ip",
+    "queries": "M",
+    "keys": "N",
+}
 
 _ABOUT_LABELS = {
     "diagonal": "must be None: key i is the positive of query i, so there are as many keys as queries.",
@@ -139,6 +149,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "id": "same_id.to(x.dtype)",
     }[spec.positives]
     summed = "y" if excluded else "x"
+    at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     left_out = {
         (): "",
         ("same_id",): "same_id & (is_positive == 0)",
@@ -151,7 +162,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("y", excluded, f'x.masked_fill({left_out}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
-        ("p", form.formula.has(p), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
+        ("p", form.formula.has(p), at_positives.format("x")),
+        ("positive_z", form.formula.has(positive_z), at_positives.format("z")),
     )
     literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")
     printed = ("logit", "gradient_factor", "dscale_factor")
@@ -171,7 +183,11 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
         "about_labels": _ABOUT_LABELS[spec.positives],
         "about_ids": f"{'int64 (M,) and (N,), the id of each query and of each key' if ids else 'must be None'}.",
-        "dense_arguments": "x: Tensor" + ", labels: Tensor" * labels + ", same_id: Tensor" * ids,
+        "dense_arguments": "x: Tensor"
+        + ", labels: Tensor" * labels
+        + ", same_id: Tensor" * ids
+        + "".join(f", {name}: Tensor" for name in derivation.of_dense),
+        "with_numbers": "".join(f", {name}={name}" for name in derivation.of_dense),
         "with_classes": ", labels" * labels + ", query_ids[:, None] == key_ids" * ids,
         "and_classes": " and the (M,) positives" * labels + ", and which pairs are of one id, (M, N)" * ids,
         "labels_type": "Tensor | str | None" if labels else "Tensor | None",
@@ -180,7 +196,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "query_term": torch_code(derivation.query_term) if derivation.has_queries else "torch.zeros_like(p)",
         "key_term": torch_code(derivation.key_term) if derivation.has_keys else "torch.zeros_like(c)",
         "reductions": "\n".join(f"{name} = {code}" for name, used, code in reductions if used),
-        "loss": dense_code(form.formula, {"queries": "len(x)"}),
+        "loss": dense_code(form.formula, _NUMBERS),
     }
 
 
@@ -188,8 +204,12 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     """What loss.py of a loss with a weight for each query has instead of shares."""
     if not derivation.form.combined:
         return {}
-    names = ("query_weight", "positive_slope")
-    return {name: _tensor_code(getattr(derivation, name), {"x": "p"}) for name in names}
+    arguments = "".join(f", {name}: Tensor" for name in derivation.of_rows)
+    return {
+        "of_rows": repr(derivation.of_rows),
+        "row_arguments": f"r: Tensor, p: Tensor{arguments}",
+        "statements_of_rows": "\n".join(derivation.statements_of_rows(torch_code, "torch.full_like(p, {})", {})),
+    }
 
 
 def _factors_of_slopes(derivation: Derivation) -> dict[str, Any]:

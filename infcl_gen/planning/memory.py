@@ -99,7 +99,8 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     if v.at_once:
         return _buffers_at_once(v)
     ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
-    positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys + v.traits.combined
+    positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
+    positive_rows = 4 if v.traits.combined else positive_rows
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
     kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # their statistics stay from forward to backward

@@ -300,15 +300,17 @@ class _Sweep:
 
     @property
     def slopes(self) -> Tensor | int:
-        """Parts of the sum of M * dL/dx over all pairs; where that is a constant, the number of queries."""
+        """Parts of the sum of M * dL/dx over all pairs; of a combined loss queries' parts of M * dL/dscale and
+        M * dL/dbias (2, m); where the sum is a constant, the number of queries."""
         if self.sums is not None:
             return self.sums[1]
-        return self.positive[1] if self.package.traits.combined else self.call.q.shape[0]
+        return self.positive[1:3] if self.package.traits.combined else self.call.q.shape[0]
 
     def block(self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None) -> Block:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
-        found = (self.queries, keys, self.positive, self.query_ids, key_ids, self.sums)
+        counts = sum(self.layout.rows), sum(self.layout.keys)
+        found = (self.queries, keys, self.positive, self.query_ids, key_ids, self.sums, counts)
         return Block(q, k, scale, bias, self.positives, first, *found)
 
     def own_block(self) -> Block:

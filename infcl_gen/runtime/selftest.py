@@ -1,5 +1,6 @@
 """The self-test of a generated package: small batches on one device against the package's `reference` in fp64."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -140,7 +141,10 @@ def _gradients_of_logits(package: Package, q: Tensor, k: Tensor, scale: float) -
     query_ids, key_ids = _ids(package, q, k)
     if query_ids is not None and key_ids is not None:
         classes.append(query_ids[:, None] == key_ids)
-    of_z, of_bias = torch.autograd.grad(package.loss.loss_of_logits(x, *classes), (z, bias), materialize_grads=True)
+    taken = inspect.signature(package.loss.loss_of_logits).parameters
+    others = {"z": z.detach(), "scale": numbers[0], "bias": numbers[1]}
+    value = package.loss.loss_of_logits(x, *classes, **{name: each for name, each in others.items() if name in taken})
+    of_z, of_bias = torch.autograd.grad(value, (z, bias), materialize_grads=True)
     return of_z, of_bias
 
 

@@ -49,7 +49,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,16 @@ from torch import Tensor
 from infcl_gen.runtime.launch import INTERPRETED
 from infcl_gen.runtime.selftest import product_roundoff
 from infcl_gen.runtime.traits import Traits
-from infcl_gen.verification.oracle import Inputs, LossAndGrads, kept, loss_module, oracle, pair_values, plain_torch
+from infcl_gen.verification.oracle import (
+    Inputs,
+    LossAndGrads,
+    kept,
+    loss_module,
+    numbers_of_rows,
+    oracle,
+    pair_values,
+    plain_torch,
+)
 
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
@@ -162,15 +171,18 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     z_sum = (1 + math.sqrt(q.shape[1]) / 4) * (q.abs() @ k.abs().T)
     x = mathematics.logit(z, scale, bias)
     own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
-    slope = own_slope * abs(float(mathematics.gradient_factor(scale, bias)))
+    of_logit = abs(float(mathematics.gradient_factor(scale, bias)))
+    slope = own_slope * of_logit
     pairs, products = traits.at_once, (q.square() @ k.square().T).sqrt()
     if traits.sums_slopes and plan["split"] and INTERPRETED:
         # Triton's interpreter cuts bf16 halves instead of rounding them: two operands and the product that is left out
         # are too small by up to w each. Errors of one sign cancel in softmaxes only.
         w, products = 3 * w, q.abs() @ k.abs().T
-    dx = slope * (w * products + v * z_sum) + v * x.abs()
+    dz = w * products + v * z_sum
+    dx = slope * dz + v * x.abs()
     terms = _of_pairs if pairs else _of_combined if traits.combined else _of_softmaxes
-    g, smooth, dloss, dg = terms(mathematics, x, dx, inputs, statistics)
+    errors = terms(mathematics, x, dx, inputs, statistics, dz)
+    g, smooth, dloss, dg = errors[:4]
 
     # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
     # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign.
@@ -185,21 +197,22 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     longest = max(z.shape)
     accumulation = v * min(longest, 4 * math.sqrt(longest))
 
-    # the sums over keys, over queries and over pairs
+    # the gradient of a similarity without `of_logit`; then the sums over keys, over queries and over pairs
+    of_z, smooth, dof_z = own_slope * g + errors.of_z, own_slope * smooth, own_slope * dg + errors.dof_z
     factor = abs(float(mathematics.dscale_factor(scale, bias)))
-    product = own_slope * z
-    spread = (g * product).square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
-    alike = (smooth * product).sum().abs() + (g * product)[positives].sum().abs()
-    rounding = (g * product).abs().sum().minimum(alike + spread)
-    dscale = factor * ((dg * product.abs() + accumulation * own_slope * g.abs() * z_sum).sum() + rounded * rounding)
+    product = of_z * z
+    spread = product.square().sum().sqrt() * math.sqrt(_most_alike(q) * _most_alike(k))
+    alike = (smooth * z).sum().abs() + product[positives].sum().abs()
+    rounding = product.abs().sum().minimum(alike + spread)
+    dscale = factor * ((dof_z * z.abs() + accumulation * of_z.abs() * z_sum).sum() + rounded * rounding)
     if traits.sums_slopes:
         dscale += abs(float(mathematics.dscale_rest(scale, bias))) * (dg + accumulation * g.abs()).sum()
-    positive = torch.where(positives, g, 0.0)
-    sums = (slope * g, slope * smooth, slope * positive, slope * dg)
+    dscale += errors.of_scale
+    sums = [of_logit * part for part in (of_z, smooth, torch.where(positives, of_z, 0.0), dof_z)]
     bias_slope = (mathematics.logit(z, scale, bias + 1) - x).abs()
     dq = _sum_bound(sums, k, accumulation, rounded)
     dk = _sum_bound((part.T for part in sums), q, accumulation, rounded)
-    dbias = (bias_slope * (dg + accumulation * g.abs())).sum()
+    dbias = (bias_slope * (dg + accumulation * g.abs())).sum() + errors.of_bias
     unit = 2 * u if pairs or by_rows else u
     bound = LossAndGrads(
         loss=dloss / len(q),
@@ -208,17 +221,31 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         dscale=dscale / len(q) + v * reference.dscale.abs(),
         dbias=dbias / len(q) + v * reference.dbias.abs(),
     )
-    terms = slope * g.abs()
+    terms = of_logit * of_z.abs()
     magnitude = LossAndGrads(*map(torch.abs, reference))._replace(
-        dq=terms @ k.abs() / len(q), dk=terms.T @ q.abs() / len(q), dscale=factor * (g * product).abs().sum() / len(q)
+        dq=terms @ k.abs() / len(q), dk=terms.T @ q.abs() / len(q), dscale=factor * product.abs().sum() / len(q)
     )
     return bound, magnitude
 
 
+class _Errors(NamedTuple):
+    """M * dL/dx, the same without positives, the error of M * L and that of M * dL/dx. Then of what M * dL/dscale and
+    M * dL/dbias have besides sums of it the errors; and what positives have by way of their z, with its error."""
+
+    g: Tensor
+    smooth: Tensor
+    loss: Tensor
+    dg: Tensor
+    of_scale: Tensor | float = 0.0
+    of_bias: Tensor | float = 0.0
+    of_z: Tensor | float = 0.0
+    dof_z: Tensor | float = 0.0
+
+
 def _of_softmaxes(
-    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """M * dL/dx, the same without positives, the error of M * L and that of M * dL/dx, for logits wrong by dx."""
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor
+) -> _Errors:
+    """Those of a loss of softmaxes, for logits wrong by dx."""
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
     own_logits, x = x[at_positives], kept(x, inputs, mathematics.CLASSES)
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
@@ -237,12 +264,12 @@ def _of_softmaxes(
     g, uncancelled = probability.clone(), probability.abs()
     g[at_positives] += mathematics.POSITIVE_SHARE
     uncancelled[at_positives] += abs(mathematics.POSITIVE_SHARE)
-    return g, probability, dloss, dprobability + v * uncancelled
+    return _Errors(g, probability, dloss, dprobability + v * uncancelled)
 
 
 def _of_combined(
-    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor
+) -> _Errors:
     """The same where each query has a weight: it, its positive's slope and its term are wrong by what they change over
     the intervals of its sum and its positive, and by FUNCTION_ROUNDINGS."""
     v, at = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
@@ -254,15 +281,20 @@ def _of_combined(
     mean = (probability * dx).sum(1)
     dr = mean + v * (finite + long_sum)
 
-    def with_error(name: str) -> tuple[Tensor, Tensor]:
-        function = getattr(mathematics, name)
-        value = function(r, p)
-        near = torch.stack([function(r + a * dr, p + b * dp) for a in (-1, 1) for b in (-1, 1)])
-        return value, (near - value).abs().amax(0) + FUNCTION_ROUNDINGS * v * value.abs()
+    scale, bias = (torch.as_tensor(number or 0.0).to(p) for number in (inputs.scale, inputs.bias))
+    z = (inputs.q.double() * inputs.k.double()[inputs.positives()]).sum(1)
+    dz = dz[at]
 
-    (weight, dweight), (slope, dslope), (terms, dterms) = map(
-        with_error, ("query_weight", "positive_slope", "query_term")
-    )
+    def of_queries(a: int, b: int) -> Tensor:
+        """All vectors, for the sum and the positive at an end of their intervals."""
+        rest = numbers_of_rows(mathematics, z + b * dz, scale, bias, *x.shape)
+        values = mathematics.of_queries(r + a * dr, p + b * dp, **rest)
+        return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values])
+
+    values = of_queries(0, 0)
+    near = torch.stack([of_queries(a, b) for a in (-1, 1) for b in (-1, 1)])
+    errors = (near - values).abs().amax(0) + FUNCTION_ROUNDINGS * v * values.abs()
+    (terms, weight, slope, through_z, *_), (dterms, dweight, dslope, dthrough_z, of_scale, of_bias) = values, errors
     smooth = weight[:, None] * probability
     dg = smooth.abs() * (dx + mean[:, None] + v) + dweight[:, None] * probability
     dg += weight.abs()[:, None] * statistics.smallest_normal  # where a probability underflows
@@ -270,12 +302,11 @@ def _of_combined(
     g[at] += slope
     dg[at] += dslope
     dterms += statistics.smallest_normal
-    return g, smooth, dterms.sum() + v * long_sum * terms.abs().sum(), dg
+    by_z = [torch.zeros_like(x).masked_scatter(at, each) for each in (through_z, dthrough_z)]
+    return _Errors(g, smooth, dterms.sum() + v * long_sum * terms.abs().sum(), dg, of_scale.sum(), of_bias.sum(), *by_z)
 
 
-def _of_pairs(
-    mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _of_pairs(mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor) -> _Errors:
     """The same of a sum over pairs. A term is wrong by what it changes over the interval of its logit, and by
     FUNCTION_ROUNDINGS; so is its slope. Terms are monotone over so short an interval."""
     v = statistics.eps / 2
@@ -287,7 +318,7 @@ def _of_pairs(
 
     (terms, dterms), (g, dg) = with_error("term"), with_error("slope")
     sums = v * (4 + math.sqrt(max(x.shape)) / 8) * terms.abs().sum()
-    return g, mathematics.pair_slope(x), (dterms + statistics.smallest_normal).sum() + sums, dg
+    return _Errors(g, mathematics.pair_slope(x), (dterms + statistics.smallest_normal).sum() + sums, dg)
 
 
 def _sum_bound(sums: Iterable[Tensor], other: Tensor, accumulation: float, unit: float) -> Tensor:

@@ -5,6 +5,7 @@ neither the derived gradient nor any kernel with what it checks.
 """
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -86,8 +87,9 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     mathematics = loss_module(module)
     statistics = torch.promote_types(inputs.q.dtype, torch.float32)
     leaves = q, k, scale, bias = inputs.leaves(inputs.q.dtype, statistics)
-    x = mathematics.logit((q @ k.T).to(statistics), scale, bias)
-    return _gradients(mathematics.loss_of_logits(x, *inputs.classes(mathematics.POSITIVES)), leaves)
+    z = (q @ k.T).to(statistics)
+    x, classes = mathematics.logit(z, scale, bias), inputs.classes(mathematics.POSITIVES)
+    return _gradients(mathematics.loss_of_logits(x, *classes, **dense_numbers(mathematics, z, scale, bias)), leaves)
 
 
 def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
@@ -119,10 +121,30 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
         return _gradients(torch.stack(found).sum() / len(q), leaves)
     by_query, by_key, at_positive = zip(*found, strict=True)
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
-    loss = mathematics.query_term(torch.cat(by_query), p).sum()
+    r = torch.cat(by_query)
+    if hasattr(mathematics, "of_queries"):
+        at_positive_z = (q * k[labels]).sum(1)
+        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(k))
+        return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q), leaves)
+    loss = mathematics.query_term(r, p).sum()
     if mathematics.HAS_KEYS:
         loss = loss + mathematics.key_term(c, p).sum()
     return _gradients(loss / len(q), leaves)
+
+
+def dense_numbers(mathematics: Any, z: Tensor, scale: Tensor, bias: Tensor) -> dict[str, Tensor]:
+    """What a loss.py's `loss_of_logits` takes besides logits and classes."""
+    taken = inspect.signature(mathematics.loss_of_logits).parameters
+    return {name: value for name, value in (("z", z), ("scale", scale), ("bias", bias)) if name in taken}
+
+
+def numbers_of_rows(
+    mathematics: Any, positive_z: Tensor, scale: Tensor, bias: Tensor, queries: int, keys: int
+) -> dict[str, Tensor]:
+    """What a loss.py's `of_queries` takes besides sums and positives."""
+    counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
+    found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
+    return {name: found[name] for name in mathematics.OF_ROWS}
 
 
 def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tensor:

@@ -4,6 +4,9 @@
     backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
     at once     where gradients need no statistics, forward does the work of backward, which only multiplies them
 
+`gradients` has a bit each for q, k, scale and bias: a gradient is wanted. Of a side that needs none the product with g,
+its sums and their messages are left out (`package.products`).
+
 The package's `schedule` module sweeps blocks of queries and keys. Over ranks a `Trip` brings the keys of each owner.
 One device never communicates, never copies its inputs and, on CUDA, never waits for the device.
 
@@ -28,25 +31,25 @@ from torch.autograd import profiler
 from . import agreement
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
-from .package import Block, Call, Options, Package, Saved
+from .package import KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
 from .statistics import Statistics, view
 from .table import Table
 from .transport import Tensors, Trip
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dscale, dbias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dscale, dbias
+Sums = tuple[Tensor | None, Tensor | None]  # for dq and dk
 
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
     """This rank's loss (0-dim, statistics dtype) and what backward needs.
 
-    `call` is cast; over ranks m and n may be 0. `gradients` has a bit each for q, k, scale and bias: a gradient is
-    wanted. Raises as `agreement.layout`.
+    `call` is cast; over ranks m and n may be 0. Raises as `agreement.layout`.
     """
     group = find_group(call.options.group_name)
-    return swept(package, call, group, agreement.layout(package, group, call, gradients), bool(gradients))
+    return swept(package, call, group, agreement.layout(package, group, call, gradients), gradients)
 
 
-def swept(package: Package, call: Call, group: Group | None, layout: Layout, gradients: bool) -> tuple[Tensor, Saved]:
+def swept(package: Package, call: Call, group: Group | None, layout: Layout, gradients: int) -> tuple[Tensor, Saved]:
     """`forward` for a layout that the ranks have agreed on."""
     with device_state(package, call.q.device, "forward"):
         if group is None:
@@ -62,7 +65,7 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             sweep.positive.fill_(math.nan)
         keys, by_rows = None, gradients and package.at_once(len(layout.rows))
         if by_rows:
-            _gradients_by_rows(sweep, group)
+            _gradients_by_rows(sweep, group, gradients)
         else:
             keys = _forward(sweep, group, gradients)
         if package.traits.labels:
@@ -75,14 +78,16 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         return package.schedule.loss_terms(ours, _weight(layout, call.options)), saved
 
 
-def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
-    """dq (m, D) and dk (n, D) in the features' dtype or `unrounded`; dscale and dbias 0-dim in the statistics dtype.
+def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
+    """dq (m, D) and dk (n, D) in the features' dtype or `unrounded`; dscale and dbias 0-dim in the statistics dtype;
+    None for those not wanted.
 
-    `upstream` is the gradient of this rank's loss, 0-dim of any dtype. All ranks of a group must call it, in one order;
-    otherwise every rank raises RuntimeError. With `Package.at_once` a rank needs no other.
+    `upstream` is the gradient of this rank's loss, 0-dim of any dtype. `gradients` are those of forward. All ranks of a
+    group must call it, in one order; otherwise every rank raises RuntimeError. With `Package.at_once` a rank needs no
+    other.
     """
     if package.at_once(saved.layout.shape[0]):
-        return _rescaled(package, call, saved, upstream)
+        return _rescaled(package, call, saved, upstream, gradients)
     group, layout = None, Layout.alone(call.q, call.k)
     if saved.layout.shape[0]:
         group = find_group(call.options.group_name)
@@ -90,76 +95,83 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gr
         rows, keys, _ = zip(*saved.layout.tolist(), strict=True)
         layout = Layout(group.rank, rows, keys)
     with device_state(package, call.q.device, "backward"):
-        weighting = _Weighting(package, call, layout, upstream)
+        weighting = _Weighting(package, call, layout, upstream, gradients)
         sweep = _Sweep(package, call, layout, saved)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars(sweep.slopes)
 
 
-def _at_once(sweep: _Sweep, group: Group | None, gradients: bool) -> Tensor:
-    """The loss of a sum over pairs; with `gradients` writes those for an upstream gradient of 1 to `Saved`."""
+def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor:
+    """The loss of a sum over pairs; writes the gradients for an upstream gradient of 1 to `Saved`."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     upstream = _valid(sweep)
     if not gradients:
         _forward(sweep, group, gradients)
     else:
-        weighting = _Weighting(package, call, layout, upstream, saved.of_queries.dtype)
+        weighting = _Weighting(package, call, layout, upstream, gradients, saved.of_queries.dtype)
         if group is None:
-            _backward_alone(sweep, weighting, saved.of_queries, saved.of_keys)
+            _backward_alone(sweep, weighting, *weighting.kept(saved))
         else:
             table = _table(package, layout, gradients)
             begin = lambda: Trip(group, table, "forward", layout, _tensors(sweep, table))  # noqa: E731
-            _finished(sweep, weighting, begin, saved.of_queries, panel(saved.of_keys, 0, call.k.shape[0]))
-        torch.stack(weighting.scalars(sweep.slopes), out=saved.stash)
+            _finished(sweep, weighting, begin, *weighting.kept(saved))
+        _keep_scalars(saved, weighting.scalars(sweep.slopes))
     loss: Tensor = package.schedule.loss_terms(sweep.own_block(), _weight(layout, call.options))
     return loss.mul_(upstream) if package.traits.labels else loss
 
 
-def _gradients_by_rows(sweep: _Sweep, group: Group | None) -> None:
+def _keep_scalars(saved: Saved, scalars: tuple[Tensor | None, Tensor | None]) -> None:
+    dscale, dbias = scalars
+    if dscale is not None and dbias is not None:
+        torch.stack((dscale, dbias), out=saved.stash)
+
+
+def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> None:
     """Completes the statistics of all queries; writes the gradients for an upstream gradient of 1 to `Saved`."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
-    weighting = _Weighting(package, call, layout, call.scale.new_ones(()), saved.of_queries.dtype)
+    weighting = _Weighting(package, call, layout, call.scale.new_ones(()), gradients, saved.of_queries.dtype)
     if group is None:
-        _backward_alone(sweep, weighting, saved.of_queries, saved.of_keys)
+        _backward_alone(sweep, weighting, *weighting.kept(saved))
     else:
         _rows_over(sweep, weighting, group)
-    torch.stack(weighting.scalars(sweep.slopes), out=saved.stash)
+    _keep_scalars(saved, weighting.scalars(sweep.slopes))
 
 
 def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
     """Rows of panels over the keys of all ranks, of which work has the sums for dk of each; they go home after it."""
-    package, layout, saved, (q, k, *_) = sweep.package, sweep.layout, sweep.saved, sweep.call
-    table, schedule, dq = _table(package, layout, True), package.schedule, saved.of_queries
-    tensors, sums = _tensors(sweep, table), dict[int, Tensor]()
+    package, layout, saved, q = sweep.package, sweep.layout, sweep.saved, sweep.call.q
+    table, schedule, (dq, dk) = _table(package, layout, weighting.gradients), package.schedule, weighting.kept(saved)
+    tensors, sums, of_keys = _tensors(sweep, table), dict[int, Tensor | None](), weighting.products.of_keys
     trip = Trip(group, table, "forward", layout, tensors)
     for owner in trip:
-        sums[owner] = trip["key gradients"]
+        sums[owner] = trip["key gradients"] if of_keys else None
         if len(sums) < group.size or not q.shape[0]:
             continue
-        step, total, keys = min(schedule.PANEL_ROWS, q.shape[0]), dq, sum(layout.keys)
-        if weighting.dtype != schedule.STATISTICS_DTYPE:
-            total = q.new_empty((step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+        step, keys = min(schedule.PANEL_ROWS, q.shape[0]), sum(layout.keys)
+        total = weighting.query_sums(dq, step)
         block = sweep.block(0, tensors.kept["keys"], saved.of_keys, None)
         scratch = schedule.rows_scratch(step, keys, q.device)
-        of_ranks = [(sums[rank], count) for rank, count in enumerate(layout.keys) if count]
+        of_ranks = [(sums[rank], count) for rank, count in enumerate(layout.keys) if count and of_keys]
         for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
             part = block.panel(start, count, 0, keys)
             schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0)
         del scratch  # its memory is for the sums of other ranks
-    weighting.keys(trip.home("key gradients"), panel(saved.of_keys, 0, k.shape[0]))
+    if dk is not None:
+        weighting.keys(trip.home("key gradients"), panel(dk, 0, sweep.call.k.shape[0]))
 
 
 def _rows_of_panels(
-    sweep: _Sweep, weighting: _Weighting, total: Tensor, dq: Tensor
-) -> Iterator[tuple[int, int, Tensor]]:
+    sweep: _Sweep, weighting: _Weighting, total: Tensor | None, dq: Tensor | None
+) -> Iterator[tuple[int, int, Tensor | None]]:
     """Of each row of panels the first query, their number, and their part of `total`, which holds all sums for dq if it
-    is dq itself, else those of one row of panels. dq is written after the loop's body."""
+    is dq itself, else those of one row of panels, or None. dq is written after the loop's body."""
     rows, each = sweep.call.q.shape[0], sweep.package.schedule.PANEL_ROWS
     for start in range(0, rows, each):
         count = min(each, rows - start)
-        own = panel(total, start if total is dq else 0, count)
+        own = None if total is None else panel(total, start if total is dq else 0, count)
         yield start, count, own
-        weighting.queries(own, panel(dq, start, count), start)
+        if own is not None:
+            weighting.queries(own, own if dq is None else panel(dq, start, count), start)
 
 
 def _valid(sweep: _Sweep) -> Tensor:
@@ -170,45 +182,63 @@ def _valid(sweep: _Sweep) -> Tensor:
     return one.masked_fill_(((sweep.positives < 0) | (sweep.positives >= sum(sweep.layout.keys))).any(), math.nan)
 
 
-def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
+def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
     """`backward` of a loss whose forward has computed the gradients."""
-    schedule = package.schedule
+    schedule, parts = package.schedule, zip((QUERIES, KEYS, SCALARS), saved[:3], strict=True)
+    if any(gradients & wanted and kept.shape == (0,) for wanted, kept in parts):
+        # A graph that was traced with fewer gradients has not kept the others.
+        saved = forward(package, call.cast(package), gradients)[1]
     with device_state(package, call.q.device, "backward"):
         upstream = upstream.to(schedule.STATISTICS_DTYPE)
-        dtype = schedule.STATISTICS_DTYPE if call.options.unrounded else package.dtype
-        dq, dk = (x.new_empty(x.shape, dtype=dtype) for x in call[:2])
-        schedule.rescale(saved.of_queries, upstream, dq)
-        schedule.rescale(panel(saved.of_keys, 0, call.k.shape[0]), upstream, dk)
+        dq, dk = _results(call, gradients, schedule.STATISTICS_DTYPE if call.options.unrounded else package.dtype)
+        if dq is not None:
+            schedule.rescale(saved.of_queries, upstream, dq)
+        if dk is not None:
+            schedule.rescale(panel(saved.of_keys, 0, call.k.shape[0]), upstream, dk)
+        if not gradients & SCALARS:
+            return dq, dk, None, None
         dscale, dbias = (x * upstream for x in saved.stash.unbind())  # an operator's results share no memory
         return dq, dk, dscale, dbias
 
 
-def gradient_sums(package: Package, call: Call, saved: Saved) -> tuple[Tensor, Tensor]:
+def _results(call: Call, gradients: int, dtype: torch.dtype) -> Sums:
+    """Room for dq and dk, contiguous as inputs need not be; None for those not wanted."""
+    dq, dk = (
+        x.new_empty(x.shape, dtype=dtype) if gradients & wanted else None
+        for x, wanted in zip(call[:2], (QUERIES, KEYS), strict=True)
+    )
+    return dq, dk
+
+
+def gradient_sums(package: Package, call: Call, saved: Saved, gradients: int) -> Sums:
     """First part of `backward` on one device: the sums for dq (m, D) and dk (n, D), in the statistics dtype.
 
     `weighted` is the second part. Both are called in a `device_state`.
     """
     (rows, dim), keys, schedule = call.q.shape, call.k.shape[0], package.schedule
     sweep, room = _Sweep(package, call, Layout.alone(call.q, call.k), saved), _key_room(package, keys)
-    sums = call.q.new_empty((room + rows, dim), dtype=schedule.STATISTICS_DTYPE)
-    dk_sum, dq_sum = sums[:room], sums[room:]
+    wanted = products(gradients)
+    sums = call.q.new_empty((room * wanted.of_keys + rows * wanted.of_queries, dim), dtype=schedule.STATISTICS_DTYPE)
+    dk_sum, dq_sum = sums[:room] if wanted.of_keys else None, sums[-rows:] if wanted.of_queries else None
     scratch = schedule.backward_scratch(rows, keys, call.q.device)
     how = {"fresh_dq": True, "fresh_dk": True, "stash": sweep.tiles}
     schedule.backward_block(sweep.own_block(), dq_sum, dk_sum, scratch, **how)
-    return dq_sum, panel(dk_sum, 0, keys)
+    return dq_sum, None if dk_sum is None else panel(dk_sum, 0, keys)
 
 
-def weighted(package: Package, call: Call, saved: Saved, sums: tuple[Tensor, Tensor], upstream: Tensor) -> Gradients:
+def weighted(package: Package, call: Call, saved: Saved, sums: Sums, upstream: Tensor, gradients: int) -> Gradients:
     """Second part of `backward`: its results, in fresh tensors, from the `gradient_sums` of the same inputs."""
     layout = Layout.alone(call.q, call.k)
-    weighting = _Weighting(package, call, layout, upstream)
-    dq, dk = [x.new_empty(x.shape, dtype=weighting.dtype) for x in call[:2]]
-    weighting.queries(sums[0], dq)
-    weighting.keys(sums[1], dk)
+    weighting = _Weighting(package, call, layout, upstream, gradients)
+    dq, dk = _results(call, gradients, weighting.dtype)
+    if sums[0] is not None:
+        weighting.queries(sums[0], sums[0] if dq is None else dq)
+    if sums[1] is not None and dk is not None:
+        weighting.keys(sums[1], dk)
     return dq, dk, *weighting.scalars(_Sweep(package, call, layout, saved).slopes)
 
 
-def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: bool, unrounded: bool = False) -> Saved:
+def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: int, unrounded: bool = False) -> Saved:
     """`Saved` with its tensors not yet written; `sizes` is its layout, `unrounded` that of `Options`.
 
     A traced graph does not know the sizes of other ranks. There is room for the planned keys: of all ranks in a gather,
@@ -219,9 +249,9 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
         # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
         rounds = package.dtype == torch.bfloat16 and not unrounded
         dtype = package.dtype if rounds else schedule.STATISTICS_DTYPE
-        dq = q.new_empty(q.shape if gradients else (0,), dtype=dtype)
-        dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients else (0,), dtype=dtype)
-        scalars = q.new_empty(2 * gradients, dtype=schedule.STATISTICS_DTYPE)
+        dq = q.new_empty(q.shape if gradients & QUERIES else (0,), dtype=dtype)
+        dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients & KEYS else (0,), dtype=dtype)
+        scalars = q.new_empty(2 if gradients & SCALARS else 0, dtype=schedule.STATISTICS_DTYPE)
         return Saved(dq, dk, scalars, q.new_empty((0, 1), dtype=torch.int64), sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
@@ -270,15 +300,17 @@ class _Sweep:
 
     @property
     def slopes(self) -> Tensor | int:
-        """Parts of the sum of M * dL/dx over all pairs; where that is a constant, the number of queries."""
+        """Parts of the sum of M * dL/dx over all pairs; of a combined loss queries' parts of M * dL/dscale and
+        M * dL/dbias (2, m); where the sum is a constant, the number of queries."""
         if self.sums is not None:
             return self.sums[1]
-        return self.positive[1] if self.package.traits.combined else self.call.q.shape[0]
+        return self.positive[1:3] if self.package.traits.combined else self.call.q.shape[0]
 
     def block(self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None) -> Block:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
-        found = (self.queries, keys, self.positive, self.query_ids, key_ids, self.sums)
+        counts = sum(self.layout.rows), sum(self.layout.keys)
+        found = (self.queries, keys, self.positive, self.query_ids, key_ids, self.sums, counts)
         return Block(q, k, scale, bias, self.positives, first, *found)
 
     def own_block(self) -> Block:
@@ -293,7 +325,7 @@ class _Sweep:
                 yield self.block(owner, trip["keys"], statistics, trip["key ids"].view(-1) if traits.ids else None)
 
 
-def _forward(sweep: _Sweep, group: Group | None, gradients: bool) -> Statistics | None:
+def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics | None:
     """Sweeps all keys. Returns the statistics of this rank's keys."""
     schedule, call, layout, saved = sweep.package.schedule, sweep.call, sweep.layout, sweep.saved
     scratch, fresh = schedule.forward_scratch(call.q, max(layout.keys)), True
@@ -314,41 +346,44 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: bool) -> Statistics 
     return view(finished)
 
 
-def _backward_alone(
-    sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, dk: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
     """dq and dk on one device, in the tensors given or in new ones. The sums for dq hold PANEL_ROWS rows at a time."""
     schedule, tiles, (q, k, *_) = sweep.package.schedule, sweep.tiles, sweep.call
     rows, keys, room = q.shape[0], k.shape[0], _key_room(sweep.package, k.shape[0])
-    step, in_place = min(schedule.PANEL_ROWS, rows), weighting.dtype == schedule.STATISTICS_DTYPE
+    step, in_place, wanted = min(schedule.PANEL_ROWS, rows), weighting.in_place, weighting.products
     # Not `empty_like`: results are contiguous, inputs need not be.
-    total = dq = q.new_empty(q.shape, dtype=weighting.dtype) if dq is None else dq
-    sums = k.new_empty((room if in_place else keys, k.shape[1]), dtype=weighting.dtype) if dk is None else dk
-    dk = panel(sums, 0, keys)
-    if not in_place:  # one allocation of sums: the allocator may round each up by 1 MiB
-        both = q.new_empty((room + step, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
-        sums, total = both[:room], both[room:]
+    if weighting.gradients & QUERIES and dq is None:
+        dq = q.new_empty(q.shape, dtype=weighting.dtype)
+    if wanted.of_keys and sums is None:
+        sums = k.new_empty((room if in_place else keys, k.shape[1]), dtype=weighting.dtype)
+    total, dk = dq, None if sums is None else panel(sums, 0, keys)
+    if not in_place or (wanted.of_queries and dq is None):
+        # One allocation of sums: the allocator may round each up by 1 MiB.
+        room, step_room = room * wanted.of_keys, step * wanted.of_queries
+        both = q.new_empty((room + step_room, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+        sums, total = both[:room] if room else None, both[room:] if step_room else None
     block, by_rows = sweep.own_block(), sweep.package.rows
     scratch = (schedule.rows_scratch if by_rows else schedule.backward_scratch)(step, keys, q.device)
     for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
         kept = None if tiles is None or start >= len(tiles) else panel(tiles, start, count)
         part = block.panel(start, count, 0, keys)
         if by_rows:
-            schedule.rows_block(part, own, [(sums, keys)], scratch, fresh_dk=start == 0)
+            schedule.rows_block(part, own, [] if sums is None else [(sums, keys)], scratch, fresh_dk=start == 0)
         else:
             how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": kept}
             schedule.backward_block(part, own, sums, scratch, **how)
     del scratch  # its memory is for the results
-    weighting.keys(panel(sums, 0, keys), dk)
+    if sums is not None and dk is not None:
+        weighting.keys(panel(sums, 0, keys), dk)
     return dq, dk
 
 
-def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[Tensor, Tensor]:
+def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> Sums:
     """dq and dk over ranks. The sums for dq hold all rows. dq is written while a gather's sums for dk travel home."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
-    gradients = bool(saved.stash.numel())
-    table = _table(package, layout, gradients)
-    if table.transport == "gather" and not gradients:  # traced without gradients, forward kept no keys
+    kept = bool(saved.stash.numel())
+    table = _table(package, layout, weighting.gradients, kept)
+    if table.transport == "gather" and not kept:  # traced without gradients, forward kept no keys
         table = dataclasses.replace(table, transport="ring")
 
     def agree() -> None:
@@ -360,27 +395,31 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> tuple[
 
 def _finished(
     sweep: _Sweep, weighting: _Weighting, begin: Callable[[], Trip], dq: Tensor | None = None, dk: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Sums:
     """dq and dk over a trip that carries the sums for dk, in the tensors given or in new ones."""
     schedule, layout, q, k = sweep.package.schedule, sweep.layout, sweep.call.q, sweep.call.k
-    trip, in_place = begin(), weighting.dtype == schedule.STATISTICS_DTYPE
-    dq_sum = q.new_empty(q.shape, dtype=schedule.STATISTICS_DTYPE) if dq is None or not in_place else dq
+    trip, in_place, of_keys = begin(), weighting.in_place, weighting.products.of_keys
+    dq_sum = weighting.query_sums(dq, q.shape[0])
     scratch, fresh = None, True
     for block in sweep.visits(trip):
         if scratch is None:
             scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
         how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
-        schedule.backward_block(block, dq_sum, trip["key gradients"], scratch, **how)
+        schedule.backward_block(block, dq_sum, trip["key gradients"] if of_keys else None, scratch, **how)
         fresh = False
     del scratch  # its memory is for the results
-    if dq is None:
-        dq = dq_sum if in_place else q.new_empty(q.shape)
-    weighting.queries(dq_sum, dq)
+    if dq_sum is not None:
+        if dq is None and weighting.gradients & QUERIES:
+            dq = dq_sum if in_place else q.new_empty(q.shape)
+        weighting.queries(dq_sum, dq_sum if dq is None else dq)
+    if not of_keys:
+        return dq, None
+    del dq_sum
     dk_sum = trip.home("key gradients")
     del trip
     if dk is None:
         dk = dk_sum if in_place else k.new_empty(k.shape)
-    weighting.keys(dk_sum, dk)
+    weighting.keys(dk_sum, panel(dk, 0, k.shape[0]))
     return dq, dk
 
 
@@ -397,37 +436,64 @@ class _Weighting:
     """
 
     def __init__(
-        self, package: Package, call: Call, layout: Layout, upstream: Tensor, result: torch.dtype | None = None
+        self,
+        package: Package,
+        call: Call,
+        layout: Layout,
+        upstream: Tensor,
+        gradients: int,
+        result: torch.dtype | None = None,
     ) -> None:
-        schedule, rows = package.schedule, call.q.shape[0]
+        schedule, self.gradients, self.products = package.schedule, gradients, products(gradients)
         self._schedule, self._q, self._k, dtype = schedule, call.q, call.k, schedule.STATISTICS_DTYPE
         self._factors = call.scale, call.bias, upstream.to(dtype).contiguous(), _weight(layout, call.options)
-        self._dots = call.q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=dtype)
         self.dtype = result or (dtype if call.options.unrounded else package.dtype)
+        self.in_place = self.dtype == dtype
+        self._dots = None
+        if gradients & SCALARS:
+            rows = (call.q if self.products.of_queries else call.k).shape[0]
+            self._dots = call.q.new_empty(-(-rows // schedule.FINISH_ROWS), dtype=dtype)
+
+    def kept(self, saved: Saved) -> Sums:
+        """dq and dk of `Saved`, where forward writes them."""
+        dq = saved.of_queries if self.gradients & QUERIES else None
+        return dq, saved.of_keys if self.gradients & KEYS else None
+
+    def query_sums(self, dq: Tensor | None, rows: int) -> Tensor | None:
+        """Room for the sums of so many rows, dq itself if it can hold them; None if no gradient needs them."""
+        if not self.products.of_queries or (self.in_place and dq is not None):
+            return dq
+        return self._q.new_empty((rows, self._q.shape[1]), dtype=self._schedule.STATISTICS_DTYPE)
 
     def queries(self, total: Tensor, out: Tensor, start: int = 0) -> None:
         """Rows of dq from `start` on, a multiple of FINISH_ROWS."""
         rows, each = total.shape[0], self._schedule.FINISH_ROWS
         if rows:
-            dots = panel(self._dots, start // each, -(-rows // each))
+            dots = None if self._dots is None else panel(self._dots, start // each, -(-rows // each))
             self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots)
 
     def keys(self, total: Tensor, out: Tensor) -> None:
         if total.shape[0]:
-            self._schedule.finish(total, self._k, *self._factors, out)
+            dots = None if self.products.of_queries else self._dots
+            self._schedule.finish(total, self._k, *self._factors, out, dots=dots)
 
-    def scalars(self, slopes: Tensor | int) -> tuple[Tensor, Tensor]:
-        """(dscale, dbias), after all rows of dq; `slopes` are those of the sweep."""
+    def scalars(self, slopes: Tensor | int) -> tuple[Tensor | None, Tensor | None]:
+        """(dscale, dbias), after all sums; `slopes` are those of the sweep."""
+        if self._dots is None:
+            return None, None
         found: tuple[Tensor, Tensor] = self._schedule.scalar_gradients(self._dots, *self._factors, slopes)
         return found
 
 
-def _table(package: Package, layout: Layout, gradients: bool) -> Table:
-    """The table for this number of ranks, the same on every rank; `gradients`: forward keeps keys for backward."""
+def _table(package: Package, layout: Layout, gradients: int, keeps: bool = True) -> Table:
+    """The table for this number of ranks, the same on every rank. Forward keeps keys for backward if it has gradients;
+    it did not where a graph was traced without them."""
     table = package.table.over(len(layout.rows))
     if package.at_once(table.world_size) and not gradients:
         return table.without_sums()
-    if table.keeps and not (gradients and max(layout.keys) <= _room(package, table.world_size)):
+    if not gradients & KEYS:
+        table = table.without_key_gradients()
+    if table.keeps and not (gradients and keeps and max(layout.keys) <= _room(package, table.world_size)):
         return dataclasses.replace(table, keeps=False)
     return table
 

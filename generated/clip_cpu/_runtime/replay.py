@@ -24,7 +24,7 @@ from torch import Tensor
 from . import engine
 from .engine import Gradients
 from .group import find_group
-from .package import Call, Options, Package, Saved
+from .package import ALL, Call, Options, Package, Saved
 
 # Equal calls before another recording, at most. The wait doubles from 1: alternating sizes record rarely.
 LONGEST_WAIT = 64
@@ -40,6 +40,7 @@ class Kind(NamedTuple):
     keys: int
     options: Options
     stream: int
+    gradients: int
 
 
 def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved]:
@@ -53,7 +54,7 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
     if recorder is None or excess or (hooked and _keeps_tiles(package, call)):
         return unrecorded_forward(package, call, gradients)
     with recorder.lock:
-        recording = recorder.next(_kind(call))
+        recording = recorder.next(_kind(call, gradients))
         if recording is None:
             return engine.forward(package, call, gradients)
         return recorder.attempt(lambda: recording.forward(call))
@@ -69,19 +70,19 @@ def unrecorded_forward(package: Package, call: Call, gradients: int) -> tuple[Te
     return engine.forward(package, call, gradients)
 
 
-def backward(package: Package, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
+def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
     """`engine.backward`, recorded if the package's recording is of this kind, whichever forward it has run last."""
     alone = package.replay and not saved.layout.shape[0]
     if alone and not package.at_once(1) and not saved.stash.numel():
         recorder = _recorder(package, call)
         if recorder is not None:
             with recorder.lock:
-                recording = recorder.found(_kind(call))
+                recording = recorder.found(_kind(call, gradients))
                 if recording is not None:
                     return recorder.attempt(lambda: recording.backward(call, saved, upstream))
         if _keeps_tiles(package, call):  # they were lost with a recording
-            saved = unrecorded_forward(package, call, 0b1111)[1]
-    return engine.backward(package, call, saved, upstream)
+            saved = unrecorded_forward(package, call, gradients)[1]
+    return engine.backward(package, call, saved, upstream, gradients)
 
 
 class _Recording:
@@ -91,7 +92,7 @@ class _Recording:
     _loss: Tensor
     _saved: Saved
     _no_stash: Tensor
-    _sums: tuple[Tensor, Tensor]
+    _sums: engine.Sums
     _handed: Tensor  # query statistics of the forward whose inputs and stash the graph holds; told by their address
 
     def __init__(self, package: Package, kind: Kind) -> None:
@@ -107,7 +108,7 @@ class _Recording:
             self._load(call)
             if self._forward is None:
                 self._forward, (self._loss, self._saved) = _record(
-                    lambda: engine.forward(self._package, self._call, gradients=0b1111), pool=None
+                    lambda: engine.forward(self._package, self._call, self.kind.gradients), pool=None
                 )
             self._forward.replay()
             kept = 3 if self._package.at_once(1) else 2  # gradients and scalars, or statistics without a stash
@@ -118,6 +119,7 @@ class _Recording:
 
     def backward(self, call: Call, saved: Saved, upstream: Tensor) -> Gradients:
         assert self._forward is not None
+        gradients = self.kind.gradients
         with engine.device_state(self._package, call.q.device, "backward", plain_tensors=True):
             if saved.of_queries.data_ptr() != self._handed.data_ptr():
                 self._load(call)
@@ -128,10 +130,11 @@ class _Recording:
                 self._handed = saved.of_queries
             if self._backward is None:
                 self._backward, self._sums = _record(
-                    lambda: engine.gradient_sums(self._package, self._call, self._saved), self._forward.pool()
+                    lambda: engine.gradient_sums(self._package, self._call, self._saved, gradients),
+                    self._forward.pool(),
                 )
             self._backward.replay()
-            return engine.weighted(self._package, call, saved, self._sums, upstream)
+            return engine.weighted(self._package, call, saved, self._sums, upstream, gradients)
 
     def _load(self, call: Call) -> None:
         self._package.schedule.copy_inputs(*call[:4], *self._call[:4])
@@ -151,7 +154,10 @@ class _Recorder:
         self._equal, self._wait = 0, 1  # equal calls before this one, and before the next recording
 
     def next(self, kind: Kind) -> _Recording | None:
-        """The recording for a call of this kind, a new one if it is time for one, else None."""
+        """The recording for a call of this kind, a new one if it is time for one, else None. A forward without
+        gradients is that of any others."""
+        if not kind.gradients:
+            kind = kind._replace(gradients=self._kind.gradients if self._kind else ALL)
         self._equal = self._equal + 1 if kind == self._kind else 0
         self._kind = kind
         self.recording = self.found(kind)
@@ -227,8 +233,8 @@ def raw_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
-def _kind(call: Call) -> Kind:
-    return Kind(call.q.shape[0], call.k.shape[0], call.options, raw_stream(call.q.device))
+def _kind(call: Call, gradients: int) -> Kind:
+    return Kind(call.q.shape[0], call.k.shape[0], call.options, raw_stream(call.q.device), gradients)
 
 
 def _record(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:

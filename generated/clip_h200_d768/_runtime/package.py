@@ -161,8 +161,9 @@ class Block(NamedTuple):
     first_key           global index of k's first row
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
-                        positive, the sum of g over the row, and the query's part of M * L
+                        positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
+    counts              queries and keys of the whole batch
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
     """
@@ -179,6 +180,7 @@ class Block(NamedTuple):
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
     sums: Tensor | None = None
+    counts: tuple[int, int] = (0, 0)
 
     def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
         """Up to `rows` queries from `row0` on, and up to `keys` keys from `key0` on; itself if these are all."""
@@ -191,7 +193,7 @@ class Block(NamedTuple):
             self.first_key + key0, self.queries and self.queries.panel(row0, rows),
             self.keys and self.keys.panel(key0, keys), panel_columns(self.positive, row0, rows),
             None if self.query_ids is None else panel(self.query_ids, row0, rows),
-            None if self.key_ids is None else panel(self.key_ids, key0, keys), self.sums,
+            None if self.key_ids is None else panel(self.key_ids, key0, keys), self.sums, self.counts,
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:
