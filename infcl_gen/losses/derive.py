@@ -122,6 +122,12 @@ class Derivation:
         return bool(self.key_term.has(c))
 
     @property
+    def by_number(self) -> dict[Symbol, Expr]:
+        """How F changes with the positive's similarity, with scale and with bias, where it does."""
+        slopes = {each: _slope_of_query(self.form, each) for each in (positive_z, scale, bias)}
+        return {symbol: slope for symbol, slope in slopes.items() if slope != 0}
+
+    @property
     def of_rows(self) -> tuple[str, ...]:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
@@ -261,9 +267,7 @@ def _derived(form: Form) -> Derivation:
     shift = sympy.expand(logit - dx_dz * z) if affine else None
     gradient_factor = dx_dz if affine else scale if logit.has(scale) else Integer(1)
     dscale_rest = diff(shift, scale) if total is None and shift is not None else Integer(0)
-    weight, of_p, of_z, of_scale, of_bias = (
-        diff(form.query_term, each) if form.combined else Integer(0) for each in (r, p, positive_z, scale, bias)
-    )
+    weight, of_p, of_z, of_scale, of_bias = (_slope_of_query(form, each) for each in (r, p, positive_z, scale, bias))
     dscale_factor = _dscale_factor(logit, slope, shift, total)
     derivation = Derivation(
         form=form,
@@ -293,6 +297,11 @@ def _derived(form: Form) -> Derivation:
     except LossError as error:
         raise LossError(f"its derivative has what kernels cannot compute: {error}") from None
     return derivation
+
+
+def _slope_of_query(form: Form, symbol: Symbol) -> Expr:
+    """dF by one of its arguments; 0 where F is a sum of constant multiples."""
+    return diff(form.query_term, symbol) if form.combined else Integer(0)
 
 
 def _printed(derivation: Derivation) -> list[Expr]:

@@ -9,11 +9,20 @@ from sympy.core.sorting import default_sort_key
 from sympy.printing.latex import LatexPrinter
 
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.language import scale, z
-from infcl_gen.losses.printers import c, is_negative, p, r, x
+from infcl_gen.losses.language import bias, scale, z
+from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
 
 # Other symbols are named by their LaTeX.
-_NAMES = {"z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "scale": "s", "bias": "b"}
+_NAMES = {
+    "z": "z_{ij}",
+    "x": "x_{ij}",
+    "r": "r_i",
+    "c": "c_j",
+    "p": "p_i",
+    "positive_z": "z_i",
+    "scale": "s",
+    "bias": "b",
+}
 _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
 _KEPT = Symbol("w_{ij}", real=True)
 _SAME_ID = r"\mathrm{id}_j = \mathrm{id}_i"
@@ -35,6 +44,13 @@ class _Printer(LatexPrinter):
     def _print_sigmoid(self, expr: Expr, exp: str | None = None) -> str:
         return rf"\sigma{_raised(exp)}{{\left({self._print(expr.args[0])} \right)}}"
 
+    def _print_maximum(self, expr: Expr, exp: str | None = None) -> str:
+        arguments = ", ".join(map(self._print, expr.args))
+        return rf"\max{_raised(exp)}{{\left({arguments} \right)}}"
+
+    def _print_step(self, expr: Expr, exp: str | None = None) -> str:
+        return rf"\left[{self._print(expr.args[0])} > 0\right]{_raised(exp)}"
+
 
 _PRINTER = _Printer()
 
@@ -46,18 +62,23 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
     """
     slope, dx_dscale = diff(derivation.logit, z), diff(derivation.logit, scale)
     positive = {"diagonal": "p_i = x_{ii}", "label": r"p_i = x_{i \ell_i}"}.get(derivation.spec.positives)
-    along = "" if slope == 1 else rf"\, {_factor(slope)}"
+    along, by_number = "" if slope == 1 else rf"\, {_factor(slope)}", derivation.by_number
+    of_pair = f"g_{{ij}}{along}"
+    if positive_z in by_number:
+        at_positive = rf"\left[{_POSITIVE[derivation.spec.positives]}\right]"
+        of_pair = rf"\Big( {of_pair} + \frac{{1}}{{M}} e_i\, {at_positive} \Big)"
+    rest = {each: rf" + \frac{{1}}{{M}} \sum_i {_SLOPES[each][1]}" * (each in by_number) for each in (scale, bias)}
     return {
         "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot k_j",
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
-        **_weights(derivation),
+        **_of_rows(derivation),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}",
-        "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j g_{{ij}}{along}\, k_j",
-        "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i g_{{ij}}{along}\, q_i",
-        "dscale": rf"\frac{{\partial L}}{{\partial s}} = {_summed(dx_dscale)}",
-        "dbias": rf"\frac{{\partial L}}{{\partial b}} = {_dbias(derivation)}",
+        "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j {of_pair}\, k_j",
+        "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i {of_pair}\, q_i",
+        "dscale": rf"\frac{{\partial L}}{{\partial s}} = {_summed(dx_dscale)}{rest[scale]}",
+        "dbias": rf"\frac{{\partial L}}{{\partial b}} = {_dbias(derivation)}{rest[bias]}",
     }
 
 
@@ -129,12 +150,19 @@ def _terms(derivation: Derivation) -> list[str]:
     return terms
 
 
-def _weights(derivation: Derivation) -> dict[str, str]:
-    """The factors of dL/dx that differ between queries."""
+_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "u_i"), bias: ("bias_slope", "v_i")}
+
+
+def _of_rows(derivation: Derivation) -> dict[str, str]:
+    """The slopes of a query's term."""
     if not derivation.form.combined:
         return {}
-    return {"query_weight": rf"a_i = {_text(derivation.query_weight)}",
-            "positive_slope": rf"b_i = {_text(derivation.positive_slope)}"}  # fmt: skip
+    found = {
+        "query_weight": rf"a_i = {_text(derivation.query_weight)}",
+        "positive_slope": rf"b_i = {_text(derivation.positive_slope)}",
+    }
+    of_numbers = {_SLOPES[symbol]: slope for symbol, slope in derivation.by_number.items()}
+    return found | {name: rf"{letter} = {_text(slope)}" for (name, letter), slope in of_numbers.items()}
 
 
 def _gradient(derivation: Derivation) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
-from infcl_gen.losses.language import is_positive, same_id, scale, z
+from infcl_gen.losses.language import bias, is_positive, same_id, scale, z
 from infcl_gen.losses.printers import dense_code, display, p, positive_z, torch_code
 
 _NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])"}
@@ -29,8 +29,10 @@ _ABOUT_LABELS = {
 
 def formulas_of(derivation: Derivation) -> dict[str, str]:
     """The derivation for people: ASCII formulas by the name of the quantity."""
-    slope, combined = display(diff(derivation.logit, z), _PAIR), derivation.form.combined
-    slope = "" if slope == "1" else f" * {_wrapped(slope)}"
+    slope, by_number = display(diff(derivation.logit, z), _PAIR), derivation.by_number
+    of_pair = "g_ij" if slope == "1" else f"g_ij * {_wrapped(slope)}"
+    of_pair = f"({of_pair} + 1/M * e_i * [j = positive(i)])" if positive_z in by_number else of_pair
+    rest = " + 1/M * sum_i u_i" if scale in by_number else f" = {_dscale(derivation)}" * (positive_z not in by_number)
     dx_dscale = display(diff(derivation.logit, scale), _PAIR)
     positive = {
         "diagonal": "p_i = x_ii",
@@ -42,20 +44,28 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
-        **(
-            {
-                "query_weight": f"a_i = {display(derivation.query_weight, _PAIR)}",
-                "positive_slope": f"b_i = {display(derivation.positive_slope, _PAIR)}",
-            }
-            if combined
-            else {}
-        ),
+        **_of_rows(derivation),
         "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})",
-        "dq": f"dq_i = sum_j g_ij{slope} * k_j",
-        "dk": f"dk_j = sum_i g_ij{slope} * q_i",
-        "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)} = {_dscale(derivation)}",
-        "dbias": f"dbias = {_dbias(derivation)}",
+        "dq": f"dq_i = sum_j {of_pair} * k_j",
+        "dk": f"dk_j = sum_i {of_pair} * q_i",
+        "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)}{rest}",
+        "dbias": f"dbias = {_dbias(derivation)}" + " + 1/M * sum_i v_i" * (bias in by_number),
     }
+
+
+_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "u_i"), bias: ("bias_slope", "v_i")}
+
+
+def _of_rows(derivation: Derivation) -> dict[str, str]:
+    """The slopes of a query's term."""
+    if not derivation.form.combined:
+        return {}
+    found = {
+        "query_weight": f"a_i = {display(derivation.query_weight, _PAIR)}",
+        "positive_slope": f"b_i = {display(derivation.positive_slope, _PAIR)}",
+    }
+    of_numbers = {_SLOPES[symbol]: slope for symbol, slope in derivation.by_number.items()}
+    return found | {name: f"{letter} = {display(slope, _PAIR)}" for (name, letter), slope in of_numbers.items()}
 
 
 _LEFT_OUT = {

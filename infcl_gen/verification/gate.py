@@ -187,7 +187,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
     # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign.
     cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
-    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows else 1
+    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and traits.combined) else 1
     rounded, tiny = max(u * times, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg += underflow

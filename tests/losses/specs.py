@@ -1,5 +1,7 @@
 """Losses of the tests, and short words for them. Nothing here loads torch."""
 
+import math
+
 import sympy
 
 from infcl_gen.losses import BUILTIN_LOSSES, CLIP, INFONCE, SIGLIP, SIGLIP_MULTI, LossSpec
@@ -7,8 +9,11 @@ from infcl_gen.losses.language import (
     bias,
     exp,
     is_positive,
+    keys,
+    log,
     logsumexp_over_keys,
     logsumexp_over_queries,
+    maximum,
     mean_over_keys,
     mean_over_queries,
     positive,
@@ -25,6 +30,13 @@ from infcl_gen.losses.language import (
 X = scale * z + bias
 SIGN = 1 - 2 * is_positive
 KEPT = 1 - same_id * (1 - is_positive)
+# An angle of 0.3 more than between the query and its positive; `maximum` keeps its slope finite where they are one.
+ANGULAR = scale * (math.cos(0.3) * z - math.sin(0.3) * sympy.sqrt(maximum(1 - z**2, 1e-12)))
+NEGATIVES = logsumexp_over_keys(X, where=1 - is_positive)
+# The negatives without the share of a tenth that are positives; exp does not overflow where there are no negatives.
+DEBIASED = (
+    NEGATIVES + log(maximum(1 - (keys - 1) * exp(-maximum(NEGATIVES - positive(X), -700)) / 10, 1e-30)) - log(0.9)
+)
 INFONCE_OF = lambda logit: mean_over_queries(logsumexp_over_keys(logit) - positive(logit))  # noqa: E731
 
 
@@ -71,6 +83,12 @@ DERIVABLE = {
         mean_over_queries((1 - exp(positive(X) - logsumexp_over_keys(X))) ** 2 * (logsumexp_over_keys(X) - positive(X)))
     ),
     "margin": spec(mean_over_queries(softplus(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 0.3))),
+    "cosine_margin": spec(INFONCE_OF(X - scale * is_positive / 4)),
+    "angular_margin": spec(INFONCE_OF(is_positive * ANGULAR + (1 - is_positive) * scale * z + bias)),
+    "capped_angular_margin": spec(INFONCE_OF(20 * tanh((is_positive * ANGULAR + (1 - is_positive) * scale * z) / 20))),
+    "debiased": spec(
+        mean_over_queries(softplus(maximum(DEBIASED, log(maximum(keys - 1, 1e-30)) - scale) - positive(X)))
+    ),
     "decoupled": spec(mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X))),
     "decoupled_by_id": spec(
         mean_over_queries(softplus(logsumexp_over_keys(X, where=(1 - is_positive) * (1 - same_id)) - positive(X)))

@@ -38,16 +38,28 @@ negatives = logsumexp_over_keys(x, where=(1 - is_positive) * (1 - same_id))
 DECOUPLED = LossSpec("decoupled_ids", mean_over_queries(softplus(negatives - positive(x))), positives="label")
 """
 COMBINED = """
+from sympy import sqrt
+
 from infcl_gen.losses.language import *
 
 x = scale * z + bias
 negatives = logsumexp_over_keys(x, where=1 - is_positive)
 MARGIN = LossSpec("margin", mean_over_queries(softplus(negatives - positive(x) + 0.3)), positives="label")
 DECOUPLED = LossSpec("decoupled", mean_over_queries(negatives - positive(x)), positives="label")
+angular = scale * (0.955336489125606 * z - 0.29552020666133955 * sqrt(maximum(1 - z**2, 1e-12)))
+logit = 20 * tanh((is_positive * angular + (1 - is_positive) * scale * z) / 20) + bias
+ANGULAR = LossSpec("angular", mean_over_queries(logsumexp_over_keys(logit) - positive(logit)), positives="label")
+others = log(maximum(keys - 1, 1e-30))
+share = exp(others - maximum(negatives - positive(x), -700)) / 10
+rest = negatives + log(maximum(1 - share, 1e-30)) - log(0.9)
+DEBIASED = LossSpec(
+    "debiased_keys", mean_over_queries(softplus(maximum(rest, others - scale) - positive(x))), positives="label"
+)
 """
 FILES = {
     "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
+    "angular": "combined.py:ANGULAR", "debiased_keys": "combined.py:DEBIASED",
 }  # fmt: skip
 
 

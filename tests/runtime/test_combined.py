@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -13,13 +14,15 @@ from infcl_gen.verification.properties import Case, tensors
 from tests.verification.dense import dense, dense_loss
 
 Packages = Callable[..., ModuleType]
-LOSSES = ("rince", "margin", "decoupled")
+LOSSES = ("rince", "margin", "decoupled", "angular", "debiased_keys")
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("loss", LOSSES)
 def test_one_device_against_the_definition(packages: Packages, loss: str, seed: int) -> None:
-    inputs = tensors(Case(70, 93, 8, "fp64", 3.0, -1.0, seed=seed), "label")
+    """Also the gradients of scale and bias where a term depends on them besides its logits."""
+    bias = 0.0 if loss == "debiased_keys" else -1.0
+    inputs = tensors(Case(70, 93, 8, "fp64", 3.0, bias, seed=seed), "label")
     found = packages(loss).loss_and_grads(*inputs[:4], labels=inputs.labels)
     for ours, theirs in zip(found, dense(loss, *inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
@@ -46,3 +49,27 @@ def test_backward_may_be_called_again_with_another_gradient(packages: Packages) 
     for once, four, true in zip(first, fourfold, truth, strict=True):
         torch.testing.assert_close(once, true)
         assert torch.equal(4 * once, four)
+
+
+def test_a_saturated_logit_has_gradients_by_the_similarity(packages: Packages) -> None:
+    """A cap at 20 leaves no slope at z = 1 000: nothing may be divided by it."""
+    q, k = (torch.nn.functional.normalize(torch.randn(9, 8, dtype=torch.float64)) for _ in range(2))
+    found = packages("angular").loss_and_grads(q, q + 0.1 * k, 1e5)
+    for ours, theirs in zip(found, dense("angular", q, q + 0.1 * k, 1e5), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+BUGS = {
+    "scale in the term has no gradient": ("angular", "scale_part = ", "scale_part = 0.0 * "),
+    "the number of keys is that of a panel": ("debiased_keys", "block.counts[1]", "93 - 64"),
+    "an angle counts as if it were a logit's": ("angular", "through_z = ", "through_z = 0.0 * "),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
+    loss, old, new = BUGS[name]
+    file = "schedule.py" if "block" in old else "loss.py"
+    wrong = planted(name, loss, ((file, old, new),))
+    with pytest.raises(AssertionError):
+        test_one_device_against_the_definition(lambda _: importlib.import_module(wrong), loss, 1)

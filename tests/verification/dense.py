@@ -32,7 +32,8 @@ def dense_loss(
     "infonce_ids" leave out keys of the query's id but its positive, and queries of the key's id but its own. "rince" is
     the pseudo code of arXiv 2201.04309 with q = 0.5 and lam = 0.01. "margin" is infonce with 0.3 taken from the logit
     of each positive. "decoupled" has no positives in its sums, as DCL of arXiv 2110.06848 between two modalities;
-    "decoupled_ids" is log(1 + e^(r - p)) of that r, without keys of the query's id.
+    "decoupled_ids" is log(1 + e^(r - p)) of that r, without keys of the query's id. "angular" is infonce with 0.3 added
+    to the angle of each positive and logits capped at 20; "debiased_keys" takes a tenth of the keys for positives.
     """
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
@@ -47,6 +48,15 @@ def dense_loss(
         others = torch.arange(len(k), device=q.device) != own[:, None]
         name, logits = name.removesuffix("_ids"), torch.where(same & others, -torch.inf, logits)
     p = logits.gather(1, own[:, None])[:, 0]
+    if name == "angular":  # of arXiv 1801.07698: cos(theta + 0.3) in place of cos(theta), before the cap
+        z = q @ k.T
+        angle = torch.cos(torch.arccos(z.gather(1, own[:, None]).clamp(-1 + 1e-12, 1 - 1e-12)) + 0.3)
+        return torch.nn.functional.cross_entropy(20 * torch.tanh(scale * z.scatter(1, own[:, None], angle) / 20), own)
+    if name == "debiased_keys":  # of arXiv 2007.00224, with the other keys of the query as its negatives
+        count, tau = len(k) - 1, 0.1
+        negatives = logits.exp().scatter(1, own[:, None], 0.0).sum(1)
+        rest = torch.maximum((negatives - tau * count * p.exp()) / (1 - tau), count * torch.exp(-scale))
+        return -torch.log(p.exp() / (p.exp() + rest)).mean()
     if name == "rince":
         return (-(p.exp() ** 0.5) / 0.5 + (0.01 * logits.exp().sum(1)) ** 0.5 / 0.5).mean()
     if name == "margin":
