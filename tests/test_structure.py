@@ -177,8 +177,8 @@ def test_generate_takes_about_a_second(tmp_path: Path) -> None:
 def test_the_source_stays_small() -> None:
     """Limits to be raised knowingly: 16 920 lines read formulas, plan, emit, run, verify, measure and tune losses, 800
     of them for the general form and sums over pairs, 380 for ids from the call to the gate, 280 for rows of panels, 180
-    for frozen sides, 670 for terms that combine sums; 3 460 plan and run training steps; 850 are what users meet first; 850
-    make pages."""
+    for frozen sides, 670 for terms that combine sums; 3 460 plan and run training steps; 850 are what users meet first;
+    850 make pages."""
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     door = sum(lines[SOURCE / name] for name in DOOR)
     pages = sum(lines[path] for path in MODULES if path.parent.name == "report" or path == SOURCE / "cli" / "pages.py")
