@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "feda96a28b85a19e4c610c095362a203a3c167415ac0a85580e008fc35ed811e",
+    "digest": "b87ea1d70d42f9c83c6a6079dd72b6d7163b4e886420cad66facc444e9aa628d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -45,6 +45,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "b6c5fa419754e57fd0260d2b94968a28ca7abf6384b032e9e17abfca679e7aa3",
+    "digest": "4024ce83bc115e11e7acbab9cdb4217d0e1f44b02a0e7086310b2bfacaae562b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -45,6 +45,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

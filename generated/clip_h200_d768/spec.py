@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6904c44069a8e11b0ca737aaa2f1e0ec629dcf6518be207dd1e83bacdef32d7c",
+    "digest": "7edadd1151c81160fa0a03347cb34f1319bdd17a767699e6283306a5f0504333",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -45,6 +45,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "cbd517a6ad7647f70502549027709c75a3f036f80d666cd64845d17fd4d81104",
+    "digest": "a8b60638fc66089a1b9ad80a4dc89542cd3d0812d44929ddeeff783d046151f6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -45,6 +45,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

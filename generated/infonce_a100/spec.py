@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "189bb0f6242c92c42e9fc6c226a21bc640966b8440bf47d73715f8039cd6b617",
+    "digest": "87eb41eb6d2a27f4fd30fef4aa2ce83a78fb835b6bb33166d435dbf14f76c11c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

@@ -27,6 +27,7 @@ _MASK = {
     "row_reference_as_number": "row_reference = tl.maximum(row_reference, LOWEST)",
     "top_as_number": "top = tl.maximum(top, LOWEST)",
 }
+_BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float("-inf"), 0.0)'
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
@@ -54,15 +55,21 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     return {field: getattr(plan, field) for field in of_plan} | {
         "name": name,
         "fused": is_fused,
+        "of_keys": plan.traits.has_keys,
+        "triangle": plan.traits.triangle,
+        "largest_of_sample": "largest_of_others" if plan.traits.triangle else "smallest_or_largest",
+        "ifs_of_smallest": "elif" if plan.traits.triangle else "if",
+        "summed_columns": "(columns < keys) & (columns > first_row)" if plan.traits.triangle else "columns < keys",
         # Legend of the file.
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
         "walkers": "pairs and pair_terms" if at_once else "the forward" if is_fused else "forward and gradient",
         "reference_of": sampled if has_keys else "a sample (the backward takes each row's own)",
-        "summed_sides": "queries and keys" if has_keys else "queries",
+        "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if has_keys else "its row",
-        "formula_of_g": "share_i 2^(y - r_i)" + " + share_j 2^(y - c_j)" * has_keys,
+        "formula_of_g": "share_i 2^(y - r_i)"
+        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * has_keys,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
@@ -118,12 +125,14 @@ def _clamped(places: str) -> str:
 
 def _class_context(plan: Plan) -> dict[str, Any]:
     """What tells a tile the classes of its pairs."""
+    ids, triangle = plan.traits.ids, plan.traits.triangle
     offset, placed = f"offset = {_clamped('first_positive - first_key - key0')}", plan.traits.placed
     return {
         "placed": placed,
-        "ids": plan.traits.ids,
-        "plus_id_mask": " + id_mask" * plan.traits.ids,
-        **{name: text if plan.traits.ids else ABSENT for name, text in _MASK.items()},
+        "ids": ids,
+        "plus_id_mask": " + id_mask" if ids else " + below" * triangle,
+        **{name: text if ids or triangle else ABSENT for name, text in _MASK.items()},
+        **({"id_mask": _BELOW} if triangle else {}),
         # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
         "offset_of_places": ABSENT if plan.labels or not placed else offset,
         "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset" if placed else _NOWHERE,

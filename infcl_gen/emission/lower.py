@@ -38,17 +38,18 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
         File("spec.py", ["package/spec.py.jinja"], {"name": name, "spec": spec}),
         File("loss.py", [loss_template(plan.traits)], loss_context(derivation)),
     ]
-    pairs = "_pairs" * plan.traits.at_once
+    pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
         return [*files, File("schedule.py", [f"torch/schedule{pairs}.py.jinja"], _torch_context(plan, derivation))]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
-    templates, variants = [f"triton/header{pairs}.py.jinja"], []
+    header = "_pairs" * plan.traits.at_once
+    templates, variants = [f"triton/header{header}.py.jinja"], []
     for family in families(plan):
         if family.file == "kernels.py":
             templates += family.templates(plan)
         else:
             variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
-    sweep = "pairs" if pairs else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
+    sweep = "pairs" if plan.traits.at_once else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
     schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"])
     of_schedule = File("schedule.py", [f"triton/schedule_{sweep}.py.jinja"], schedule)
     return [*files, File("kernels.py", templates, context), *variants, of_schedule]
@@ -122,6 +123,7 @@ def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, i
 def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     problem, formulas = plan.problem, formulas_of(derivation)
     of_plan = {field: getattr(plan, field) for field in ("dim", "dtype", "strategy", "rows_per_rank")}
+    of_keys = plan.of_keys and not plan.traits.triangle
     return of_plan | {
         "logit": formulas["logit"],
         "loss": formulas["loss"],
@@ -129,10 +131,12 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "keys": problem.total_keys,
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
+        "triangle": plan.traits.triangle,
+        "k_type": "None" if plan.traits.triangle else "Tensor",
         "kernels": "kernels.py computes tiles, " * (plan.strategy != "torch"),
         "frozen": ABSENT if plan.frozen == "none" else f"The {plan.frozen} side is frozen: it has no gradient.",
-        "gradients": ", ".join("Tensor" if wanted else "None" for wanted in (plan.of_queries, plan.of_keys)),
-        "results": f"{'dq (M, D)' if plan.of_queries else 'None'}, {'dk (N, D)' if plan.of_keys else 'None'}",
+        "gradients": ", ".join("Tensor" if wanted else "None" for wanted in (plan.of_queries, of_keys)),
+        "results": f"{'dq (M, D)' if plan.of_queries else 'None'}, {'dk (N, D)' if of_keys else 'None'}",
         "mib": f"{plan.predicted_peak_bytes / 2**20:.1f}",
     }
 
@@ -155,20 +159,22 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "logit_strips": traits.strips,
         "ids": traits.ids,
         "placed": traits.placed,
-        "import_math": "import math" if traits.ids and not traits.at_once else ABSENT,
+        "import_math": "import math" if (traits.ids and not traits.at_once) or traits.triangle else ABSENT,
+        "of_keys": traits.has_keys,
+        "times_slope": "" if affine else " * dx/dz",
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
         "logits_of_panel": of_panel,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
-        "positive_parts": 5 if plan.has_keys else 3,
+        "positive_parts": plan.positive_parts,
         "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
         "logit_rows": "PANEL_ROWS" if affine else "STRIP_ROWS",
         "z_after_softmaxes": "becomes x2" if affine else "stays",
         "x2_of_strip": x2_of_strip,
-        "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * plan.has_keys,
-        "most_terms": "max(len(block.q), len(block.k))" if plan.has_keys else "len(block.q)",
+        "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * traits.has_keys,
+        "most_terms": "max(len(block.q), len(block.k))" if traits.has_keys else "len(block.q)",
     }
 
 

@@ -1,6 +1,17 @@
 """gradient, gradient_wide, ratios, gradient_positives: the gradient g of one panel's logits."""
 
-from infcl_gen.kernels.arguments import IDS, SCALARS, STRIDES, Argument, Kernel, arguments, places, positive, statistics
+from infcl_gen.kernels.arguments import (
+    IDS,
+    SCALARS,
+    STRIDES,
+    Argument,
+    Kernel,
+    arguments,
+    both_labels,
+    places,
+    positive,
+    statistics,
+)
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -59,12 +70,17 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     gradient = arguments(Q, K, ids, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
     again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
     positives = arguments(places(choice), positive(choice), SCALARS, statistics(choice), g, "queries keys g_stride")
+    template = "gradient_positives"
+    if choice.traits.triangle:
+        noted, template = f"{positive(choice)} key_positive_z key_positive_reference", "triangle_gradient"
+        sizes = "queries keys g_stride DIAGONAL"
+        positives = arguments(both_labels(choice), noted, SCALARS, statistics(choice), g, sizes)
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
         *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")]
         * (shared or choice.keeps_tiles),
         *[RATIOS] * shared,
-        Kernel("gradient_positives", positives, template="gradient_positives"),
+        Kernel("gradient_positives", positives, template=template),
     )
 
 

@@ -1,6 +1,6 @@
 """merge, positives, loss_terms, total_loss: from partial sums to the loss."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, places, positive, statistics
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, both_labels, places, positive
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -21,7 +21,7 @@ class PositiveTile(Tile):
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    keys = choice.has_keys
+    keys = choice.traits.has_keys
     merge = arguments(
         "row_exponent row_sum query_exponent query_mantissa queries row_parts rows_stride queries_written",
         "key_exponent key_sum key_totals_exponent key_totals_mantissa keys key_parts keys_stride keys_written" * keys,
@@ -30,13 +30,19 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         "q k", places(choice), "row_exponent", "key_exponent" * keys, positive(choice), "queries keys", "strip" * keys,
         "rows_stride", "keys_stride" * keys, STRIDES, "WIDEN",
     )  # fmt: skip
+    if choice.traits.triangle:
+        noted = f"{positive(choice)} key_positive_z key_positive_reference"
+        sizes = "queries keys strip rows_stride keys_stride"
+        positives = arguments("q k", both_labels(choice), "row_exponent key_exponent", noted, sizes, STRIDES,
+                              "DIAGONAL WIDEN")  # fmt: skip
     loss_terms = arguments(
-        statistics(choice), positive(choice), SCALARS, "part_sums queries", "keys" * keys, "query_weight",
+        "query_exponent query_mantissa", "key_exponent key_mantissa" * keys,
+        positive(choice), SCALARS, "part_sums queries", "keys" * keys, "query_weight",
         "key_weight" * keys, "BLOCK",
     )  # fmt: skip
     return (
         Kernel("merge", merge),
-        Kernel("positives", positives, "positive"),
+        Kernel("positives", positives, "positive", template="triangle" if choice.traits.triangle else ""),
         Kernel("loss_terms", loss_terms, warps=16),
         Kernel("total_loss", arguments("part_sums loss parts BLOCK")),
     )

@@ -5,7 +5,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
     s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
     L = 1/M * (sum_i F(s_i, p_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
-p is the logit of the positive. `form_of` reads formulas, and nothing else does.
+p is the logit of the positive. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the
+form is that of i != j over z, and its domain a triangle. `form_of` reads formulas, and nothing else does.
 """
 
 import itertools
@@ -17,8 +18,9 @@ import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
-from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, keys, queries, same_id, scale, z
+from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import c, display, p, r, x
+from infcl_gen.runtime.traits import Domain
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Form:
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
     pair_term   h, times M; None without one
     excluded    whether pairs of one id, but no positive, are left out of the log-sum-exps
+    domain      of the pairs (i, j): as in `Traits`
     """
 
     spec: LossSpec
@@ -64,6 +67,7 @@ class Form:
     key_term: Expr
     pair_term: PairTerm | None
     excluded: bool = False
+    domain: Domain = "rectangle"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -73,6 +77,7 @@ class Form:
         return ("same_id",) if self.excluded or told_apart else ()
 
 
+_OF_QUERIES = language.similarity("query", "query")
 _CLASSES = {is_positive, same_id}
 _STATISTICS = (language.logsumexp_over_keys, language.logsumexp_over_queries, language.positive)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
@@ -83,18 +88,23 @@ _KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp"
 
 def form_of(spec: LossSpec) -> Form:
     """The general form of a loss. Raises LossError for a formula that has none, or whose parts no kernel computes."""
-    reductions = spec.formula.atoms(*_REDUCTIONS)
+    written = spec.formula
+    domain: Domain = "triangle" if written.has(_OF_QUERIES) else "rectangle"
+    if domain == "triangle":
+        _check_triangle(spec)
+        written = written.xreplace({_OF_QUERIES: z})
+    reductions = written.atoms(*_REDUCTIONS)
     known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     statistics = [each for each in reductions if isinstance(each, _STATISTICS)]
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet"))
-    of_pairs = spec.formula.atoms(language.sum_over_pairs)
+    of_pairs = written.atoms(language.sum_over_pairs)
     if of_pairs:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
     refuse((spec.positives == "id", "positives='id', by which a query has any number of positives, needs "
                                     "sum_over_pairs"))  # fmt: skip
-    excluded, logit = _excluded(statistics), _logit(statistics)
-    formula = spec.formula.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
+    excluded, logit = _excluded(statistics, domain), _logit(statistics)
+    formula = written.replace(lambda e: isinstance(e, _STATISTICS), lambda e: e.func(x))
     outside = sorted(map(str, formula.free_symbols - {x}))
     if outside:
         raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
@@ -107,7 +117,19 @@ def form_of(spec: LossSpec) -> Form:
          "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
         (not found, "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
     )  # fmt: skip
-    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None, excluded)
+    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None, excluded, domain)
+
+
+def _check_triangle(spec: LossSpec) -> None:
+    """Raises LossError for what a loss of one side cannot have."""
+    has, one = spec.formula.has, "a loss over similarity('query', 'query')"
+    refuse(
+        (has(z), f"{one} has no keys beside it: z has to go"),
+        (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet"),
+        (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
+         f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
+        (spec.positives != "label", f"{one} needs positives='label': a row is not its own positive"),
+    )  # fmt: skip
 
 
 def refuse(*checks: tuple[object, str]) -> None:
@@ -131,12 +153,17 @@ def _logit(statistics: list[Expr]) -> Expr:
     return logit
 
 
-def _excluded(statistics: list[Expr]) -> bool:
-    """Whether the log-sum-exps leave out pairs of one id. Raises LossError for any other mask."""
+def _excluded(statistics: list[Expr], domain: Domain) -> bool:
+    """Whether the log-sum-exps leave out pairs of one id. Raises LossError for any other mask; that of a triangle is
+    part of its domain."""
     sums = [each for each in statistics if not isinstance(each, language.positive)]
     masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
     refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
     mask = masks.pop() if masks else Integer(1)
+    if domain == "triangle":
+        why = f"the mask where={display(mask)} of similarity('query', 'query') has no kernel yet: where=1 - is_self"
+        refuse((sympy.expand(mask - 1 + is_self) != 0, f"{why} leaves out the row itself"))
+        return False
     if mask == 1:
         return False
     corners = itertools.product((0, 1), repeat=2)

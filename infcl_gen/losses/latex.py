@@ -47,14 +47,22 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
     slope, dx_dscale = diff(derivation.logit, z), diff(derivation.logit, scale)
     positive = {"diagonal": "p_i = x_{ii}", "label": r"p_i = x_{i \ell_i}"}.get(derivation.spec.positives)
     along = "" if slope == 1 else rf"\, {_factor(slope)}"
+    triangle = derivation.traits.triangle
+    gradients = {
+        "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j g_{{ij}}{along}\, k_j",
+        "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i g_{{ij}}{along}\, q_i",
+    }
+    if triangle:
+        both = rf"\sum_{{j \ne i}} \left(g_{{ij}} + g_{{ji}}\right){along}\, q_j"
+        gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = {both}"}
     return {
-        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot k_j",
+        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
-        "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}",
-        "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j g_{{ij}}{along}\, k_j",
-        "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i g_{{ij}}{along}\, q_i",
+        "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"
+        + r", \quad j \ne i" * triangle,
+        **gradients,
         "dscale": rf"\frac{{\partial L}}{{\partial s}} = {_summed(dx_dscale)}",
         "dbias": rf"\frac{{\partial L}}{{\partial b}} = {_dbias(derivation)}",
     }
@@ -86,6 +94,8 @@ def _bracketed(terms: list[str]) -> str:
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, mask = {}, "w_{ij} " * derivation.form.excluded
+    if derivation.traits.triangle:
+        return {"query_statistic": r"r_i = \log \sum_{j \ne i} e^{x_{ij}}"}
     if mask:
         other = _POSITIVE[derivation.spec.positives].replace("=", r"\ne")
         found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {_SAME_ID} \text{{ and }} {other}, \text{{ else }} 1"

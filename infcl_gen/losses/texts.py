@@ -15,12 +15,17 @@ _ABOUT_LABELS = {
     "label": 'int64 (M,), the index of each query\'s positive among the keys; None and "own" mean 0, 1, ..., M - 1.',
     "id": "must be None: the positives of a query are the keys of its id.",
 }
+_ABOUT_PAIRS = 'int64 (M,), the row of each row\'s positive; None and "own" pair rows i and i + M/2.'
 
 
 def formulas_of(derivation: Derivation) -> dict[str, str]:
     """The derivation for people: ASCII formulas by the name of the quantity."""
     slope = display(diff(derivation.logit, z), _PAIR)
     slope = "" if slope == "1" else f" * {_wrapped(slope)}"
+    triangle = derivation.traits.triangle
+    gradients = {"dq": f"dq_i = sum_j g_ij{slope} * k_j", "dk": f"dk_j = sum_i g_ij{slope} * q_i"}
+    if triangle:
+        gradients = {"dq": f"dq_i = sum_{{j != i}} (g_ij + g_ji){slope} * q_j"}
     dx_dscale = display(diff(derivation.logit, scale), _PAIR)
     positive = {
         "diagonal": "p_i = x_ii",
@@ -28,13 +33,12 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "id": "the positives of query i are the keys of its id, id_j = id_i",
     }
     return {
-        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = q_i . k_j",
+        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = q_i . {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
-        "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})",
-        "dq": f"dq_i = sum_j g_ij{slope} * k_j",
-        "dk": f"dk_j = sum_i g_ij{slope} * q_i",
+        "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})" + ", j != i" * triangle,
+        **gradients,
         "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)} = {_dscale(derivation)}",
         "dbias": f"dbias = {_dbias(derivation)}",
     }
@@ -42,6 +46,8 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
+    if derivation.traits.triangle:
+        return {"query_statistic": "r_i = log sum_{j != i} exp(x_ij)"}
     if excluded:
         found["mask"] = "w_ij = 0 where id_j = id_i and j != positive(i), else 1"
     if derivation.has_queries:
@@ -86,7 +92,7 @@ def _gradient(derivation: Derivation) -> str:
     mask = "w_ij * " * derivation.form.excluded
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
-        f"{mask}exp(x_ij - c_j)": derivation.key_share,
+        f"{mask}exp(x_ij - c_j)": derivation.key_share * derivation.has_keys,
         "[j = positive(i)]": derivation.positive_share,
     }
     g = ""
@@ -121,11 +127,15 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "label": "torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)",
         "id": "same_id.to(x.dtype)",
     }[spec.positives]
-    summed = "y" if excluded else "x"
+    triangle, left_out = traits.triangle, "same_id & (is_positive == 0)"
+    if triangle:
+        left_out = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
+    masked = excluded or triangle
+    summed = "y" if masked else "x"
     reductions = (
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
-        ("y", excluded, 'x.masked_fill(same_id & (is_positive == 0), float("-inf"))'),
+        ("y", masked, f'x.masked_fill({left_out}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p), "x.gather(1, labels[:, None]).squeeze(1)" if labels else "x.diagonal()"),
@@ -144,7 +154,13 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "classes": repr(traits.classes),
         "paired": traits.paired,
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
-        "about_labels": _ABOUT_LABELS[spec.positives],
+        "about_labels": _ABOUT_PAIRS if triangle else _ABOUT_LABELS[spec.positives],
+        "triangle": triangle,
+        "sum_of_shares": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
+        "domain": traits.domain,
+        "k_type": "None" if triangle else "Tensor",
+        "about_k": "None: rows are compared with each other" if triangle else "(N, D) keys",
+        "other_side": "q" if triangle else "k",
         "about_ids": f"{'int64 (M,) and (N,), the id of each query and of each key' if ids else 'must be None'}.",
         "dense_arguments": "x: Tensor" + ", labels: Tensor" * labels + ", same_id: Tensor" * ids,
         "with_classes": ", labels" * labels + ", query_ids[:, None] == key_ids" * ids,

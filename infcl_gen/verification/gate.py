@@ -96,7 +96,9 @@ def failures(rows: list[GateRow]) -> str:
     return "; ".join(row.detail for row in rows if not row.passed)
 
 
-def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
+def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
+    if value is None or reference is None:
+        return GateRow(name, False, 0.0, f"{name}: there is one where there should be none, or the reverse")
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         return GateRow(name, False, 0.0, f"{name}: wrong shape {tuple(value.shape)} for {tuple(reference.shape)}")
@@ -137,6 +139,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", plan["split"])
 
     q, k, scale, bias = inputs.leaves(torch.float64, torch.float64)
+    one_sided, k = k is None, q if k is None else k
     positives = inputs.are_positive(mathematics.POSITIVES)
     z = q @ k.T
     z_sum = (1 + math.sqrt(q.shape[1]) / 4) * (q.abs() @ k.abs().T)
@@ -144,18 +147,21 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     own_slope = mathematics.dlogit_dz(z, scale, bias).abs()
     slope = own_slope * abs(float(mathematics.gradient_factor(scale, bias)))
     pairs, products = Traits(**module.SPEC["loss"]["traits"]).at_once, (q.square() @ k.square().T).sqrt()
-    if pairs and plan["split"] and INTERPRETED:
+    if (pairs or one_sided) and plan["split"] and INTERPRETED:
         # Triton's interpreter cuts bf16 halves instead of rounding them: two operands and the product that is left out
-        # are too small by up to w each. Errors of one sign cancel in softmaxes only.
+        # are too small by up to w each. Errors of one sign cancel in softmaxes only, and there between logits alike.
         w, products = 3 * w, q.abs() @ k.abs().T
     dx = slope * (w * products + v * z_sum) + v * x.abs()
     terms = _of_pairs if pairs else _of_softmaxes
     g, smooth, dloss, dg = terms(mathematics, x, dx, inputs, statistics)
+    if one_sided:  # what is stored and summed has the gradients of both rows of a pair
+        g, smooth, dg, positives = g + g.T, smooth + smooth.T, dg + dg.T, positives | positives.T
 
     # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
-    # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign.
+    # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign. So have those of a triangle
+    # where its similarities have, whose sum is the square of a sum.
     cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
-    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows else 1
+    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (one_sided and cut) else 1
     rounded, tiny = max(u * times, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg += underflow
@@ -184,14 +190,16 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     bound = LossAndGrads(
         loss=dloss / len(q),
         dq=dq / len(q) + unit * reference.dq.abs() + tiny,
-        dk=dk / len(q) + unit * reference.dk.abs() + tiny,
+        dk=None if one_sided else dk / len(q) + unit * reference.dk.abs() + tiny,
         dscale=dscale / len(q) + v * reference.dscale.abs(),
         dbias=dbias / len(q) + v * reference.dbias.abs(),
     )
     terms = slope * g.abs()
-    magnitude = LossAndGrads(*map(torch.abs, reference))._replace(
-        dq=terms @ k.abs() / len(q), dk=terms.T @ q.abs() / len(q), dscale=factor * (g * product).abs().sum() / len(q)
-    )
+    sizes: list[Any] = [each if each is None else each.abs() for each in reference]
+    magnitude = LossAndGrads(*sizes)._replace(
+        dq=terms @ k.abs() / len(q), dscale=factor * (g * product).abs().sum() / len(q),
+        dk=None if one_sided else terms.T @ q.abs() / len(q),
+    )  # fmt: skip
     return bound, magnitude
 
 
@@ -200,7 +208,7 @@ def _of_softmaxes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """M * dL/dx, the same without positives, the error of M * L and that of M * dL/dx, for logits wrong by dx."""
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
-    x = kept(x, inputs)
+    x = kept(x, inputs, torch.arange(len(x), device=x.device))
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
