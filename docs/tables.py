@@ -73,11 +73,13 @@ POSITIVES = {
     "label": "one key of a query, which `labels` names; without labels key i of query i",
     "id": "all keys of a query's id",
 }
+OF_ROWS = "one other row, which `labels` names; without labels row i + M/2 of row i"
 WHEN_KNOWN = {
     "before": "computed in forward, pair by pair",
     "row": "computed in backward, from statistics of queries",
     "all": "computed in backward, from statistics of both sides",
 }
+FROM_ROWS = "computed in backward, from statistics of both rows of a pair"
 SAME = 1e-4  # of the true loss: ranks whose values differ by less return the same
 
 
@@ -191,12 +193,13 @@ def section(spec: LossSpec) -> str:
         for side, found in (("query", traits.query_statistics), ("key", traits.key_statistics))
         for kind in found
     ]
+    keys = "as many as queries" if traits.paired else "any number"
     lines = [
-        ("positives", POSITIVES[traits.positives]),
-        ("keys", "as many as queries" if traits.paired else "any number"),
+        ("positives", OF_ROWS if traits.triangle else POSITIVES[traits.positives]),
+        ("keys", "all other queries: a call has one side, `k = None`" if traits.triangle else keys),
         ("ids", "`query_ids`, `key_ids`" if traits.ids else "none"),
         ("statistics", ", ".join(reduced) or "none"),
-        ("gradients", WHEN_KNOWN[traits.known]),
+        ("gradients", FROM_ROWS if traits.triangle else WHEN_KNOWN[traits.known]),
         ("products", products(spec) + "; 1 without gradients" * traits.at_once),
     ]
     table = _table(("trait", spec.name), lines)

@@ -146,7 +146,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
 
 def contrastive_loss(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     scale: Tensor | float = 1.0,
     bias: Tensor | float | None = None,
     *,
@@ -162,11 +162,13 @@ def contrastive_loss(
 ) -> Tensor:
     """The loss of the batch that the group's ranks hold together, 0-dim; differentiable in q, k, scale and bias.
 
-    q, k           (M, D) queries and (N, D) keys of this rank, of any sizes, in bf16, fp16, fp32 or (on CPUs) fp64
+    q, k           (M, D) queries and (N, D) keys of this rank, of any sizes, in bf16, fp16, fp32 or (on CPUs) fp64.
+                   k is None for a loss that compares the rows of q with each other
     scale, bias    numbers, or tensors of one; gradients are exact
     loss           a built-in loss, or FILE.py:NAME as text or path
     labels         of a loss with labels: int64 (M,), the index of each query's positive among the keys of all ranks, in
-                   the order of the ranks; "own": this rank's first M keys; None: query i of the batch and key i
+                   the order of the ranks; "own": this rank's first M keys; None: query i of the batch and key i. Of
+                   rows that are compared with each other: None and "own" pair rows i and i + M/2 of this rank
     query_ids      int64 (M,) and key_ids int64 (N,) of a loss that tells apart pairs of one id, on the device of q
     group          a ProcessGroup, a 1-D DeviceMesh, "local" (this device alone), or None: the default group, if any
     grad_sync      "mean": gradients are right after averaging over ranks (DDP, FSDP2); "sum": after adding them up
@@ -319,6 +321,7 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
     """
     global _loads
     group = find_group(options.group_name)
+    k = q if k is None else k  # a loss with two sides refuses that in its package
     try:
         kind = _check(given, q, k)
     except Exception:

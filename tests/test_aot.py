@@ -82,6 +82,14 @@ def test_forwards_that_read_their_keys_once(dim: int, flags: dict[str, str], tmp
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
+@pytest.mark.parametrize("dim", [40, 96, 768])
+def test_kernels_of_a_triangle(dim: int, tmp_path: Path) -> None:
+    """On the diagonal and above it; those of gradients are clip's."""
+    package = infcl_gen.generate(output=tmp_path / "p", loss="ntxent", batch_size="64k", dim=dim, device_profile="h200")
+    kernels = ("references", "forward", "forward_wide", "positives", "gradient_positives")
+    check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
+
+
 @pytest.mark.parametrize(
     ("kernel", "target", "dim", "version", "spill"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "748d6db2e6d36d0b936683096fc19256be6c20b77c1fcd6721b17e04579e97d7",
+    "digest": "5b344c3a83a389e349993eea95d1c06b57a394490c402d9df9a84617571e2447",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -46,6 +46,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "cc3f56cdf2b52797432caac024b715cec98c7d9f813b8450dd86362820c6efc2",
+    "digest": "d3664c3a0b094d13db45a08aa059baaf56d1060f04f24e93cf02a234b827da25",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -46,6 +46,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

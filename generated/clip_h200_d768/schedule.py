@@ -166,9 +166,9 @@ def backward_scratch(rows, keys, device):
 def backward_block(block, dq, dk, scratch, fresh_dq=False, fresh_dk=False, stash=None, arrive=None):
     """Adds sum_j g_ij k_j to dq (m, D) and sum_i g_ij q_i to dk (n, D), both fp32 and contiguous; g is unweighted.
 
-    One of them may be None, and is not computed. dk may have room behind it, rows up to a multiple of LIBRARY_MULTIPLE,
-    which are overwritten. scratch: what `backward_scratch` gave for at least as many rows and keys. What is fresh was
-    never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
+    One of them may be None, and is not computed. dk may have room behind it, rows up to a multiple of
+    LIBRARY_MULTIPLE, which are overwritten. scratch: what `backward_scratch` gave for at least as many rows and keys.
+    What is fresh was never written: the first sums replace what it holds. arrive(): called before `dk` is touched.
     """
     m, n = block.q.shape[0], block.k.shape[0]
     block = block._replace(keys=_with_ratios(block.keys, kernels.KEY_SHARE.value, scratch.ratios))

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "d07ef85c908ce1e5354855c5a878db3de08a6da2fb70de2361e270811c4430ef",
+    "digest": "f6b590dc689da45ff2ffa8dfc5f3af6017720a78c8cfdda6762b3db530969a20",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -46,6 +46,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

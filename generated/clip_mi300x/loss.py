@@ -31,6 +31,7 @@ HAS_KEYS = True  # whether the loss also reduces along the queries of a key
 POSITIVES = "diagonal"
 DBIAS = 0.0  # dL/dbias of the whole batch
 CLASSES = ()  # of pairs, besides positives
+DOMAIN = "rectangle"  # of pairs: of a triangle, rows are keys of each other, but not of themselves
 
 
 def logit(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

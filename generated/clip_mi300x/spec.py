@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "e5132da658bb7e4625f69fff129abc5f3e1a2a97d429f38bd2ffab247bfad2aa",
+    "digest": "0e4bd57e69539b9f25f1af1d8bcf1f0d70ecc8e04295eaebabd5184301249044",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -46,6 +46,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

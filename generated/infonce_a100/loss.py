@@ -29,6 +29,7 @@ HAS_KEYS = False  # whether the loss also reduces along the queries of a key
 POSITIVES = "label"
 DBIAS = 0.0  # dL/dbias of the whole batch
 CLASSES = ()  # of pairs, besides positives
+DOMAIN = "rectangle"  # of pairs: of a triangle, rows are keys of each other, but not of themselves
 
 
 def logit(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "86f1b6dfe88b4692868b64810c55adc59d52fbbc20ce8ca7313bb1c4ed37d94a",
+    "digest": "4c6de0856bea89d24dfd27885d6b73796b882e7bf2631c5e667eed5e4d71726d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "affine": True,
             "softplus": False,
             "strips": 0,
+            "domain": "rectangle",
         },
     },
     "device": {

@@ -97,7 +97,8 @@ def _runs(folder: Path, scale: float) -> tuple[Step, Step]:
     """A package's training step and its bare products."""
     module, inputs = import_package(folder), point_of([read_package(folder)], scale=scale).inputs()
     known = module.SPEC["loss"]["traits"]["known"]
-    products = bare_products(module.SPEC["plan"], inputs.q.detach(), inputs.k.detach(), known)
+    q, k = (x if x is None else x.detach() for x in (inputs.q, inputs.k))
+    products = bare_products(module.SPEC["plan"], q, k, known)
     return training_step(module, *inputs.leaves, bias=inputs.bias), products
 
 

@@ -64,7 +64,7 @@ def measure_point(point: Point) -> Events:
             steps.pop(name, None)
             yield name, {**row, "peak_bytes": None}
         _release(inputs)
-    q, k = (x.detach().to(inputs.dtype) for x in (inputs.q, inputs.k))
+    q, k = (None if x is None else x.detach().to(inputs.dtype) for x in (inputs.q, inputs.k))
     for name in point.packages:
         if name in rows:
             spec = import_package(Path(name), edited=True).SPEC
@@ -94,15 +94,16 @@ def first_runs(
     _release(inputs)  # freeing old gradients during the run would hide as many bytes of the new ones
     with PeakMeter(inputs.q.device) as meter:
         result = step()
-    return meter.peak_bytes, *judged(result, exact, inputs.frozen)
+    return meter.peak_bytes, *judged(result, exact, inputs.frozen, inputs.k is None)
 
 
 def judged(
-    result: Sequence[Any], exact: Mapping[str, Any] | None = None, frozen: str = "none"
+    result: Sequence[Any], exact: Mapping[str, Any] | None = None, frozen: str = "none", one_sided: bool = False
 ) -> tuple[Errors | None, str | None]:
     """Errors relative to `exact` fp64 results, if given; and the defect of a result that should not be timed."""
     got = {name: value for name, value in zip(RESULTS, result, strict=True) if value is not None}
-    if absent := [name for name in RESULTS if name not in (*got, "dscale", FROZEN_RESULTS.get(frozen))]:
+    excused = {"dscale", FROZEN_RESULTS.get(frozen), *["dk"] * one_sided}
+    if absent := [name for name in RESULTS if name not in got and name not in excused]:
         return None, f"no result: {', '.join(absent)}"
     errors: Errors = dict.fromkeys(RESULTS)
     if exact is not None:
@@ -156,7 +157,8 @@ def _in_turns(point: Point, steps: dict[str, Step], rows: dict[str, Row], inputs
 def _release(inputs: Inputs) -> None:
     """Free gradients, garbage and the allocator's cache."""
     for leaf in inputs.leaves:
-        leaf.grad = None
+        if leaf is not None:
+            leaf.grad = None
     gc.collect()
     if inputs.q.is_cuda:
         torch.cuda.empty_cache()

@@ -260,6 +260,37 @@ def _memeff(inputs: Inputs) -> LossFunction:
     return lambda: criterion(*_narrow(inputs))
 
 
+def _simclr(inputs: Inputs, compiled: bool = False) -> LossFunction:
+    """SimCLR's loss written out: a product, its diagonal filled, and a cross-entropy, under autocast; `compiled` by
+    `torch.compile` for static shapes."""
+
+    def dense() -> Any:
+        itself = torch.eye(len(inputs.q), dtype=torch.bool, device=inputs.q.device)
+        x = (inputs.scale * inputs.q @ inputs.q.T).masked_fill(itself, float("-inf"))
+        return cross_entropy(x, inputs.labels)
+
+    return _under_autocast(inputs, torch.compile(dense, dynamic=False) if compiled else dense)
+
+
+def _lightly(inputs: Inputs) -> LossFunction:
+    """`lightly.loss.NTXentLoss(temperature)(first, second)` of the views of each sample, under autocast. Its scale is a
+    number, and has no gradient."""
+    from lightly.loss import NTXentLoss
+
+    run = NTXentLoss(temperature=1 / float(inputs.scale))
+    return _under_autocast(inputs, lambda: run(*inputs.q.chunk(2)))
+
+
+def _metric_learning(inputs: Inputs) -> LossFunction:
+    """`pytorch_metric_learning.losses.NTXentLoss(temperature)(q, labels)`, where two rows have each label, under
+    autocast. Its scale is a number, and has no gradient."""
+    from pytorch_metric_learning.losses import NTXentLoss
+
+    run, samples = NTXentLoss(temperature=1 / float(inputs.scale)), torch.arange(len(inputs.q)) % (len(inputs.q) // 2)
+    of_rows = samples.to(inputs.q.device)
+    return _under_autocast(inputs, lambda: run(inputs.q, of_rows))
+
+
 def _narrow(inputs: Inputs) -> tuple[Any, Any]:
     """Queries and keys in the products' dtype, for kernels that know nothing of autocast."""
     return inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype)
@@ -316,6 +347,16 @@ _PEERS = (
     *(
         Peer(f"siglip-kernel-{each}", None, *_SIGLIP_KERNEL, partial(_siglip_kernel_on_ranks, strategy=each))
         for each in ("ring", "gather")
+    ),
+    Peer("torch-simclr", _simclr, losses=("ntxent",)),
+    Peer("torch-simclr-compiled", partial(_simclr, compiled=True), losses=("ntxent",)),
+    Peer("lightly", _lightly, "lightly", "lightly", losses=("ntxent",)),
+    Peer(
+        "pytorch-metric-learning",
+        _metric_learning,
+        "pytorch-metric-learning",
+        "pytorch_metric_learning",
+        losses=("ntxent",),
     ),
     Peer("siglip-kernel-plus", _siglip_plus, *_SIGLIP_KERNEL[:3], ("siglip_multi",)),
 )

@@ -31,7 +31,7 @@ class Inputs:
     """What all contestants compute with; q, k, scale and bias require gradients, but for a frozen side."""
 
     q: Any  # (M, D)
-    k: Any  # (N, D)
+    k: Any  # (N, D); None for a loss of one side
     scale: Any  # 0-dim
     labels: Any  # (M,) int64
     directions: int  # 2 if the loss classifies keys among queries, too: then M = N and labels are 0, 1, ..., M - 1
@@ -75,6 +75,7 @@ class Point:
     edited: tuple[str, ...] = ()  # packages whose files are not as generated
     ranks: int = 1
     frozen: str = "none"  # the side that requires no gradient
+    one_sided: bool = False  # rows are compared with each other
 
     @property
     def device(self) -> str:
@@ -117,6 +118,8 @@ class Point:
         scale = torch.tensor(self.scale, dtype=wide, device=self.device, requires_grad=True)
         bias = None if self.bias is None else torch.full_like(scale, self.bias, requires_grad=True)
         labels = torch.arange(queries, device=self.device) % keys
+        if self.one_sided:
+            return Inputs(q, None, scale, labels.roll(queries // 2), 1, DTYPES[self.dtype])
         return Inputs(q, k, scale, labels, self.directions, DTYPES[self.dtype], bias)
 
 
@@ -160,6 +163,7 @@ def point_of(
         scale=scale, rounds=rounds, seconds=seconds, exact=unedited[0] if errors and unedited else None,
         edited=tuple(str(package.path) for package in packages if package.edited), ranks=ranks,
         frozen=shared["frozen"],
+        one_sided=shared["loss"]["traits"]["domain"] == "triangle",
     )  # fmt: skip
 
 
@@ -182,8 +186,11 @@ def features(rows: int, dim: int, dtype: str, seed: int, device: str = "cuda") -
 
 def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any = None, bias: Any = None) -> Step:
     """A forward and backward of a package, which returns (loss, dq, dk, dscale); `autocast` is a dtype or None."""
-    needs_labels = module.SPEC["positives"] == "label" and len(q) > len(k)
-    labels = torch.arange(len(q), device=q.device) % len(k) if needs_labels else None
+    labels = None
+    if k is None and len(q) % 2:  # without labels rows are pairs
+        labels = torch.arange(len(q), device=q.device).roll(len(q) // 2)
+    elif k is not None and module.SPEC["positives"] == "label" and len(q) > len(k):
+        labels = torch.arange(len(q), device=q.device) % len(k)
     ids = own_ids(q, k) if module.SPEC["loss"]["traits"]["classes"] else {}
     return step_of(lambda: module.contrastive_loss(q, k, scale, bias, labels=labels, **ids), q, k, scale, autocast)
 
@@ -195,24 +202,28 @@ def own_ids(q: Any, k: Any, first: int = 0) -> dict[str, Any]:
 
 
 def step_of(loss_function: LossFunction, q: Any, k: Any, scale: Any, autocast: Any = None) -> Step:
-    """The same for any loss of q, k and scale."""
+    """The same for any loss of q, k and scale; dk is None without k."""
 
     def step() -> tuple[Any, ...]:
-        q.grad = k.grad = scale.grad = None
+        for leaf in (q, k, scale):
+            if leaf is not None:
+                leaf.grad = None
         with torch.autocast(q.device.type, autocast) if autocast else contextlib.nullcontext():
             loss = loss_function()
         loss.backward()
-        return loss.detach(), q.grad, k.grad, scale.grad
+        return loss.detach(), q.grad, None if k is None else k.grad, scale.grad
 
     return step
 
 
 def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all") -> Step:
     """The plan's matrix products by torch, panel by panel: z, dq and dk, without that of a frozen side. z comes twice,
-    but for rows that are kept, and where slopes are `known` "before" the sweep (`Traits.known`).
+    but for rows that are kept, and where slopes are `known` "before" the sweep (`Traits.known`). Without k, those of
+    panels on and above the diagonal.
 
     For fp32 features that the plan splits, products are as many and as deep as those of their bf16 terms.
     """
+    one_sided, k = k is None, q if k is None else k
     m, n = len(q), len(k)
     rows, keys = min(plan["panel_rows"], m), min(plan["panel_keys"], n)
     if plan["strategy"] == "fused":
@@ -228,13 +239,16 @@ def bare_products(plan: Mapping[str, Any], q: Any, k: Any, known: str = "all") -
         z = torch.empty(rows * keys, dtype=q.dtype, device=q.device)
         dq, dk = (torch.zeros(size, q.shape[1] // terms, dtype=sums, device=q.device) for size in (rows, keys))
         for row0, key0 in itertools.product(range(0, m, rows), range(0, n, keys)):
+            if one_sided and key0 < row0:
+                continue
             a, b = q[row0 : row0 + rows], k[key0 : key0 + keys]
             g = z[: len(a) * len(b)].view(len(a), len(b))
             kept = plan["strategy"] == "rows" or row0 < plan["stash_rows"]
             for _ in range(1 if known == "before" or kept else 2):
                 torch.mm(a, b.T, out=g)
             sides = {"query": (dq[: len(a)], g, b), "key": (dk[: len(b)], g.T, a)}
-            for total, left, right in (part for side, part in sides.items() if side != plan.get("frozen")):
+            left_out = "key" if one_sided and key0 == row0 else plan.get("frozen")
+            for total, left, right in (part for side, part in sides.items() if side != left_out):
                 for term in right.split(total.shape[1], 1):
                     torch.addmm(total, left, term, out=total, **wide)
         return (dq, dk)

@@ -45,6 +45,10 @@ _ROWS_OF_POSITIVES = (
 )
 _NOTHING = "NOTHING = tl.constexpr({})  # a logit whose term and slope are 0 exactly"
 _IDS_OF_ROWS = "ids_of_queries = tl.load(query_ids + rows, mask=rows < queries, other=0)"
+_LEGEND_OF_TRIANGLE = """\
+triangle            k is q on the rank's own rows: z_ij = z_ji is computed once, counts for both rows, and i != j.
+                        DIAGONAL: rows and columns of a panel are the same"""
+_BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float("-inf"), 0.0)'
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
@@ -72,15 +76,21 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     return {field: getattr(plan, field) for field in of_plan} | {
         "name": name,
         "fused": is_fused,
+        "of_keys": plan.traits.has_keys,
+        "triangle": plan.traits.triangle,
+        "largest_of_sample": "largest_of_others" if plan.traits.triangle else "smallest_or_largest",
+        "ifs_of_smallest": "elif" if plan.traits.triangle else "if",
+        "summed_columns": "(columns < keys) & (columns > first_row)" if plan.traits.triangle else "columns < keys",
         # Legend of the file.
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
         "walkers": "pairs and pair_terms" if at_once else "the forward" if is_fused else "forward and gradient",
         "reference_of": sampled if has_keys else "a sample (the backward takes each row's own)",
-        "summed_sides": "queries and keys" if has_keys else "queries",
+        "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
         "reduced_along": "both axes" if has_keys else "its row",
-        "formula_of_g": "share_i 2^(y - r_i)" + " + share_j 2^(y - c_j)" * has_keys,
+        "formula_of_g": "share_i 2^(y - r_i)"
+        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * has_keys,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
@@ -143,7 +153,8 @@ def _clamped(places: str) -> str:
 
 def _header_context(plan: Plan) -> dict[str, Any]:
     """The pieces of header.py.jinja, and what they read."""
-    if plan.traits.at_once:
+    traits = plan.traits
+    if traits.at_once:
         return {
             "legend": "legend_of_pairs", "range": "range_of_pairs", "helpers": "helpers_of_pairs",
             "about_flags": "A program adds to its own part of the sums.",
@@ -151,11 +162,12 @@ def _header_context(plan: Plan) -> dict[str, Any]:
     kind = "exact" if plan.exact else "of_rows" if plan.rows else "of_blocks"
     return {
         "legend": "legend_of_sums",
-        "legend_of_key_sums": "c_j                 log-sum-exp of column j, likewise" if plan.has_keys else ABSENT,
+        "legend_of_key_sums": "c_j                 log-sum-exp of column j, likewise" if traits.has_keys else ABSENT,
+        "legend_of_triangle": _LEGEND_OF_TRIANGLE if traits.triangle else ABSENT,
         "about_flags": "A program writes its own flag, always, so flags need no clearing.",
         "range": f"range_{kind}",
         "helpers": "helpers_of_sums",
-        "lowest": _LOWEST if plan.traits.masked else ABSENT,
+        "lowest": _LOWEST if traits.masked or traits.triangle else ABSENT,
         "sampled": not plan.exact,
         "references": f"references_{kind}",
     }
@@ -163,16 +175,18 @@ def _header_context(plan: Plan) -> dict[str, Any]:
 
 def _class_context(plan: Plan) -> dict[str, Any]:
     """What tells a tile the classes of its pairs."""
+    ids, triangle = plan.traits.ids, plan.traits.triangle
     offset, placed = f"offset = {_clamped('first_positive - first_key - key0')}", plan.traits.placed
     return {
         "placed": placed,
-        "ids": plan.traits.ids,
-        "ids_of_rows": _IDS_OF_ROWS if plan.traits.ids else ABSENT,
+        "ids": ids,
+        "ids_of_rows": _IDS_OF_ROWS if ids else ABSENT,
         "masked": plan.traits.masked,
         "in_sums": not plan.traits.without_positives,
         "which_are_left_out": _LEFT_OUT.get(plan.traits.classes, ""),
-        "plus_id_mask": " + id_mask" * plan.traits.masked,
-        **{name: text if plan.traits.masked else ABSENT for name, text in _MASK.items()},
+        "plus_id_mask": " + id_mask" if plan.traits.masked else " + below" * triangle,
+        **{name: text if plan.traits.masked or triangle else ABSENT for name, text in _MASK.items()},
+        **({"id_mask": _BELOW} if triangle else {}),
         # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
         "offset_of_places": ABSENT if plan.labels or not placed else offset,
         "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset" if placed else _NOWHERE,

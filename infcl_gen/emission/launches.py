@@ -14,7 +14,10 @@ WIDTH = 112  # of a line: some launches stand deeper
 
 _ALL = {
     "scale_ptr": "scale", "bias_ptr": "bias", "queries": "m", "keys": "n",
-    "labels": "block.positives", "first_positive": "block.positives", "first_key": "block.first_key",
+    "labels": "block.positives", "key_labels": "block.key_labels", "first_query": "block.first_query",
+    "key_positive_z": "block.key_positive[0]", "key_positive_reference": "block.key_positive[1]",
+    "DIAGONAL": "block.diagonal",
+    "first_positive": "block.positives", "first_key": "block.first_key",
     "query_ids": "block.query_ids", "key_ids": "block.key_ids",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
     "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
@@ -104,6 +107,21 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "exponent": "keys.exponent", "mantissa": "keys.mantissa",
     }),
 }  # fmt: skip
+_OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
+    "merge": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
+        "row_exponent": "exponents", "row_sum": "sums", "query_exponent": "statistics.exponent",
+        "query_mantissa": "statistics.mantissa", "queries": "rows", "row_parts": "count",
+        "rows_stride": "exponents.stride(0)", "queries_written": "written",
+    }),
+    "positives": ("(cdiv(m, {0}) + block.own * cdiv(n, {0}),)".format("kernels.POSITIVE_ROWS.value"), _PARTS | {
+        "strip": "_strip(m, n)",
+        # Any tensors where columns have no programs.
+        "key_labels": "block.key_labels if block.own else block.positives",
+        "key_positive_z": "(block.key_positive if block.own else positive)[0]",
+        "key_positive_reference": "(block.key_positive if block.own else positive)[1]",
+    }),
+    "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), {}),
+}  # fmt: skip
 
 
 def openings(choice: Choice) -> Callable[..., str]:
@@ -133,7 +151,7 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
     for family in families(choice):
         for kernel in family.kernels(choice):
             replaced = kernel.replaces or kernel.name
-            grid, own = _LAUNCHES[replaced]
+            grid, own = (_LAUNCHES | _OF_TRIANGLE if choice.traits.triangle else _LAUNCHES)[replaced]
             own = values | own
             if kernel.replaces:
                 own |= _given_to_variant(family, kernel)

@@ -38,7 +38,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
         File("spec.py", ["package/spec.py.jinja"], {"name": name, "spec": spec}),
         File("loss.py", [loss_template(plan.traits)], loss_context(derivation)),
     ]
-    pairs = "_pairs" * plan.traits.at_once
+    pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
         kind = pairs or "_combined" * plan.traits.combined
         return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], _torch_context(plan, derivation))]
@@ -49,7 +49,7 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
             templates += family.templates(plan)
         else:
             variants.append(File(family.file, family.templates(plan), context | family.values(plan)))
-    sweep = "pairs" if pairs else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
+    sweep = "pairs" if plan.traits.at_once else plan.strategy if plan.strategy in ("fused", "rows") else "panel"
     schedule = schedule_context(name, plan, profile, spec["launches"], spec["gradient_exponent"])
     of_schedule = File("schedule.py", [f"triton/schedule_{sweep}.py.jinja"], schedule)
     return [*files, File("kernels.py", templates, context), *variants, of_schedule]
@@ -124,6 +124,7 @@ def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, i
 def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     problem, formulas = plan.problem, formulas_of(derivation)
     of_plan = {field: getattr(plan, field) for field in ("dim", "dtype", "strategy", "rows_per_rank")}
+    of_keys = plan.of_keys and not plan.traits.triangle
     return of_plan | {
         "logit": formulas["logit"],
         "loss": formulas["loss"],
@@ -131,17 +132,19 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "keys": problem.total_keys,
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
+        "triangle": plan.traits.triangle,
+        "k_type": "None" if plan.traits.triangle else "Tensor",
         "kernels": "kernels.py computes tiles, " * (plan.strategy != "torch"),
         "frozen": ABSENT if plan.frozen == "none" else f"The {plan.frozen} side is frozen: it has no gradient.",
-        "gradients": ", ".join("Tensor" if wanted else "None" for wanted in (plan.of_queries, plan.of_keys)),
-        "results": f"{'dq (M, D)' if plan.of_queries else 'None'}, {'dk (N, D)' if plan.of_keys else 'None'}",
+        "gradients": ", ".join("Tensor" if wanted else "None" for wanted in (plan.of_queries, of_keys)),
+        "results": f"{'dq (M, D)' if plan.of_queries else 'None'}, {'dk (N, D)' if of_keys else 'None'}",
         "mib": f"{plan.predicted_peak_bytes / 2**20:.1f}",
     }
 
 
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     formulas, affine = formulas_of(derivation), plan.traits.affine
-    traits, apart = plan.traits, derivation.through_z != 0 and not affine
+    traits = plan.traits
     in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
     x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
     if traits.masked:
@@ -157,14 +160,16 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "logit_strips": traits.strips,
         "ids": traits.ids,
         "placed": traits.placed,
-        "import_math": "import math" if traits.masked else ABSENT,
+        "import_math": "import math" if traits.masked or traits.triangle else ABSENT,
+        "of_keys": traits.has_keys,
+        "times_slope": "" if affine else " * dx/dz",
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),
         "sums_slopes": traits.sums_slopes,
         "logits_of_panel": of_panel,
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
-        "positive_parts": 5 if plan.has_keys else 4 + apart if traits.combined else 3,
+        "positive_parts": plan.positive_parts,
         "about_slopes": ABOUT_SLOPES[traits.combined],
         "with_numbers_of_rows": "".join(f", {_OF_ROWS[name]}" for name in derivation.of_rows),
         "finish_strips": "2 strips" if plan.separate else "1 strip",
@@ -173,8 +178,8 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "logit_rows": "PANEL_ROWS" if affine else "STRIP_ROWS",
         "z_after_softmaxes": "becomes x2" if affine else "stays",
         "x2_of_strip": x2_of_strip,
-        "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * plan.has_keys,
-        "most_terms": "max(len(block.q), len(block.k))" if plan.has_keys else "len(block.q)",
+        "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * traits.has_keys,
+        "most_terms": "max(len(block.q), len(block.k))" if traits.has_keys else "len(block.q)",
     }
 
 

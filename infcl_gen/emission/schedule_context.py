@@ -27,6 +27,9 @@ def schedule_context(
     panels = plan.strategy != "fused"
     variants = [each for family in families(plan) for each in family.kernels(plan) if each.replaces]
     described = any(argument.block for kernel in variants for argument in kernel.arguments)
+    triangle = plan.traits.triangle
+    first_key = "row0 * block.own" if triangle else "0"  # of a row of panels
+    launch = launches(plan, options)
     sweep = f"panels of {plan.panel_rows} queries x {plan.panel_keys} keys of g -> dq += g k, dk += g^T q"
     longest = ", LONGEST_STRIP" if _longest_strip(plan)[0] else ""
     own_strip = f"strip_blocks(cdiv(m, rows), cdiv(n, columns), GRADIENT_STRIPS, GRADIENT_PROGRAMS{longest})"
@@ -44,13 +47,15 @@ def schedule_context(
         "strip_blocks": True,
     }
     words = ", ".join(word for word, used in imports.items() if used)
-    pieces = {"ratios": ratios, "halves": plan.split}
+    pieces = {"ratios": ratios, "halves": plan.split, "triangle": triangle}
     flagged = "gradient_wide" in options and not plan.rows
     backward_buffers = _gradient_buffers(plan, ratios, flagged) if panels else _fused_buffers(ratios)
     return {
         "name": name,
         "operand_dtype": TORCH_DTYPES[plan.operand_dtype],
-        "part_as_halves": "part = _as_halves(part, scratch.halves, written=key0 > 0)" if plan.split else ABSENT,
+        "part_as_halves": f"part = _as_halves(part, scratch.halves, written=key0 > {first_key})"
+        if plan.split
+        else ABSENT,
         "part_of_stash": "scratch.kept = _stash_panel(stash, block.k.shape[0], row0, key0)" if plan.stash else ABSENT,
         "placed": plan.traits.placed,
         "combined": plan.traits.combined,
@@ -72,7 +77,7 @@ def schedule_context(
         "gather": "merge_ranks" in options,
         "forward_panel": f"{plan.forward_rows} queries x {plan.forward_keys} keys",
         "backward_sweep": sweep if panels else "fused: g never leaves the SM; one launch for dq, one for dk",
-        "most_terms": "max(block.q.shape[0], block.k.shape[0])" if plan.has_keys else "block.q.shape[0]",
+        "most_terms": "max(block.q.shape[0], block.k.shape[0])" if plan.traits.has_keys else "block.q.shape[0]",
         # The constant of kernels.py: how many rows share a reference.
         "visiting_rows": "GRADIENT_KEYS" if panels else "FUSED_KEYS",
         "add_product": "_add_split_product" if plan.split else "_add_product",
@@ -88,8 +93,21 @@ def schedule_context(
         "backward_buffers": backward_buffers,
         "rows_buffers": _rows_buffers(plan),
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
-        "launch": launches(plan, options),
+        "launch": launch,
+        "first_key": first_key,
+        "merged": _MERGED if triangle else launch["merge"],
+        "second_sums": _SECOND_OF_ROWS if triangle else "sum_i g_ij q_i to dk (n, D), both fp32 and contiguous",
+        "dk": "dq" if triangle else "dk",  # where the second sums go
+        "arrives": "behind the first launches" if triangle else "before `dk` is touched",
+        "whole_on_the_diagonal": _WHOLE_ON_THE_DIAGONAL if triangle else ABSENT,
     }
+
+
+_MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_queries and row0 == 0)"
+_SECOND_OF_ROWS = "of own rows sum_i g_ij q_i to dq (n, D), fp32 and contiguous"
+_WHOLE_ON_THE_DIAGONAL = """\
+if part.diagonal or not part.own:  # panels on the diagonal are whole, and other ranks' rows have their own sums
+    continue"""
 
 
 def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[str, Any, str]]:
@@ -101,7 +119,7 @@ def _constants(plan: Plan, profile: DeviceProfile, exponent: int) -> list[tuple[
         ("DIM", plan.dim, "of the embedding", True),
         (
             "POSITIVE_PARTS",
-            4 if combined else 2 + plan.has_keys,
+            plan.positive_parts,
             "of each query's positive: z, and the references of its sums" + "; then what `combine` leaves" * combined,
             not plan.traits.at_once,
         ),

@@ -31,13 +31,14 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
-    "positive_z positive_row_reference positive_key_reference positive_g scale_parts bias_parts query_terms "
+    "positive_z positive_row_reference positive_key_reference key_positive_z key_positive_reference positive_g "
+    "scale_parts bias_parts query_terms "
     "stash_reference own_reference share",
     "*fp64": "part_sums sums",
     "*bf16": "stash",
     "*i32": "flags",
-    "*i64": "labels query_ids key_ids",
-    "i64": "first_positive first_key",
+    "*i64": "labels key_labels query_ids key_ids",
+    "i64": "first_positive first_query first_key",
     ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride",
     ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride",
@@ -45,7 +46,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "all_queries all_keys",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
-    "BLOCK DESCRIPTORS DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
+    "BLOCK DESCRIPTORS DIAGONAL DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
 }
 _ARGUMENTS = {
     name: Argument(name, kind) if isinstance(kind, str) else Argument(name, *kind)
@@ -96,7 +97,7 @@ def statistics(choice: Choice) -> str:
 
 def positive(choice: Choice) -> str:
     """What the forward notes of each query's positive: z, and the references of its row and its key."""
-    return "positive_z positive_row_reference" + " positive_key_reference" * choice.has_keys
+    return "positive_z positive_row_reference" + " positive_key_reference" * choice.traits.has_keys
 
 
 def gradient_of_positive(choice: Choice) -> str:
@@ -107,6 +108,11 @@ def gradient_of_positive(choice: Choice) -> str:
 def places(choice: Choice) -> str:
     """Where positives are: the labels, or the global index of the first query's positive; and that of the first key."""
     return "labels first_key" if choice.labels else "first_positive first_key"
+
+
+def both_labels(choice: Choice) -> str:
+    """Of a triangle: the labels of a panel's rows and of the rows in its columns, and their global places."""
+    return "labels key_labels first_query first_key" * choice.traits.triangle
 
 
 def classes(choice: Choice) -> str:

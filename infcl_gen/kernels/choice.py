@@ -56,8 +56,17 @@ class Choice:
 
     @property
     def has_keys(self) -> bool:
-        """Whether keys have statistics, too; positives are then on the diagonal."""
-        return self.traits.has_keys
+        """Whether columns of tiles have sums: of keys, or of a triangle of the rows that stand there."""
+        return self.traits.both_axes
+
+    @property
+    def positive_parts(self) -> int:
+        """Numbers that forward notes of each positive: z, and of each sum with it a reference (torch: and the term). Of
+        a combined loss four then take their place, and a fifth where the logit is not affine."""
+        if self.traits.combined:
+            return 4 + (not self.traits.affine)
+        sums = 1 + self.traits.has_keys
+        return 1 + sums * (2 if self.strategy == "torch" else 1)
 
     @property
     def labels(self) -> bool:

@@ -40,8 +40,10 @@ class ForwardTile(Tile):
                 found = STORING_BLOCKS.get(architecture, found)
             tile = GradientTile().tabulated(architecture, choice)
             return dataclasses.replace(found, rows=tile.rows, keys=tile.keys)
-        keeping = (block for block in KEEPING_BLOCKS.get(architecture, ()) if keeps_keys(block, choice))
-        return next(keeping, found)
+        keeping = [block for block in KEEPING_BLOCKS.get(architecture, ()) if keeps_keys(block, choice)]
+        if choice.traits.triangle:  # beside which 64 x 256 would spill 272 bytes a thread of sm_90
+            keeping = [block for block in keeping if block.keys <= 128]
+        return next(iter(keeping), found)
 
     def shared_bytes(self, block: Block, choice: Choice) -> int:
         """Keys that are read once have one stage. A stash's tiles pass through shared memory: half a tile in bf16, or
@@ -75,6 +77,7 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.has_keys
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.has_keys
     sampled, told = not choice.exact, classes(choice) if choice.traits.masked else ""
+    diagonal = "DIAGONAL" * choice.traits.triangle
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):
         sources = (*features("q", "FORWARD_ROWS", choice.inner_dim), *features("k", "FORWARD_KEYS", choice.inner_dim))
@@ -83,13 +86,13 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         *sources, told, SCALARS, reference, sums, "flags" * sampled,
         *[STASH] * choice.keeps_tiles, "stash_reference" * choice.stash, sizes,
         "stash_stride" * (choice.keeps_tiles and not choice.descriptors), "reference_stride" * choice.stash, STRIDES,
-        "MASKED" * sampled, "DESCRIPTORS WIDEN", "STASH" * choice.keeps_tiles,
+        "MASKED" * sampled, diagonal, "DESCRIPTORS WIDEN", "STASH" * choice.keeps_tiles,
     )  # fmt: skip
     if choice.exact:
         return (Kernel("forward", forward, "forward", template="forward_exact"),)
     constants = "DESCRIPTORS WIDEN" if choice.descriptors else "WIDEN"
-    first = arguments("q k", SCALARS, f"{reference} queries keys", STRIDES, constants)
-    again = arguments("q k", told, SCALARS, sums, "flags", sizes, STRIDES, constants)
+    first = arguments("q k", SCALARS, f"{reference} queries keys", STRIDES, diagonal, constants)
+    again = arguments("q k", told, SCALARS, sums, "flags", sizes, STRIDES, diagonal, constants)
     return (
         Kernel("row_references" if choice.rows else "references", first, "forward"),
         Kernel("forward", forward, "forward"),

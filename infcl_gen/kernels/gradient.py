@@ -7,8 +7,10 @@ from infcl_gen.kernels.arguments import (
     Argument,
     Kernel,
     arguments,
+    both_labels,
     gradient_of_positive,
     places,
+    positive,
     statistics,
 )
 from infcl_gen.kernels.choice import Block, Choice
@@ -69,12 +71,17 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     gradient = arguments(Q, K, ids, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
     again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
     positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")
+    template = "gradient_positives"
+    if choice.traits.triangle:
+        noted, template = f"{positive(choice)} key_positive_z key_positive_reference", "triangle_gradient"
+        sizes = "queries keys g_stride DIAGONAL"
+        positives = arguments(both_labels(choice), noted, SCALARS, statistics(choice), g, sizes)
     return (
         Kernel("gradient", gradient, "gradient", template="" if shared else "gradient_exact"),
         *[Kernel("gradient_wide", again, "gradient", wide=True, template="gradient_wide")]
         * (shared or choice.keeps_tiles),
         *[RATIOS] * shared,
-        Kernel("gradient_positives", positives, template="gradient_positives"),
+        Kernel("gradient_positives", positives, template=template),
     )
 
 

@@ -1,6 +1,6 @@
 """merge, positives, and loss_terms and total_loss or combine and row_loss: from partial sums to the loss."""
 
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, places, positive, statistics
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Kernel, arguments, both_labels, places, positive
 from infcl_gen.kernels.choice import Block, Choice
 from infcl_gen.kernels.family import Family, Tile
 
@@ -21,7 +21,7 @@ class PositiveTile(Tile):
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    keys = choice.has_keys
+    keys = choice.traits.has_keys
     merge = arguments(
         "row_exponent row_sum query_exponent query_mantissa queries row_parts rows_stride queries_written",
         "key_exponent key_sum key_totals_exponent key_totals_mantissa keys key_parts keys_stride keys_written" * keys,
@@ -30,29 +30,30 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
         "q k", places(choice), "row_exponent", "key_exponent" * keys, positive(choice), "queries keys", "strip" * keys,
         "rows_stride", "keys_stride" * keys, STRIDES, "WIDEN",
     )  # fmt: skip
+    if choice.traits.triangle:
+        noted = f"{positive(choice)} key_positive_z key_positive_reference"
+        sizes = "queries keys strip rows_stride keys_stride"
+        positives = arguments("q k", both_labels(choice), "row_exponent key_exponent", noted, sizes, STRIDES,
+                              "DIAGONAL WIDEN")  # fmt: skip
     return (
         Kernel("merge", merge),
-        Kernel("positives", positives, "positive"),
+        Kernel("positives", positives, "positive", template="triangle" if choice.traits.triangle else ""),
         *(_combining(choice) if choice.traits.combined else _adding(choice)),
     )
 
 
 def _adding(choice: Choice) -> tuple[Kernel, ...]:
-    keys = choice.has_keys
+    keys = choice.traits.has_keys
     terms = arguments(
-        statistics(choice), positive(choice), SCALARS, "part_sums queries", "keys" * keys, "query_weight",
-        "key_weight" * keys, "BLOCK",
+        "query_exponent query_mantissa", "key_exponent key_mantissa" * keys, positive(choice), SCALARS,
+        "part_sums queries", "keys" * keys, "query_weight", "key_weight" * keys, "BLOCK",
     )  # fmt: skip
     return Kernel("loss_terms", terms, warps=16), Kernel("total_loss", arguments("part_sums loss parts BLOCK"))
 
 
 def _combining(choice: Choice) -> tuple[Kernel, ...]:
-    combine = arguments(
-        statistics(choice),
-        positive(choice),
-        SCALARS,
-        "positive_g scale_parts bias_parts query_terms queries all_queries all_keys",
-    )
+    taken = f"query_exponent query_mantissa {positive(choice)} {SCALARS}"
+    combine = arguments(taken, "positive_g scale_parts bias_parts query_terms queries all_queries all_keys")
     return Kernel("combine", combine), Kernel("row_loss", arguments("query_terms loss queries weight BLOCK"))
 
 

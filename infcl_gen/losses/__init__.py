@@ -7,7 +7,7 @@ formulas_of(derivation)             # formulas for people
 latex_of(derivation)                # the same in LaTeX
 """
 
-from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE, SIGLIP, SIGLIP_MULTI
+from infcl_gen.losses.builtin import BUILTIN_LOSSES, CLIP, INFONCE, NTXENT, SIGLIP, SIGLIP_MULTI
 from infcl_gen.losses.derive import Derivation, derive
 from infcl_gen.losses.language import LossError, LossSpec
 from infcl_gen.losses.latex import aligned, latex_of
@@ -16,7 +16,7 @@ from infcl_gen.losses.printers import torch_code, triton_code
 from infcl_gen.losses.texts import formulas_of, loss_context
 
 __all__ = [
-    "BUILTIN_LOSSES", "CLIP", "INFONCE", "SIGLIP", "SIGLIP_MULTI", "Derivation", "LossError", "LossSpec", "aligned",
-    "derive", "formulas_of", "is_builtin", "latex_of", "load_loss", "loss_context", "parse_formula", "spec_as_dict",
-    "spec_from_dict", "torch_code", "triton_code",
+    "BUILTIN_LOSSES", "CLIP", "INFONCE", "NTXENT", "SIGLIP", "SIGLIP_MULTI", "Derivation", "LossError", "LossSpec",
+    "aligned", "derive", "formulas_of", "is_builtin", "latex_of", "load_loss", "loss_context", "parse_formula",
+    "spec_as_dict", "spec_from_dict", "torch_code", "triton_code",
 ]  # fmt: skip

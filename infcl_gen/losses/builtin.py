@@ -7,6 +7,7 @@ from infcl_gen.losses.language import (
     bias,
     exp,
     is_positive,
+    is_self,
     logsumexp_over_keys,
     logsumexp_over_queries,
     mean_over_keys,
@@ -14,6 +15,7 @@ from infcl_gen.losses.language import (
     positive,
     queries,
     scale,
+    similarity,
     softplus,
     sum_over_pairs,
     z,
@@ -85,4 +87,24 @@ A call passes `query_ids=`, int64 (M,), and `key_ids=`, int64 (N,), both on the 
 Over several ranks each passes the ids of its own rows, and ids travel with their keys.""",
 )
 
-BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, RINCE, SIGLIP, SIGLIP_MULTI)}
+_of_rows = scale * similarity("query", "query") + bias
+
+NTXENT = LossSpec(
+    name="ntxent",
+    formula=mean_over_queries(logsumexp_over_keys(_of_rows, where=1 - is_self) - positive(_of_rows)),
+    positives="label",
+    doc="NT-Xent of SimCLR: each row against all others, one of which is another view of its sample.",
+    source="Chen et al., arXiv 2002.05709, equation 1",
+    use="""\
+For two views of each image, and wherever the rows of one tensor are to find each other.
+`scale` is 1 / temperature: 2 in lightly's default, 10 in SimCLR's for ImageNet. `bias` changes nothing.
+
+A call has one side: `contrastive_loss(q, None, scale)`, where q holds all views of the batch.
+Without `labels` rows i and i + M/2 of a rank are views of one sample, as in `torch.cat([first, second])`.
+`labels` name the other view of each row by its place in the batch of all ranks. Pairs need not be mutual.
+
+Each similarity is computed once for its two rows, so that a step takes half of CLIP's.
+Over ranks that holds for the pairs of a rank. A pair of two ranks is computed by both, and no gradients travel.""",
+)
+
+BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, RINCE, SIGLIP, SIGLIP_MULTI, NTXENT)}

@@ -15,6 +15,12 @@ its logit, dL/dz of the positive adds dF/dz.
 and of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). A pair that is left out of a
 log-sum-exp has no exp(...) in it. From dL/dx follow
 dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j and dk_j = sum_i dL/dz_ij q_i.
+
+Of a triangle k is q and x_ij = x_ji, so dq_i = sum_j (dL/dz_ij + dL/dz_ji) q_j. Both softmaxes of a pair share its
+exponential: shares, sums and scalars are those of
+
+    dL/dx_ij + dL/dx_ji = 1/M * (query_share * (exp(x_ij - r_i) + exp(x_ij - r_j))
+                                 + positive_share * ([j = positive(i)] + [i = positive(j)]))
 """
 
 import itertools
@@ -46,10 +52,9 @@ from infcl_gen.runtime.table import Travelling
 from infcl_gen.runtime.traits import Known, Traits
 
 SUPPORTED = (
-    "kernels exist for mean_over_queries of functions of logsumexp_over_keys(x) and positive(x), for mean_over_queries "
-    "and mean_over_keys of constant multiples of logsumexp_over_keys(x), logsumexp_over_queries(x) and positive(x), "
-    "without masks or with where= that leaves out positives or pairs of one id, and for sum_over_pairs(h(x, "
-    "is_positive, same_id)) / queries, of one logit x of z, scale and bias"
+    "kernels exist for sum_over_pairs(h(x, is_positive, same_id)) / queries, for mean_over_queries of functions of "
+    "logsumexp_over_keys(x) and positive(x), and for mean_over_queries and mean_over_keys of constant multiples of "
+    "these and logsumexp_over_queries(x), of one logit x of z, or of similarity('query', 'query') where=1 - is_self"
 )
 
 
@@ -160,18 +165,21 @@ class Derivation:
         """The sum of the shares, 0.0 if it is only rounding.
 
         M dL/dx of a positive with probabilities P, C is query_share * (P - 1) + key_share * (C - 1) + positive_rest.
+        Of a triangle it is query_share * (P - 1) + positive_rest, and the same for the other side.
         """
-        shares = (self.query_share, self.key_share, self.positive_share)
+        of_keys = 0.0 if self.form.domain == "triangle" else self.key_share  # there each side has its positive
+        shares = (self.query_share, of_keys, self.positive_share)
         total = math.fsum(shares)
         return 0.0 if abs(total) < 1e-12 * max(map(abs, shares)) else total
 
     @property
     def largest_slope(self) -> float:
-        """A bound on M * |dL/dx|; infinite where no bound is found."""
+        """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
         if self.form.combined:
             return max(_bound(self.query_weight) + _bound(self.positive_slope), _bound(self.query_weight))
         if self.pair_slope is None:
-            return max(abs(self.query_share) + abs(self.key_share), abs(self.positive_share))
+            sides = 2 if self.form.domain == "triangle" else 1
+            return max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
         slopes = self.pair_slope
         return max(map(_bound, (slopes.other, slopes.same_id, slopes.positive)))
 
@@ -218,7 +226,8 @@ class Derivation:
         of_queries, of_keys = (
             tuple(each.kind for each in self.form.statistics if each.side == side) for side in ("query", "key")
         )
-        known: Known = "all" if of_keys else "row" if of_queries else "before"
+        triangle = self.form.domain == "triangle"  # the gradient of a pair has the sums of both
+        known: Known = "all" if of_keys or triangle else "row" if of_queries else "before"
         return Traits(
             query_statistics=of_queries,
             key_statistics=of_keys,
@@ -229,10 +238,21 @@ class Derivation:
             affine=self.slope is not None,
             softplus=self.softplus_sign != 0,
             strips=self._strips,
+            domain=self.form.domain,
         )
 
-    def travelling(self, dim: int) -> tuple[Travelling, ...]:
-        """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient."""
+    def travelling(self, dim: int, of_query: int) -> tuple[Travelling, ...]:
+        """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient.
+
+        Of a triangle nobody sums for others: rows take along what forward noted of them, `of_query` numbers, and their
+        labels.
+        """
+        if self.traits.triangle:
+            return (
+                Travelling("keys", dim, "features", forward="unchanged", backward="unchanged"),
+                Travelling("key statistics", of_query, "statistics", backward="unchanged", across=True),
+                Travelling("key labels", 1, "int64", backward="unchanged"),
+            )
         at_once = self.traits.at_once
         again = "absent" if at_once else "unchanged"
         keys = Travelling("keys", dim, "features", forward="unchanged", backward=again)
@@ -255,7 +275,7 @@ def derive(spec: LossSpec) -> Derivation:
 
 
 def _derived(form: Form) -> Derivation:
-    logit, pair_term = form.logit, form.pair_term
+    logit, pair_term, triangle = form.logit, form.pair_term, form.domain == "triangle"
     shares = _shares(form)
     # sum_ij dL/dx_ij, the gradient by a constant that is added to the logit, where that is a constant
     total = None if form.combined or pair_term else sum(shares, Integer(0))
@@ -275,7 +295,7 @@ def _derived(form: Form) -> Derivation:
         shift=shift,
         dlogit_dz=dx_dz / gradient_factor,
         query_share=float(shares[0]),
-        key_share=float(shares[1]),
+        key_share=float(shares[0 if triangle else 1]),
         positive_share=float(shares[2]),
         query_weight=weight,
         positive_slope=of_p,
@@ -285,7 +305,7 @@ def _derived(form: Form) -> Derivation:
         bias_part=of_bias,
         pair_slope=pair_term and pair_term.slopes(),
         gradient_factor=gradient_factor,
-        dscale_factor=dscale_factor,
+        dscale_factor=dscale_factor / (2 if triangle else 1),
         dscale_rest=dscale_rest,
         dbias_factor=diff(logit, bias),
         dbias=_dbias(logit, total),

@@ -6,7 +6,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
     L = 1/M * (sum_i F(s_i, p_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
 p is the logit of the positive. F may also depend on the positive's similarity, scale, bias, and the numbers of queries
-and keys. `form_of` reads formulas, and nothing else does.
+and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j
+over z, and its domain a triangle. `form_of` reads formulas, and nothing else does.
 """
 
 import itertools
@@ -18,8 +19,9 @@ import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
-from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, keys, queries, same_id, scale, z
+from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
 from infcl_gen.losses.printers import c, display, p, positive_z, r, x
+from infcl_gen.runtime.traits import Domain
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Form:
     pair_term   h, times M; None without one
     excluded    the classes of pairs that are left out of the log-sum-exps: "positive", and "same_id", pairs of one id
                 but no positive
+    domain      of the pairs (i, j): as in `Traits`
     """
 
     spec: LossSpec
@@ -66,6 +69,7 @@ class Form:
     key_term: Expr
     pair_term: PairTerm | None
     excluded: tuple[str, ...] = ()
+    domain: Domain = "rectangle"
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -81,6 +85,7 @@ class Form:
         return "positive" in self.excluded or not _is_linear(self.query_term, r)
 
 
+_OF_QUERIES = language.similarity("query", "query")
 _CLASSES = {is_positive, same_id}
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _STATISTICS = (*_SUMS, language.positive)
@@ -92,18 +97,23 @@ _KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp"
 
 def form_of(spec: LossSpec) -> Form:
     """The general form of a loss. Raises LossError for a formula that has none, or whose parts no kernel computes."""
-    reductions = spec.formula.atoms(*_REDUCTIONS)
+    written = spec.formula
+    domain: Domain = "triangle" if written.has(_OF_QUERIES) else "rectangle"
+    if domain == "triangle":
+        _check_triangle(spec)
+        written = written.xreplace({_OF_QUERIES: z})
+    reductions = written.atoms(*_REDUCTIONS)
     known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
     refuse((foreign, f"{', '.join(foreign)} has no kernel yet"))
-    of_pairs = spec.formula.atoms(language.sum_over_pairs)
+    of_pairs = written.atoms(language.sum_over_pairs)
     if of_pairs:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
     refuse((spec.positives == "id", "positives='id', by which a query has any number of positives, needs "
                                     "sum_over_pairs"))  # fmt: skip
-    whole = _without_classes_in_logits(spec.formula)
+    whole = _without_classes_in_logits(written)
     statistics = [each for each in whole.atoms(*_STATISTICS)]
-    excluded, logit = _excluded(statistics), _logit(statistics)
+    excluded, logit = _excluded(statistics, domain), _logit(statistics)
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
     outside = sorted(map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys}))
     if outside:
@@ -111,6 +121,9 @@ def form_of(spec: LossSpec) -> Form:
     query_term, key_term = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
+        (domain == "triangle" and not _is_linear(query_term, r),
+         f"mean_over_queries of {display(query_term)} is not a sum of constant multiples of its statistics (r: "
+         "logsumexp_over_keys, p: positive), which it must be over similarity('query', 'query')"),
         (key_term != 0 and not _is_linear(query_term, r),
          f"mean_over_queries of {display(query_term)} is not a sum of constant multiples of its statistics (r: "
          "logsumexp_over_keys, p: positive), which it must be beside mean_over_keys"),
@@ -122,7 +135,19 @@ def form_of(spec: LossSpec) -> Form:
          "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
         (not found, "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
     )  # fmt: skip
-    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None, excluded)
+    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None, excluded, domain)
+
+
+def _check_triangle(spec: LossSpec) -> None:
+    """Raises LossError for what a loss of one side cannot have."""
+    has, one = spec.formula.has, "a loss over similarity('query', 'query')"
+    refuse(
+        (has(z), f"{one} has no keys beside it: z has to go"),
+        (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet"),
+        (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
+         f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
+        (spec.positives != "label", f"{one} needs positives='label': a row is not its own positive"),
+    )  # fmt: skip
 
 
 def refuse(*checks: tuple[object, str]) -> None:
@@ -190,12 +215,17 @@ _MASKS = {
 }
 
 
-def _excluded(statistics: list[Expr]) -> tuple[str, ...]:
-    """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel."""
+def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
+    """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel; that of a
+    triangle is part of its domain."""
     sums = [each for each in statistics if isinstance(each, _SUMS)]
     masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
     refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
     mask = masks.pop() if masks else Integer(1)
+    if domain == "triangle":
+        why = f"the mask where={display(mask)} of similarity('query', 'query') has no kernel yet: where=1 - is_self"
+        refuse((sympy.expand(mask - 1 + is_self) != 0, f"{why} leaves out the row itself"))
+        return ()
     corners = itertools.product((0, 1), repeat=2)
     kept = tuple(sympy.expand(mask.xreplace({is_positive: Integer(a), same_id: Integer(b)})) for a, b in corners)
     if kept not in _MASKS:

@@ -63,20 +63,27 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
     slope, dx_dscale = diff(derivation.logit, z), diff(derivation.logit, scale)
     positive = {"diagonal": "p_i = x_{ii}", "label": r"p_i = x_{i \ell_i}"}.get(derivation.spec.positives)
     along, by_number = "" if slope == 1 else rf"\, {_factor(slope)}", derivation.by_number
-    of_pair = f"g_{{ij}}{along}"
+    of_pair, triangle = f"g_{{ij}}{along}", derivation.traits.triangle
     if positive_z in by_number:
         at_positive = rf"\left[{_POSITIVE[derivation.spec.positives]}\right]"
         of_pair = rf"\Big( {of_pair} + \frac{{1}}{{M}} e_i\, {at_positive} \Big)"
     rest = {each: rf" + \frac{{1}}{{M}} \sum_i {_SLOPES[each][1]}" * (each in by_number) for each in (scale, bias)}
+    gradients = {
+        "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j {of_pair}\, k_j",
+        "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i {of_pair}\, q_i",
+    }
+    if triangle:
+        both = rf"\sum_{{j \ne i}} \left(g_{{ij}} + g_{{ji}}\right){along}\, q_j"
+        gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = {both}"}
     return {
-        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot k_j",
+        "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
         **_of_rows(derivation),
-        "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}",
-        "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j {of_pair}\, k_j",
-        "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i {of_pair}\, q_i",
+        "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"
+        + r", \quad j \ne i" * triangle,
+        **gradients,
         "dscale": rf"\frac{{\partial L}}{{\partial s}} = {_summed(dx_dscale)}{rest[scale]}",
         "dbias": rf"\frac{{\partial L}}{{\partial b}} = {_dbias(derivation)}{rest[bias]}",
     }
@@ -107,6 +114,8 @@ def _bracketed(terms: list[str]) -> str:
 
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
+    if derivation.traits.triangle:
+        return {"query_statistic": r"r_i = \log \sum_{j \ne i} e^{x_{ij}}"}
     excluded, positive = derivation.form.excluded, _POSITIVE[derivation.spec.positives]
     found, mask = {}, "w_{ij} " * bool(excluded)
     if mask:

@@ -25,14 +25,19 @@ _ABOUT_LABELS = {
     "label": 'int64 (M,), the index of each query\'s positive among the keys; None and "own" mean 0, 1, ..., M - 1.',
     "id": "must be None: the positives of a query are the keys of its id.",
 }
+_ABOUT_PAIRS = 'int64 (M,), the row of each row\'s positive; None and "own" pair rows i and i + M/2.'
 
 
 def formulas_of(derivation: Derivation) -> dict[str, str]:
     """The derivation for people: ASCII formulas by the name of the quantity."""
     slope, by_number = display(diff(derivation.logit, z), _PAIR), derivation.by_number
-    of_pair = "g_ij" if slope == "1" else f"g_ij * {_wrapped(slope)}"
+    times_slope = "" if slope == "1" else f" * {_wrapped(slope)}"
+    of_pair, triangle = f"g_ij{times_slope}", derivation.traits.triangle
     of_pair = f"({of_pair} + 1/M * e_i * [j = positive(i)])" if positive_z in by_number else of_pair
     rest = " + 1/M * sum_i u_i" if scale in by_number else f" = {_dscale(derivation)}" * (positive_z not in by_number)
+    gradients = {"dq": f"dq_i = sum_j {of_pair} * k_j", "dk": f"dk_j = sum_i {of_pair} * q_i"}
+    if triangle:
+        gradients = {"dq": f"dq_i = sum_{{j != i}} (g_ij + g_ji){times_slope} * q_j"}
     dx_dscale = display(diff(derivation.logit, scale), _PAIR)
     positive = {
         "diagonal": "p_i = x_ii",
@@ -40,14 +45,13 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         "id": "the positives of query i are the keys of its id, id_j = id_i",
     }
     return {
-        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = q_i . k_j",
+        "logit": f"x_ij = {display(derivation.logit, _PAIR)}, z_ij = q_i . {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
         **_of_rows(derivation),
-        "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})",
-        "dq": f"dq_i = sum_j {of_pair} * k_j",
-        "dk": f"dk_j = sum_i {of_pair} * q_i",
+        "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})" + ", j != i" * triangle,
+        **gradients,
         "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)}{rest}",
         "dbias": f"dbias = {_dbias(derivation)}" + " + 1/M * sum_i v_i" * (bias in by_number),
     }
@@ -77,6 +81,8 @@ _LEFT_OUT = {
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
+    if derivation.traits.triangle:
+        return {"query_statistic": "r_i = log sum_{j != i} exp(x_ij)"}
     if excluded:
         found["mask"] = f"w_ij = 0 where {_LEFT_OUT[excluded]}, else 1"
     if derivation.has_queries:
@@ -123,7 +129,7 @@ def _gradient(derivation: Derivation) -> str:
         return f"a_i * {mask}exp(x_ij - r_i) + b_i * [j = positive(i)]"
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
-        f"{mask}exp(x_ij - c_j)": derivation.key_share,
+        f"{mask}exp(x_ij - c_j)": derivation.key_share * derivation.has_keys,
         "[j = positive(i)]": derivation.positive_share,
     }
     g = ""
@@ -158,18 +164,19 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "label": "torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)",
         "id": "same_id.to(x.dtype)",
     }[spec.positives]
-    summed = "y" if excluded else "x"
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
+    triangle = traits.triangle
     left_out = {
-        (): "",
+        (): "torch.eye(len(x), dtype=torch.bool, device=x.device)" * triangle,
         ("same_id",): "same_id & (is_positive == 0)",
         ("positive",): "is_positive == 1",
         ("positive", "same_id"): "same_id | (is_positive == 1)",
     }[excluded]
+    summed = "y" if left_out else "x"
     reductions = (
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
-        ("y", excluded, f'x.masked_fill({left_out}, float("-inf"))'),
+        ("y", left_out, f'x.masked_fill({left_out}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p), at_positives.format("x")),
@@ -191,7 +198,13 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "classes": repr(traits.classes),
         "paired": traits.paired,
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
-        "about_labels": _ABOUT_LABELS[spec.positives],
+        "about_labels": _ABOUT_PAIRS if triangle else _ABOUT_LABELS[spec.positives],
+        "triangle": triangle,
+        "sum_of_shares": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
+        "domain": traits.domain,
+        "k_type": "None" if triangle else "Tensor",
+        "about_k": "None: rows are compared with each other" if triangle else "(N, D) keys",
+        "other_side": "q" if triangle else "k",
         "about_ids": f"{'int64 (M,) and (N,), the id of each query and of each key' if ids else 'must be None'}.",
         "dense_arguments": "x: Tensor"
         + ", labels: Tensor" * labels

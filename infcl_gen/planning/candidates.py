@@ -60,7 +60,6 @@ class Choices:
     def __init__(self, problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
         self._problem, self._derivation, self._cluster = problem, derivation, cluster
         self._settings, self._profile = problem.settings, cluster.profile
-        self._travelling = derivation.travelling(problem.dim)
         self._variants = functools.cache(self._make_variants)
 
     def models(self, queries: int, keys: int) -> list[CostModel]:
@@ -88,7 +87,8 @@ class Choices:
 
     def _table(self, choice: Choice) -> Table:
         shape = self._cluster.nodes, self._cluster.devices_per_node
-        table = Table(choice.transport, *shape, choice.keeps, self._travelling)
+        travelling = self._derivation.travelling(choice.dim, 2 + choice.positive_parts)
+        table = Table(choice.transport, *shape, choice.keeps, travelling)
         table = table.as_whole() if choice.rows and choice.gather else table
         return table if choice.of_keys else table.without_key_gradients()
 
@@ -123,6 +123,8 @@ class Choices:
             return None
         if self._profile.target == "cpu":
             return "needs a GPU target; on the CPU the strategy is torch"
+        if derivation.traits.triangle and name != "panel":
+            return f"has no kernels for losses of one side, as {derivation.spec.name}; valid: panel, torch"
         if derivation.traits.at_once and name != "panel":
             return f"has no kernels for sums over pairs, as in the loss {derivation.spec.name}; valid: panel, torch"
         if problem.dtype == "fp16" and math.isinf(derivation.largest_slope):
@@ -167,7 +169,8 @@ class Choices:
         if choice.rows:
             transports = tuple(way for way in transports if way[0] != "ring")
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
-        recordable = name != "torch" and not choice.traits.at_once  # sums over pairs are launched one by one
+        # Sums over pairs and losses of one side are launched one by one.
+        recordable = name != "torch" and not choice.traits.at_once and not choice.traits.triangle
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
         if choice.at_once and choice.separate:
@@ -196,11 +199,13 @@ class Choices:
             raise InputError(f"--set transport: gather is for the devices of one node, {impossible}; valid: ring")
         if devices == 1:
             return (("none", False),)
-        at_once = self._derivation.traits.at_once
-        if keeps and at_once:
-            name = self._derivation.spec.name
+        traits, name = self._derivation.traits, self._derivation.spec.name
+        if keeps and traits.at_once:
             raise InputError(f"--set keeps: keys stay for backward, which needs none of them in {name}; valid: off")
-        rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep) and not (keep and at_once))
+        if keeps and traits.triangle:
+            raise InputError(f"--set keeps: in {name} keys travel with their statistics in backward; valid: off")
+        never = traits.at_once or traits.triangle
+        rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep) and not (keep and never))
         gathers = () if impossible or keeps is not None else (("gather", False),)
         return {"ring": rings, "gather": gathers, None: rings + gathers}[wanted]
 
@@ -259,10 +264,10 @@ def _settings_of(name: str, traits: Traits) -> frozenset[str]:
     """The keys of `--set` that apply to a strategy for a loss."""
     of_tiles = (each.settings for each in tiles(name, traits))
     keys = {"strategy", "panel_rows", "records", "transport", "keeps"}.union(*of_tiles)
-    if name not in ("fused", "rows"):
+    if name not in ("fused", "rows") and not traits.triangle:  # whose panels are square
         keys |= {"panel_keys"}
     if name != "torch":
-        keys |= {"descriptors", "replay"}
+        keys |= {"descriptors"} if traits.triangle else {"descriptors", "replay"}
     return frozenset(keys | {"stash_rows"} if name == "stash" else keys)
 
 
@@ -281,6 +286,10 @@ def sizes_of(model: CostModel, settings: Overrides, smallest: bool = False) -> I
     if strategy == "stash":
         # The stash is a third dimension: take every other panel, and the smallest.
         all_rows, all_keys = (sorted({*sides[::2], sides[-1]}, reverse=True) for sides in (all_rows, all_keys))
+    if model.choice.traits.triangle:
+        for side in _sides(settings, "panel_rows", model.rows, max(row_unit, key_unit), cap, smallest):
+            yield _with_forward(model, side, side, 0)
+        return
     least = all_rows[-1], all_keys[-1]
     for rows, keys in itertools.product(all_rows, all_keys):
         # Near-square panels do the most work per byte; one side is longer only where the other cannot grow.
@@ -325,12 +334,16 @@ def _with_forward(model: CostModel, rows: int, keys: int, stash_rows: int) -> tu
         sizes = Sizes(_split(model.rows, block.rows, cap), _split(model.keys, block.keys, cap), rows, keys)
         return sizes, model.memory(sizes).peak_bytes
     row_cap = key_cap = FORWARD_CAP
+    square = max(block.rows, block.keys) if model.choice.traits.triangle else 0
     while True:
         forward = _split(model.rows, block.rows, row_cap), _split(model.keys, block.keys, key_cap)
+        if square:
+            row_cap = min(row_cap, key_cap)
+            forward = (_split(model.rows, square, max(square, row_cap)),) * 2
         sizes = Sizes(*forward, rows, keys)
         memory = model.memory(sizes)
         fits = memory.forward <= max(memory.backward, memory.finish)
-        if fits or (row_cap, key_cap) == (block.rows, block.keys):
+        if fits or (row_cap, key_cap) == (block.rows, block.keys) or row_cap <= square:
             return sizes, memory.peak_bytes
         if key_cap >= row_cap and key_cap > block.keys:
             key_cap = max(block.keys, key_cap // 2)

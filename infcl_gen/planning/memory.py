@@ -99,22 +99,20 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     if v.at_once:
         return _buffers_at_once(v)
     ring, both, forward, backward, finish = v.world_size > 1, "both", "forward", "backward", "finish"
-    positive_rows = 3 + 2 * v.has_keys if v.strategy == "torch" else 2 + v.has_keys
-    positive_rows = 4 if v.traits.combined else positive_rows
     rows, keys = Min(R, m), Min(C, n)
     forward_rows, forward_keys = Min(F, m), Min(G, n)
     kept_keys = W * n if v.gather else 2 * n if v.keeps else n  # their statistics stay from forward to backward
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     terms = [
-        BufferTerm("query_statistics", both, (2 + positive_rows, m), "r_i as a wide float; the positive"),
-        v.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
+        BufferTerm("query_statistics", both, (2 + v.positive_parts, m), "r_i as a wide float; the positive"),
+        v.traits.has_keys and BufferTerm("key_statistics", both, (2, kept_keys), "c_j as a wide float"),
         *_common_terms(v),
     ]
     if v.strategy == "stash":
         shape = ceil_div(Min(S, m), Bf) * Bf, ceil_div(n, Kf) * Kf + 16 * ceil_div(2 * ceil_div(n, Kf), 16)
         terms.append(BufferTerm("stash", both, shape, "kept tiles and the reference of each", "features"))
     if v.strategy == "torch":
-        if v.gather and v.has_keys:
+        if v.gather and v.traits.has_keys:
             terms.append(BufferTerm("merged_statistics", forward, (3 * W + 7, Min(G, kept_keys)), "what adds them up"))
         terms.append(BufferTerm("loss_terms", forward, (8, Min(F, Max(m, n))), "temporaries of the loss's terms"))
         terms += _torch_panel(v, forward, forward_rows, forward_keys) + _torch_panel(v, backward, rows, keys)
@@ -150,7 +148,11 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     dq = BufferTerm("dq", backward, (m, D), "returned", "features")
     dk = BufferTerm("dk", backward, (n if v.separate else room, D), "returned", "features")
     total_dq = BufferTerm("dq_accumulator", backward, (m, D), "dq over all hops")
-    if ring:  # gradients are written after the last hop; a gather writes dk over the sums of other ranks
+    if v.traits.triangle:  # dq is written after the last panel
+        rows = ceil_div(m, LIBRARY_MULTIPLE) * LIBRARY_MULTIPLE if v.library else m
+        sums = BufferTerm("accumulators", backward, (rows, D), "dq over all panels: a pair adds to both of its rows")
+        terms += [sums, sums._replace(phase=finish), *[dq._replace(phase=finish)] * v.separate]
+    elif ring:  # gradients are written after the last hop; a gather writes dk over the sums of other ranks
         results = [dq] * of_queries + [dk] * (of_keys and not v.gather)
         totals = [total_dq] * of_queries
         finished = totals + results if v.separate else totals
@@ -172,7 +174,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         why = "what the graphs read"
         terms += [
             BufferTerm("recorded_features", both, (m + n, D), why, "features"),
-            BufferTerm("recorded_query_statistics", both, (2 + positive_rows, m), why),
+            BufferTerm("recorded_query_statistics", both, (2 + v.positive_parts, m), why),
             v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), why),
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
             v.traits.ids and BufferTerm("recorded_ids", both, (m + n,), why, "int64"),
@@ -328,8 +330,8 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
             add("own", "finish", "home again", 1)
         if KEPT in places and (phase == "backward" if stays else phase == "forward"):
             add("last", phase if stays else "both", "visits last in forward, first in backward", 1)
-        if ALL in places and phase == "forward" and not stays:
-            kept = item.backward == "unchanged"
+        if ALL in places and item.role(phase) == "unchanged" and (phase == "forward" or item.forward == "absent"):
+            kept = phase == "forward" and item.backward == "unchanged"
             add("all", "both" if kept else phase, "of all ranks" + ", from forward to backward" * kept, ranks)
             if table.whole:
                 add("all", "finish", "of all ranks", ranks)

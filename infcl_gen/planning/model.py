@@ -163,7 +163,10 @@ class CostModel:
             return 1
         forward = phase == "forward"
         rows, keys = (sizes.forward_rows, sizes.forward_keys) if forward else (sizes.panel_rows, sizes.panel_keys)
-        return -(-self.rows // rows) * -(-self.keys // keys)
+        found = -(-self.rows // rows), -(-self.keys // keys)
+        if self.choice.traits.triangle and self.choice.world_size == 1:  # panels on and above the diagonal
+            return found[0] * (found[0] + 1) // 2
+        return math.prod(found)
 
     def sent_bytes(self, name: str) -> int:
         """Bytes of the travelling tensor `name` of one rank's keys."""

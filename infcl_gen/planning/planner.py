@@ -117,6 +117,10 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
             f"--keys: the loss {problem.loss!r} pairs query i with key i:"
             f" --keys {problem.total_keys} must equal --batch-size {problem.batch_size} (or be left out)"
         )
+    if derivation.traits.triangle and problem.total_keys != problem.batch_size:
+        raise InputError(f"--keys: the rows of {problem.loss!r} are keys of each other; leave out --keys")
+    if derivation.traits.triangle and problem.frozen != "none":
+        raise InputError(f"--frozen: {problem.loss!r} has one side, whose gradient is all there is; leave out --frozen")
     if problem.dtype == "fp64" and cluster.profile.target != "cpu":
         raise InputError("--dtype: fp64 is supported with --target cpu only; valid here: bf16, fp16, fp32")
     if problem.precision == "tf32" and cluster.profile.vendor != "nvidia":

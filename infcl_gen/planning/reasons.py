@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from infcl_gen.inputs.problem import Problem
@@ -32,6 +33,13 @@ def reasons_of(
     by_setting = f"measured on {profile.name}" if measured else "set by --set"
     strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, everything, ceiling, without_rows))
     found = [*_transport_reasons(problem, best, candidates), strategy]
+    if choice.traits.triangle:
+        flops = math.fsum(phase.flops for phase in model.phases(sizes)) * choice.dim / choice.inner_dim
+        products = flops / (2 * model.rows * model.keys * choice.world_size * choice.dim)
+        why = f"z_ij = z_ji: {products:.3g} products for 4"
+        if choice.world_size > 1:
+            why += "; a pair of two ranks is computed by both, with 3 products, and no gradients travel"
+        found.append(Reason(2, "panels on and above the diagonal of own rows", why))
     if choice.strategy == "fused":
         rows, why = model.rows, "gradients of logits never leave the multiprocessor"
         if choice.world_size == 1:

@@ -53,13 +53,37 @@ ALONE = Rational(7, 5)  # time of one fused program alone on an SM, over half th
 PANEL_EFFICIENCY = Min(R, m) / (Min(R, m) + 80) * Min(C, n) / (Min(C, n) + 80)
 
 
+class Shares(NamedTuple):
+    """The parts of the pairs m n W that a step computes: all of a rectangle; of a triangle's own rows about half.
+
+    There panels lie on and above the diagonal. Forward walks those on it by half; of g they are whole, so that one
+    product has the gradients of all their rows. Other ranks' rows add to dq alone.
+    """
+
+    forward: Any = Integer(1)
+    forward_panels: Any = Integer(1)
+    gradient: Any = Integer(1)  # also of panels, and of the product for dq
+    dk: Any = Integer(1)  # the product with g transposed
+
+
+def shares_of(choice: Choice) -> Shares:
+    if not choice.traits.triangle:
+        return Shares()
+    others, whole = 2 * (W - 1) * n, 2 * W * n
+    tile = Min(F, m) if choice.strategy == "torch" else Max(Bf, Kf)
+    forward, forward_panels, gradient = ((Min(m, size) + m + others) / whole for size in (tile, F, R))
+    return Shares(forward, forward_panels, gradient, (m - Min(m, R)) / whole)
+
+
 def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     """The work of one forward and one backward sweep, without communication."""
     v = choice
     if v.at_once:
         return _terms_at_once(v)
-    pairs, sides = m * n * W, 2 if v.has_keys else 1
-    panels, forward_panels = ceil_div(m, R) * ceil_div(n, C) * W, ceil_div(m, F) * ceil_div(n, G) * W
+    share, sides = shares_of(v), 2 if v.has_keys else 1
+    forward_pairs, pairs = m * n * W * share.forward, m * n * W * share.gradient
+    panels = ceil_div(m, R) * ceil_div(n, C) * W * share.gradient
+    forward_panels = ceil_div(m, F) * ceil_div(n, G) * W * share.forward_panels
     additions, finished = _additions(v, "backward"), _finished(v)
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
@@ -71,7 +95,15 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             TimeTerm("statistics", "forward", bytes=(2 + 4 * sides) * s * pairs, launches=12 * panels, **each),
             TimeTerm("gradient product", part="first", **product),
             TimeTerm("gradient", part="first", bytes=6 * sides * s * pairs, launches=8 * panels, **each),
-            *(TimeTerm(f"{side.name} product", part=side.part, rate="product", **product) for side in _sides(v)),
+            *(
+                TimeTerm(
+                    f"{side.name} product",
+                    part=side.part,
+                    rate="product",
+                    **product | {"flops": 2 * m * n * W * side.share * D},
+                )
+                for side in _sides(v)
+            ),
             TimeTerm("finish", part="end", bytes=finished * D * (2 * s + e), launches=4),
             *additions,
         )
@@ -83,9 +115,9 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             "forward product",
             "forward",
             "first",
-            flops=2 * rows * keys * W * P,
+            flops=2 * rows * keys * W * P * share.forward,
             bytes=W * D * e * (m * ceil_div(n, G) + n * ceil_div(m, F)) + partials,
-            exponentials=pairs,
+            exponentials=forward_pairs,
             efficiency=EFFICIENCY[f"{hopper}forward"] * _filled(Min(F, m), Bf, Min(G, n), Kf),
             launches=2 * forward_panels,
         ),
@@ -119,7 +151,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             TimeTerm(
                 "gradient",
                 part="first",
-                flops=2 * rows * keys * W * P * fraction,
+                flops=2 * rows * keys * W * P * fraction * share.gradient,
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs * fraction,
                 efficiency=reached,
@@ -148,7 +180,7 @@ def _additions(v: Choice, phase: str) -> list[TimeTerm]:
 
 class _Side(NamedTuple):
     """A side whose gradients are wanted: their name, the part of their product, and the side's rows and those of a
-    panel, then those of the other side."""
+    panel, then those of the other side; and the part of all pairs in their product."""
 
     name: str
     part: str
@@ -156,24 +188,27 @@ class _Side(NamedTuple):
     stride: Any
     other: Any
     step: Any
+    share: Any
 
 
 def _sides(v: Choice) -> list[_Side]:
     """Without queries the product of keys does not wait for another, but for the sums that it adds to."""
-    return [_Side("dq", "first", m, R, n, C)] * v.of_queries + [_Side("dk", "rest", n, C, m, R)] * v.of_keys
+    share = shares_of(v)
+    queries, keys = _Side("dq", "first", m, R, n, C, share.gradient), _Side("dk", "rest", n, C, m, R, share.dk)
+    return [queries] * v.of_queries + [keys] * v.of_keys
 
 
 def _finished(v: Choice) -> Expr:
     """Rows of all gradients."""
-    return m * int(v.of_queries) + n * int(v.of_keys)
+    return m * int(v.of_queries) + n * int(v.of_keys and not v.traits.triangle)
 
 
 def _products(v: Choice, phase: str) -> list[TimeTerm]:
     """g of panels times features."""
-    panels, pairs = ceil_div(m, R) * ceil_div(n, C) * W, m * n * W
-    flops = 2 * (SPLIT_TERMS if v.split else 1) * pairs * D
     found = []
-    for name, part, own, stride, other, step in _sides(v):
+    for name, part, own, stride, other, step, share in _sides(v):
+        panels, pairs = ceil_div(m, R) * ceil_div(n, C) * W * share, m * n * W * share
+        flops = 2 * (SPLIT_TERMS if v.split else 1) * pairs * D
         moved = e * pairs + W * D * (2 * s * own * ceil_div(other, step) + e * other * ceil_div(own, stride))
         efficiency = EFFICIENCY[name] * PANEL_EFFICIENCY
         how = {"rate": "product", "efficiency": efficiency, "launches": panels}

@@ -69,7 +69,7 @@ class Package:
     @property
     def gradients(self) -> int:
         """The gradients that were planned."""
-        return ALL & ~FROZEN.get(self.frozen, 0)
+        return ALL & ~FROZEN.get(self.frozen, 0) & ~(KEYS * self.traits.triangle)
 
     def computed(self, wanted: int) -> int:
         """The gradients that are computed where these are wanted: scalars alone need a side that was planned."""
@@ -95,7 +95,7 @@ class Options(NamedTuple):
 class Call(NamedTuple):
     """A call on this rank: at first what the user has passed, after `api.accepted` as follows.
 
-    q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`
+    q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`; of a triangle k is q, detached
     scale, bias          0-dim, in the statistics dtype, on that device
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
     query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id
@@ -123,7 +123,8 @@ class Call(NamedTuple):
         if not q.dtype == k.dtype == dtype:
             options = options._replace(unrounded=True)
         if features:
-            q, k = q.to(dtype), k.to(dtype)
+            q = q.to(dtype)
+            k = q if package.traits.triangle else k.to(dtype)
         return self._replace(q=q, k=k, options=options)
 
 
@@ -166,6 +167,11 @@ class Block(NamedTuple):
     counts              queries and keys of the whole batch
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
+
+    Of a triangle keys are rows as queries are: their statistics, `key_positive` and `key_labels` are those that their
+    rank has as `queries`, `positive` and `positives`; None in the forward of another rank's rows.
+    first_query         global index of q's first row
+    own                 whether k is q: then each pair of rows is seen once, and counts for both
     """
 
     q: Tensor
@@ -181,6 +187,15 @@ class Block(NamedTuple):
     key_ids: Tensor | None = None
     sums: Tensor | None = None
     counts: tuple[int, int] = (0, 0)
+    key_positive: Tensor | None = None
+    key_labels: Tensor | None = None
+    first_query: int = 0
+    own: bool = False
+
+    @property
+    def diagonal(self) -> bool:
+        """Whether a panel of a triangle has pairs of a row and itself: its queries are then its keys."""
+        return self.own and self.first_query == self.first_key
 
     def panel(self, row0: int, rows: int, key0: int, keys: int) -> Block:
         """Up to `rows` queries from `row0` on, and up to `keys` keys from `key0` on; itself if these are all."""
@@ -194,6 +209,9 @@ class Block(NamedTuple):
             self.keys and self.keys.panel(key0, keys), panel_columns(self.positive, row0, rows),
             None if self.query_ids is None else panel(self.query_ids, row0, rows),
             None if self.key_ids is None else panel(self.key_ids, key0, keys), self.sums, self.counts,
+            None if self.key_positive is None else panel_columns(self.key_positive, key0, keys),
+            None if self.key_labels is None else panel(self.key_labels, key0, keys),
+            self.first_query + row0, self.own,
         )  # fmt: skip
 
     def meets_diagonal(self) -> bool:

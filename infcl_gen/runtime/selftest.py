@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,21 @@ SPLIT_ROUNDOFF = 2.0**-16  # of a product of bf16 halves: operands are cut at 2^
 
 
 class Results(NamedTuple):
-    """The loss (0-dim) and its gradients: dq (M, D), dk (N, D), dscale and dbias (0-dim); None of a frozen side."""
+    """The loss (0-dim) and its gradients: dq (M, D), dk (N, D), dscale and dbias (0-dim); None of a frozen side, and of
+    no k."""
 
     loss: Tensor
     dq: Tensor
-    dk: Tensor
+    dk: Any
     dscale: Tensor
     dbias: Tensor
+
+
+def compared(*results: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """The name of each quantity, and its value in each of some results; without those that the first has not."""
+    for name, *values in zip(Results._fields, *results, strict=True):
+        if values[0] is not None:
+            yield name, *values
 
 
 def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..., Any]) -> dict[str, Any]:
@@ -38,14 +46,17 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
     repeatable = True
     for rows, keys, scale in CASES:
         keys = rows if package.traits.paired else keys
+        if package.traits.triangle:  # two views of each sample
+            rows = keys = rows + rows % 2
         if rows > package.batch_size or keys > package.key_count:
             continue
         generator = torch.Generator().manual_seed(rows)
         random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
-        q, k = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
+        q, other = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
+        k = None if package.traits.triangle else other
         arguments = (package, q, k, scale, BIAS, None, *_ids(package, q, k), Options(ALONE))
         first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
-        repeatable &= all(a is b or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        repeatable &= all(torch.equal(a, b) for _, a, b in compared(first, second))
         errors, allowed = _errors(package, first, q, k, scale)
         ok = all(errors[name] <= allowed[name] for name in errors)
         cases.append({"rows": rows, "keys": keys, "scale": scale, "ok": ok, "errors": errors, "allowed": allowed})
@@ -59,9 +70,9 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
     }
 
 
-def _ids(package: Package, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _ids(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Ids of q and k, each of SHARED neighbours, beyond 32 bits; None where the loss has none."""
-    if not package.traits.ids:
+    if k is None or not package.traits.ids:
         return None, None
     query_ids, key_ids = (torch.arange(len(x), device=x.device) // SHARED << 31 for x in (q, k))
     return query_ids, key_ids
@@ -74,7 +85,9 @@ def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
     return SPLIT_ROUNDOFF if split else torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
 
 
-def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float) -> tuple[dict[str, float], ...]:
+def _errors(
+    package: Package, found: Results, q: Tensor, k: Tensor | None, scale: float
+) -> tuple[dict[str, float], ...]:
     """Relative norm errors of the `Results`, and the largest allowed ones.
 
     Allowed are twice the error of dense torch in the statistics dtype, twice what the features' dtype rounds
@@ -87,9 +100,7 @@ def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float
     product = 2.0 * product_roundoff(package.dtype, package.product_precision == "tf32", package.split)
     terms = scale if package.traits.combined else scale / math.sqrt(package.dim)
     errors, allowed = {}, {}
-    for name, truth in exact._asdict().items():
-        if getattr(found, name) is None:
-            continue
+    for name, value, truth, nearly in compared(found, exact, plain):
         size = float(torch.linalg.vector_norm(truth))
         if name == "dscale":  # terms of either sign: relative to the sum of their absolute values
             size = float((q.double() * exact.dq).abs().sum()) / scale
@@ -98,13 +109,13 @@ def _errors(package: Package, found: Results, q: Tensor, k: Tensor, scale: float
                 float(_gradients_of_logits(package, q, k, scale)[1].abs().sum()) if package.traits.sums_slopes else 0.0
             )
         size = size or 1.0  # one pair has no gradients
-        errors[name] = _distance(getattr(found, name), truth) / size
-        unavoidable = _distance(getattr(plain, name), truth) + rounded.get(name, 0.0)
+        errors[name] = _distance(value, truth) / size
+        unavoidable = _distance(nearly, truth) + rounded.get(name, 0.0)
         allowed[name] = 2.0 * unavoidable / size + (ROUNDINGS + terms) * product
     return errors, allowed
 
 
-def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: float) -> dict[str, float]:
+def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scale: float) -> dict[str, float]:
     """Norms of the error in dq, dk and dscale where g, the gradient of the similarities, is rounded to the features'
     dtype, and then dq and dk. Kept tiles are rounded, too. The loss and dbias stay in the statistics dtype.
 
@@ -112,32 +123,39 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor, scale: floa
     largest at most. Triton's interpreter cuts bf16 instead of rounding. Its errors then have the sign of g: those of
     positives add up, and those of all other pairs.
     """
+    k, given = q if k is None else k, k
     rows, keys = q.shape[0], k.shape[0]
     unit, typical = torch.finfo(package.dtype).eps / 2, math.sqrt(3) if min(rows, keys) > FEW else 1.0
     times = 2 if package.rows or package.schedule.stash_shape(rows, keys) else 1
     q, k = q.double(), k.double()
-    g, _ = _gradients_of_logits(package, q, k, scale)
+    g, _ = _gradients_of_logits(package, q, None if given is None else k, scale)
     squares, z, parts = g.square(), q @ k.T, []
     if INTERPRETED and package.dtype == torch.bfloat16:
-        others = g.clone().fill_diagonal_(0.0)
+        others = g.clone()
+        others[torch.arange(rows), _own_positives(package, rows)] = 0.0
         parts = [g - others, others]
     total = torch.linalg.vector_norm(g * z) + sum((part * z).sum().abs() for part in parts) / typical
     found = {"dscale": unit * times * float(total) / scale}
-    sides = (("dq", squares, k, parts), ("dk", squares.T, q, [part.T for part in parts]))
-    for name, squared, other, cut in sides:
+    sides = [("dq", squares, k, parts), ("dk", squares.T, q, [part.T for part in parts])]
+    for name, squared, other, cut in sides if given is not None else sides[:1]:
         spread = (squared @ other.square()).sum().sqrt() * times + torch.linalg.vector_norm(getattr(exact, name))
         spread += sum(torch.linalg.vector_norm(part @ other) for part in cut)
         found[name] = unit / typical * float(spread)
     return found
 
 
-def _gradients_of_logits(package: Package, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """dL/dz and dL/dx * dx/dbias of each pair, (M, N) in fp64."""
-    z = (q.double() @ k.double().T).requires_grad_()
+def _own_positives(package: Package, rows: int) -> Tensor:
+    """The positive of each query without labels."""
+    return torch.arange(rows).roll(rows // 2 if package.traits.triangle else 0)
+
+
+def _gradients_of_logits(package: Package, q: Tensor, k: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """dL/dz and dL/dx * dx/dbias of each pair, (M, N) in fp64; of a triangle dL/dz_ij + dL/dz_ji."""
+    z = (q.double() @ (q if k is None else k).double().T).requires_grad_()
     numbers = [torch.tensor(number, dtype=z.dtype, device=z.device) for number in (scale, BIAS)]
     bias = numbers[1].expand_as(z).clone().requires_grad_()
     x = package.loss.logit(z, numbers[0], bias)
-    classes = [torch.arange(len(q), device=z.device)] if package.traits.labels else []
+    classes = [_own_positives(package, len(q)).to(z.device)] if package.traits.labels else []
     query_ids, key_ids = _ids(package, q, k)
     if query_ids is not None and key_ids is not None:
         classes.append(query_ids[:, None] == key_ids)
@@ -145,16 +163,18 @@ def _gradients_of_logits(package: Package, q: Tensor, k: Tensor, scale: float) -
     others = {"z": z.detach(), "scale": numbers[0], "bias": numbers[1]}
     value = package.loss.loss_of_logits(x, *classes, **{name: each for name, each in others.items() if name in taken})
     of_z, of_bias = torch.autograd.grad(value, (z, bias), materialize_grads=True)
-    return of_z, of_bias
+    return (of_z + of_z.T if package.traits.triangle else of_z), of_bias
 
 
-def _dense(package: Package, q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Results:
+def _dense(package: Package, q: Tensor, k: Tensor | None, scale: float, dtype: torch.dtype) -> Results:
     """The results of the package's `reference` in `dtype`; unused inputs have gradient 0."""
     numbers = (torch.tensor(number, dtype=dtype, device=q.device) for number in (scale, BIAS))
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
+    leaves: list[Any] = [None if x is None else x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
     query_ids, key_ids = _ids(package, q, k)
     loss = package.loss.reference(*leaves, query_ids=query_ids, key_ids=key_ids, dtype=dtype)
-    return Results(loss.detach(), *torch.autograd.grad(loss, leaves, materialize_grads=True))
+    found: Iterator[Any] = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None], materialize_grads=True))
+    gradients: list[Any] = [x if x is None else next(found) for x in leaves]
+    return Results(loss.detach(), *gradients)
 
 
 def _distance(value: Tensor, truth: Tensor) -> float:

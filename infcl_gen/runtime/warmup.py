@@ -50,6 +50,8 @@ def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
         sample = Call(q, k, call.scale, call.bias, labels, query_ids, key_ids, options).cast(package)
         _, saved = engine.swept(package, sample, None, Layout.alone(q, k), package.gradients)
         engine.backward(package, sample, saved, torch.ones((), device=q.device), package.gradients)
+        if package.traits.triangle and len(call.q) > len(q):
+            engine.sweep_above_diagonal(package, sample, saved)
         if package.replay:
             package.schedule.copy_inputs(*sample[:4], *(torch.empty_like(x) for x in sample[:4]))
     return launches

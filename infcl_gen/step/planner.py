@@ -194,7 +194,13 @@ class PlannedLoss:
         from infcl_gen.emission import plan_problem
 
         if (samples, budget) not in self._plans:
-            self._plans[samples, budget] = plan_problem(self.problem(samples, budget))[0]
+            self._plans[samples, budget] = plan = plan_problem(self.problem(samples, budget))[0]
+            if plan.traits.triangle:
+                raise InputError(
+                    f"loss: {self._flags['loss']} has one side; for several towers give a function that joins their "
+                    "features: lambda a, b, scale: infcl_gen.contrastive_loss(torch.cat([a, b]), None, scale, "
+                    f"loss={self._flags['loss']!r})"
+                )
         return self._plans[samples, budget]
 
 

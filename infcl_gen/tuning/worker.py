@@ -54,6 +54,8 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
         problem, plan = module.SPEC["problem"], module.SPEC["plan"]
         sizes = (plan["rows_per_rank"], plan["keys_per_rank"])  # of a ring, one hop is timed
         q, k = (features(rows, problem["dim"], problem["dtype"], seed, device) for seed, rows in enumerate(sizes))
+        if module.SPEC["loss"]["traits"]["domain"] == "triangle":
+            k = None
         wide = torch.promote_types(q.dtype, torch.float32)
         scale = torch.tensor(14.3, dtype=wide, device=device, requires_grad=True)
         step = training_step(module, q, k, scale)
@@ -65,7 +67,9 @@ def run(requests: Requests, answer: Answer, folder: str) -> None:
             return
         result: dict[str, Any] = {"done": "compared"}
         while True:
-            q.grad = k.grad = scale.grad = None
+            for leaf in (q, k, scale):
+                if leaf is not None:
+                    leaf.grad = None
             if device == "cuda":  # the next candidate needs the memory
                 torch.cuda.empty_cache()
             answer(**result)
@@ -97,7 +101,7 @@ def _evidence(result: tuple[Any, ...]) -> dict[str, Any]:
     loss, dq, dk, dscale = result
     numbers = {"loss": loss, "dscale": dscale}  # dscale is None for a loss without a scale
     found = {name: x.double().cpu().reshape(1) for name, x in numbers.items() if x is not None}
-    for name, rows in (("dq", dq), ("dk", dk)):
+    for name, rows in (("dq", dq),) if dk is None else (("dq", dq), ("dk", dk)):
         found[f"norms of {name}"] = torch.cat([part.double().norm(dim=1).cpu() for part in rows.split(1 << 16)])
         chosen = torch.linspace(0, len(rows) - 1, min(SAMPLED_ROWS, len(rows)), dtype=torch.float64).long()
         found[f"rows of {name}"] = rows[chosen.to(rows.device)].double().cpu()

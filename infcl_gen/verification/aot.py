@@ -27,7 +27,7 @@ from infcl_gen.verification.registers import unwritten
 _GPUS = [profile for profile in map(load_profile, profile_names()) if profile.target != "cpu"]
 SHARED_BYTES = {profile.arch: profile.shared_bytes_per_block for profile in _GPUS}  # the most one block may use
 DESCRIPTOR_TARGETS = {profile.arch for profile in _GPUS if profile.tensor_descriptors}
-BRANCHES = {"FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
+BRANCHES = {"DIAGONAL", "FRESH", "STASH", "KEYS"}  # constants that differ between launches of one plan
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _constant(name: str, inputs: Inputs, module: ModuleType) -> Any:
         return 1
     return {
         "MASKED": not inputs.aligned, "DESCRIPTORS": inputs.descriptors, "WIDEN": False, "DOTS": True, "BLOCK": 1024,
-        "STASH": not inputs.other, "FRESH": inputs.other, "KEYS": inputs.other,
+        "STASH": not inputs.other, "FRESH": inputs.other, "KEYS": inputs.other, "DIAGONAL": inputs.other,
     }[name]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from infcl_gen.runtime.launch import INTERPRETED
-from infcl_gen.runtime.selftest import product_roundoff
+from infcl_gen.runtime.selftest import compared, product_roundoff
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.oracle import (
     Inputs,
@@ -97,14 +97,13 @@ class Truth:
 
 
 def gate(result: LossAndGrads | tuple[Tensor | None, ...], truth: Truth) -> list[GateRow]:
-    """Compare (loss, dq, dk, dscale, dbias) with the truth; None is the gradient of a frozen side."""
+    """Compare (loss, dq, dk, dscale, dbias) with the truth; None is a gradient that the package does not compute."""
     parts = (truth.reference, truth.plain, truth.bound, truth.magnitude)
     assert result[0] is not None
     largest = min(torch.finfo(result[0].dtype).max / LARGEST_BATCH, LARGEST_LOSS)
     if bool((truth.reference.loss.abs() > largest).all()):
         return [_too_large(result[0], truth.reference.loss)]
-    named = zip(LossAndGrads._fields, result, *parts, strict=True)
-    return [_judge(name, value, *true) for name, value, *true in named if value is not None]
+    return [_judge(*each) for each in compared(result, *parts)]
 
 
 def _too_large(loss: Tensor, reference: Tensor) -> GateRow:
@@ -125,7 +124,9 @@ def failures(rows: list[GateRow]) -> str:
     return "; ".join(row.detail for row in rows if not row.passed)
 
 
-def _judge(name: str, value: Tensor, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
+def _judge(name: str, value: Any, reference: Tensor, plain: Tensor, bound: Tensor, magnitude: Tensor) -> GateRow:
+    if value is None or reference is None:
+        return GateRow(name, False, 0.0, f"{name}: there is one where there should be none, or the reverse")
     value = value.detach().to(device=reference.device, dtype=torch.float64)
     if value.shape != reference.shape:
         return GateRow(name, False, 0.0, f"{name}: wrong shape {tuple(value.shape)} for {tuple(reference.shape)}")
@@ -166,6 +167,7 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", plan["split"])
 
     q, k, scale, bias = inputs.leaves(torch.float64, torch.float64)
+    one_sided, k = k is None, q if k is None else k
     positives = inputs.are_positive(mathematics.POSITIVES)
     z = q @ k.T
     z_sum = (1 + math.sqrt(q.shape[1]) / 4) * (q.abs() @ k.abs().T)
@@ -174,20 +176,23 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     of_logit = abs(float(mathematics.gradient_factor(scale, bias)))
     slope = own_slope * of_logit
     pairs, products = traits.at_once, (q.square() @ k.square().T).sqrt()
-    if traits.sums_slopes and plan["split"] and INTERPRETED:
+    if (traits.sums_slopes or one_sided) and plan["split"] and INTERPRETED:
         # Triton's interpreter cuts bf16 halves instead of rounding them: two operands and the product that is left out
-        # are too small by up to w each. Errors of one sign cancel in softmaxes only.
+        # are too small by up to w each. Errors of one sign cancel in softmaxes only, and there between logits alike.
         w, products = 3 * w, q.abs() @ k.abs().T
     dz = w * products + v * z_sum
     dx = slope * dz + v * x.abs()
     terms = _of_pairs if pairs else _of_combined if traits.combined else _of_softmaxes
     errors = terms(mathematics, x, dx, inputs, statistics, dz)
     g, smooth, dloss, dg = errors[:4]
+    if one_sided:  # what is stored and summed has the gradients of both rows of a pair
+        g, smooth, dg, positives = g + g.T, smooth + smooth.T, dg + dg.T, positives | positives.T
 
     # The gradient of a logit; its rounding is added where it is summed. Tiles that forward keeps are rounded, too.
-    # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign.
+    # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign. So have those of a triangle
+    # where its similarities have, whose sum is the square of a sum.
     cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
-    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and traits.combined) else 1
+    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and (traits.combined or one_sided)) else 1
     rounded, tiny = max(u * times, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg += underflow
@@ -217,14 +222,16 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     bound = LossAndGrads(
         loss=dloss / len(q),
         dq=dq / len(q) + unit * reference.dq.abs() + tiny,
-        dk=dk / len(q) + unit * reference.dk.abs() + tiny,
+        dk=None if one_sided else dk / len(q) + unit * reference.dk.abs() + tiny,
         dscale=dscale / len(q) + v * reference.dscale.abs(),
         dbias=dbias / len(q) + v * reference.dbias.abs(),
     )
     terms = of_logit * of_z.abs()
-    magnitude = LossAndGrads(*map(torch.abs, reference))._replace(
-        dq=terms @ k.abs() / len(q), dk=terms.T @ q.abs() / len(q), dscale=factor * product.abs().sum() / len(q)
-    )
+    sizes: list[Any] = [each if each is None else each.abs() for each in reference]
+    magnitude = LossAndGrads(*sizes)._replace(
+        dq=terms @ k.abs() / len(q), dscale=factor * product.abs().sum() / len(q),
+        dk=None if one_sided else terms.T @ q.abs() / len(q),
+    )  # fmt: skip
     return bound, magnitude
 
 
@@ -247,7 +254,8 @@ def _of_softmaxes(
 ) -> _Errors:
     """Those of a loss of softmaxes, for logits wrong by dx."""
     v, at_positives = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
-    own_logits, x = x[at_positives], kept(x, inputs, mathematics.CLASSES)
+    own_logits = x[at_positives]
+    x = kept(x, inputs, torch.arange(len(x), device=x.device), mathematics.CLASSES)
     sides = [(1, mathematics.QUERY_SHARE)] + [(0, mathematics.KEY_SHARE)] * mathematics.HAS_KEYS
     statistic = {axis: x.logsumexp(axis, keepdim=True) for axis, _ in sides}
     long_sum = 4 + math.sqrt(max(x.shape)) / 8
@@ -273,7 +281,7 @@ def _of_combined(
     """The same where each query has a weight: it, its positive's slope and its term are wrong by what they change over
     the intervals of its sum and its positive, and by FUNCTION_ROUNDINGS."""
     v, at = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
-    y, p = kept(x, inputs, mathematics.CLASSES), x[at]
+    y, p = kept(x, inputs, torch.arange(len(x), device=x.device), mathematics.CLASSES), x[at]
     r, long_sum = y.logsumexp(1), 4 + math.sqrt(x.shape[1]) / 8
     finite = r.abs().nan_to_num(0.0, posinf=0.0)
     dp, dx = dx[at] + v * p.abs(), (dx + v * (finite[:, None] + long_sum)).clamp_(max=1.0)
@@ -282,7 +290,7 @@ def _of_combined(
     dr = mean + v * (finite + long_sum)
 
     scale, bias = (torch.as_tensor(number or 0.0).to(p) for number in (inputs.scale, inputs.bias))
-    z = (inputs.q.double() * inputs.k.double()[inputs.positives()]).sum(1)
+    z = (inputs.q.double() * inputs.others.double()[inputs.positives()]).sum(1)
     dz = dz[at]
 
     def of_queries(a: int, b: int) -> Tensor:

@@ -6,7 +6,7 @@ neither the derived gradient nor any kernel with what it checks.
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ SLICE_ROWS = 2048
 
 
 class Inputs(NamedTuple):
-    """The arguments of a loss: q (M, D), k (N, D), numbers or 0-dim tensors; labels (M,) for "label" losses; query_ids
-    (M,) and key_ids (N,) for losses with ids."""
+    """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
+    for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids."""
 
     q: Tensor
-    k: Tensor
+    k: Tensor | None
     scale: float | Tensor = 1.0
     bias: float | Tensor | None = None
     labels: Tensor | None = None
@@ -37,17 +37,26 @@ class Inputs(NamedTuple):
         ids = {"query_ids": self.query_ids, "key_ids": self.key_ids}
         return {"labels": self.labels, **(ids if self.query_ids is not None else {})}
 
-    def leaves(self, features: torch.dtype, numbers: torch.dtype) -> list[Tensor]:
-        """Copies of q and k, and of scale and bias, in these dtypes, that require gradients."""
+    @property
+    def others(self) -> Tensor:
+        """What queries are compared with."""
+        return self.q if self.k is None else self.k
+
+    def leaves(self, features: torch.dtype, numbers: torch.dtype) -> list[Any]:
+        """Copies of q and k, and of scale and bias, in these dtypes, that require gradients; None for no k."""
         values = (self.q, self.k, self.scale, 0.0 if self.bias is None else self.bias)
         return [
-            torch.as_tensor(value, dtype=dtype, device=self.q.device).detach().clone().requires_grad_()
+            None
+            if value is None
+            else torch.as_tensor(value, dtype=dtype, device=self.q.device).detach().clone().requires_grad_()
             for value, dtype in zip(values, (features, features, numbers, numbers), strict=True)
         ]
 
     def positives(self) -> Tensor:
         """The key of each query, (M,)."""
         own = torch.arange(len(self.q)) if self.labels is None else self.labels
+        if self.labels is None and self.k is None:  # the other half
+            own = own.roll(len(own) // 2)
         return own.to(self.q.device)
 
     def same_id(self) -> Tensor | None:
@@ -62,7 +71,7 @@ class Inputs(NamedTuple):
             same_id = self.same_id()
             assert same_id is not None
             return same_id
-        keys = torch.arange(len(self.k), device=self.q.device)
+        keys = torch.arange(len(self.others), device=self.q.device)
         return self.positives()[:, None] == keys
 
     def classes(self, positives: str) -> tuple[Tensor, ...]:
@@ -87,7 +96,7 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     mathematics = loss_module(module)
     statistics = torch.promote_types(inputs.q.dtype, torch.float32)
     leaves = q, k, scale, bias = inputs.leaves(inputs.q.dtype, statistics)
-    z = (q @ k.T).to(statistics)
+    z = (q @ (q if k is None else k).T).to(statistics)
     x, classes = mathematics.logit(z, scale, bias), inputs.classes(mathematics.POSITIVES)
     return _gradients(mathematics.loss_of_logits(x, *classes, **dense_numbers(mathematics, z, scale, bias)), leaves)
 
@@ -98,22 +107,23 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
     It takes SLICE_ROWS queries at a time and computes their similarities again for the gradient.
     """
     leaves = q, k, factor, bias = inputs.leaves(torch.float64, torch.float64)
-    labels, ids = inputs.positives(), inputs.query_ids
+    labels, ids, others = inputs.positives(), inputs.query_ids, q if k is None else k
+    places = torch.arange(len(q), device=q.device)
 
-    def of_pairs(rows: Tensor, *classes: Tensor) -> Tensor:
-        x = mathematics.logit(rows @ k.T, factor, bias)
+    def of_pairs(rows: Tensor, _: Tensor, *classes: Tensor) -> Tensor:
+        x = mathematics.logit(rows @ others.T, factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
         terms: Tensor = pair_values(mathematics, x, "term", part)
         return terms.sum()
 
-    def statistics(rows: Tensor, *classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = mathematics.logit(rows @ k.T, factor, bias)
+    def statistics(rows: Tensor, at: Tensor, *classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = mathematics.logit(rows @ others.T, factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
-        y = kept(x, part, mathematics.CLASSES)
+        y = kept(x, part, at, mathematics.CLASSES)
         return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0]
 
     pairs = hasattr(mathematics, "pair_term")
-    split = [each.split(SLICE_ROWS) for each in (q, labels, *(() if ids is None else (ids,)))]
+    split = [each.split(SLICE_ROWS) for each in (q, places, labels, *(() if ids is None else (ids,)))]
     slices = zip(*split, strict=True)
     work = of_pairs if pairs else statistics
     found = [checkpoint(work, *each, use_reentrant=False, preserve_rng_state=False) for each in slices]
@@ -159,8 +169,11 @@ def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tenso
     return values
 
 
-def kept(x: Tensor, inputs: Inputs, classes: Sequence[str]) -> Tensor:
-    """Logits (M, N), -inf where the log-sum-exps leave a pair out: of these classes of `Traits`."""
+def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str]) -> Tensor:
+    """Logits of the queries at `places` and all keys, -inf where the log-sum-exps leave a pair out: of these classes of
+    `Traits`, or a row and itself."""
+    if inputs.k is None:
+        return x.masked_fill(places[:, None] == torch.arange(x.shape[1], device=x.device), -torch.inf)
     if not classes:
         return x
     positive, same_id = inputs.are_positive("label"), inputs.same_id()
@@ -173,5 +186,8 @@ def loss_module(module: ModuleType) -> Any:
     return importlib.import_module(f"{module.__name__}.loss")
 
 
-def _gradients(loss: Tensor, leaves: list[Tensor]) -> LossAndGrads:
-    return LossAndGrads(loss.detach(), *torch.autograd.grad(loss, leaves, materialize_grads=True))
+def _gradients(loss: Tensor, leaves: list[Any]) -> LossAndGrads:
+    given = [leaf for leaf in leaves if leaf is not None]
+    found: Iterator[Any] = iter(torch.autograd.grad(loss, given, materialize_grads=True))
+    gradients: list[Any] = [leaf if leaf is None else next(found) for leaf in leaves]
+    return LossAndGrads(loss.detach(), *gradients)

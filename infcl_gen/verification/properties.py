@@ -5,6 +5,7 @@ shrinks.
 """
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from infcl_gen.inputs.problem import TORCH_DTYPES
+from infcl_gen.runtime.selftest import compared
+from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.gate import GateRow, gate, truth_of
-from infcl_gen.verification.oracle import Inputs, LossAndGrads, oracle
+from infcl_gen.verification.oracle import Inputs, oracle
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, word) for name, word in TORCH_DTYPES.items()}
 DIMS = (1, 3, 16, 64, 96, 100, 384, 640, 768, 1152)
@@ -54,13 +57,23 @@ class Case:
 
 def inputs_of(module: ModuleType, case: Case, device: torch.device | str = "cpu") -> Inputs:
     """The input of a case for an imported package."""
-    return tensors(case, module.SPEC["positives"], device, "same_id" in module.SPEC["loss"]["traits"]["classes"])
+    traits = Traits(**module.SPEC["loss"]["traits"])
+    return tensors(case, traits.positives, device, traits.ids, traits.triangle)
 
 
 def tensors(
-    case: Case, positives: str = "diagonal", device: torch.device | str = "cpu", with_ids: bool = False
+    case: Case,
+    positives: str = "diagonal",
+    device: torch.device | str = "cpu",
+    with_ids: bool = False,
+    one_sided: bool = False,
 ) -> Inputs:
-    """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M."""
+    """The input of a case. "label" losses get explicit, repeating labels on odd seeds, and always if N < M.
+
+    A loss of one side has at least two rows, and labels for an odd number of them; no row's is itself.
+    """
+    if one_sided:
+        case = dataclasses.replace(case, queries=max(2, case.queries), keys=max(2, case.queries))
     generator = torch.Generator().manual_seed(case.seed)
     shapes = ((case.queries, case.dim), (case.keys, case.dim))
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -68,8 +81,15 @@ def tensors(
     labels = None
     if positives == "label" and (case.seed % 2 or case.keys < case.queries):
         labels = torch.randint(case.keys, (case.queries,), generator=generator)
+    if one_sided:
+        labels = None
+        if case.seed % 2 or case.queries % 2:
+            away = torch.randint(1, case.queries, (case.queries,), generator=generator)
+            labels = (torch.arange(case.queries) + away) % case.queries
     if case.features == "matched":
         own = torch.arange(case.queries) if labels is None else labels
+        if one_sided:
+            own = torch.arange(case.queries) % max(1, case.queries // 2) if labels is None else labels
         q = k[own % case.keys] + 0.05 * q
     elif case.features == "unnormalised":
         q, k = (x * torch.exp2(4 * torch.rand(len(x), 1, generator=generator).to(x) - 2) for x in (q, k))
@@ -83,7 +103,13 @@ def tensors(
         q, k = 1e-3 * q, 1e-3 * k
     q, k = (_laid_out(x.to(DTYPES[case.dtype]), case.layout, device) for x in (q, k))
     ids = _ids(case, generator) if with_ids else ()
-    return Inputs(q, k, case.scale, case.bias, *(None if x is None else x.to(device) for x in (labels, *ids)))
+    return Inputs(
+        q,
+        None if one_sided else k,
+        case.scale,
+        case.bias,
+        *(None if x is None else x.to(device) for x in (labels, *ids)),
+    )
 
 
 def _ids(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -149,8 +175,8 @@ def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
     first, second = (module.loss_and_grads(*inputs[:4], **inputs.given) for _ in range(2))
     return [
         name
-        for name, a, b in zip(LossAndGrads._fields, first, second, strict=True)
-        if a is not None and (not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan()))
+        for name, a, b in compared(first, second)
+        if not torch.equal(a.nan_to_num(), b.nan_to_num()) or not torch.equal(a.isnan(), b.isnan())
     ]
 
 
@@ -160,7 +186,7 @@ def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     q[-1, 0] = float("nan")
     spoilt = inputs._replace(q=q)
     found = module.loss_and_grads(*spoilt[:4], **spoilt.given)
-    named = zip(LossAndGrads._fields, found, oracle(module, spoilt), strict=True)
+    named = compared(found, oracle(module, spoilt))
     given = ((name, value, true.isnan()) for name, value, true in named if value is not None)
     return [name for name, value, true in given if not torch.equal(value.isnan().to(true.device), true)]
 
@@ -188,16 +214,16 @@ def autograd_results(
 ) -> tuple[Tensor | None, ...]:
     """(loss, dq, dk, dscale, dbias) of `contrastive_loss` through autograd; gradients are those of upstream * loss.
 
-    None of a side that the package has as frozen.
+    None of a side that the package has as frozen, and of no k.
     """
     frozen = module.SPEC["problem"]["frozen"]
-    # As they lie in memory.
-    q, k = (x.detach().requires_grad_(side != frozen) for x, side in zip(inputs[:2], ("query", "key"), strict=True))
-    *_, scale, bias = inputs.leaves(q.dtype, torch.promote_types(q.dtype, torch.float32))
-    loss = module.contrastive_loss(q, k, scale, bias, **inputs.given, **options)
-    leaves = [x for x in (q, k, scale, bias) if x.requires_grad]
-    gradients = iter(torch.autograd.grad(upstream * loss, leaves))
-    return (loss.detach(), *(next(gradients) if x.requires_grad else None for x in (q, k, scale, bias)))
+    given = zip(inputs[:2], ("query", "key"), strict=True)  # as they lie in memory
+    sides = [None if x is None else x.detach().requires_grad_(side != frozen) for x, side in given]
+    leaves = [*sides, *inputs.leaves(inputs.q.dtype, torch.promote_types(inputs.q.dtype, torch.float32))[2:]]
+    loss = module.contrastive_loss(*leaves, **inputs.given, **options)
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    gradients = iter(torch.autograd.grad(upstream * loss, wanted))
+    return (loss.detach(), *(next(gradients) if x is not None and x.requires_grad else None for x in leaves))
 
 
 def _laid_out(x: Tensor, layout: str, device: torch.device | str) -> Tensor:

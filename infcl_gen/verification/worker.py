@@ -3,6 +3,7 @@
 A crash, a hang, a leak or an environment variable (TRITON_INTERPRET) stays out of the process that verifies.
 """
 
+import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -66,11 +67,13 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
     found = []
     for case in random_cases(module, job["examples"], ROWS if job["place"] == "cuda" else SIZES[job["place"]]):
         inputs = inputs_of(module, case, device)
+        case = dataclasses.replace(case, queries=len(inputs.q))
         q_cuts, k_cuts = shards(case, module.SPEC["positives"], ranks)
-        # Several ranks need labels where keys outnumber queries.
-        labelled = inputs.labels is not None or (module.SPEC["positives"] == "label" and case.keys > case.queries)
+        # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
+        labelled = inputs.labels is not None or inputs.k is None
+        labelled |= module.SPEC["positives"] == "label" and case.keys > case.queries
         own = inputs.positives()[q_cuts[rank]] if labelled else None
-        q, k = inputs.q[q_cuts[rank]], inputs.k[k_cuts[rank]]
+        q, k = inputs.q[q_cuts[rank]], None if inputs.k is None else inputs.k[k_cuts[rank]]
         ids = zip((inputs.query_ids, inputs.key_ids), (q_cuts, k_cuts), strict=True)
         own_ids = (None if given is None else given[cuts[rank]] for given, cuts in ids)
         part = Inputs(q, k, inputs.scale, inputs.bias, own, *own_ids)

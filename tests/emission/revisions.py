@@ -25,6 +25,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "fused rows": {**H200, "loss": "infonce", "set": ["strategy=fused"]},
     "stash": {**H200, "set": ["strategy=stash"]},
     "pairs": {**H200, "loss": "siglip"},
+    "triangle": {**H200, "loss": "ntxent"},
     "rows": {**H200, "loss": "infonce", "set": ["strategy=rows"]},
     "split": {**H200, "dtype": "fp32"},
     "exact": {**H200, "dtype": "fp32", "precision": "exact"},

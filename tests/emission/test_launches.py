@@ -17,6 +17,8 @@ PROBLEMS = {
     "stash": {"settings": {"strategy": "stash"}},
     "rows": {"loss": "infonce", "settings": {"strategy": "rows"}},
     "fused in parts": {"dim": 96, "settings": {"strategy": "fused"}},
+    "triangle": {"loss": "ntxent"},
+    "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},
     "split": {"loss": "infonce", "dtype": "fp32"},

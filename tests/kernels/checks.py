@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from infcl_gen.emission import import_package
+from infcl_gen.runtime.selftest import compared
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import LossAndGrads, oracle, plain_torch
@@ -61,7 +62,7 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
         results, flags = [], []
         for poison in (NAN, HUGE if queries % 2 else LOW)[: 1 if number % step else 2]:
             with GuardBands(generated(made), poison) as bands, _accumulators_between(bands, package):
-                q, k = (bands.place(x, name) for x, name in ((inputs.q, "q"), (inputs.k, "k")))
+                q, k = (x if x is None else bands.place(x, name) for x, name in ((inputs.q, "q"), (inputs.k, "k")))
                 given = {name: x if x is None else bands.place(x, name) for name, x in inputs.given.items()}
                 results.append(package.loss_and_grads(q, k, inputs.scale, inputs.bias, **given))
             damages = bands.damages()
@@ -69,11 +70,12 @@ def guarded(made: Made, sizes: list[tuple[int, int]], scale: float = 14.3, devic
             assert len(bands.buffers) > 10, "the package's allocations were not seen"
             apart = any(len(buffer.starts) > 2 for buffer in bands.buffers)
             assert apart or package.ContrastiveLoss._package.traits.at_once, "statistics were not taken apart"
-            assert torch.equal(q, inputs.q) and torch.equal(k, inputs.k), f"{where}: an input was overwritten"
+            kept = [x is None or torch.equal(x, given) for x, given in ((q, inputs.q), (k, inputs.k))]
+            assert all(kept), f"{where}: an input was overwritten"
             flags.append(bands.written(torch.int32))
         judged = gate(results[0], truth_of(package, inputs))
         assert all(row.passed for row in judged), f"{where}: {failures(judged)}"
-        same = [torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True)]
+        same = [torch.equal(a, b) for _, a, b in compared(results[0], results[-1])]
         assert all(same), f"{where}: what lies outside the buffers shows in {same}"
         assert torch.equal(flags[0], flags[-1]), f"{where}: what lies outside the buffers decides what is flagged"
 
@@ -109,13 +111,13 @@ def repeatable(made: Made, case: Case, repeats: int, device: str = "cpu") -> Non
     from infcl_gen.verification.properties import autograd_results
 
     package = module(made)
-    inputs = tensors(fitting(package, case), package.SPEC["positives"], device)
-    first = package.loss_and_grads(inputs.q, inputs.k, inputs.scale, inputs.bias, labels=inputs.labels)
+    inputs = inputs_of(package, fitting(package, case), device)
+    first = package.loss_and_grads(*inputs[:4], **inputs.given)
     for repeat in range(repeats):
-        again = package.loss_and_grads(inputs.q, inputs.k, inputs.scale, inputs.bias, labels=inputs.labels)
-        for name, a, b in zip(LossAndGrads._fields, first, again, strict=True):
+        again = package.loss_and_grads(*inputs[:4], **inputs.given)
+        for name, a, b in compared(first, again):
             assert torch.equal(a, b), f"{name} differs on repeat {repeat + 1} by {float((a - b).abs().max())}"
-    for name, a, b in zip(LossAndGrads._fields, first, autograd_results(package, inputs), strict=True):
+    for name, a, b in compared(first, autograd_results(package, inputs)):
         assert torch.equal(a, b), f"{name} differs between loss_and_grads and autograd"
 
 
@@ -413,6 +415,24 @@ def flagged_gradients(made: Made, device: str = "cpu") -> None:
             assert found == flagged, f"flagged: {found}, where an exponent of side {side} is {low}"
 
 
+def unflagged_triangle(made: Made, device: str = "cpu") -> None:
+    """The similarity of a row and itself, the largest of all, decides no reference; rows of which a tile leaves out all
+    do not flag its strip. Of many columns, others' y lie within 2^40 of each other, and 2^100 below that of a row and
+    itself."""
+    package = module(made)
+    schedule: Any = package._schedule
+    inputs = inputs_of(package, fitting(package, Case(64, 64, 0, scale=100.0, seed=2)), device)
+    scratches: list[Any] = []
+
+    def kept(*arguments: Any, make: Any = schedule.forward_scratch) -> Any:
+        scratches.append(make(*arguments))
+        return scratches[-1]
+
+    with unittest.mock.patch.object(schedule, "forward_scratch", kept):
+        package.loss_and_grads(inputs.q, None, inputs.scale)
+    assert not scratches[0].flags.any(), f"strips are flagged: {scratches[0].flags}"
+
+
 def merged_ranks(made: Made, device: str = "cpu") -> None:
     """Sums of several ranks, ragged and of any range, are added up as in double precision, over what was there."""
     package = module(made)
@@ -439,18 +459,21 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     package = module(made)
     inner = package.ContrastiveLoss._package
     gathers = dict(made.settings).get("transport") == "gather"
-    kept = keeps and not gathers and not inner.traits.at_once
+    kept = keeps and not gathers and not inner.traits.at_once and not inner.traits.triangle
     whole = inner.table.whole
     table = Table("gather" if gathers else "ring", 1, world, kept, inner.table.travelling, whole)
     batches = []
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
-        batches.append(tensors(case, package.SPEC["positives"], device))
+        batches.append(inputs_of(package, case, device))
+        if batches[-1].k is None:  # a row's other view is on any rank
+            batches[-1] = batches[-1]._replace(labels=batches[-1].positives())
 
     def job(rank: int) -> list[list[Tensor]]:
         found = []
         for shards, inputs in zip(rows, batches, strict=True):
-            of_rank = [x.split(sizes)[rank] for x, sizes in ((inputs.q, shards), (inputs.k, shards[::-1]))]
+            sides = ((inputs.q, shards), (inputs.k, shards[::-1]))
+            of_rank = [x if x is None else x.split(sizes)[rank] for x, sizes in sides]
             labels = None if inputs.labels is None else inputs.labels.split(shards)[rank]
             with GuardBands(generated(made), NAN) as bands:  # autograd would run backward outside of them
                 results = package.loss_and_grads(*of_rank, inputs.scale, inputs.bias, labels=labels)
@@ -955,8 +978,9 @@ def _accumulators_between(bands: GuardBands, package: ModuleType) -> Iterator[No
     def guarded_block(*arguments: Any, **more: Any) -> None:
         block, dq, dk, *rest = arguments
         totals = [dq, *(total for total, _ in dk)] if name == "rows_block" else [dq, dk]
+        totals = [total for total in totals if total is not None]  # a loss of one side has no dk
         own, *others = kept = [bands.place(total, "an accumulator") for total in totals]
-        sums = zip(others, (keys for _, keys in dk), strict=True) if name == "rows_block" else others[0]
+        sums = zip(others, (keys for _, keys in dk), strict=True) if name == "rows_block" else (*others, None)[0]
         whole_block(block, own, sums, *rest, **more)
         for total, found in zip(totals, kept, strict=True):
             total.copy_(found)

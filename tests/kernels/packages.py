@@ -107,6 +107,8 @@ def module(made: Made) -> ModuleType:
             schedule.FORWARD_ROWS, schedule.FORWARD_KEYS, schedule.FINISH_ROWS = 64, 64, 64
         else:
             schedule.FORWARD_ROWS, schedule.FORWARD_KEYS = 96, 128
+        if loaded._package.traits.triangle:  # its panels are square
+            schedule.PANEL_ROWS = schedule.PANEL_KEYS = schedule.FORWARD_ROWS = schedule.FORWARD_KEYS = 64
     return loaded
 
 

@@ -13,7 +13,7 @@ import torch
 from infcl_gen.runtime.package import Block
 from infcl_gen.runtime.statistics import Statistics
 from infcl_gen.verification.gate import failures, gate, truth_of
-from infcl_gen.verification.properties import Case, tensors
+from infcl_gen.verification.properties import Case, inputs_of, tensors
 from tests.kernels import checks
 from tests.kernels.packages import Made, module
 
@@ -136,8 +136,10 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
     """Before its first step a package compiles what that step launches: the same kernels with the same constants."""
     package: Any = module(made)
     schedule, runtime = package._schedule, importlib.import_module(f"{package.__name__}._runtime.warmup")
-    case = Case(70, 70, made.dim, made.dtype, 14.3, seed=1)
-    inputs = tensors(case, package.SPEC["positives"], device)
+    # Of rows that are keys of each other 64 are rehearsed, which lie in one panel, on the diagonal.
+    rows = 256 + 64 if package._package.traits.triangle else 70
+    case = Case(rows, rows, made.dim, made.dtype, 14.3, seed=1)
+    inputs = inputs_of(package, case, device)
     one, zero = (torch.tensor(number, device=device) for number in (14.3, 0.0))
     labels = inputs.labels
 
@@ -147,8 +149,9 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
             for kernel, _, given in launches
         }
 
-    call = runtime.Call(inputs.q, inputs.k, one, zero, labels)
-    noted, made_launches = runtime.rehearsed(package._package, call), []
+    call = runtime.Call(inputs.q, inputs.others, one, zero, labels)
+    with mock.patch.object(runtime, "ROWS", 0 if inputs.k is None else runtime.ROWS):
+        noted, made_launches = runtime.rehearsed(package._package, call), []
     launched = schedule.launch
 
     def launch(kernel: Any, grid: Any, **given: Any) -> None:

@@ -53,6 +53,9 @@ PAIRS, ROWS = Made("panel", "siglip"), Made("rows", "infonce")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
+TRIANGLE, MANY_COLUMNS = Made("panel", "ntxent"), Made("panel", "ntxent", dim=384)
+TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
+TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
 FUSED_POINTERS = Made("fused", settings=(("descriptors", "off"),))
 RAGGED = [(33, 70), (65, 65), (100, 97)]
@@ -733,6 +736,108 @@ BUGS: dict[str, Bug] = {
         (("_runtime/engine.py", "(call.q if self.products.of_queries else call.k)", "call.q"),),
         checks.frozen_sides,
         (),
+    ),
+    # ---- rows that are keys of each other
+    "a row is a key of its own": Bug(
+        TRIANGLE,
+        (("kernels.py", "rows[:, None] < columns[None, :], p, 0.0", "rows[:, None] <= columns[None, :], p, 0.0"),),
+        checks.numerics,
+        (case(rows=128),),
+        "loss",
+    ),
+    "a pair counts for one of its rows": Bug(
+        TRIANGLE, (("schedule.py", "    if block.own:", "    if False:"),), checks.numerics, (case(rows=128),), "loss"
+    ),
+    "rows and columns of a panel on the diagonal overwrite each other's sums": Bug(
+        TRIANGLE, (("schedule.py", " and not block.diagonal", ""),), checks.numerics, (case(rows=128),), "loss"
+    ),
+    "a row and itself have a gradient": Bug(
+        TRIANGLE,
+        (("kernels.py", "here = rows < queries\n", "here = rows < 0\n"),),
+        checks.numerics,
+        (case(rows=128),),
+        "dq",
+    ),
+    "two rows that are each other's positive count as one": Bug(
+        TRIANGLE,
+        (("kernels.py", "other=-1) == rows + first_query", "other=-1) == rows + first_query + queries"),),
+        checks.numerics,
+        (case(rows=128),),
+        "dq",
+    ),
+    "a positive that is nobody's but its row's has no gradient of its own": Bug(
+        TRIANGLE,
+        (
+            (
+                "schedule.py",
+                "cdiv(m, kernels.VECTOR_ROWS.value) + cdiv(n, kernels.VECTOR_ROWS.value)",
+                "cdiv(m, kernels.VECTOR_ROWS.value)",
+            ),
+        ),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "positives below the diagonal are not looked for": Bug(
+        TRIANGLE,
+        (("schedule.py", "block.own * cdiv(n, kernels.POSITIVE_ROWS.value)", "0"),),
+        checks.numerics,
+        (case(rows=128),),
+        "loss",
+    ),
+    "a panel above the diagonal gives gradients to its rows alone": Bug(
+        TRIANGLE,
+        (("schedule.py", "if part.diagonal or not part.own:", "if True:"),),
+        checks.numerics,
+        (case(rows=128),),
+        "dq",
+    ),
+    "a panel on the diagonal gives its gradients twice": Bug(
+        TRIANGLE,
+        (("schedule.py", "if part.diagonal or not part.own:", "if not part.own:"),),
+        checks.numerics,
+        (case(rows=128),),
+        "dq",
+    ),
+    "views of a sample are neighbours": Bug(
+        TRIANGLE,
+        (("_runtime/engine.py", "places.roll(rows // 2)", "places.roll(1)"),),
+        checks.numerics,
+        (case(rows=128),),
+        "loss",
+    ),
+    "a row and itself decide a reference": Bug(
+        MANY_COLUMNS,
+        (("kernels.py", "y = tl.where(rows[:, None] == columns[None, :], LOWEST, y)", "y += 0.0"),),
+        checks.unflagged_triangle,
+        (),
+        "are flagged",
+    ),
+    "rows of which a tile leaves out all flag it": Bug(
+        MANY_COLUMNS,
+        (("kernels.py", "tl.where(summed, row_sums, 1.0)", "row_sums"),),
+        checks.unflagged_triangle,
+        (),
+        "are flagged",
+    ),
+    "rows of other ranks are taken for the first": Bug(
+        TRIANGLES_OF_A_RING,
+        (("_runtime/engine.py", "first_query=self.layout.key_offset(self.layout.rank))", "first_query=0)"),),
+        checks.over_ranks,
+        RANKS,
+        "dq",
+    ),
+    "a gather's backward takes the statistics of other ranks before they are there": Bug(
+        TRIANGLES_OF_A_GATHER,
+        (
+            (
+                "_runtime/table.py",
+                "ALL, ALL, True, unchanged_from=0) for to in _others(table)))\n    steps, home",
+                "ALL, ALL, True) for to in _others(table)))\n    steps, home",
+            ),
+        ),
+        checks.over_ranks,
+        RANKS,
     ),
     # ---- what only a GPU shows
     "32-bit offsets of accumulators in finish": Bug(

@@ -50,7 +50,7 @@ CASES = st.builds(
     [
         *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
-        *(("panel", loss) for loss in ("rince", "decoupled_by_id")),
+        *(("panel", loss) for loss in ("rince", "decoupled_by_id", "ntxent")),
         *(("rows", loss) for loss in ("infonce", "rince", "margin")),
     ],
 )
@@ -63,7 +63,8 @@ def test_as_accurate_as_the_dtypes_allow(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "loss"), [("panel", "clip"), ("fused", "clip"), ("stash", "clip"), ("rows", "infonce")]
+    ("strategy", "loss"),
+    [("panel", "clip"), ("fused", "clip"), ("stash", "clip"), ("rows", "infonce"), ("panel", "ntxent")],
 )
 @pytest.mark.parametrize(
     ("scale", "features"),
@@ -110,6 +111,7 @@ def test_large_logits_of_the_cpu_target() -> None:
 RANKS = [
     ("panel", "clip", "bf16", "ring"), ("panel", "clip", "fp32", "gather"), ("panel", "infonce", "fp16", "gather"),
     ("panel", "siglip", "bf16", "ring"), ("panel", "siglip", "fp32", "gather"),
+    ("panel", "ntxent", "bf16", "ring"), ("panel", "ntxent", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
 ]  # fmt: skip
 
@@ -150,7 +152,7 @@ def test_small_probabilities_in_fp16(interpreted: Interpreter, strategy: str) ->
 SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
-    ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"),
+    ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"), ("panel", "ntxent", "bf16"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"),
 ]  # fmt: skip

@@ -41,7 +41,15 @@ def test_cancelling_products() -> None:
 
 
 @pytest.mark.parametrize(
-    "made", [Made("panel"), Made("panel", "infonce"), Made("fused"), Made("stash"), Made("panel", dtype="fp32")]
+    "made",
+    [
+        Made("panel"),
+        Made("panel", "infonce"),
+        Made("panel", "ntxent"),
+        Made("fused"),
+        Made("stash"),
+        Made("panel", dtype="fp32"),
+    ],
 )
 def test_a_rehearsal_notes_the_launches_of_a_step(interpreted: Interpreter, made: Made) -> None:
     """Planted: a rehearsal without backward, or of other constants."""

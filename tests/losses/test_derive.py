@@ -137,10 +137,23 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
 NT_XENT = similarity("query", "query")
 ROADMAP = {  # sayable today; each is refused by name until there is a kernel for it
     "siglip with clip": (spec(SIGLIP.formula + CLIP.formula, "diagonal"), "sum_over_pairs beside"),
-    "nt_xent": (
-        spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_self) - positive(scale * NT_XENT))),
-        "the mask where=",
+    "nt_xent_with_itself": (
+        spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT) - positive(scale * NT_XENT))),
+        "where=1 - is_self leaves out the row itself",
     ),
+    "nt_xent_with_keys": (
+        spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_self) - positive(scale * NT_XENT))),
+        "has no keys beside it",
+    ),
+    "nt_xent_of_columns": (
+        spec(mean_over_queries(logsumexp_over_queries(scale * NT_XENT, 1 - is_self) - positive(scale * NT_XENT))),
+        "is symmetric: write logsumexp_over_keys",
+    ),
+    "nt_xent_of_the_diagonal": (
+        spec(mean_over_queries(logsumexp_over_keys(NT_XENT, 1 - is_self) - positive(NT_XENT)), "diagonal"),
+        "a row is not its own positive",
+    ),
+    "siglip_of_one_side": (spec(sum_over_pairs(softplus(NT_XENT)) / queries), "sum_over_pairs in a loss over"),
     "supcon": (
         spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_self) - mean_over_positives(X)), "id"),
         "mean_over_positives",
@@ -169,7 +182,7 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
                 log(exp(logsumexp_over_keys(X)) + exp(logsumexp_over_keys(scale * NT_XENT))) - positive(X)
             )
         ),
-        "exactly one logit",
+        "has no keys beside it",
     ),
     "matryoshka": (
         spec(INFONCE_OF(scale * similarity(first=64)) + INFONCE_OF(scale * similarity(first=128))),

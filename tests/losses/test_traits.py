@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl_gen.losses import derive
+from infcl_gen.losses import NTXENT, derive
 from infcl_gen.runtime.traits import Traits
 from tests.losses.specs import DERIVABLE
 
@@ -24,10 +24,11 @@ EXPECTED = {
         query_statistics=NONE, key_statistics=NONE, known="before", classes=IDS, softplus=True, strips=4
     ),
     "clip_without_ids": Traits(classes=IDS, strips=1),
+    "ntxent": Traits(key_statistics=NONE, positives="label", domain="triangle"),
     "infonce_without_ids": Traits(key_statistics=NONE, known="row", positives="label", classes=IDS, strips=1),
 }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_traits_follow_from_the_formula(name: str) -> None:
-    assert derive(DERIVABLE[name]).traits == EXPECTED[name]
+    assert derive({**DERIVABLE, "ntxent": NTXENT}[name]).traits == EXPECTED[name]

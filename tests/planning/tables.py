@@ -7,7 +7,7 @@ from tests.planning.conftest import derivation_of
 
 
 def travelling(has_keys: bool = True, dim: int = 8) -> tuple[Travelling, ...]:
-    return derivation_of("clip" if has_keys else "infonce").travelling(dim)
+    return derivation_of("clip" if has_keys else "infonce").travelling(dim, 4)
 
 
 def ring_table(nodes: int, devices: int, has_keys: bool = True, keeps: bool = True, dim: int = 8) -> Table:

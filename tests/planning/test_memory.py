@@ -49,6 +49,9 @@ def measured_peak_bytes(step: Any) -> int:
         {"batch_size": 3000, "dim": 256, "dtype": "fp64", "frozen": "key", "memory_budget": "18MiB"},
         {"batch_size": 2000, "keys": 3000, "dim": 96, "dtype": "fp64", "loss": "infonce", "frozen": "query"},
         {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "siglip", "frozen": "key"},
+        {"batch_size": 1000, "dim": 64, "dtype": "fp32", "loss": "ntxent"},
+        {"batch_size": 3000, "dim": 256, "dtype": "bf16", "loss": "ntxent", "memory_budget": "12MiB"},
+        {"batch_size": 3000, "dim": 256, "dtype": "fp64", "loss": "ntxent", "memory_budget": "16MiB"},
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
@@ -59,7 +62,9 @@ def test_predicted_peak_is_a_close_upper_bound(flags: dict[str, Any]) -> None:
     dtype = DTYPES[flags["dtype"]]
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(rows, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "query")
-    k = torch.randn(keys, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "key")
+    k: Any = torch.randn(keys, dim, generator=generator).to(dtype).requires_grad_(flags.get("frozen") != "key")
+    if flags.get("loss") == "ntxent":
+        k = None
     scale = torch.tensor(3.0, requires_grad=True)
     measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
     assert measured <= predicted <= 1.1 * measured
@@ -281,6 +286,22 @@ def test_a_ring_allocates_what_is_planned(flags: dict[str, Any], world: int, kee
     with Echo([rows] * world, schedule).attached(package):
         package.contrastive_loss(q, k, 3.0).backward()
         measured = measured_peak_bytes(lambda: package.contrastive_loss(q, k, 3.0).backward())
+    assert measured <= predicted + 24 * world <= 1.1 * measured
+
+
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize(("dtype", "world"), [("bf16", 3), ("fp32", 8)])
+def test_rows_of_other_ranks_take_what_is_planned(transport: str, dtype: str, world: int) -> None:
+    """Of a loss of one side: one rank of the real runtime; what it sends comes back."""
+    rows, dim = 600, 128
+    flags: dict[str, Any] = {"batch_size": rows * world, "devices": world, "dim": dim, "set": {"transport": transport}}
+    package = infcl_gen.load(target="cpu", loss="ntxent", dtype=dtype, **flags)
+    q = torch.randn(rows, dim, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype]).requires_grad_()
+    with Echo([rows] * world, package.ContrastiveLoss._package.table).attached(package):
+        package.contrastive_loss(q, None, 3.0).backward()
+        q.grad = None
+        measured = measured_peak_bytes(lambda: package.contrastive_loss(q, None, 3.0).backward())
+    predicted = package.SPEC["predicted"]["peak_bytes"]
     assert measured <= predicted + 24 * world <= 1.1 * measured
 
 

@@ -18,7 +18,7 @@ from infcl_gen.verification.oracle import LossAndGrads
 def dense_loss(
     name: str,
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     scale: Tensor | float = 1.0,
     bias: Tensor | float = 0.0,
     labels: Tensor | None = None,
@@ -34,7 +34,16 @@ def dense_loss(
     of each positive. "decoupled" has no positives in its sums, as DCL of arXiv 2110.06848 between two modalities;
     "decoupled_ids" is log(1 + e^(r - p)) of that r, without keys of the query's id. "angular" is infonce with 0.3 added
     to the angle of each positive and logits capped at 20; "debiased_keys" takes a tenth of the keys for positives.
+    "ntxent" is equation 1 of arXiv 2002.05709: rows against all other rows, of which half the batch on is the other
+    view.
     """
+    if k is None:
+        assert name == "ntxent"
+        rows = torch.arange(len(q), device=q.device)
+        own = rows.roll(len(q) // 2) if labels is None else labels
+        similarities = scale * (q @ q.T) + bias
+        others = similarities[rows[:, None] != rows].view(len(q), len(q) - 1)  # 1 where k != i
+        return (others.logsumexp(1) - similarities[rows, own]).mean()
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
     logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias
@@ -74,7 +83,7 @@ def dense_loss(
 def dense(
     name: str,
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     scale: float = 1.0,
     bias: float | None = None,
     labels: Tensor | None = None,
@@ -83,10 +92,13 @@ def dense(
     factor: float = 1.0,
 ) -> LossAndGrads:
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k)]
+    leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
     loss = dense_loss(name, *leaves, labels=labels, query_ids=query_ids, key_ids=key_ids)
-    return LossAndGrads(loss.detach(), *torch.autograd.grad(factor * loss, leaves, materialize_grads=True))
+    given = [x for x in leaves if x is not None]
+    found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
+    gradients: list[Any] = [x if x is None else next(found) for x in leaves]
+    return LossAndGrads(loss.detach(), *gradients)
 
 
 def dense_package(spec: LossSpec) -> types.ModuleType:

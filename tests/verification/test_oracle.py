@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from infcl_gen.losses import BUILTIN_LOSSES, derive
+from infcl_gen.runtime.selftest import compared
 from infcl_gen.verification import oracle
 from infcl_gen.verification.properties import DTYPES, Case, tensors
 from tests.losses.specs import DERIVABLE
@@ -14,11 +15,12 @@ SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled")} | {"decoupl
 
 
 def drawn(name: str, case: Case) -> oracle.Inputs:
-    return tensors(case, SPECS[name].positives, with_ids=derive(SPECS[name]).traits.ids)
+    traits = derive(SPECS[name]).traits
+    return tensors(case, traits.positives, with_ids=traits.ids, one_sided=traits.triangle)
 
 
 def assert_close(found: oracle.LossAndGrads, truth: oracle.LossAndGrads) -> None:
-    for name, a, b in zip(truth._fields, found, truth, strict=True):
+    for name, a, b in compared(found, truth):
         assert a.dtype == torch.float64
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14, msg=name)
 

@@ -71,6 +71,10 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
         if last >= count or first < 0:
             where = f" on rank {rank}" if len(ranges) > 1 else ""
             raise ValueError(f"labels{where} range from {first} to {last}; there are {count} keys (0..{count - 1})")
+    if labels is not None and group is None and package.traits.triangle and ranges[0] != (0, -1):
+        own = torch.arange(len(labels), device=labels.device) == labels  # over ranks such a label gives NaN
+        if bool(own.any()):
+            raise ValueError(f"labels name another row, but that of row {int(own.int().argmax())} is itself")
     if labels is not None and labels.numel() and labels.device.type != "cpu":
         checked.add(package.digest)
     return found
@@ -152,9 +156,11 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             queries,
             keys,
         )
+    if package.traits.triangle:
+        _check_pairs(package, layout, labelling)
     if package.traits.paired and queries != keys:
         raise ValueError(UNPAIRED.format(package.loss_name, queries, keys))
-    if package.traits.labels and labelling == "none":
+    if package.traits.labels and labelling == "none" and not package.traits.triangle:
         if queries > keys:
             raise ValueError(f"labels are needed where there are more queries ({queries}) than keys ({keys})")
         if queries < keys and ranks > 1:
@@ -178,6 +184,19 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
             "more memory than predicted; a plan for as many devices, with the largest rank's rows on each, has room",
             stacklevel=2,
         )
+
+
+def _check_pairs(package: Package, layout: Layout, labelling: str) -> None:
+    """Raises ValueError for a batch without a pair of rows, and for a row without its other view."""
+    if sum(layout.rows) < 2:
+        raise ValueError(f"{package.loss_name} compares rows with each other, and there is one")
+    for rank, rows in enumerate(layout.rows):
+        if labelling != "given" and rows % 2:
+            where = f"rank {rank} has" if len(layout.rows) > 1 else "there are"
+            raise ValueError(
+                f"{package.loss_name} takes rows i and i + M/2 of a rank for views of one sample, but {where} {rows} "
+                "rows; labels name the other view of each row"
+            )
 
 
 def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, int]:

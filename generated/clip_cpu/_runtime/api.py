@@ -128,7 +128,7 @@ class ContrastiveLoss(nn.Module):
     def forward(
         self,
         image_features: Tensor,
-        text_features: Tensor,
+        text_features: Tensor | None,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
@@ -182,6 +182,11 @@ def accepted(package: Package, call: Call) -> Call:
     """
     q, k, scale, bias, labels, query_ids, key_ids, options = call
     _check_choices(options)
+    if package.traits.triangle:
+        if k is not None:
+            raise ValueError(f"{package.loss_name} compares the rows of q with each other: k must be None")
+        k = q.detach() if isinstance(q, Tensor) else q
+        call = call._replace(k=k)
     _check_features(package, call)
     _check_ids(package, call)
     if labels is not None:

@@ -264,6 +264,11 @@ def _gather_forward(table: Table) -> tuple[Step, ...]:
 
 
 def _gather_backward(table: Table) -> tuple[Step, ...]:
+    fresh = [item.name for item in table.named("unchanged", "backward") if item.forward == "absent"]
+    if fresh:  # what forward has not sent goes beside the work on the own keys, and nobody sums for others
+        sends = tuple(Transfer(name, HERE, to, ALL, ALL) for name in fresh for to in _others(table))
+        own = Step(HERE, ALL, ALL, True, sends, copies=tuple(Copy(name, OWN, ALL) for name in fresh))
+        return (own, *(Step(_back(to), ALL, ALL, True, unchanged_from=0) for to in _others(table)))
     steps, home = [Step(_back(to), ALL, ALL) for to in _others(table)], _home(table, "backward")
     steps.append(Step(HERE, ALL, ALL, True, home))
     return (*steps, Step(None, sums_from=len(steps) - 1)) if home else tuple(steps)

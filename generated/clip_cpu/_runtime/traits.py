@@ -11,6 +11,7 @@ from typing import Literal
 # When the gradient of a pair's logit is known: before any pair is seen; once its row of pairs is complete; or once all
 # pairs are.
 Known = Literal["before", "row", "all"]
+Domain = Literal["rectangle", "triangle"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Traits:
     affine            whether the logit is slope * z + shift
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
+    domain            "rectangle": queries and keys; "triangle": queries are keys of each other, but not of themselves,
+                      and z_ij = z_ji is computed once
     """
 
     query_statistics: tuple[str, ...] = ("logsumexp",)
@@ -42,11 +45,22 @@ class Traits:
     affine: bool = True
     softplus: bool = False
     strips: int = 0
+    domain: Domain = "rectangle"
 
     @property
     def has_keys(self) -> bool:
         """Whether keys have statistics."""
         return bool(self.key_statistics)
+
+    @property
+    def triangle(self) -> bool:
+        """Whether queries are keys of each other: a call has one side, and passes no k."""
+        return self.domain == "triangle"
+
+    @property
+    def both_axes(self) -> bool:
+        """Whether a tile is reduced along its rows and its columns."""
+        return self.has_keys or self.triangle
 
     @property
     def labels(self) -> bool:

@@ -88,6 +88,10 @@ class Trip:
         summed = self._table.role(name, self._phase) == "summed"
         return self._rooms.of(name, self._step.sums if summed else self._step.unchanged, self._owner)
 
+    def carries(self, name: str) -> bool:
+        """Whether the tensor has a role in this phase."""
+        return self._table.role(name, self._phase) != "absent"
+
     def arrive(self) -> None:
         """Starts this step's messages, then waits for its sums; further calls do nothing."""
         self._start()
@@ -268,7 +272,11 @@ class _Shards(_Rooms):
     def _all(self, name: str) -> Sequence[Tensor]:
         """The unchanged tensor of each owner's keys."""
         if name not in self._read:
-            self._read[name] = self._split(name, self._tensors.kept[name])
+            kept = self._tensors.kept.get(name)
+            if kept is None:  # forward has not left it; what lies across is contiguous for each owner alone
+                self._read[name] = [self._new(name, count) for count in self._layout.keys]
+            else:
+                self._read[name] = self._split(name, kept)
         return self._read[name]
 
     def _own_sums(self, name: str) -> Sequence[Tensor]:

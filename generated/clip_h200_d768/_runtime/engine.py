@@ -314,13 +314,38 @@ class _Sweep:
         return Block(q, k, scale, bias, self.positives, first, *found)
 
     def own_block(self) -> Block:
-        return self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids)
+        block = self.block(self.layout.rank, self.call.k, self.saved.of_keys, self.key_ids)
+        if not self.package.traits.triangle:
+            return block
+        return block._replace(
+            keys=self.queries, key_positive=self.positive, key_labels=self.labels, first_query=block.first_key, own=True
+        )
+
+    @property
+    def labels(self) -> Tensor:
+        """`positives` of a loss with labels."""
+        assert isinstance(self.positives, Tensor)
+        return self.positives
+
+    def block_of_rows(self, owner: int, trip: Trip) -> Block:
+        """The block of a triangle with the rows of another rank."""
+        block = self.block(owner, trip["keys"], self.saved.of_keys, None)
+        block = block._replace(first_query=self.layout.key_offset(self.layout.rank))
+        if not trip.carries("key statistics"):  # in forward
+            return block
+        noted = trip["key statistics"]
+        key_labels = trip["key labels"].view(-1)
+        return block._replace(keys=view(noted), key_positive=noted[2:], key_labels=key_labels)
 
     def visits(self, trip: Trip) -> Iterator[Block]:
         """The blocks of all queries and each owner's keys, as a trip brings them, without empty ones."""
         traits = self.package.traits
         for owner in trip:
-            if self.call.q.shape[0] and self.layout.keys[owner]:
+            if not (self.call.q.shape[0] and self.layout.keys[owner]):
+                continue
+            if traits.triangle:
+                yield self.own_block() if owner == self.layout.rank else self.block_of_rows(owner, trip)
+            else:
                 statistics = trip["key statistics"] if traits.has_keys else self.saved.of_keys
                 yield self.block(owner, trip["keys"], statistics, trip["key ids"].view(-1) if traits.ids else None)
 
@@ -348,6 +373,8 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
 
 def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
     """dq and dk on one device, in the tensors given or in new ones. The sums for dq hold PANEL_ROWS rows at a time."""
+    if sweep.package.traits.triangle:
+        return _of_one_side(sweep, weighting)
     schedule, tiles, (q, k, *_) = sweep.package.schedule, sweep.tiles, sweep.call
     rows, keys, room = q.shape[0], k.shape[0], _key_room(sweep.package, k.shape[0])
     step, in_place, wanted = min(schedule.PANEL_ROWS, rows), weighting.in_place, weighting.products
@@ -390,7 +417,28 @@ def _backward_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> Sums:
         # A rank in another call would send keys of the same shape: wrong gradients and no error.
         agreement.compare(group.exchange(agreement.header(package, call), "backward", call=int(saved.layout[0, 2])))
 
-    return _finished(sweep, weighting, lambda: Trip(group, table, "backward", layout, _tensors(sweep, table), agree))
+    begin = lambda: Trip(group, table, "backward", layout, _tensors(sweep, table), agree)  # noqa: E731
+    return _of_one_side(sweep, weighting, begin()) if package.traits.triangle else _finished(sweep, weighting, begin)
+
+
+def _of_one_side(sweep: _Sweep, weighting: _Weighting, trip: Trip | None = None) -> Sums:
+    """dq of a triangle, on one device or over a trip of other ranks' rows; and no dk.
+
+    The sums are one tensor: each pair of own rows adds to two of them.
+    """
+    schedule, layout, q = sweep.package.schedule, sweep.layout, sweep.call.q
+    rows, room, fresh = q.shape[0], _key_room(sweep.package, q.shape[0]), True
+    total = q.new_empty((room, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
+    scratch = schedule.backward_scratch(rows, max(layout.keys), q.device) if rows else None
+    for block in [sweep.own_block()] if trip is None else sweep.visits(trip):
+        schedule.backward_block(block, total, None, scratch, fresh_dq=fresh, arrive=trip and trip.arrive)
+        fresh = False
+    del scratch, trip  # their memory is for the result
+    dq = total = panel(total, 0, rows)
+    if weighting.gradients & QUERIES and not weighting.in_place:
+        dq = q.new_empty(q.shape, dtype=weighting.dtype)
+    weighting.queries(total, dq)
+    return dq if weighting.gradients & QUERIES else None, None
 
 
 def _finished(
@@ -498,6 +546,15 @@ def _table(package: Package, layout: Layout, gradients: int, keeps: bool = True)
     return table
 
 
+def sweep_above_diagonal(package: Package, call: Call, saved: Saved) -> None:
+    """Forward and backward of a triangle's panels above the diagonal, which few rows have not, for a rehearsal."""
+    schedule, rows = package.schedule, call.q.shape[0]
+    block = _Sweep(package, call, Layout.alone(call.q, call.k), saved).own_block()._replace(first_key=rows)
+    schedule.forward_block(block, schedule.forward_scratch(call.q, rows))
+    total = call.q.new_empty((_key_room(package, rows), package.dim), dtype=schedule.STATISTICS_DTYPE)
+    schedule.backward_block(block, total, None, schedule.backward_scratch(rows, rows, call.q.device))
+
+
 def _tensors(sweep: _Sweep, table: Table) -> Tensors:
     """The tensors of a trip; those kept for backward are `of_keys`, `stash` and `ids` of `Saved`."""
     package, layout, k, stash, statistics = sweep.package, sweep.layout, sweep.call.k, sweep.stash, sweep.saved.of_keys
@@ -508,12 +565,16 @@ def _tensors(sweep: _Sweep, table: Table) -> Tensors:
         own["key ids"] = sweep.key_ids[:, None]
     if package.traits.has_keys:
         own["key statistics"] = panel_columns(statistics, 0, keys)
+    if package.traits.triangle:
+        own |= {"key statistics": sweep.saved.of_queries, "key labels": sweep.labels[:, None]}
     if table.transport == "gather":
         if not stash.numel():  # nothing is kept for backward
             total = sum(layout.keys)
             stash, statistics = k.new_empty((total, package.dim)), statistics.new_empty((2, total))
             ids = ids.new_empty((total * package.traits.ids, 1))
         kept = {"keys": stash, "key statistics": statistics, "key ids": ids}
+        if package.traits.triangle:
+            kept = {"keys": stash}
         return Tensors(own, kept, dtypes, lambda parts, sums: schedule.merge_ranks(parts, view(sums)))
     if not table.keeps:
         return Tensors(own, {}, dtypes)
@@ -529,12 +590,13 @@ def _room(package: Package, ranks: int) -> int:
 
 def _positives(package: Package, call: Call, layout: Layout) -> Tensor | int:
     """Global key index of each query's positive, contiguous int64 (m,); without labels that of local row 0."""
-    own = call.options.labelling == "own"
+    own, rows = call.options.labelling == "own", call.q.shape[0]
     offset = layout.key_offset(layout.rank) if own else sum(layout.rows[: layout.rank])
     if not package.traits.labels:
         return offset
     if call.labels is None:
-        return torch.arange(offset, offset + call.q.shape[0], device=call.q.device)
+        places = torch.arange(offset, offset + rows, device=call.q.device)
+        return places.roll(rows // 2) if package.traits.triangle else places  # two views of a sample
     return call.labels.to(call.q.device).contiguous()
 
 
