@@ -107,13 +107,16 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
         "exponent": "keys.exponent", "mantissa": "keys.mantissa",
     }),
 }  # fmt: skip
+_OF_ROWS_AND_OWN_COLUMNS = """\
+(cdiv(m, kernels.POSITIVE_ROWS.value)
+            + block.own * cdiv(n, kernels.POSITIVE_ROWS.value),)"""
 _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
     "merge": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
         "row_exponent": "exponents", "row_sum": "sums", "query_exponent": "statistics.exponent",
         "query_mantissa": "statistics.mantissa", "queries": "rows", "row_parts": "count",
         "rows_stride": "exponents.stride(0)", "queries_written": "written",
     }),
-    "positives": ("(cdiv(m, {0}) + block.own * cdiv(n, {0}),)".format("kernels.POSITIVE_ROWS.value"), _PARTS | {
+    "positives": (_OF_ROWS_AND_OWN_COLUMNS, _PARTS | {
         "strip": "_strip(m, n)",
         # Any tensors where columns have no programs.
         "key_labels": "block.key_labels if block.own else block.positives",

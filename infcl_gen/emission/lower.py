@@ -187,6 +187,8 @@ _OF_ROWS = {
     "positive_z": "positive[0, rows].double()", "scale": "scale", "bias": "bias",
     "queries": "r.new_tensor(block.counts[0])", "keys": "r.new_tensor(block.counts[1])",
 }  # fmt: skip
+_ALONE = """excess(own.queries, slice(None), own.positive[1:3])
+        alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)"""
 _ABOUT_MASK = "1 strip of STRIP_ROWS rows, for which of its pairs are left out"
 
 
@@ -208,6 +210,7 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "about_left_out": left_out,
         "about_parts": noted + " Then what `combine` leaves." * combined,
         "about_positives": ABSENT if combined else included,
+        "alone": "own.positive[0]" if combined else _ALONE,
         "nothing": "nothing = mantissa[rows] == 0  # in the sum: the row has no weight" if without else ABSENT,
         "weight_of_nothing": "weight = weight.masked_fill(nothing, 0.0)" if without else ABSENT,
         "g_of_positives": "slope"

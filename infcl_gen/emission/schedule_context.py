@@ -95,6 +95,7 @@ def schedule_context(
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
         "first_key": first_key,
+        "sizes_of_part": ABSENT if triangle else "m, n = part.q.shape[0], part.k.shape[0]",
         "merged": _MERGED if triangle else launch["merge"],
         "second_sums": _SECOND_OF_ROWS if triangle else "sum_i g_ij q_i to dk (n, D), both fp32 and contiguous",
         "dk": "dq" if triangle else "dk",  # where the second sums go
@@ -104,9 +105,9 @@ def schedule_context(
 
 
 _MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_queries and row0 == 0)"
-_SECOND_OF_ROWS = "of own rows sum_i g_ij q_i to dq (n, D), fp32 and contiguous"
+_SECOND_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
 _WHOLE_ON_THE_DIAGONAL = """\
-if part.diagonal or not part.own:  # panels on the diagonal are whole, and other ranks' rows have their own sums
+if part.diagonal or not part.own:  # on the diagonal panels are whole; other ranks sum for their rows
     continue"""
 
 
