@@ -55,7 +55,6 @@ class _Taken(NamedTuple):
 
     loads: str  # `_loads` at the time: nothing was loaded since
     kind: tuple[Any, ...]
-    shape: tuple[int]
     cuda: bool
     group: Group | None
     package: ModuleType
@@ -125,19 +124,20 @@ class ContrastiveLoss(api.ContrastiveLoss):
             return _run(self.loss, self.memory_budget, *arguments)
         q, options, taken = arguments[0], arguments[-1], self._taken
         if taken is not None and type(q) is Tensor:
-            loss, budget, _, dtype, device = taken.kind
+            loads, (loss, budget, dim, dtype, device), cuda, group, package, apply = taken
             if (
-                taken.loads is _loads
+                loads is _loads
                 and loss is self.loss
                 and budget is self.memory_budget
                 and dtype is (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype)
-                and q.is_cuda is taken.cuda
-                and q.shape[1:] == taken.shape
-                and find_group(options.group_name) is taken.group
+                and q.is_cuda is cuda
+                and q.dim() == 2
+                and q.size(1) == dim
+                and find_group(options.group_name) is group
             ):
                 try:
-                    return taken.apply(*arguments)
-                except taken.package._api.BatchTooLargeError as error:
+                    return apply(*arguments)
+                except package._api.BatchTooLargeError as error:
                     return _grown(taken.kind, arguments, error)
         value = _run(self.loss, self.memory_budget, *arguments)
         self._taken = _taken(_kind(self.loss, self.memory_budget, q), find_group(options.group_name))
@@ -231,7 +231,7 @@ def _taken(kind: tuple[Any, ...] | None, group: Group | None) -> _Taken | None:
     if kind is None or package is None:
         return None
     apply = functools.partial(package._api.differentiable_loss, package._package)
-    return _Taken(_loads, kind, (kind[2],), kind[4] == "cuda", group, package, apply)
+    return _Taken(_loads, kind, kind[4] == "cuda", group, package, apply)
 
 
 def _run_eagerly(kind: tuple[Any, ...] | None, arguments: tuple[Any, ...]) -> Tensor:
