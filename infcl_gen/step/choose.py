@@ -163,16 +163,17 @@ def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[
     best: Account | None = None
     rooms: dict[Any, Room] = {}
     for loss in problem.losses.within_budgets(problem.samples):
-        for chosen in itertools.product(*towers):
+        for chosen in sorted(itertools.product(*towers), key=_least_seconds):
             limit_s = math.inf if best is None else best.time_s - loss.time_s
-            if sum(frontier.points[-1].time_s for frontier in chosen) >= limit_s:
-                continue
+            if _least_seconds(chosen) >= limit_s:
+                break
             key = loss, *(frontier.one_each for frontier in chosen)
             if key not in rooms:
                 rooms[key] = _room(problem, account(problem, [frontier.one_each for frontier in chosen], loss))
             room_bytes, most_bytes = rooms[key]
+            least_s = _fastest(chosen, most_bytes)[0]
             # A plan leaves more room than a micro-batch of each treatment: graphs of other towers are gone by then.
-            while _fastest(chosen, most_bytes)[0] < limit_s:
+            while least_s < limit_s:
                 time_s, points = _fastest(chosen, room_bytes)
                 if not points:
                     break
@@ -184,6 +185,11 @@ def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[
                     break
                 room_bytes = left_bytes
     return None if best is None else _improved(problem, best)
+
+
+def _least_seconds(chosen: Sequence[Frontier]) -> float:
+    """If there were room for anything."""
+    return sum(frontier.points[-1].time_s for frontier in chosen)
 
 
 def _fits(problem: StepProblem, found: Account) -> bool:
@@ -348,7 +354,7 @@ def _fastest(frontiers: Sequence[Frontier], room_bytes: int) -> tuple[float, lis
     """The points, one of each frontier, that take the least time within the room; infinite time if none fits."""
     first, *others = frontiers
     if not others:
-        place = bisect.bisect_right(first.points, room_bytes, key=lambda point: point.held_bytes)
+        place = bisect.bisect_right(first.points, (room_bytes, math.inf))
         return (first.points[place - 1].time_s, [first.points[place - 1]]) if place else (math.inf, [])
     best: tuple[float, list[Point]] = math.inf, []
     step = 1 if len(others) == 1 else max(1, len(first.points) // THINNED)
