@@ -96,7 +96,7 @@ def tower_costs(draw: st.DrawFn, name: str) -> TowerCosts:
     )  # fmt: skip
 
 
-@hypothesis.settings(max_examples=10)
+@examples(5, 50)
 @hypothesis.given(st.integers(4, 8), st.floats(0.02, 1.0), tower_costs("image"), tower_costs("text"))
 def test_the_choice_for_two_different_towers_is_within_one_percent(
     samples: int, share: float, image: TowerCosts, text: TowerCosts
