@@ -60,6 +60,10 @@ def main(seat: Seat, pipe: Connection) -> None:
     # cuBLAS is repeatable only with a workspace of its own for each stream.
     os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **seat.environment})
     torch.set_num_threads(1)
+    if seat.environment.get("TRITON_INTERPRET") == "1":
+        from tests.kernels.interpreter import accelerate
+
+        accelerate()
     gpu = seat.backend == "nccl"
     # Here it is for the NaNs; on GPUs some operations of the reference have no deterministic version.
     torch.use_deterministic_algorithms(True, warn_only=gpu)
