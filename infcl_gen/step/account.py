@@ -99,19 +99,11 @@ class Account:
     host_bytes: int = 0
 
     def bytes_in(self, phase: str) -> int:
-        return self._bytes_in[phase]
-
-    @functools.cached_property
-    def _bytes_in(self) -> dict[str, int]:
-        found = dict.fromkeys(PHASES, 0)
-        for item in self.items:
-            for phase in item.phases:
-                found[phase] += item.size_bytes
-        return found
+        return sum(item.size_bytes for item in self.items if phase in item.phases)
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        return max(self._bytes_in.values())
+        return max(map(self.bytes_in, PHASES))
 
     @functools.cached_property
     def time_s(self) -> float:

@@ -161,17 +161,17 @@ def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[
     parts = offloaded or [Part()] * len(sizes)
     towers = [list(_beside(problem, *each)) for each in zip(problem.costs.towers, sizes, parts, strict=True)]
     best: Account | None = None
-    without_loss: dict[Any, Account] = {}
+    rooms: dict[Any, Room] = {}
     for loss in problem.losses.within_budgets(problem.samples):
-        for chosen in sorted(itertools.product(*towers), key=_least_seconds):
+        for chosen in itertools.product(*towers):
             limit_s = math.inf if best is None else best.time_s - loss.time_s
-            if _least_seconds(chosen) >= limit_s:
-                break
-            one_each = tuple([frontier.one_each for frontier in chosen])
-            if one_each not in without_loss:
-                without_loss[one_each] = account(problem, one_each, LossCosts(0, 0.0))
-            room_bytes, most_bytes = _room(problem, without_loss[one_each], loss.peak_bytes)
-            least_s = _fastest(chosen, most_bytes)[0]
+            if sum(frontier.points[-1].time_s for frontier in chosen) >= limit_s:
+                continue
+            key = loss, *(frontier.one_each for frontier in chosen)
+            if key not in rooms:
+                rooms[key] = _room(problem, account(problem, [frontier.one_each for frontier in chosen], loss))
+            room_bytes, most_bytes = rooms[key]
+            least_s, _ = _fastest(chosen, most_bytes)
             # A plan leaves more room than a micro-batch of each treatment: graphs of other towers are gone by then.
             while least_s < limit_s:
                 time_s, points = _fastest(chosen, room_bytes)
@@ -185,11 +185,6 @@ def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[
                     break
                 room_bytes = left_bytes
     return None if best is None else _improved(problem, best)
-
-
-def _least_seconds(chosen: Sequence[Frontier]) -> float:
-    """If there were room for anything."""
-    return sum(frontier.points[-1].time_s for frontier in chosen)
 
 
 def _fits(problem: StepProblem, found: Account) -> bool:
@@ -229,12 +224,10 @@ class Room(NamedTuple):
     most_bytes: int
 
 
-def _room(problem: StepProblem, found: Account, more_bytes: int = 0) -> Room:
-    """`more_bytes`: of a loss that is not in the account."""
+def _room(problem: StepProblem, found: Account) -> Room:
     graphs_bytes = sum(held_bytes(costs, plan) for costs, plan in zip(problem.costs.towers, found.towers, strict=True))
-    loss_bytes = found.bytes_in("loss") + more_bytes - graphs_bytes
-    others_bytes = max(loss_bytes, *(found.bytes_in(phase) - graphs_bytes for phase in ("forward", "backward")))
-    return Room(problem.memory_bytes - others_bytes, problem.memory_bytes - loss_bytes)
+    others_bytes = max(found.bytes_in(phase) for phase in ("forward", "loss", "backward")) - graphs_bytes
+    return Room(problem.memory_bytes - others_bytes, problem.memory_bytes - (found.bytes_in("loss") - graphs_bytes))
 
 
 class Frontier(NamedTuple):
