@@ -1,10 +1,17 @@
-"""What kernels take on a target, compiled in a process of its own: here triton may have been imported to interpret."""
+"""What kernels take on a target, compiled in a process of its own: here triton may have been imported to interpret.
+
+The same compiler makes the same binary of the same source, so what was read off one is kept: in the build folder, and
+in `compiled.json` beside this file. The nightly tier compiles everything, and fails where `compiled.json` says
+otherwise. After kernels, this project's checks of binaries or triton have changed, CI compiles what it does not know;
+`rm -r build/compiled/resources`, `pytest tests/test_aot.py` and `python -m tests.compiled` write it anew.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -13,6 +20,10 @@ from unittest import mock
 
 from infcl_gen.files import write_file
 from infcl_gen.processes import Seat, run_ranks
+from tests.kernels.tiers import LONG
+
+KNOWN = Path(__file__).with_suffix(".json")
+NUMBERS = ("shared_bytes", "registers", "spill_bytes")
 
 
 def resources(package: Path, target: str, *kernels: str) -> list[dict[str, Any]]:
@@ -22,11 +33,16 @@ def resources(package: Path, target: str, *kernels: str) -> list[dict[str, Any]]
 
 
 def compile_all(arguments: list[str], seat: Seat) -> list[dict[str, Any]]:
+    import triton
+
     from infcl_gen.verification import aot
 
     package, target, *names = arguments
     kernels = aot.Kernels(Path(package))
-    with mock.patch.object(aot, "_resources", functools.partial(_remembered, aot._resources)):
+    with (
+        mock.patch.object(aot, "_resources", functools.partial(_remembered, aot._resources, triton.compile)),
+        mock.patch.object(triton, "compile", lambda source, **how: (source, how)),
+    ):
         return [
             {"ragged": not inputs.aligned, **dataclasses.asdict(kernels.compiled(name, target, inputs))}
             for name in names or kernels.names(target)
@@ -34,21 +50,43 @@ def compile_all(arguments: list[str], seat: Seat) -> list[dict[str, Any]]:
         ]
 
 
-def _remembered(read: Any, kernel: str, target: str, compiled: Any, warps: int) -> Any:
-    """What was read off a binary is kept beside it: a disassembly takes 0.3 s, and equal kernels meet in many tests.
-
-    Under a name that changes with the binary, and with the code that reads it.
-    """
+def _remembered(read: Any, build: Any, kernel: str, target: str, compiled: Any, warps: int) -> Any:
+    """Under a name that changes with the source, how it is compiled and by what, and with the code that reads it."""
     from infcl_gen.verification import aot, races, registers
 
-    seen = [repr((kernel, target, warps, compiled.metadata.shared)).encode()]
-    seen += [text.encode() if isinstance(text, str) else text for _, text in sorted(compiled.asm.items())]
+    source, how = compiled
+    seen = [repr((kernel, target, warps, source.hash(), how, importlib.metadata.version("triton"))).encode()]
     seen += [Path(str(module.__file__)).read_bytes() for module in (aot, races, registers)]
-    folder = Path(os.environ["TRITON_CACHE_DIR"]).with_name("resources")
-    file = folder / f"{hashlib.sha256(b'|'.join(seen)).hexdigest()}.json"
+    name = hashlib.sha256(b"|".join(seen)).hexdigest()[:32]
+    known = _known().get(name)
+    if known is not None and not LONG:
+        return _resources_of(kernel, target, known)
+    file = _folder() / f"{name}.json"
     if not file.exists():
-        found = read(kernel, target, compiled, warps)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(dataclasses.asdict(found)).encode())
+        found = read(kernel, target, build(source, **how), warps)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps([*(getattr(found, each) for each in NUMBERS), *found.faults]).encode())
     kept = json.loads(file.read_text())
-    return aot.Resources(**{**kept, "faults": tuple(kept["faults"])})
+    assert known in (None, kept), f"{kernel} for {target}: {KNOWN.name} says {known}, compiled it takes {kept}"
+    return _resources_of(kernel, target, kept)
+
+
+def _resources_of(kernel: str, target: str, kept: list[Any]) -> Any:
+    from infcl_gen.verification import aot
+
+    return aot.Resources(kernel, target, *kept[: len(NUMBERS)], tuple(kept[len(NUMBERS) :]))
+
+
+@functools.cache
+def _known() -> dict[str, list[Any]]:
+    return dict(json.loads(KNOWN.read_text()))
+
+
+def _folder() -> Path:
+    return Path(os.environ["TRITON_CACHE_DIR"]).with_name("resources")
+
+
+if __name__ == "__main__":
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(Path("build/compiled/resources").iterdir())}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept)}" for name, kept in found.items())
+    write_file(KNOWN, f"{{\n{lines}\n}}\n".encode())

@@ -14,6 +14,7 @@ The peak is that of the largest phase (arXiv 2410.17243, equation 10, with the g
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -100,11 +101,11 @@ class Account:
     def bytes_in(self, phase: str) -> int:
         return sum(item.size_bytes for item in self.items if phase in item.phases)
 
-    @property
+    @functools.cached_property
     def peak_bytes(self) -> int:
         return max(map(self.bytes_in, PHASES))
 
-    @property
+    @functools.cached_property
     def time_s(self) -> float:
         return sum(self.phase_s.values())
 

@@ -171,8 +171,9 @@ def _best(problem: StepProblem, sizes: Sequence[list[int]], offloaded: Sequence[
             if key not in rooms:
                 rooms[key] = _room(problem, account(problem, [frontier.one_each for frontier in chosen], loss))
             room_bytes, most_bytes = rooms[key]
+            least_s, _ = _fastest(chosen, most_bytes)
             # A plan leaves more room than a micro-batch of each treatment: graphs of other towers are gone by then.
-            while _fastest(chosen, most_bytes)[0] < limit_s:
+            while least_s < limit_s:
                 time_s, points = _fastest(chosen, room_bytes)
                 if not points:
                     break
@@ -348,7 +349,7 @@ def _fastest(frontiers: Sequence[Frontier], room_bytes: int) -> tuple[float, lis
     """The points, one of each frontier, that take the least time within the room; infinite time if none fits."""
     first, *others = frontiers
     if not others:
-        place = bisect.bisect_right(first.points, room_bytes, key=lambda point: point.held_bytes)
+        place = bisect.bisect_right(first.points, (room_bytes, math.inf))
         return (first.points[place - 1].time_s, [first.points[place - 1]]) if place else (math.inf, [])
     best: tuple[float, list[Point]] = math.inf, []
     step = 1 if len(others) == 1 else max(1, len(first.points) // THINNED)

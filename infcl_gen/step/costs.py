@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -41,6 +42,17 @@ class PassCosts:
 
     def at(self, name: str, size: int) -> float:
         """A cost of a micro-batch of any size: on the line through the two nearest measured ones."""
+        found = self._found.get((name, size))
+        if found is None:
+            found = self._found[name, size] = self._on_the_line(name, size)
+        return found
+
+    @functools.cached_property
+    def _found(self) -> dict[tuple[str, int], float]:
+        """What `at` has answered: a plan asks for few sizes, a million times."""
+        return {}
+
+    def _on_the_line(self, name: str, size: int) -> float:
         values = getattr(self, name)
         if not values:
             return 0.0

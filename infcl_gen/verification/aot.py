@@ -60,7 +60,7 @@ class Resources:
     shared_bytes: int
     registers: int
     spill_bytes: int
-    faults: tuple[str, ...]  # `races`, and on sm_90 registers that are `unwritten`
+    faults: tuple[str, ...]  # `races`, and in kernels with wgmma registers that are `unwritten`
 
 
 class Kernels:
@@ -209,7 +209,7 @@ def _resources(kernel: str, target: str, compiled: Any, warps: int) -> Resources
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        listing = ["-sass"] * (target == "sm_90")
+        listing = ["-sass"] * ("wgmma" in compiled.asm["ptx"])  # whose operands may be lost; a listing takes 0.25 s
         text = subprocess.check_output(
             [cuobjdump, "-res-usage", *listing, file.name], stderr=subprocess.PIPE, text=True
         )

@@ -26,6 +26,7 @@ from infcl_gen.bench.results import RESULTS, identity, table
 from infcl_gen.emission import import_package, read_package
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.losses import BUILTIN_LOSSES, spec_as_dict
+from infcl_gen.processes import Worker
 from infcl_gen.verification.memory import PeakMeter
 from tests.bench.libraries import write_libraries
 from tests.bench.rows import assert_is_row, measure_package
@@ -289,6 +290,21 @@ def test_a_worker_that_starts_slowly_is_waited_for(
         contest.rows(contest.point([package], 64))
 
 
+def hurried(answer: Callable[..., Any], mark: Path) -> Callable[..., Any]:
+    """`Worker.answer` that waits for its timeout, but only a second of it after the file is there."""
+
+    def waiting(worker: Worker, timeout_s: float) -> dict[str, Any] | None:
+        found, deadline = None, time.monotonic() + timeout_s
+        while found is None and time.monotonic() < deadline:
+            if mark.exists():
+                mark.unlink()  # those that are measured afterwards have their time
+                return answer(worker, 1.0)
+            found = answer(worker, 0.2)
+        return found
+
+    return waiting
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_crash_and_a_hang_cost_only_whoever_did_it(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -296,13 +312,14 @@ def test_a_crash_and_a_hang_cost_only_whoever_did_it(
     """In the real worker process: libraries that crash, hang and run out of memory, and others that work."""
     does = {
         "inf_cl": "os.kill(os.getpid(), signal.SIGSEGV)",
-        "memeff": "time.sleep(1e6)",
+        "memeff": f"open({str(tmp_path / 'hangs')!r}, 'w'); time.sleep(1e6)",
         "cut_cross_entropy": "given == (None,) and torch.empty(1 << 55)",
     }
     folder = write_libraries(tmp_path / "libraries", does)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a lock of its own: nobody waits for the hang
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.syspath_prepend(str(folder))  # as for whoever asks: this process says who is absent
+    monkeypatch.setattr(Worker, "answer", hurried(Worker.answer, tmp_path / "hangs"))
     names = ["inf_cl", "memeff", "cut-cross-entropy", "cut-cross-entropy-exact", "torch"]
     # Amid the whole suite on two cores a turn of less than a second has taken 30.
     with Contest(chosen_peers(names), limits=Limits(rounds=2, silent_s=90)) as contest:

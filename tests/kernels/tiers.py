@@ -3,6 +3,7 @@
 The nightly tier alone draws features of 640, 768 and 1 152 dimensions under the interpreter (5 s each instead of 1 s),
 and runs every ragged size of `panel` and `fused` between guard bands; CI runs every one of `fused` on one of its sides,
 and those around the edges of tiles of the others.
+It compiles every kernel ahead of time (2 minutes); CI those of which tests/compiled.json does not know what they take.
 It judges the legality of all that the tuner proposes; CI judges a third.
 It draws rings in one process of up to 64 ranks (5 s each); CI draws up to 16, beside four fixed rings of 64.
 It plans for 65 536 ranks and measures what one of them allocates (30 s); CI goes up to 4 096. One rank of 4 096 goes

@@ -60,6 +60,10 @@ def main(seat: Seat, pipe: Connection) -> None:
     # cuBLAS is repeatable only with a workspace of its own for each stream.
     os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **seat.environment})
     torch.set_num_threads(1)
+    if seat.environment.get("TRITON_INTERPRET") == "1":
+        from tests.kernels.interpreter import accelerate
+
+        accelerate()
     gpu = seat.backend == "nccl"
     # Here it is for the NaNs; on GPUs some operations of the reference have no deterministic version.
     torch.use_deterministic_algorithms(True, warn_only=gpu)
@@ -101,13 +105,15 @@ def take_gpu(rank: int, world: int) -> torch.device:
 
 
 def renew(groups: list[tuple[int, ...]], timeout_s: float) -> None:
-    """Makes groups of these ranks, in this order, anew: a failure leaves one broken. Every process must take part."""
+    """Makes groups of these ranks, in this order, instead of those there were: a failure leaves one broken. Every
+    process must take part."""
     timeout = datetime.timedelta(seconds=timeout_s)
+    # A thread of each group of gloo wakes up 100 times a second, or never sleeps where it has a message that nobody
+    # takes: those of 80 tests took a core. What is pending in a group is waited for, up to its timeout; NCCL would wait
+    # for ranks that are gone.
+    for ranks in list(_groups) if _device.type == "cpu" else ():
+        dist.destroy_process_group(_groups.pop(ranks))
     for ranks in groups:
-        # A thread of each group of gloo wakes up 100 times a second: those of 80 tests took a core. What is pending
-        # in a group is waited for, up to its timeout; NCCL would wait for ranks that are gone.
-        if ranks in _groups and _device.type == "cpu":
-            dist.destroy_process_group(_groups.pop(ranks))
         if "sort_ranks" in inspect.signature(dist.new_group).parameters:
             _groups[ranks] = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
         else:  # before torch 2.12: always in ascending order, unless it cannot sort

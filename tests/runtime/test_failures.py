@@ -26,7 +26,7 @@ from torch import Tensor
 from . import ring_worker
 from .pool import Packages, Pool, assert_equal, average, backends, need, results
 
-TIMEOUT_S = 5.0  # gloo connects 4 processes within it, on 2 busy cores
+TIMEOUT_S = 4.0  # gloo connects 4 processes within it, on 2 busy cores
 GRACE_S = 2.0  # within which an error must follow the timeout
 WATCHDOG_S = 0.8  # what torch's watchdog takes to end a process after a timeout (see BACKENDS)
 WATCHDOG = "Watchdog caught collective operation timeout"  # what it says
@@ -66,7 +66,7 @@ class Pools:
         pool = self._pools.get(key)
         if pool is None or pool.lost or not all(process.is_alive() for process in pool.processes):
             self.drop(*key)
-            pool = self._pools[key] = Pool(key[1], self._folder, backend=backend)
+            pool = self._pools[key] = Pool(key[1], self._folder, backend=backend, groups=())
         return pool
 
     def drop(self, backend: str, world: int) -> None:
@@ -78,7 +78,7 @@ class Pools:
     @contextlib.contextmanager
     def fresh(self, backend: str, world: int) -> Iterator[Pool]:
         need(backend, world)
-        pool = Pool(world, self._folder, backend=backend)
+        pool = Pool(world, self._folder, backend=backend, groups=())
         try:
             yield pool
         finally:

@@ -53,12 +53,13 @@ def planned(module: Pair, memory: str | int = "2GiB", rows: int = ROWS, **option
 def test_the_predicted_peak_bounds_the_measured_one_closely(treatments: tuple[str, ...], share: float) -> None:
     """Within 10 %, whatever is chosen; below the least memory of these treatments nothing is planned."""
     module, first = wide()
-    most = planned(module, "2GiB", costs=first.problem.costs, treatments=treatments).predicted_peak_bytes
+    options: dict[str, Any] = {"costs": first.problem.costs, "treatments": treatments, "rows": ROWS // 4}
+    most = planned(module, "2GiB", **options).predicted_peak_bytes
     try:
-        plan = planned(module, int(share * most), costs=first.problem.costs, treatments=treatments)
-    except InfeasibleError as error:
+        plan = planned(module, int(share * most), **options)
+    except InfeasibleError as error:  # then in micro-batches of one sample
         assert error.smallest_budget_bytes is not None and error.smallest_budget_bytes > share * most
-        plan = planned(module, error.smallest_budget_bytes, costs=first.problem.costs, treatments=treatments)
+        plan = planned(module, error.smallest_budget_bytes, **options)
     assert plan.predicted_peak_bytes <= plan.problem.memory_bytes
     bounds(plan, module)
 

@@ -24,6 +24,7 @@ from infcl_gen.step.costs import PassCosts, StepCosts, TowerCosts, costs_text, p
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import PlannedLoss, plan_from_costs
 from tests.documents import commands
+from tests.kernels.tiers import examples
 from tests.step.costs import COSTS, FROZEN, IMAGE, MB, SIZES, TEXT, Loss
 from tests.test_cli import run
 
@@ -95,7 +96,7 @@ def tower_costs(draw: st.DrawFn, name: str) -> TowerCosts:
     )  # fmt: skip
 
 
-@hypothesis.settings(max_examples=10)
+@examples(5, 50)
 @hypothesis.given(st.integers(4, 8), st.floats(0.02, 1.0), tower_costs("image"), tower_costs("text"))
 def test_the_choice_for_two_different_towers_is_within_one_percent(
     samples: int, share: float, image: TowerCosts, text: TowerCosts
@@ -163,6 +164,7 @@ def test_each_treatment_has_the_sizes_that_were_measured_of_it() -> None:
     assert max(sizes["cached"] | sizes.get("kept", set())) <= SIZES[2]
 
 
+@examples(10, 500)
 @hypothesis.given(st.integers(1, 300), st.integers(30, 10_000), st.sampled_from(["host", "device"]))
 def test_more_memory_is_never_slower_and_never_exceeded(samples: int, memory_mb: int, inputs: str) -> None:
     times = []
