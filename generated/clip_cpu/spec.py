@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5b344c3a83a389e349993eea95d1c06b57a394490c402d9df9a84617571e2447",
+    "digest": "c46fe2a84e45aa8baa3ed28f12a8865ff24c62778742db4e8350756b0071dce5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -106,7 +106,7 @@ SPEC: dict[str, Any] = {
         "precision": "default",
         "frozen": "none",
         "target": "cpu",
-        "products": "torch",
+        "product_by": "torch",
         "descriptors": False,
         "replay": False,
         "world_size": 1,
@@ -186,6 +186,7 @@ SPEC: dict[str, Any] = {
             ],
             "whole": False,
         },
+        "products": 4.0,
         "split": False,
         "operand_dtype": "fp32",
         "input_precision": "ieee",

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "d3664c3a0b094d13db45a08aa059baaf56d1060f04f24e93cf02a234b827da25",
+    "digest": "8a461a369b38ed0e49a856d030e029a1994c1b47f076dee51a5d20be400bbf7f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -122,7 +122,7 @@ SPEC: dict[str, Any] = {
         "precision": "default",
         "frozen": "none",
         "target": "cuda",
-        "products": "triton",
+        "product_by": "triton",
         "descriptors": True,
         "replay": False,
         "world_size": 1,
@@ -223,6 +223,7 @@ SPEC: dict[str, Any] = {
             ],
             "whole": False,
         },
+        "products": 5.0,
         "split": False,
         "operand_dtype": "bf16",
         "input_precision": "ieee",

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f6b590dc689da45ff2ffa8dfc5f3af6017720a78c8cfdda6762b3db530969a20",
+    "digest": "4613d9261a6833aaa894988a29b05c248d5eff590ce657f4da34d600be77f032",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -121,7 +121,7 @@ SPEC: dict[str, Any] = {
         "precision": "default",
         "frozen": "none",
         "target": "cuda",
-        "products": "library",
+        "product_by": "library",
         "descriptors": True,
         "replay": False,
         "world_size": 1,
@@ -239,6 +239,7 @@ SPEC: dict[str, Any] = {
             ],
             "whole": False,
         },
+        "products": 4.0,
         "split": False,
         "operand_dtype": "bf16",
         "input_precision": "ieee",

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "0e4bd57e69539b9f25f1af1d8bcf1f0d70ecc8e04295eaebabd5184301249044",
+    "digest": "00608ad63689ca1d9eba04c89806c27d3d30287a9828e45ca43ece4f5dcfeba6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -121,7 +121,7 @@ SPEC: dict[str, Any] = {
         "precision": "default",
         "frozen": "none",
         "target": "rocm",
-        "products": "triton",
+        "product_by": "triton",
         "descriptors": False,
         "replay": False,
         "world_size": 1,
@@ -237,6 +237,7 @@ SPEC: dict[str, Any] = {
             ],
             "whole": False,
         },
+        "products": 4.0,
         "split": False,
         "operand_dtype": "bf16",
         "input_precision": "ieee",

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "4c6de0856bea89d24dfd27885d6b73796b882e7bf2631c5e667eed5e4d71726d",
+    "digest": "f4f249b2702153c2d1b4d509ecddc54f7cadc309b6407c46d433dbfd43efbbbe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -121,7 +121,7 @@ SPEC: dict[str, Any] = {
         "precision": "default",
         "frozen": "none",
         "target": "cuda",
-        "products": "library",
+        "product_by": "library",
         "descriptors": False,
         "replay": False,
         "world_size": 1,
@@ -255,6 +255,7 @@ SPEC: dict[str, Any] = {
             ],
             "whole": False,
         },
+        "products": 3.0,
         "split": False,
         "operand_dtype": "bf16",
         "input_precision": "ieee",

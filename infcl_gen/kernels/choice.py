@@ -34,7 +34,7 @@ class Choice:
     target: str = "cuda"
     arch: str = ""  # of the device, as its profile names it: "sm_90"
     traits: Traits = dataclasses.field(default_factory=Traits)  # of the loss
-    products: str = "triton"  # by the matrix "library", by "triton" or by "torch"
+    product_by: str = "triton"  # products with g: by the matrix "library", by "triton" or by "torch"
     descriptors: bool = False
     replay: bool = False  # steps are recorded as CUDA graphs
     world_size: int = 1
@@ -110,7 +110,7 @@ class Choice:
 
     @property
     def library(self) -> bool:
-        return self.products == "library"
+        return self.product_by == "library"
 
     @property
     def gather(self) -> bool:

@@ -23,11 +23,11 @@ exponential: shares, sums and scalars are those of
                                  + positive_share * ([j = positive(i)] + [i = positive(j)]))
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import sympy
 from sympy import Expr, Integer, Symbol, diff
@@ -126,13 +126,13 @@ class Derivation:
         """Whether the loss has a log-sum-exp over queries for each key."""
         return bool(self.key_term.has(c))
 
-    @property
+    @functools.cached_property
     def by_number(self) -> dict[Symbol, Expr]:
         """How F changes with the positive's similarity, with scale and with bias, where it does."""
         slopes = {each: _slope_of_query(self.form, each) for each in (positive_z, scale, bias)}
         return {symbol: slope for symbol, slope in slopes.items() if slope != 0}
 
-    @property
+    @functools.cached_property
     def of_rows(self) -> tuple[str, ...]:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
@@ -172,7 +172,7 @@ class Derivation:
         total = math.fsum(shares)
         return 0.0 if abs(total) < 1e-12 * max(map(abs, shares)) else total
 
-    @property
+    @functools.cached_property
     def largest_slope(self) -> float:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
         if self.form.combined:
@@ -220,7 +220,7 @@ class Derivation:
             of_logit, 1 + max(1, *of_terms), 2 + mask + of_slope
         )  # the terms beside x, dx/dz beside x and slopes
 
-    @property
+    @functools.cached_property
     def traits(self) -> Traits:
         """What the planner, kernels, the runtime and verification know of the loss."""
         of_queries, of_keys = (
@@ -265,7 +265,7 @@ class Derivation:
         return (*of_keys, statistics, gradients) if self.has_keys else (*of_keys, gradients)
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def derive(spec: LossSpec) -> Derivation:
     """The derivation of a loss. Raises LossError, in one sentence, for a loss that no kernel implements."""
     try:

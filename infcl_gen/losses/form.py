@@ -10,6 +10,7 @@ and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key 
 over z, and its domain a triangle. `form_of` reads formulas, and nothing else does.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ class Form:
         told_apart = self.pair_term is not None and self.pair_term.other != self.pair_term.same_id
         return ("same_id",) if told_apart else self.excluded
 
-    @property
+    @functools.cached_property
     def combined(self) -> bool:
         """Whether F is not a sum of constant multiples of its statistic and the positive, or its statistic may be a sum
         of nothing."""

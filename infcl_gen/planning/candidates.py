@@ -220,7 +220,7 @@ class Choices:
             target=profile.target,
             arch=profile.arch,
             traits=derivation.traits,
-            products=self._products(name),
+            product_by=self._product_by(name),
             world_size=self._cluster.devices,
         )
         choice = dataclasses.replace(choice, descriptors=self._descriptors(choice))
@@ -241,7 +241,7 @@ class Choices:
         choice = dataclasses.replace(choice, blocks=blocks)
         return dataclasses.replace(choice, hopper_stages=hopper.stages(choice))
 
-    def _products(self, name: str) -> str:
+    def _product_by(self, name: str) -> str:
         wanted, target = self._settings.products, self._profile.target
         if name in ("torch", "fused"):
             return {"torch": "torch", "fused": "triton"}[name]

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import sympy
@@ -85,6 +85,13 @@ class PhaseTime(NamedTuple):
     bound: str
     flops: float
     bytes: float
+
+
+def products_of(phases: Iterable[PhaseTime], choice: Choice, rows: int, keys: int) -> float:
+    """Matrix products of 2 M N D operations that a step of a rank takes: M are its `rows`, N the `keys` of all ranks.
+    fp32 features that are split count once."""
+    flops = math.fsum(phase.flops for phase in phases) * choice.dim / choice.inner_dim
+    return flops / (2 * rows * keys * choice.world_size * choice.dim)
 
 
 class _Expressions(NamedTuple):
@@ -201,7 +208,7 @@ class CostModel:
         choice, by_triton, by_library = self.choice, 1.0, 1.0
         if self._reduced:
             _, by_triton, by_library = FP32_MODES[choice.precision]
-        product = by_triton * TRITON_PRODUCT_FRACTION if choice.products == "triton" else by_library
+        product = by_triton * TRITON_PRODUCT_FRACTION if choice.product_by == "triton" else by_library
         peak = self.profile.matmul_tflops[self.product_kind]
         reached = VENDOR_FRACTION if peak.source.startswith("vendor") else 1.0
         return {"triton": peak.value * 1e12 * by_triton * reached, "product": peak.value * 1e12 * product * reached}

@@ -21,7 +21,7 @@ from infcl_gen.kernels.choice import Choice
 from infcl_gen.losses import Derivation
 from infcl_gen.planning.candidates import GATHER_GAIN, Candidate, Choices, sizes_of
 from infcl_gen.planning.memory import Buffer
-from infcl_gen.planning.model import HOST, CostModel, PhaseTime, Sizes
+from infcl_gen.planning.model import HOST, CostModel, PhaseTime, Sizes, products_of
 from infcl_gen.planning.reasons import Reason, reasons_of
 from infcl_gen.runtime.table import Table
 
@@ -52,9 +52,14 @@ class Plan(Choice, Sizes):
     largest_batch: int  # within `allowed_bytes`; the next larger batch is not feasible
     schedule: Table
 
+    @property
+    def products(self) -> float:
+        """Matrix products of 2 M N D operations that a step takes, as `products_of`, to 4 digits."""
+        return float(f"{products_of(self.phases, self, self.rows_per_rank, self.keys_per_rank):.4g}")
+
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals: dictionaries, lists, text and numbers."""
-        fields = dataclasses.asdict(self) | {"problem": self.problem.as_dict()}
+        fields = dataclasses.asdict(self) | {"problem": self.problem.as_dict(), "products": self.products}
         fields |= {name: getattr(self, name) for name in ("split", "operand_dtype", "input_precision")}
         for name in ("buffers", "phases", "reasons"):
             fields[name] = [each._asdict() for each in getattr(self, name)]

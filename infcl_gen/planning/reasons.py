@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from infcl_gen.inputs.problem import Problem
@@ -10,6 +9,7 @@ from infcl_gen.inputs.text import bytes_text
 from infcl_gen.kernels import TILES, default_blocks
 from infcl_gen.kernels.fused import DIM_LIMIT
 from infcl_gen.planning.candidates import GATHER_GAIN, GATHER_LIMIT, Candidate
+from infcl_gen.planning.model import products_of
 
 
 class Reason(NamedTuple):
@@ -34,8 +34,7 @@ def reasons_of(
     strategy = Reason(2, f"strategy {choice.strategy}", _strategy_why(problem, best, everything, ceiling, without_rows))
     found = [*_transport_reasons(problem, best, candidates), strategy]
     if choice.traits.triangle:
-        flops = math.fsum(phase.flops for phase in model.phases(sizes)) * choice.dim / choice.inner_dim
-        products = flops / (2 * model.rows * model.keys * choice.world_size * choice.dim)
+        products = products_of(model.phases(sizes), choice, model.rows, model.keys)
         why = f"z_ij = z_ji: {products:.3g} products for 4"
         if choice.world_size > 1:
             why += "; a pair of two ranks is computed by both, with 3 products, and no gradients travel"
@@ -74,7 +73,7 @@ def reasons_of(
         why = "the library's product with fp32 output is the fastest here"
         why = why if choice.library else "no library product with fp32 output here"
         why = by_setting if problem.settings.products else why
-        found.append(Reason(3, f"products by {choice.products}", why))
+        found.append(Reason(3, f"products by {choice.product_by}", why))
     if choice.split:
         why = "three bf16 products each: 16 bits, faster than tf32 and 64 times as accurate"
         found.append(Reason(3, "fp32 features as bf16 halves", why))
@@ -138,9 +137,10 @@ def _strategy_why(
     times: dict[str, float] = {}
     for candidate in everything:
         other = candidate.model.choice
+        name = other.strategy + " replayed" * other.replay
         comparable = other.wider == choice.wider and (other.transport == choice.transport or other.rows)
-        if candidate.order != best.order and comparable and candidate.peak_bytes <= ceiling:
-            name = other.strategy + " replayed" * other.replay
+        another = name != choice.strategy + " replayed" * choice.replay
+        if another and comparable and candidate.peak_bytes <= ceiling:
             times[name] = min(candidate.time_s, times.get(name, candidate.time_s))
     others = ", ".join(f"{name} {1e3 * time_s:.3g} ms" for name, time_s in times.items())
     text = f"predicted {1e3 * best.time_s:.3g} ms" + (f" against {others}" if others else "")

@@ -129,10 +129,10 @@ def measured_settings(own: Overrides, chosen: Settings) -> Overrides:
 
 def timed_settings(plan: Plan) -> Settings:
     """The decisions of a plan that its kernels' time depends on, as pairs of text."""
-    names = ["strategy", "products", "descriptors", "replay", "stash_rows"]
+    names = ["strategy", "descriptors", "replay", "stash_rows"]
     names += ["forward_rows", "forward_keys", "panel_rows", "panel_keys"]
     names += ["hopper_stages"] * (plan.hopper_stages > 0)
-    pairs = [(name, str(getattr(plan, name))) for name in names]
+    pairs = [("products", plan.product_by), *((name, str(getattr(plan, name))) for name in names)]
     for kernel, block in plan.blocks.items():
         pairs += ((f"{kernel}.{name}", str(size)) for name, size in vars(block).items())
     return tuple(sorted(pairs))

@@ -15,7 +15,7 @@ class TimeTerm(NamedTuple):
     """Work of one rank over all hops. Amounts are expressions; `efficiency` is the fraction of the peak FLOP/s.
 
     part   "first": before a panel adds to sums that travel; "rest": the other work of hops; "end": after the last hop.
-    rate   whose peak the FLOPs run at: "triton", or "product" (`Choice.products`).
+    rate   whose peak the FLOPs run at: "triton", or "product" (`Choice.product_by`).
     """
 
     name: str

@@ -182,7 +182,7 @@ class Family:
                 entry.drop("illegal", str(error))
             else:
                 entry.predicted_ms = 1e3 * planned.predicted_time_s
-                tiles = (planned.panel_rows, planned.panel_keys, planned.products, planned.blocks)
+                tiles = (planned.panel_rows, planned.panel_keys, planned.product_by, planned.blocks)
                 if tiles in seen:
                     continue
                 seen.append(tiles)

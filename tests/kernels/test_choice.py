@@ -42,7 +42,7 @@ def test_a_plan_is_a_choice_with_sizes() -> None:
     assert (plan.transport, plan.world_size, plan.has_keys, plan.labels) == ("gather", 2, False, True)
     assert (literals["input_precision"], literals["operand_dtype"], literals["split"]) == ("tf32", "fp32", False)
     assert plan.kind == Choice(
-        strategy="panel", dim=1, dtype="fp32", precision="tf32", products="library",
+        strategy="panel", dim=1, dtype="fp32", precision="tf32", product_by="library",
         traits=Traits(key_statistics=(), known="row", positives="label"),
         world_size=2, transport="gather",
     )  # fmt: skip

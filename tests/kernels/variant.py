@@ -17,7 +17,7 @@ from infcl_gen.kernels.family import Family
 
 
 def wanted(choice: Choice) -> bool:
-    return choice.products == "triton" and choice.blocks["product"].rows <= 64
+    return choice.product_by == "triton" and choice.blocks["product"].rows <= 64
 
 
 FAMILY = Family(

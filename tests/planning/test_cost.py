@@ -23,7 +23,7 @@ TRAITS = {name: derive(spec).traits for name, spec in BUILTIN_LOSSES.items()}
 CHOICES = [
     Choice(
         strategy=strategy, dim=8, traits=TRAITS[loss], dtype=dtype, world_size=2 if ring else 1,
-        products="library" if library else "triton", precision="exact" if dtype == "fp32" else "default",
+        product_by="library" if library else "triton", precision="exact" if dtype == "fp32" else "default",
     )
     for strategy in ("panel", "fused", "torch")
     for dtype in ("bf16", "fp32")

@@ -201,9 +201,36 @@ def test_settings_that_another_batch_does_not_allow() -> None:
 
 def test_the_target_problem_fits_one_gibibyte() -> None:
     plan = plan_flags(batch_size="64k", memory_budget="1GiB")
-    assert plan.strategy == "panel" and plan.products == "library" and plan.descriptors
+    assert plan.strategy == "panel" and plan.product_by == "library" and plan.descriptors
     assert plan.predicted_time_s < 0.055
     assert plan.budget_bytes == 2**30
+
+
+@pytest.mark.parametrize(
+    ("flags", "products"),
+    [
+        ({}, 4.0), ({"set": {"strategy": "stash"}, "memory_budget": "30GiB"}, 3.0), ({"loss": "infonce"}, 3.0),
+        ({"loss": "siglip"}, 3.0), ({"frozen": "key"}, 3.0), ({"loss": "infonce", "frozen": "query"}, 2.0),
+        ({"dtype": "fp32"}, 4.0), ({"device_profile": "cpu", "dtype": "fp32"}, 4.0),
+    ],
+)  # fmt: skip
+def test_products_are_counted(flags: dict[str, Any], products: float) -> None:
+    plan = plan_flags(**{"batch_size": "64k", "device_profile": "h200"} | flags)
+    assert plan.products == pytest.approx(products, rel=1e-3) and plan.as_dict()["products"] == plan.products
+
+
+def test_a_triangle_takes_about_half_of_the_products() -> None:
+    assert 1.8 < plan_flags(batch_size="64k", device_profile="h200", loss="ntxent").products < 2.2
+
+
+def test_other_strategies_are_named_once_beside_the_one_that_is_taken() -> None:
+    """A strategy has many panels, and over ranks keeps keys or does not: these are no other strategies."""
+    for flags in ({"devices": 64, "nodes": 8}, {"dim": 128}, {"loss": "infonce", "devices": 4}):
+        plan = plan_flags(batch_size="64k", device_profile="h200", **flags)
+        (why,) = [reason.why for reason in plan.reasons if reason.decision.startswith("strategy ")]
+        named = re.findall(r"(\w+(?: replayed)?) [\d.e+-]+ ms", why.partition("against ")[2])
+        own = plan.strategy + " replayed" * plan.replay
+        assert own not in named and len(named) == len(set(named))
 
 
 def test_a_loss_over_rows_takes_three_products_where_all_keys_are() -> None:
@@ -249,10 +276,10 @@ def test_auto_takes_an_eighth_at_most() -> None:
 
 def test_strategies() -> None:
     assert plan_flags(device_profile="cpu").strategy == "torch"
-    assert plan_flags(device_profile="cpu").products == "torch"
+    assert plan_flags(device_profile="cpu").product_by == "torch"
     assert plan_flags(dim=128, batch_size="64k").strategy == "fused"
     assert plan_flags(dim=512).strategy == "panel"
-    assert plan_flags(device_profile="mi300x").products == "triton"
+    assert plan_flags(device_profile="mi300x").product_by == "triton"
     assert plan_flags(set={"strategy": "torch"}).blocks == {}
     assert plan_flags(batch_size="64k", memory_budget="16GiB").strategy == "stash"
     assert plan_flags(batch_size="64k", memory_budget="16GiB", devices=2).strategy == "panel"
@@ -354,7 +381,7 @@ def test_settings_are_honoured() -> None:
         ],
     )
     assert (plan.panel_rows, plan.panel_keys) == (4096, 2048)
-    assert plan.products == "triton" and not plan.descriptors
+    assert plan.product_by == "triton" and not plan.descriptors
     assert plan.blocks["gradient"].keys == 128 and plan.blocks["forward"].stages == 2
     assert plan_flags(set={"stash_rows": "2048", "panel_rows": "1024"}).stash_rows == 2048
     assert plan_flags(set={"panel_rows": "1M"}).panel_rows == 4096  # never more than the problem

@@ -85,7 +85,7 @@ def test_a_record_that_fits_gives_its_settings_and_the_reasons_say_so(folder: Pa
     store(record_of(h200()), folder)
     assert isinstance(find_record(case_of(h200())), Found)
     plan, _ = plan_problem(h200())
-    assert plan.products == "triton" and plan.blocks["gradient"].stages == 2
+    assert plan.product_by == "triton" and plan.blocks["gradient"].stages == 2
     assert plan.problem.settings.pairs == tuple(sorted((*SETTINGS, ("records", "measured"), ("strategy", "panel"))))
     level3 = [reason for reason in plan.reasons if reason.level == 3]
     assert level3 and all(reason.why.startswith("measured on h200") for reason in level3)
