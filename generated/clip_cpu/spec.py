@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5b344c3a83a389e349993eea95d1c06b57a394490c402d9df9a84617571e2447",
+    "digest": "ef1afb98dd4205fcd6ec495c6548102c740b54ecabedab2e690a3c686a07468d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "d3664c3a0b094d13db45a08aa059baaf56d1060f04f24e93cf02a234b827da25",
+    "digest": "7270111723a750196cac8c9d22c81c135c3cd26e9d2179972f2003a94d3aaf77",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

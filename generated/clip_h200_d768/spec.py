@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f6b590dc689da45ff2ffa8dfc5f3af6017720a78c8cfdda6762b3db530969a20",
+    "digest": "b169cf75351be01030c40f9e3367b21d1b34f79559f6984fde02ed63f1688177",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "0e4bd57e69539b9f25f1af1d8bcf1f0d70ecc8e04295eaebabd5184301249044",
+    "digest": "41e7a2d230f664ba8d14739b6b11fbaa8e680bbff9289fa398e537c71ac5999a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

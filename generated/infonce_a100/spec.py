@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "4c6de0856bea89d24dfd27885d6b73796b882e7bf2631c5e667eed5e4d71726d",
+    "digest": "392ec6d9c636ff1d87975e6bfc903d8580c116a43ffe9d660d370fac3efab172",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -39,6 +39,7 @@ SPEC: dict[str, Any] = {
             "known": "row",
             "positives": "label",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,
