@@ -198,6 +198,7 @@ def section(spec: LossSpec) -> str:
         ("positives", OF_ROWS if traits.triangle else POSITIVES[traits.positives]),
         ("keys", "all other queries: a call has one side, `k = None`" if traits.triangle else keys),
         ("ids", "`query_ids`, `key_ids`" if traits.ids else "none"),
+        *[("of single queries", ", ".join(f"`{name}`" for name in traits.vectors))] * bool(traits.vectors),
         ("statistics", ", ".join(reduced) or "none"),
         ("gradients", FROM_ROWS if traits.triangle else WHEN_KNOWN[traits.known]),
         ("products", products(spec) + "; 1 without gradients" * traits.at_once),

@@ -80,7 +80,7 @@ _disabled: Callable[..., Tensor] | None = None
 class ContrastiveLoss(api.ContrastiveLoss):
     """The loss of a global batch as a module, for features of any size:
     `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, output_dict=False, *, labels=None,
-    query_ids=None, key_ids=None)`.
+    query_ids=None, key_ids=None, query_weight=None, negatives=None)`.
 
     loss           a built-in loss, or FILE.py:NAME as text or path
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
@@ -154,6 +154,8 @@ def contrastive_loss(
     labels: Tensor | str | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    negatives: Tensor | None = None,
     group: Any = None,
     grad_sync: str = "mean",
     reduction: str = "mean",
@@ -170,6 +172,8 @@ def contrastive_loss(
                    the order of the ranks; "own": this rank's first M keys; None: query i of the batch and key i. Of
                    rows that are compared with each other: None and "own" pair rows i and i + M/2 of this rank
     query_ids      int64 (M,) and key_ids int64 (N,) of a loss that tells apart pairs of one id, on the device of q
+    query_weight   (M,) of a loss with weights of queries, and negatives (M, H, D), keys that one query sees alone, of a
+                   loss with them; floating-point, on the device of q, with exact gradients
     group          a ProcessGroup, a 1-D DeviceMesh, "local" (this device alone), or None: the default group, if any
     grad_sync      "mean": gradients are right after averaging over ranks (DDP, FSDP2); "sum": after adding them up
     reduction      "mean", or "sum": M times as much
@@ -181,7 +185,8 @@ def contrastive_loss(
     `infcl_gen.load` raises, on every rank, where there is no package for the batch.
     """
     options = api.options_of(group, grad_sync, reduction, check_ranks)
-    return _run(_text(loss), memory_budget, q, k, scale, bias, labels, query_ids, key_ids, options)
+    own = query_weight, negatives
+    return _run(_text(loss), memory_budget, q, k, scale, bias, own, labels, query_ids, key_ids, options)
 
 
 def global_value(loss: Tensor, group: Any = None) -> Tensor:
@@ -470,4 +475,4 @@ def _header(kind: Kind | None, q: Any, k: Any, accepted: bool = True) -> dict[st
         dim=kind.dim if kind else 0,
     )
     nothing: Any = None
-    return dict(header(described, Call(q, k, nothing, nothing, None), accepted=accepted))
+    return dict(header(described, Call(q, k, nothing, nothing), accepted=accepted))

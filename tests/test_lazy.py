@@ -50,6 +50,17 @@ def truth(q: Any, k: Any, scale: float) -> float:
     return float((entropy(x, each) + entropy(x.T, each)) / 2)
 
 
+def test_numbers_of_single_queries_are_passed_on() -> None:
+    q, k = features(6)
+    ids, negatives = torch.arange(6), features(18)[0].reshape(6, 3, 16)
+    given = {"query_ids": ids, "key_ids": ids, "negatives": negatives}
+    expected = torch.cat((q @ k.T, torch.einsum("id,ild->il", q, negatives)), 1).mul(5.0)
+    expected = torch.nn.functional.cross_entropy(expected, ids)
+    for loss in (infcl_gen.contrastive_loss(q, k, 5.0, loss="gemini", **given),
+                 infcl_gen.ContrastiveLoss("gemini")(q, k, 5.0, **given)):  # fmt: skip
+        assert value(loss) == pytest.approx(value(expected), rel=1e-5)
+
+
 def test_it_grows_and_does_not_shrink(caplog: pytest.LogCaptureFixture) -> None:
     criterion = infcl_gen.ContrastiveLoss()
     with caplog.at_level(logging.INFO, "infcl_gen"):

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "c46fe2a84e45aa8baa3ed28f12a8865ff24c62778742db4e8350756b0071dce5",
+    "digest": "2d9c2db85eecb75f4d84cfccdc6e30044c4d09431d64e32d86d1ddb17f8f89a7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "8a461a369b38ed0e49a856d030e029a1994c1b47f076dee51a5d20be400bbf7f",
+    "digest": "2eaaa1c7dad26765f79b5d85a60dd29d9d699456bb83f1778133d4557c41f405",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4613d9261a6833aaa894988a29b05c248d5eff590ce657f4da34d600be77f032",
+    "digest": "0d457bf64e821da393dc5b2cb68222b6213cc33880630120b835e128dcb2be69",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

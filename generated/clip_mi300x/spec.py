@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "00608ad63689ca1d9eba04c89806c27d3d30287a9828e45ca43ece4f5dcfeba6",
+    "digest": "9b2dfaeb527500da237f4b43b1cb05fa61349d395d23842d88dfbbdbdf25fd9d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -42,6 +42,7 @@ SPEC: dict[str, Any] = {
             "known": "all",
             "positives": "diagonal",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

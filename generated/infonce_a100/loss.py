@@ -30,6 +30,7 @@ POSITIVES = "label"
 DBIAS = 0.0  # dL/dbias of the whole batch
 CLASSES = ()  # of pairs, besides positives
 DOMAIN = "rectangle"  # of pairs: of a triangle, rows are keys of each other, but not of themselves
+VECTORS = ()  # the queries' own numbers
 
 
 def logit(z: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -71,6 +72,7 @@ def loss_of_logits(x: Tensor, labels: Tensor) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, scale: Tensor | float = 1.0, bias: Tensor | float | None = None, *,
     labels: Tensor | str | None = None, query_ids: Tensor | None = None, key_ids: Tensor | None = None,
+    query_weight: Tensor | None = None, negatives: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """The loss written out densely, in one process, differentiable by autograd: all else is checked against it.
@@ -79,6 +81,8 @@ def reference(
     scale   a number, or a tensor of one, 0-dim or of shape (1,); bias too, None meaning 0.
     labels  int64 (M,), the index of each query's positive among the keys; None and "own" mean 0, 1, ..., M - 1.
     query_ids, key_ids  must be None.
+    query_weight        must be None.
+    negatives           must be None.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
     Takes O(M N) memory. Raises ValueError where shapes do not fit.
@@ -98,6 +102,10 @@ def reference(
         raise ValueError(f"labels name keys {int(labels.min())} to {int(labels.max())}; there are {len(k)} keys")
     if query_ids is not None or key_ids is not None:
         raise ValueError("this loss takes no query_ids and key_ids")
+    if query_weight is not None:
+        raise ValueError("this loss takes no query_weight")
+    if negatives is not None:
+        raise ValueError("this loss takes no negatives")
     scale = torch.as_tensor(scale, dtype=dtype, device=q.device)
     bias = torch.as_tensor(0.0 if bias is None else bias, dtype=dtype, device=q.device)
     if scale.shape not in ((), (1,)) or bias.shape not in ((), (1,)):

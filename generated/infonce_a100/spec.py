@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "f4f249b2702153c2d1b4d509ecddc54f7cadc309b6407c46d433dbfd43efbbbe",
+    "digest": "9555d73db32fa8385dfb804b0c7a511e2f5a075de095bff6ebacac55a2354441",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -39,6 +39,7 @@ SPEC: dict[str, Any] = {
             "known": "row",
             "positives": "label",
             "combined": False,
+            "vectors": (),
             "classes": (),
             "affine": True,
             "softplus": False,

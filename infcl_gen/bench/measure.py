@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from infcl_gen.bench.peers import PEERS
-from infcl_gen.bench.point import Inputs, Point, Step, bare_products, own_ids, step_of, training_step
+from infcl_gen.bench.point import Inputs, Point, Step, bare_products, own_keywords, step_of, training_step
 from infcl_gen.bench.results import FROZEN_RESULTS, RESULTS, Row, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
@@ -167,10 +167,10 @@ def _release(inputs: Inputs) -> None:
 def _exact_results(package: Path, scale: float, inputs: Inputs) -> dict[str, Any] | None:
     """Loss and gradients in fp64, from a package's loss; None if they do not fit into memory."""
     loss = load_file(package / "loss.py")  # alone: the package itself may not work
-    ids = own_ids(*inputs.leaves[:2]) if loss.CLASSES else {}
+    own = own_keywords(loss.CLASSES, loss.VECTORS, *inputs.leaves[:2])
     bias = None if inputs.bias is None else inputs.bias.detach()
     try:
-        return oracle_by_slices(loss, Arguments(inputs.q, inputs.k, scale, bias, labels=inputs.labels, **ids))._asdict()
+        return oracle_by_slices(loss, Arguments(inputs.q, inputs.k, scale, bias, labels=inputs.labels, **own))._asdict()
     except Exception as error:
         if not out_of_memory(error):
             raise

@@ -191,8 +191,21 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
         labels = torch.arange(len(q), device=q.device).roll(len(q) // 2)
     elif k is not None and module.SPEC["positives"] == "label" and len(q) > len(k):
         labels = torch.arange(len(q), device=q.device) % len(k)
-    ids = own_ids(q, k) if module.SPEC["loss"]["traits"]["classes"] else {}
-    return step_of(lambda: module.contrastive_loss(q, k, scale, bias, labels=labels, **ids), q, k, scale, autocast)
+    traits = module.SPEC["loss"]["traits"]
+    own = own_keywords(traits["classes"], traits["vectors"], q, k)
+    return step_of(lambda: module.contrastive_loss(q, k, scale, bias, labels=labels, **own), q, k, scale, autocast)
+
+
+def own_keywords(classes: Sequence[str], vectors: Sequence[str], q: Any, k: Any, first: int = 0) -> dict[str, Any]:
+    """What a loss of these `Traits` takes besides features: ids, weights of queries, and one negative of each, the key
+    behind its own. `first`: of this rank's rows."""
+    found = own_ids(q, k, first) if classes else {}
+    behind = torch.arange(1, len(q) + 1, device=q.device)
+    if "query_weight" in vectors:
+        found["query_weight"] = behind / len(q)
+    if "negatives" in vectors:
+        found["negatives"] = k.detach()[behind % len(k)][:, None]
+    return found
 
 
 def own_ids(q: Any, k: Any, first: int = 0) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 
 from infcl_gen.bench.measure import described, first_runs, judged
 from infcl_gen.bench.peers import PEERS
-from infcl_gen.bench.point import Inputs, Point, Step, own_ids, step_of, training_step
+from infcl_gen.bench.point import Inputs, Point, Step, own_keywords, step_of, training_step
 from infcl_gen.bench.results import Row, Rows, planned_figures
 from infcl_gen.bench.timing import Timer, Times, time_figures, turns
 from infcl_gen.emission import import_package
@@ -93,12 +93,13 @@ def _in_turns(point: Point, module: ModuleType, rank: int) -> Rows:
 
 def _package_step(module: ModuleType, inputs: Inputs, first: int, carrier: Any) -> Step:
     """A step whose messages go by `carrier`; `first`: the batch's row that this rank begins with."""
-    ids = own_ids(*inputs.leaves[:2], first) if module.SPEC["loss"]["traits"]["classes"] else {}
+    traits = module.SPEC["loss"]["traits"]
+    own = own_keywords(traits["classes"], traits["vectors"], *inputs.leaves[:2], first)
     use_group = importlib.import_module(f"{module.__name__}._runtime.group").use_group
 
     def loss() -> Any:
         use_group(carrier)
-        return module.contrastive_loss(*inputs.leaves, inputs.bias, **ids)
+        return module.contrastive_loss(*inputs.leaves, inputs.bias, **own)
 
     return step_of(loss, *inputs.leaves)
 

@@ -28,6 +28,13 @@ _MASK = {
     "top_as_number": "top = tl.maximum(top, LOWEST)",
 }
 _LOWEST = "LOWEST = tl.constexpr(-(2.0**100))  # the reference of a row or column of which a tile leaves out all"
+_SHARE = "tl.load(share + rows, mask=here, other=1.0)"
+# A query of weight 0 has a share of 0 and no gradient: its strip need not be computed again.
+_NO_WEIGHT = (
+    "({} | (own == 0.0) & (tl.load(positive_g + rows, mask=inside, other=0.0) == 0.0))",
+    "tl.where(value == 0.0, 1.0, {})",
+)
+_ABOUT_VECTORS = "vectors         the query's own numbers become the derivatives of its part of M * L by them"
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
     "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
@@ -265,20 +272,25 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     if not plan.traits.combined:
         return {
             "combined": False, "share_is_held": "(mantissa < 4.0)", "positive_of_row": "positive_z",
-            "positives_of_rows": "positives_of_rows", "positives_from_sums": True,
+            "positives_of_rows": "positives_of_rows", "positives_from_sums": True, "share_of_positive": _SHARE,
         }  # fmt: skip
     statements = derivation.statements_of_rows(pair_code, "tl.full((VECTOR_ROWS,), {}, tl.float64)", _ROWS_IN_FP64)
+    places = ("vectors + i", "vectors + vectors_stride + i")
     nothing = {
         "r_of_nothing": 'r = tl.where(mantissa == 0.0, float("-inf"), r)',
         "weight_of_nothing": "weight = tl.where(mantissa == 0.0, 0.0, weight)",
     }
+    held, may_be_0 = "(tl.abs(own) > 2.0**-100) & (tl.abs(own) < 2.0**100)", "query_weight" in plan.traits.vectors
     without, weighted = plan.traits.without_positives, "mantissa / weight"
     return {
         "combined": True,
-        "share_is_held": "(tl.abs(own) > 2.0**-100) & (tl.abs(own) < 2.0**100)",
+        "share_is_held": _NO_WEIGHT[0].format(held) if may_be_0 else held,
+        "share_of_positive": _NO_WEIGHT[1].format(_SHARE) if may_be_0 else _SHARE,
         "positive_of_row": "positive_g",
         "positives_of_rows": "combined_positives",
         "positives_from_sums": False,
+        "vectors": list(zip(derivation.form.vectors.values(), places, strict=False)),
+        "about_vectors": _ABOUT_VECTORS if plan.traits.vectors else ABSENT,
         "statements_of_rows": "\n".join(statements),
         "of_functions": any(f"{name}(" in code for code in statements for name in ("softplus", "sigmoid")),
         **{name: text if without else ABSENT for name, text in nothing.items()},

@@ -19,6 +19,7 @@ _ALL = {
     "DIAGONAL": "block.diagonal",
     "first_positive": "block.positives", "first_key": "block.first_key",
     "query_ids": "block.query_ids", "key_ids": "block.key_ids",
+    "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
     "flags": "scratch.flags", "positive_g": "scratch.positive_g", "g_stride": "g.stride(0)",
     "rows_stride": "scratch.row_parts[0].stride(0)", "keys_stride": "scratch.key_parts[0].stride(0)",
     "FRESH": "fresh", "MASKED": "masked", "DESCRIPTORS": "descriptors", "WIDEN": "INTERPRETED",

@@ -145,6 +145,8 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
 def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     formulas, affine = formulas_of(derivation), plan.traits.affine
     traits = plan.traits
+    own = enumerate(derivation.form.vectors.values())
+    numbers = _OF_ROWS | {str(symbol): f"own[{place}].double()" for place, symbol in own}
     in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
     x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
     if traits.masked:
@@ -163,6 +165,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "import_math": "import math" if traits.masked or traits.triangle else ABSENT,
         "of_keys": traits.has_keys,
         "times_slope": "" if affine else " * dx/dz",
+        **_torch_vectors(traits),
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),
@@ -171,7 +174,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "affine": affine,  # x = slope * z + shift; otherwise the logit is evaluated in strips of rows
         "positive_parts": plan.positive_parts,
         "about_slopes": ABOUT_SLOPES[traits.combined],
-        "with_numbers_of_rows": "".join(f", {_OF_ROWS[name]}" for name in derivation.of_rows),
+        "with_numbers_of_rows": "".join(f", {numbers[name]}" for name in derivation.of_rows),
         "finish_strips": "2 strips" if plan.separate else "1 strip",
         "gradient_of_logits": "M * dL/dx" if affine else "M * dL/dx * dx/dz",
         "strip_rows": STRIP_ROWS,
@@ -190,6 +193,17 @@ _OF_ROWS = {
 _ALONE = """excess(own.queries, slice(None), own.positive[1:3])
         alone.mul_(formulas.QUERY_SHARE).add_(formulas.POSITIVE_REST)"""
 _ABOUT_MASK = "1 strip of STRIP_ROWS rows, for which of its pairs are left out"
+
+
+def _torch_vectors(traits: Traits) -> dict[str, Any]:
+    """What `combine` has of a query's own numbers."""
+    found = {
+        "about_vectors": "vectors           the derivatives of the query's part of M * L by them",
+        "own_of_rows": "own = block.vectors[:, rows]",
+        "stored_vectors": "own.copy_(torch.stack(of_own))",
+    }
+    absent = dict.fromkeys(found, ABSENT)
+    return (found if traits.vectors else absent) | {"and_slopes": ", *of_own" * bool(traits.vectors)}
 
 
 def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Argument:
 _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*{operands}": "q k x g g_low out",
     "*{inputs}": "q_out k_out",
-    "*fp32": "scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total "
+    "*fp32": "vectors scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total "
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
@@ -39,7 +39,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*i32": "flags",
     "*i64": "labels key_labels query_ids key_ids",
     "i64": "first_positive first_query first_key",
-    ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride",
+    ("i32", "sizes"): "inner rows_stride keys_stride reference_stride g_inner_stride part_stride vectors_stride",
     ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "

@@ -52,7 +52,8 @@ def _adding(choice: Choice) -> tuple[Kernel, ...]:
 
 
 def _combining(choice: Choice) -> tuple[Kernel, ...]:
-    taken = f"query_exponent query_mantissa {positive(choice)} {SCALARS}"
+    vectors = "vectors vectors_stride" * bool(choice.traits.vectors)
+    taken = f"query_exponent query_mantissa {positive(choice)} {SCALARS} {vectors}"
     combine = arguments(taken, "positive_g scale_parts bias_parts query_terms queries all_queries all_keys")
     return Kernel("combine", combine), Kernel("row_loss", arguments("query_terms loss queries weight BLOCK"))
 

@@ -9,11 +9,13 @@ from infcl_gen.losses.language import (
     is_positive,
     is_self,
     logsumexp_over_keys,
+    logsumexp_over_negatives,
     logsumexp_over_queries,
     mean_over_keys,
     mean_over_queries,
     positive,
     queries,
+    same_id,
     scale,
     similarity,
     softplus,
@@ -58,6 +60,22 @@ RINCE = LossSpec(
 For pairs of which some do not belong together. A loss of one's own with other `q` and `lambda` is one line.
 Terms grow as `exp(q * scale)`: fp32 holds them while `scale` is below 170 for features of norm 1.
 The loss may be negative.""",
+)
+
+_KEPT = logsumexp_over_keys(_x, where=1 - same_id * (1 - is_positive))
+
+GEMINI = LossSpec(
+    name="gemini",
+    formula=mean_over_queries(_KEPT + softplus(logsumexp_over_negatives(_x) - _KEPT) - positive(_x)),
+    positives="label",
+    doc="InfoNCE of Gemini Embedding: the keys of a query's id are left out, and it has hard negatives of its own.",
+    source="Lee et al., arXiv 2503.07891, section 3; Schechter Vera et al., arXiv 2509.20354",
+    use="""\
+For training of text embeddings on triplets: a query, its positive, and hard negatives that no other query sees.
+A call passes `negatives=`, (M, H, D), with H at least 1, and `query_ids=` and `key_ids=`, int64 (M,) and (N,).
+The sources have H = 1. They leave out a pair where queries or positives are equal: give both sides such ids.
+Read to the letter, their mask is 0 for the positive, too; here its term stays in the sum, as in InfoNCE.
+EmbeddingGemma's hardness weights, its spread-out term and its prefixes of D are not part of this loss.""",
 )
 
 SIGLIP = LossSpec(
@@ -107,4 +125,6 @@ Each similarity is computed once for its two rows, so that a step takes half of 
 Over ranks that holds for the pairs of a rank. A pair of two ranks is computed by both, and no gradients travel.""",
 )
 
-BUILTIN_LOSSES: dict[str, LossSpec] = {spec.name: spec for spec in (CLIP, INFONCE, RINCE, SIGLIP, SIGLIP_MULTI, NTXENT)}
+BUILTIN_LOSSES: dict[str, LossSpec] = {
+    spec.name: spec for spec in (CLIP, INFONCE, RINCE, GEMINI, SIGLIP, SIGLIP_MULTI, NTXENT)
+}

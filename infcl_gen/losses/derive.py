@@ -5,7 +5,8 @@ positive's logit, and M queries,
 
     dL/dx_ij = 1/M * (query_share * exp(x_ij - r_i) + key_share * exp(x_ij - c_j) + positive_share * [j = positive(i)])
 
-Of a mean over queries of any other F(r, p, scale, bias), with a_i = dF/dr and b_i = dF/dp at those of query i,
+Of a mean over queries of any other F(r, p, scale, bias, v), v a query's own numbers, with a_i = dF/dr and b_i = dF/dp
+at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
@@ -53,14 +54,15 @@ from infcl_gen.runtime.traits import Known, Traits
 
 SUPPORTED = (
     "kernels exist for sum_over_pairs(h(x, is_positive, same_id)) / queries, for mean_over_queries of functions of "
-    "logsumexp_over_keys(x) and positive(x), and for mean_over_queries and mean_over_keys of constant multiples of "
-    "these and logsumexp_over_queries(x), of one logit x of z, or of similarity('query', 'query') where=1 - is_self"
+    "logsumexp_over_keys(x), positive(x), query_weight and logsumexp_over_negatives(x), and for mean_over_queries and "
+    "mean_over_keys of constant multiples of logsumexp_over_keys(x), logsumexp_over_queries(x) and positive(x), of one "
+    "logit x of z, or of similarity('query', 'query') where=1 - is_self"
 )
 
 
 @dataclass(frozen=True)
 class Derivation:
-    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p (see `printers`).
+    """A derived loss, as SymPy expressions over z, scale, bias and x, r, c, p, u, h (see `printers`).
 
     slope, shift     x = slope * z + shift where the logit is affine in z, else None.
     gradient_factor  the factor of dx/dz that all pairs share: the slope if affine, scale for f(scale * z), else 1.
@@ -69,6 +71,7 @@ class Derivation:
     query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); 1, 0 and 0 for any other F, whose
                      factors are a and b.
     query_weight, positive_slope   a and b of any other F; 0 for constants.
+    vector_slopes    dF/du and dF/dh, those that F has.
     through_z        dF/dz of the positive, over `gradient_factor`.
     scale_part, bias_part   of a query in M * dL/dscale and M * dL/dbias, besides multiples of q . dq and of the sum of
                      dL/dx over its row.
@@ -91,6 +94,7 @@ class Derivation:
     through_z: Expr
     scale_part: Expr
     bias_part: Expr
+    vector_slopes: tuple[Expr, ...]
     pair_slope: PairTerm | None
     gradient_factor: Expr
     dscale_factor: Expr
@@ -108,7 +112,7 @@ class Derivation:
 
     @property
     def query_term(self) -> Expr:
-        """The loss is 1/M * (sum over queries of query_term(r, p) + sum over keys of key_term(c, p) + pair terms)."""
+        """The loss is 1/M * (sum over queries of query_term(r, p, u, h) + over keys of key_term(c, p) + pair terms)."""
         return self.form.query_term
 
     @property
@@ -137,7 +141,8 @@ class Derivation:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
-        return tuple(each.name for each in (positive_z, scale, bias, language.queries, language.keys) if each in found)
+        known = (positive_z, scale, bias, language.queries, language.keys, *self.form.vectors.values())
+        return tuple(each.name for each in known if each in found)
 
     @property
     def of_dense(self) -> tuple[str, ...]:
@@ -145,13 +150,20 @@ class Derivation:
         found = {z: positive_z} | {each: each for each in (scale, bias)}
         return tuple(name.name for name, symbol in found.items() if self.form.formula.has(symbol))
 
+    @property
+    def slopes_of_vectors(self) -> dict[str, Expr]:
+        """`vector_slopes` by their names in generated code."""
+        own = self.form.vectors.values()
+        return {f"of_{symbol}": slope for symbol, slope in zip(own, self.vector_slopes, strict=True)}
+
     def statements_of_rows(self, printer: Printer, constant: str, names: Mapping[str, str]) -> list[str]:
         """Source text that computes, from `r`, `p` and `of_rows`, the vectors of queries: query_term, weight,
-        positive_slope, through_z, scale_part and bias_part; parts that they share once. A number is printed into
-        `constant`."""
+        positive_slope, through_z, scale_part, bias_part, and `slopes_of_vectors`; parts that they share once. A number
+        is printed into `constant`."""
         results = {
             "query_term": self.query_term, "weight": self.query_weight, "positive_slope": self.positive_slope,
             "through_z": self.through_z, "scale_part": self.scale_part, "bias_part": self.bias_part,
+            **self.slopes_of_vectors,
         }  # fmt: skip
         shared, reduced = sympy.cse(list(results.values()), map(temporary, itertools.count()))
         found = [f"{symbol} = {printer(value, names)}" for symbol, value in shared]
@@ -235,6 +247,7 @@ class Derivation:
             positives=self.spec.positives,
             classes=self.form.classes,
             combined=self.form.combined,
+            vectors=tuple(self.form.vectors),
             affine=self.slope is not None,
             softplus=self.softplus_sign != 0,
             strips=self._strips,
@@ -299,6 +312,7 @@ def _derived(form: Form) -> Derivation:
         positive_share=float(shares[2]),
         query_weight=weight,
         positive_slope=of_p,
+        vector_slopes=tuple(_slope_of_query(form, each) for each in form.vectors.values()),
         through_z=of_z / gradient_factor,
         # The multiple of q . dq has through_z * positive_z * dscale_factor, by which no logit changes with scale.
         scale_part=of_scale - of_z * positive_z * dscale_factor / gradient_factor,
@@ -321,7 +335,7 @@ def _derived(form: Form) -> Derivation:
 
 def _slope_of_query(form: Form, symbol: Symbol) -> Expr:
     """dF by one of its arguments; 0 where F is a sum of constant multiples."""
-    return diff(form.query_term, symbol) if form.combined else Integer(0)
+    return _stable(diff(form.query_term, symbol)) if form.combined else Integer(0)
 
 
 def _printed(derivation: Derivation) -> list[Expr]:
@@ -330,10 +344,16 @@ def _printed(derivation: Derivation) -> list[Expr]:
         "logit", "dlogit_dz", "query_term", "key_term", "gradient_factor", "dscale_factor", "query_weight",
         "positive_slope", "through_z", "scale_part", "bias_part", "dscale_rest", "dbias_factor",
     )  # fmt: skip
-    found = [getattr(derivation, name) for name in names]
+    found = [*(getattr(derivation, name) for name in names), *derivation.vector_slopes]
     for pair in (derivation.form.pair_term, derivation.pair_slope):
         found += [pair.other, pair.same_id, pair.positive] if pair else []
     return found
+
+
+def _stable(slope: Expr) -> Expr:
+    """With sigmoid(-u) for 1 - sigmoid(u), which loses its digits."""
+    falls = sympy.Wild("u")
+    return slope.replace(1 - language.sigmoid(falls), lambda u: language.sigmoid(-u))
 
 
 def _bound(expression: Expr) -> float:

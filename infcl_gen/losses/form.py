@@ -3,11 +3,12 @@
 With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 
     s_i = reduce_j x_ij     statistics of queries        t_j = reduce_i x_ij     statistics of keys
-    L = 1/M * (sum_i F(s_i, p_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
+    L = 1/M * (sum_i F(s_i, p_i, v_i) + sum_j G(t_j, p_j) + sum_ij h(x_ij, class of the pair))
 
-p is the logit of the positive. F may also depend on the positive's similarity, scale, bias, and the numbers of queries
-and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a row is no key of its own: the form is that of i != j
-over z, and its domain a triangle. `form_of` reads formulas, and nothing else does.
+p is the logit of the positive, and v are a query's own numbers, which a call gives. F may also depend on the positive's
+similarity, scale, bias, and the numbers of queries and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a
+row is no key of its own: the form is that of i != j over z, and its domain a triangle. `form_of` reads formulas, and
+nothing else does.
 """
 
 import functools
@@ -21,7 +22,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, display, p, positive_z, r, x
+from infcl_gen.losses.printers import c, display, h, p, positive_z, r, u, x
 from infcl_gen.runtime.traits import Domain
 
 
@@ -52,7 +53,7 @@ class PairTerm:
 
 @dataclass(frozen=True)
 class Form:
-    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p, positive_z (see `printers`).
+    """A loss in the general form; expressions over z, scale, bias, and x, r, c, p, positive_z, u, h (see `printers`).
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
@@ -83,16 +84,26 @@ class Form:
     def combined(self) -> bool:
         """Whether F is not a sum of constant multiples of its statistic and the positive, or its statistic may be a sum
         of nothing."""
-        return "positive" in self.excluded or not _is_linear(self.query_term, r)
+        return "positive" in self.excluded or bool(self.vectors) or not _is_linear(self.query_term, r)
+
+    @property
+    def vectors(self) -> dict[str, Symbol]:
+        """The symbols of queries' own numbers in F, by the keyword of a call that they follow from."""
+        return {keyword: symbol for keyword, symbol in OWN.items() if self.query_term.has(symbol)}
 
 
 _OF_QUERIES = language.similarity("query", "query")
 _CLASSES = {is_positive, same_id}
+OWN = {"query_weight": u, "negatives": h}
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
-_STATISTICS = (*_SUMS, language.positive)
+_OF_LOGITS = (*_SUMS, language.logsumexp_over_negatives)
+_STATISTICS = (*_OF_LOGITS, language.positive)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
 _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
-_REDUCED = {language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p}
+_REDUCED = {
+    language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
+    language.logsumexp_over_negatives(x): h, language.query_weight: u,
+}  # fmt: skip
 _KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c)}
 
 
@@ -116,9 +127,14 @@ def form_of(spec: LossSpec) -> Form:
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, logit = _excluded(statistics, domain), _logit(statistics)
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
-    outside = sorted(map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys}))
+    outside = sorted(
+        map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys, language.query_weight})
+    )
     if outside:
         raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
+    own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
+    refuse((own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside "
+            "mean_over_keys: write mean_over_queries alone, and call it once for each direction"))  # fmt: skip
     query_term, key_term = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
@@ -193,7 +209,7 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
 
 def _logit(statistics: list[Expr]) -> Expr:
     """The one expression inside all log-sum-exps, or without any inside the positives."""
-    sums = [each for each in statistics if isinstance(each, _SUMS)]
+    sums = [each for each in statistics if isinstance(each, _OF_LOGITS)]
     logits = sorted({each.args[0] for each in sums or statistics}, key=sympy.default_sort_key)
     if len(logits) != 1:
         listed = "; ".join(map(str, logits)) or "none"
@@ -253,7 +269,7 @@ def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]
 
 
 def _terms(formula: Expr) -> tuple[Expr, Expr]:
-    """query_term(r, p) and key_term(c, p), with the coefficients of their means."""
+    """query_term(r, p, u, h) and key_term(c, p), with the coefficients of their means."""
     terms = dict.fromkeys(_MEANS, Integer(0))
     for mean, coefficient in _linear(formula, sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)):
         refuse(
@@ -293,6 +309,8 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
             )
         total += weight * each.args[0]
     unknown = sorted(map(str, total.free_symbols - {z, scale, bias, *_CLASSES}))
+    refuse(("query_weight" in unknown, "query_weight has no kernel yet in sum_over_pairs: write it in "
+            "mean_over_queries"))  # fmt: skip
     if unknown:
         raise LossError(f"sum_over_pairs of what depends on {', '.join(unknown)}, not only on z, scale, bias, and the "
                         "classes is_positive and same_id")  # fmt: skip

@@ -13,6 +13,7 @@ form exp(x_ij - r_i).
 | `is_positive`, `is_self`, `same_id`  | pair          | 1 or 0: which pairs are positive, one sample, of one id      |
 | `logsumexp_over_keys(x, where=w)`    | query         | r_i = log sum_j w_ij exp(x_ij); without `where` w is 1       |
 | `logsumexp_over_queries(x, where=w)` | key           | c_j = log sum_i w_ij exp(x_ij)                               |
+| `logsumexp_over_negatives(x)`        | query         | h_i = log sum_l exp(x) of the query and its own negatives    |
 | `positive(x)`                        | query or key  | x at the positive                                            |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x)`                    | query         | mean of x over all keys                                      |
@@ -47,9 +48,9 @@ from infcl_gen.errors import InputError
 
 __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "is_positive", "is_self", "key_weight", "keys",
-    "log", "logsumexp_over_keys", "logsumexp_over_queries", "maximum", "mean_of_keys", "mean_over_keys",
-    "mean_over_positives", "mean_over_queries", "positive", "positives_of_query", "queries", "query_weight",
-    "same_id", "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
+    "log", "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_of_keys",
+    "mean_over_keys", "mean_over_positives", "mean_over_queries", "positive", "positives_of_query", "queries",
+    "query_weight", "same_id", "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
 ]  # fmt: skip
 
 Positives = Literal["diagonal", "label", "id"]
@@ -222,6 +223,7 @@ def _share(r: Expr, x: Expr) -> Expr:
 
 logsumexp_over_keys = _opaque("logsumexp_over_keys", _share, nargs=(1, 2))
 logsumexp_over_queries = _opaque("logsumexp_over_queries", _share, nargs=(1, 2))
+logsumexp_over_negatives = _opaque("logsumexp_over_negatives", lambda h, x: 0)  # its keys are in no pair
 positive = _opaque("positive", lambda f, x: is_positive)
 mean_over_positives = _opaque("mean_over_positives", lambda f, x: is_positive / positives_of_query)
 mean_of_keys = _opaque("mean_of_keys", lambda f, x: 1 / keys)
@@ -250,7 +252,9 @@ def _sized(function: Any, u: Expr) -> Expr:
 
 exp, log, tanh = (partial(_sized, function) for function in (sympy.exp, sympy.log, sympy.tanh))
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
-ROW_FUNCTIONS = (logsumexp_over_keys, logsumexp_over_queries, positive, mean_over_positives, mean_of_keys)
+ROW_FUNCTIONS = (
+    logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, mean_over_positives, mean_of_keys,
+)  # fmt: skip
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function
     for function in (

@@ -14,14 +14,12 @@ from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
 
 # Other symbols are named by their LaTeX.
 _NAMES = {
-    "z": "z_{ij}",
-    "x": "x_{ij}",
-    "r": "r_i",
-    "c": "c_j",
-    "p": "p_i",
-    "positive_z": "z_i",
-    "scale": "s",
-    "bias": "b",
+    "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
+    "scale": "s", "bias": "b",
+}  # fmt: skip
+_VECTORS = {
+    "query_weight": r"u_i = \text{the weight of query } i",
+    "negatives": r"h_i = \log \sum_l e^{x(q_i \cdot n_{il})}",
 }
 _OF_KEYS = {p: Symbol("p_j", real=True)}  # key j of a pair is the positive of query j
 _KEPT = Symbol("w_{ij}", real=True)
@@ -86,6 +84,10 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **gradients,
         "dscale": rf"\frac{{\partial L}}{{\partial s}} = {_summed(dx_dscale)}{rest[scale]}",
         "dbias": rf"\frac{{\partial L}}{{\partial b}} = {_dbias(derivation)}{rest[bias]}",
+        **{
+            f"of_{keyword}": rf"\frac{{\partial L}}{{\partial {_text(symbol)}}} = \frac{{1}}{{M}} {_factor(slope)}"
+            for (keyword, symbol), slope in zip(derivation.form.vectors.items(), derivation.vector_slopes, strict=True)
+        },
     }
 
 
@@ -129,7 +131,7 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["query_statistic"] = rf"r_i = \log \sum_j {mask}e^{{x_{{ij}}}}"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
-    return found
+    return found | {f"own_{keyword}": _VECTORS[keyword] for keyword in derivation.form.vectors}
 
 
 def _terms(derivation: Derivation) -> list[str]:
@@ -159,7 +161,7 @@ def _terms(derivation: Derivation) -> list[str]:
     return terms
 
 
-_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "u_i"), bias: ("bias_slope", "v_i")}
+_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "f_i"), bias: ("bias_slope", "v_i")}
 
 
 def _of_rows(derivation: Derivation) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Expressions as source text: for Triton kernels, for torch, and for people.
 
-Generated code contains only symbols of the language and x, r, c, p, functions with a translation, and finite numbers.
-A printer raises LossError for anything else. Terms and factors are sorted, so that text does not depend on hashing.
+Generated code contains only symbols of the language and x, r, c, p, u, h, functions with a translation, and finite
+numbers. A printer raises LossError for anything else. Terms and factors are sorted: text does not depend on hashing.
 Numbers are printed with `repr`, so that they read back exactly.
 """
 
@@ -20,8 +20,9 @@ from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError
 
 # Symbols of derived expressions: x is the logit of a pair, r = logsumexp over a query's keys, c = logsumexp over a
-# key's queries, p the logit of the positive, and positive_z its similarity.
-x, r, c, p, positive_z = (Symbol(name, real=True) for name in ("x", "r", "c", "p", "positive_z"))
+# key's queries, p the logit of the positive, and positive_z its similarity. Of a query's own numbers u is the caller's
+# weight, and h = logsumexp over its own negatives.
+x, r, c, p, positive_z, u, h = (Symbol(name, real=True) for name in ("x", "r", "c", "p", "positive_z", "u", "h"))
 
 
 def temporary(number: int) -> Symbol:
@@ -31,7 +32,7 @@ def temporary(number: int) -> Symbol:
 
 LONGEST_TEXT = 10_000  # characters; a translation that repeats its argument doubles the text with every nesting
 
-_SYMBOLS = {**language.SYMBOLS, "x": x, "r": r, "c": c, "p": p, "positive_z": positive_z}
+_SYMBOLS = {**language.SYMBOLS, "x": x, "r": r, "c": c, "p": p, "positive_z": positive_z, "u": u, "h": h}
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 
 

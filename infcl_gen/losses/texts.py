@@ -1,5 +1,6 @@
 """A derived loss as text: formulas for people, and what the templates of loss.py read."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from sympy import Expr, diff
@@ -16,6 +17,8 @@ _PAIR = {
     "c": "c_j",
     "p": "p_i",
     "positive_z": "z_ip",
+    "u": "u_i",
+    "h": "h_i",
     "queries": "M",
     "keys": "N",
 }
@@ -34,7 +37,7 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     times_slope = "" if slope == "1" else f" * {_wrapped(slope)}"
     of_pair, triangle = f"g_ij{times_slope}", derivation.traits.triangle
     of_pair = f"({of_pair} + 1/M * e_i * [j = positive(i)])" if positive_z in by_number else of_pair
-    rest = " + 1/M * sum_i u_i" if scale in by_number else f" = {_dscale(derivation)}" * (positive_z not in by_number)
+    rest = " + 1/M * sum_i f_i" if scale in by_number else f" = {_dscale(derivation)}" * (positive_z not in by_number)
     gradients = {"dq": f"dq_i = sum_j {of_pair} * k_j", "dk": f"dk_j = sum_i {of_pair} * q_i"}
     if triangle:
         gradients = {"dq": f"dq_i = sum_{{j != i}} (g_ij + g_ji){times_slope} * q_j"}
@@ -54,10 +57,11 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         **gradients,
         "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)}{rest}",
         "dbias": f"dbias = {_dbias(derivation)}" + " + 1/M * sum_i v_i" * (bias in by_number),
+        **_of_vectors(derivation),
     }
 
 
-_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "u_i"), bias: ("bias_slope", "v_i")}
+_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "f_i"), bias: ("bias_slope", "v_i")}
 
 
 def _of_rows(derivation: Derivation) -> dict[str, str]:
@@ -70,6 +74,16 @@ def _of_rows(derivation: Derivation) -> dict[str, str]:
     }
     of_numbers = {_SLOPES[symbol]: slope for symbol, slope in derivation.by_number.items()}
     return found | {name: f"{letter} = {display(slope, _PAIR)}" for (name, letter), slope in of_numbers.items()}
+
+
+def _of_vectors(derivation: Derivation) -> dict[str, str]:
+    """The gradients of queries' own numbers, and what those of negatives add to others."""
+    found, vectors = {}, derivation.form.vectors.items()
+    for (keyword, symbol), slope in zip(vectors, derivation.vector_slopes, strict=True):
+        found[f"of_{keyword}"] = f"dL/d{symbol}_i = 1/M * ({display(slope, _PAIR)})"
+    if "negatives" in derivation.form.vectors:
+        found["of_negatives"] += "; sums over j also have g_il = dL/dh_i * exp(x_il - h_i) of n_il"
+    return found
 
 
 _LEFT_OUT = {
@@ -89,7 +103,8 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
-    return found
+    vectors = {"query_weight": "u_i = the weight of query i", "negatives": "h_i = log sum_l exp(x(q_i . n_il))"}
+    return found | {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
 
 def _terms(derivation: Derivation) -> list[str]:
@@ -158,7 +173,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     """The names in torch/loss*.py.jinja: torch source and literals."""
     form, spec = derivation.form, derivation.spec
     traits, excluded = derivation.traits, form.excluded
-    labels, ids = traits.labels, traits.ids
+    labels, ids, own = traits.labels, traits.ids, form.vectors.values()
     dense_classes = {
         "diagonal": "torch.eye(len(x), dtype=x.dtype, device=x.device)",
         "label": "torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)",
@@ -206,12 +221,14 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "about_k": "None: rows are compared with each other" if triangle else "(N, D) keys",
         "other_side": "q" if triangle else "k",
         "about_ids": f"{'int64 (M,) and (N,), the id of each query and of each key' if ids else 'must be None'}.",
+        **_vectors_context(derivation),
         "dense_arguments": "x: Tensor"
         + ", labels: Tensor" * labels
         + ", same_id: Tensor" * ids
-        + "".join(f", {name}: Tensor" for name in derivation.of_dense),
+        + _arguments(own)
+        + _arguments(derivation.of_dense),
         "with_numbers": "".join(f", {name}={name}" for name in derivation.of_dense),
-        "with_classes": ", labels" * labels + ", query_ids[:, None] == key_ids" * ids,
+        "with_classes": ", labels" * labels + ", query_ids[:, None] == key_ids" * ids + _names(own),
         "and_classes": " and the (M,) positives" * labels + ", and which pairs are of one id, (M, N)" * ids,
         "labels_type": "Tensor | str | None" if labels else "Tensor | None",
         "dbias": float(derivation.dbias),
@@ -227,12 +244,39 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     """What loss.py of a loss with a weight for each query has instead of shares."""
     if not derivation.form.combined:
         return {}
-    arguments = "".join(f", {name}: Tensor" for name in derivation.of_rows)
+    own = derivation.form.vectors.values()
     return {
         "of_rows": repr(derivation.of_rows),
-        "row_arguments": f"r: Tensor, p: Tensor{arguments}",
+        "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
+        "and_own": "".join(f" and {symbol}" for symbol in own),
+        "about_vectors": "".join(
+            f"\n    of_{each}            the derivative of `query_term` by {each}" for each in own
+        ),
+        "and_slopes": _names(derivation.slopes_of_vectors),
         "statements_of_rows": "\n".join(derivation.statements_of_rows(torch_code, "torch.full_like(p, {})", {})),
     }
+
+
+def _vectors_context(derivation: Derivation) -> dict[str, Any]:
+    """What loss.py says of queries' own numbers."""
+    own = derivation.form.vectors
+    weight = "(M,) floating-point, the weight of each query"
+    negatives = "(M, H, D) floating-point, H further keys of each query"
+    return {
+        "vectors": repr(tuple(own)),
+        "weights": "query_weight" in own,
+        "further_keys": "negatives" in own,
+        "about_weights": f"{weight if 'query_weight' in own else 'must be None'}.",
+        "about_negatives": f"{negatives if 'negatives' in own else 'must be None'}.",
+    }
+
+
+def _arguments(symbols: Iterable[Expr | str]) -> str:
+    return "".join(f", {each}: Tensor" for each in symbols)
+
+
+def _names(symbols: Iterable[Expr | str]) -> str:
+    return "".join(f", {each}" for each in symbols)
 
 
 def _factors_of_slopes(derivation: Derivation) -> dict[str, Any]:

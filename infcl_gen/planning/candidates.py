@@ -79,8 +79,10 @@ class Choices:
                     raise
         found = [choice for choice in variants if self._may_replay(choice, queries, keys)]
         if not found:
+            own = " and ".join(self._derivation.traits.vectors)
             raise InputError(
-                "--set replay: on needs kernels, an NVIDIA GPU and --devices 1, not"
+                f"--set replay: on needs {f'a loss without {own}, ' if own else ''}kernels, an NVIDIA GPU and "
+                "--devices 1, not"
                 f" {' or '.join(usable)} on {self._cluster.devices} x {self._profile.name}; valid: off"
             )
         return [CostModel(choice, self._cluster, rank_rows, rank_keys, self._table(choice)) for choice in found]
@@ -169,8 +171,8 @@ class Choices:
         if choice.rows:
             transports = tuple(way for way in transports if way[0] != "ring")
         found = [dataclasses.replace(choice, transport=transport, keeps=keeps) for transport, keeps in transports]
-        # Sums over pairs and losses of one side are launched one by one.
-        recordable = name != "torch" and not choice.traits.at_once and not choice.traits.triangle
+        # Sums over pairs and losses of one side are launched one by one, and no graph reads numbers of single queries.
+        recordable = name != "torch" and not (choice.traits.at_once or choice.traits.triangle or choice.traits.vectors)
         if recordable and self._profile.target == "cuda" and self._cluster.devices == 1:
             found.append(dataclasses.replace(choice, replay=True))
         if choice.at_once and choice.separate:

@@ -191,14 +191,25 @@ def _dotted(v: Choice) -> Any:
 
 
 def _common_terms(v: Choice) -> list[Any]:
+    own = len(v.traits.vectors)
     return [
         v.labels and BufferTerm("labels", "both", (m,), "index of each query's positive", "int64"),
         v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels that name no key"),
         v.traits.ids
         and BufferTerm("ids", "both", (m + n,), "of queries and keys, where a call's have strides", "int64"),
+        own > 0 and BufferTerm("vectors", "both", (4 * own, m), "queries' own numbers, and their gradients"),
+        *_of_negatives() * ("negatives" in v.traits.vectors),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
         v.library and BufferTerm("workspace", "both", (w,), "the matrix library keeps it", "uint8"),
     ]
+
+
+def _of_negatives() -> tuple[BufferTerm, ...]:
+    """What torch holds of queries' own negatives, where a call gives one of each query."""
+    return (
+        BufferTerm("negatives", "both", (m, D), "of each query one, the query, and their products", pieces=3),
+        BufferTerm("gradients of negatives", "backward", (m, D), "and what they add to dq", "features", 2),
+    )
 
 
 def _torch_panel(v: Choice, phase: str, a: Any, b: Any) -> list[Any]:

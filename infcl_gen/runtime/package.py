@@ -14,7 +14,7 @@ from .statistics import Statistics
 from .table import Table
 from .traits import Traits
 
-# The gradients that a call wants, a bit for each of the first four fields of `Call`.
+# The gradients that a call wants, a bit for each of the first four fields of `Call`; a fifth is for vectors.
 QUERIES, KEYS, SCALARS = 0b0001, 0b0010, 0b1100
 ALL = QUERIES | KEYS | SCALARS
 FROZEN = {"query": QUERIES, "key": KEYS}  # by side, the gradient that is not wanted where it is frozen
@@ -36,7 +36,7 @@ def products(gradients: int) -> Products:
 
 def named(gradients: int) -> str:
     """The inputs whose gradients are wanted."""
-    return " ".join(name for bit, name in enumerate(Call._fields[:4]) if gradients >> bit & 1) or "nothing"
+    return " ".join(name for bit, name in enumerate(Call._fields[:5]) if gradients >> bit & 1) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Package:
 
     def computed(self, wanted: int) -> int:
         """The gradients that are computed where these are wanted: scalars alone need a side that was planned."""
-        alone = wanted and not wanted & (QUERIES | KEYS) and self.frozen == "query"
+        alone = wanted & SCALARS and not wanted & (QUERIES | KEYS) and self.frozen == "query"
         return wanted | KEYS if alone else wanted
 
     def at_once(self, ranks: int) -> bool:
@@ -97,6 +97,8 @@ class Call(NamedTuple):
 
     q (m, D), k (n, D)   on one device, any strides; of the package's dtype once `cast`; of a triangle k is q, detached
     scale, bias          0-dim, in the statistics dtype, on that device
+    vectors              (V, m), in the statistics dtype, on that device: the numbers of `Traits.vectors`, each query's
+                         own, or None without any; at first the query_weight and negatives that were passed
     labels               int64 (m,), global, there or on the host; None unless `options.labelling` is "given"
     query_ids, key_ids   int64 (m,) and (n,), on that device; None unless the loss tells apart pairs of one id
     """
@@ -105,10 +107,16 @@ class Call(NamedTuple):
     k: Tensor
     scale: Tensor
     bias: Tensor
-    labels: Tensor | None
+    vectors: Any = None
+    labels: Tensor | None = None
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
     options: Options = Options()
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What the loss is differentiable in, once accepted; without vectors four."""
+        return [*self[:4]] if self.vectors is None else [*self[:5]]
 
     @property
     def ids(self) -> tuple[Tensor | None, Tensor | None]:
@@ -138,6 +146,7 @@ class Saved(NamedTuple):
                 if it stays in a recording (replay.py)
     ids         int64 (columns, 1) of the keys in `stash`, where the loss has ids and backward reads the stash of other
                 ranks' keys; else (0, 1)
+    of_vectors  (V, m): the gradients of `Call.vectors`, for an upstream gradient of 1
     layout      int64 (W, 3) on the host: rows, keys and the call number of each rank; for one device (0, 3), on that
                 device
 
@@ -150,6 +159,7 @@ class Saved(NamedTuple):
     of_keys: Tensor
     stash: Tensor
     ids: Tensor
+    of_vectors: Tensor
     layout: Tensor
 
 
@@ -164,6 +174,8 @@ class Block(NamedTuple):
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
                         positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
+    vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them; None if the
+                        loss has none
     counts              queries and keys of the whole batch
     sums                fp64 (2, parts) of a loss that is a sum over pairs: parts of the sum of terms, and of that of
                         slopes, to which sweeps add; else None
@@ -183,6 +195,7 @@ class Block(NamedTuple):
     queries: Statistics | None
     keys: Statistics | None
     positive: Tensor
+    vectors: Tensor | None = None
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
     sums: Tensor | None = None
@@ -207,6 +220,7 @@ class Block(NamedTuple):
             q, k, self.scale, self.bias, own + row0 if isinstance(own, int) else panel(own, row0, rows),
             self.first_key + key0, self.queries and self.queries.panel(row0, rows),
             self.keys and self.keys.panel(key0, keys), panel_columns(self.positive, row0, rows),
+            None if self.vectors is None else panel_columns(self.vectors, row0, rows),
             None if self.query_ids is None else panel(self.query_ids, row0, rows),
             None if self.key_ids is None else panel(self.key_ids, key0, keys), self.sums, self.counts,
             None if self.key_positive is None else panel_columns(self.key_positive, key0, keys),

@@ -43,11 +43,12 @@ def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
     """The launches of a step on some rows of the call, none of which is made. Products of the library run."""
     rows = (min(len(call.q), len(call.k)),) * 2 if package.traits.paired else (len(call.q), len(call.k))
     q, k = (x[: min(count, ROWS + count % LARGEST_TILE)] for x, count in zip(call[:2], rows, strict=True))
+    vectors = None if call.vectors is None else call.vectors[:, : len(q)]
     labels = None if call.labels is None else torch.arange(len(q), device=q.device) % len(k)
     query_ids, key_ids = (None if ids is None else ids[: len(x)] for ids, x in zip(call.ids, (q, k), strict=True))
     options = call.options._replace(group_name=ALONE)
     with engine.device_state(package, q.device, "warm-up"), launch.noting() as launches:
-        sample = Call(q, k, call.scale, call.bias, labels, query_ids, key_ids, options).cast(package)
+        sample = Call(q, k, call.scale, call.bias, vectors, labels, query_ids, key_ids, options).cast(package)
         _, saved = engine.swept(package, sample, None, Layout.alone(q, k), package.gradients)
         engine.backward(package, sample, saved, torch.ones((), device=q.device), package.gradients)
         if package.traits.triangle and len(call.q) > len(q):

@@ -23,12 +23,13 @@ pair
     bound on the loss = 1 / M * sum_ij (max |h(x_ij +- dx_ij) - h(x_ij)| + (8 + sqrt(N) / 8) v |h(x_ij)|
                                         + underflow)
 
-Of a loss whose queries have weights a(r, p) and slopes b(r, p) of their positives, with dr_i the mean of dx_ij over the
-row,
+Of a loss whose queries have weights a(r, p, v) and slopes b(r, p, v) of their positives, v their own numbers, with dr_i
+the mean of dx_ij over the row,
 
     dg_ij = |a| P_ij (dx_ij + dr_i) + da P_ij + [j = positive(i)] db + v * all its terms
 
-where da, db, and the bound on the loss's terms, are the largest changes at r +- dr, p +- dp.
+where da, db, and the bound on the loss's terms, are the largest changes at r +- dr, p +- dp, v +- dv.
+Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
 
 Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
 the growth of rounding in long sums. They leave room for equal summands, which all round the same way.
@@ -45,6 +46,7 @@ NaN and infinity must be where the oracle has them, and nowhere else. A loss so 
 queries would leave the range of the statistics may be infinite or NaN, with its gradients; it must not be wrong.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -227,9 +229,13 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         dbias=dbias / len(q) + v * reference.dbias.abs(),
     )
     terms = of_logit * of_z.abs()
+    of_q = terms @ k.abs() / len(q)
+    if inputs.negatives is not None:
+        added, size = _of_negatives(_OfQueries(mathematics, x, dx, dz, inputs, statistics), inputs, u, reference)
+        bound, of_q = LossAndGrads(*(a + b for a, b in zip(bound, added, strict=True))), of_q + size
     sizes: list[Any] = [each if each is None else each.abs() for each in reference]
     magnitude = LossAndGrads(*sizes)._replace(
-        dq=terms @ k.abs() / len(q), dscale=factor * product.abs().sum() / len(q),
+        dq=of_q, dscale=factor * product.abs().sum() / len(q),
         dk=None if one_sided else terms.T @ q.abs() / len(q),
     )  # fmt: skip
     return bound, magnitude
@@ -275,43 +281,101 @@ def _of_softmaxes(
     return _Errors(g, probability, dloss, dprobability + v * uncancelled)
 
 
+class _OfQueries:
+    """What follows from r, p and the queries' own numbers, of a loss whose queries have weights: `values` of
+    `of_queries`, and their `errors`, (V, M) each, for logits wrong by dx and similarities by dz; the shares of pairs in
+    r. An error is what a value changes over the intervals of its arguments, and FUNCTION_ROUNDINGS."""
+
+    def __init__(
+        self, mathematics: Any, x: Tensor, dx: Tensor, dz: Tensor, inputs: Inputs, statistics: torch.finfo
+    ) -> None:
+        self.v, self.smallest = statistics.eps / 2, statistics.smallest_normal
+        self.mathematics, at = mathematics, inputs.are_positive(mathematics.POSITIVES)
+        y, p = kept(x, inputs, torch.arange(len(x), device=x.device), mathematics.CLASSES), x[at]
+        r, self.long_sum = y.logsumexp(1), 4 + math.sqrt(x.shape[1]) / 8
+        finite = r.abs().nan_to_num(0.0, posinf=0.0)
+        self.dx = (dx + self.v * (finite[:, None] + self.long_sum)).clamp_(max=1.0)
+        self.probability = (y - r[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
+        self.mean = (self.probability * self.dx).sum(1)
+        numbers = [r, p]
+        errors = [self.mean + self.v * (finite + self.long_sum), dx[at] + self.v * p.abs()]
+        q, _, scale, bias = inputs.leaves(x.dtype, x.dtype)
+        if inputs.query_weight is not None:
+            numbers.append(inputs.query_weight.to(x.dtype))
+            errors.append(self.v * numbers[-1].abs())
+        if inputs.negatives is not None:
+            n = inputs.negatives.to(x.dtype)
+            z = torch.einsum("id,ild->il", q, n)
+            own = mathematics.logit(z, scale, bias)
+            h = own.logsumexp(1)
+            of_logit = abs(float(mathematics.gradient_factor(scale, bias)))
+            self.slope = mathematics.dlogit_dz(z, scale, bias).abs() * of_logit
+            z_sum = (1 + math.sqrt(n.shape[2]) / 4) * torch.einsum("id,ild->il", q.abs(), n.abs())
+            self.own_dx = (self.slope * self.v * z_sum + self.v * (own.abs() + h.abs()[:, None] + 4)).clamp_(max=1.0)
+            self.own_probability = (own - h[:, None]).exp()
+            self.own_mean = (self.own_probability * self.own_dx).sum(1)
+            numbers.append(h)
+            errors.append(self.own_mean + self.v * (h.abs() + 4))
+        positive_z, dz = (q * inputs.others.to(x.dtype)[inputs.positives()]).sum(1), dz[at]
+
+        def at_ends(signs: Iterable[int]) -> Tensor:
+            r, p, *own = (x + s * e for x, s, e in zip(numbers, signs, errors, strict=True))
+            similarity = positive_z + list(signs)[1] * dz
+            rest = numbers_of_rows(mathematics, similarity, scale, bias, len(x), x.shape[1], own)
+            values = mathematics.of_queries(r, p, **rest)
+            return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values])
+
+        self.values = at_ends([0] * len(numbers))
+        near = torch.stack([at_ends(signs) for signs in itertools.product((-1, 1), repeat=len(numbers))])
+        self.errors = (near - self.values).abs().amax(0) + FUNCTION_ROUNDINGS * self.v * self.values.abs()
+
+
 def _of_combined(
     mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor
 ) -> _Errors:
     """The same where each query has a weight: it, its positive's slope and its term are wrong by what they change over
-    the intervals of its sum and its positive, and by FUNCTION_ROUNDINGS."""
-    v, at = statistics.eps / 2, inputs.are_positive(mathematics.POSITIVES)
-    y, p = kept(x, inputs, torch.arange(len(x), device=x.device), mathematics.CLASSES), x[at]
-    r, long_sum = y.logsumexp(1), 4 + math.sqrt(x.shape[1]) / 8
-    finite = r.abs().nan_to_num(0.0, posinf=0.0)
-    dp, dx = dx[at] + v * p.abs(), (dx + v * (finite[:, None] + long_sum)).clamp_(max=1.0)
-    probability = (y - r[:, None]).exp().nan_to_num(0.0)  # of a sum that leaves out all
-    mean = (probability * dx).sum(1)
-    dr = mean + v * (finite + long_sum)
-
-    scale, bias = (torch.as_tensor(number or 0.0).to(p) for number in (inputs.scale, inputs.bias))
-    z = (inputs.q.double() * inputs.others.double()[inputs.positives()]).sum(1)
-    dz = dz[at]
-
-    def of_queries(a: int, b: int) -> Tensor:
-        """All vectors, for the sum and the positive at an end of their intervals."""
-        rest = numbers_of_rows(mathematics, z + b * dz, scale, bias, *x.shape)
-        values = mathematics.of_queries(r + a * dr, p + b * dp, **rest)
-        return torch.stack([torch.as_tensor(value).to(r).expand_as(r) for value in values])
-
-    values = of_queries(0, 0)
-    near = torch.stack([of_queries(a, b) for a in (-1, 1) for b in (-1, 1)])
-    errors = (near - values).abs().amax(0) + FUNCTION_ROUNDINGS * v * values.abs()
-    (terms, weight, slope, through_z, *_), (dterms, dweight, dslope, dthrough_z, of_scale, of_bias) = values, errors
-    smooth = weight[:, None] * probability
-    dg = smooth.abs() * (dx + mean[:, None] + v) + dweight[:, None] * probability
+    the intervals of its sum, its positive and its own numbers, and by FUNCTION_ROUNDINGS."""
+    of, at = _OfQueries(mathematics, x, dx, dz, inputs, statistics), inputs.are_positive(mathematics.POSITIVES)
+    terms, weight, slope, through_z, *_ = of.values
+    dterms, dweight, dslope, dthrough_z, of_scale, of_bias, *_ = of.errors
+    cancels = torch.finfo(torch.float64).eps * (weight.abs() + slope.abs())  # in the oracle, where autograd adds terms
+    dweight, dslope = dweight + cancels, dslope + cancels
+    smooth = weight[:, None] * of.probability
+    dg = smooth.abs() * (of.dx + of.mean[:, None] + of.v) + dweight[:, None] * of.probability
     dg += weight.abs()[:, None] * statistics.smallest_normal  # where a probability underflows
     g = smooth.clone()
     g[at] += slope
     dg[at] += dslope
     dterms += statistics.smallest_normal
     by_z = [torch.zeros_like(x).masked_scatter(at, each) for each in (through_z, dthrough_z)]
-    return _Errors(g, smooth, dterms.sum() + v * long_sum * terms.abs().sum(), dg, of_scale.sum(), of_bias.sum(), *by_z)
+    dloss = dterms.sum() + of.v * of.long_sum * terms.abs().sum()
+    return _Errors(g, smooth, dloss, dg, of_scale.sum(), of_bias.sum(), *by_z)
+
+
+def _of_negatives(of: "_OfQueries", inputs: Inputs, u: float, reference: LossAndGrads) -> tuple[LossAndGrads, Tensor]:
+    """What queries' own negatives add to the bound, and to the magnitude of dq.
+
+    Their part of dq is rounded to the features' dtype, as is that of the sweep, and then their sum.
+    """
+    mathematics, count = of.mathematics, len(inputs.q)
+    q, _, scale, bias = inputs.leaves(torch.float64, torch.float64)
+    assert inputs.negatives is not None
+    n = inputs.negatives.to(q.dtype)
+    slope, dslope = of.values[-1], of.errors[-1]
+    g = slope[:, None] * of.own_probability
+    dg = g.abs() * (of.own_dx + of.own_mean[:, None] + 4 * of.v) + dslope[:, None] * of.own_probability
+    dg += slope.abs()[:, None] * of.smallest + 4 * of.v * g.abs()
+    z = torch.einsum("id,ild->il", q, n)
+    one = torch.ones_like(scale)
+    by_scale = torch.func.jvp(lambda s: mathematics.logit(z, s, bias), (scale,), (one,))[1].abs()
+    by_bias = torch.func.jvp(lambda b: mathematics.logit(z, scale, b), (bias,), (one,))[1].abs()
+    long_sum = of.v * min(count, 4 * math.sqrt(count))
+    size = torch.einsum("il,ild->id", of.slope * g.abs(), n.abs())
+    dq = torch.einsum("il,ild->id", of.slope * dg, n.abs()) + 2 * u * size
+    zero = torch.zeros_like(reference.dk)
+    dscale, dbias = (((dg + long_sum * g.abs()) * each).sum() for each in (by_scale, by_bias))
+    bound = LossAndGrads(zero.sum(), dq / count + u * reference.dq.abs(), zero, dscale / count, dbias / count)
+    return bound, size / count
 
 
 def _of_pairs(mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor) -> _Errors:

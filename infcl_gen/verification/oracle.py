@@ -21,7 +21,8 @@ SLICE_ROWS = 2048
 
 class Inputs(NamedTuple):
     """The arguments of a loss: q (M, D), k (N, D) or None for a loss of one side, numbers or 0-dim tensors; labels (M,)
-    for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids."""
+    for "label" losses; query_ids (M,) and key_ids (N,) for losses with ids; query_weight (M,) and negatives (M, H, D)
+    for losses with them."""
 
     q: Tensor
     k: Tensor | None
@@ -30,12 +31,34 @@ class Inputs(NamedTuple):
     labels: Tensor | None = None
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
+    query_weight: Tensor | None = None
+    negatives: Tensor | None = None
 
     @property
     def given(self) -> dict[str, Tensor | None]:
-        """The keywords of a call: labels, and ids where there are any."""
-        ids = {"query_ids": self.query_ids, "key_ids": self.key_ids}
-        return {"labels": self.labels, **(ids if self.query_ids is not None else {})}
+        """The keywords of a call: labels, and the others that the loss has."""
+        others = zip(self._fields[5:], self[5:], strict=True)
+        return {"labels": self.labels, **{name: x for name, x in others if x is not None}}
+
+    def of_rank(self, rows: slice, keys: slice) -> "Inputs":
+        """The part of some queries and some keys; labels stay those of all keys."""
+        of_queries = (self.labels, self.query_ids, self.query_weight, self.negatives)
+        labels, query_ids, weight, negatives = (None if x is None else x[rows] for x in of_queries)
+        key_ids = None if self.key_ids is None else self.key_ids[keys]
+        q, k = self.q[rows], None if self.k is None else self.k[keys]
+        return Inputs(q, k, self.scale, self.bias, labels, query_ids, key_ids, weight, negatives)
+
+    def vectors(
+        self, mathematics: Any, q: Tensor, scale: Tensor, bias: Tensor, products: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        """What a query's term has besides its sum and its positive, in the dtype of `scale`: its weight, and the
+        log-sum-exp of its own negatives, whose products with q are of another dtype, if given."""
+        found = [] if self.query_weight is None else [self.query_weight.to(scale.dtype)]
+        if self.negatives is not None:
+            dtype = products or scale.dtype
+            z = torch.einsum("id,ild->il", q.to(dtype), self.negatives.to(dtype)).to(scale.dtype)
+            found.append(mathematics.logit(z, scale, bias).logsumexp(1))
+        return tuple(found)
 
     @property
     def others(self) -> Tensor:
@@ -97,8 +120,9 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     statistics = torch.promote_types(inputs.q.dtype, torch.float32)
     leaves = q, k, scale, bias = inputs.leaves(inputs.q.dtype, statistics)
     z = (q @ (q if k is None else k).T).to(statistics)
-    x, classes = mathematics.logit(z, scale, bias), inputs.classes(mathematics.POSITIVES)
-    return _gradients(mathematics.loss_of_logits(x, *classes, **dense_numbers(mathematics, z, scale, bias)), leaves)
+    x, own = mathematics.logit(z, scale, bias), inputs.vectors(mathematics, q, scale, bias, q.dtype)
+    taken = (x, *inputs.classes(mathematics.POSITIVES), *own)
+    return _gradients(mathematics.loss_of_logits(*taken, **dense_numbers(mathematics, z, scale, bias)), leaves)
 
 
 def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
@@ -133,8 +157,9 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
     r = torch.cat(by_query)
     if hasattr(mathematics, "of_queries"):
+        own = inputs.vectors(mathematics, q, factor, bias)
         at_positive_z = (q * k[labels]).sum(1)
-        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(k))
+        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(k), own)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q), leaves)
     loss = mathematics.query_term(r, p).sum()
     if mathematics.HAS_KEYS:
@@ -149,12 +174,20 @@ def dense_numbers(mathematics: Any, z: Tensor, scale: Tensor, bias: Tensor) -> d
 
 
 def numbers_of_rows(
-    mathematics: Any, positive_z: Tensor, scale: Tensor, bias: Tensor, queries: int, keys: int
+    mathematics: Any,
+    positive_z: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    queries: int,
+    keys: int,
+    own: Sequence[Tensor] = (),
 ) -> dict[str, Tensor]:
-    """What a loss.py's `of_queries` takes besides sums and positives."""
+    """What a loss.py's `of_queries` takes besides sums and positives; `own` are `Inputs.vectors`."""
     counts = {"queries": positive_z.new_tensor(queries), "keys": positive_z.new_tensor(keys)}
     found = {"positive_z": positive_z, "scale": scale, "bias": bias, **counts}
-    return {name: found[name] for name in mathematics.OF_ROWS}
+    names = mathematics.OF_ROWS
+    found |= zip(names[len(names) - len(own) :], own, strict=True)
+    return {name: found[name] for name in names}
 
 
 def pair_values(mathematics: Any, x: Tensor, name: str, inputs: Inputs) -> Tensor:

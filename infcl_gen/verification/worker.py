@@ -17,7 +17,7 @@ from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
 from infcl_gen.verification.gate import GateRow, failures, gate, truth_of
 from infcl_gen.verification.memory import PeakMeter
-from infcl_gen.verification.oracle import Inputs, LossAndGrads
+from infcl_gen.verification.oracle import LossAndGrads
 from infcl_gen.verification.properties import (
     ROWS,
     SIZES,
@@ -72,11 +72,8 @@ def ring(job: Job, seat: Seat) -> list[Finding]:
         # Several ranks need labels where keys outnumber queries, and where a row's other view is on another rank.
         labelled = inputs.labels is not None or inputs.k is None
         labelled |= module.SPEC["positives"] == "label" and case.keys > case.queries
-        own = inputs.positives()[q_cuts[rank]] if labelled else None
-        q, k = inputs.q[q_cuts[rank]], None if inputs.k is None else inputs.k[k_cuts[rank]]
-        ids = zip((inputs.query_ids, inputs.key_ids), (q_cuts, k_cuts), strict=True)
-        own_ids = (None if given is None else given[cuts[rank]] for given, cuts in ids)
-        part = Inputs(q, k, inputs.scale, inputs.bias, own, *own_ids)
+        whole = inputs._replace(labels=inputs.positives() if labelled else None)
+        part = whole.of_rank(q_cuts[rank], k_cuts[rank])
         result = module.loss_and_grads(*part[:4], **part.given)
         parts: list[Any] = [None] * ranks
         dist.all_gather_object(parts, [None if tensor is None else tensor.cpu() for tensor in result])

@@ -106,6 +106,24 @@ def not_finite_scalar(made: Made, which: str, value: float, device: str = "cpu")
         assert not x.isfinite().any(), f"{which} {value}: {name} is finite"
 
 
+def own_numbers(made: Made, device: str = "cpu") -> None:
+    """Gradients by weights of queries and by their negatives are those of the oracle; rows of weight 0 have none."""
+    package = module(made)
+    inputs = inputs_of(package, fitting(package, Case(129, 100, 0, scale=3.0, seed=5)), device)
+    given = {
+        name: x.requires_grad_() if x is not None and x.is_floating_point() else x for name, x in inputs.given.items()
+    }
+    own = [x for x in given.values() if x is not None and x.requires_grad]
+    loss, truth = package.contrastive_loss(*inputs[:3], **given), package.reference(*inputs[:3], **given)
+    for name, a, b in zip(("weights", "negatives"), *(torch.autograd.grad(x, own) for x in (loss, truth)), strict=True):
+        error = float((a - b).double().norm() / b.double().norm())
+        assert error < 0.01, f"gradients of {name} are off by {error:.2g}"
+    q = inputs.q.requires_grad_()
+    (dq,) = torch.autograd.grad(package.contrastive_loss(q, *inputs[1:3], **given), q)
+    nothing = given["query_weight"] == 0
+    assert bool(nothing.any()) and not bool(dq[nothing].any()), "a query of weight 0 has a gradient"
+
+
 def repeatable(made: Made, case: Case, repeats: int, device: str = "cpu") -> None:
     """The same bits every time, by `loss_and_grads` and by autograd, whatever the memory held before."""
     from infcl_gen.verification.properties import autograd_results
@@ -533,9 +551,7 @@ def found_in_a_recording(made: Made) -> None:
     bound, options = package.ContrastiveLoss._package, engine.Options()
     scale, bias, upstream = (torch.tensor(value) for value in (3.0, -1.0, 2.0))
     first, second = (
-        runtime_package.Call(
-            *tensors(fitting(package, Case(70, 70, 0, seed=seed)), "diagonal", "cpu")[:2], scale, bias, None
-        )
+        runtime_package.Call(*tensors(fitting(package, Case(70, 70, 0, seed=seed)), "diagonal", "cpu")[:2], scale, bias)
         for seed in (1, 2)
     )
 
@@ -595,7 +611,7 @@ def gradients_in_a_recording(made: Made) -> None:
     for seed in (1, 3):
         inputs = tensors(fitting(package, Case(70, 90, 0, seed=seed)), package.SPEC["positives"], "cpu")
         options = engine.Options(labelling="given")
-        calls.append(engine.Call(inputs.q, inputs.k, scale, bias, inputs.labels, options=options))
+        calls.append(engine.Call(inputs.q, inputs.k, scale, bias, labels=inputs.labels, options=options))
     with unittest.mock.patch.object(replay, "_record", record), contextlib.ExitStack() as on_a_gpu:
         recorder, kind = replay._Recorder(bound), replay.Kind(70, 90, calls[0].options, 0, 0b1111)
         for name, answer in {"_recorder": recorder, "_kind": kind, "capturing": False}.items():
@@ -839,7 +855,7 @@ def near_exact(made: Made, rows: int, device: str = "cuda") -> None:
     inputs = tensors(fitting(package, Case(rows, rows, 0, scale=100.0, seed=2)), "diagonal", device)
     scale, bias = (torch.tensor(value, device=device) for value in (100.0, 0.0))
     bound = package.ContrastiveLoss._package
-    _, saved = engine.forward(bound, engine.Call(inputs.q, inputs.k, scale, bias, None), 0)
+    _, saved = engine.forward(bound, engine.Call(inputs.q, inputs.k, scale, bias), 0)
     similarity = inputs.q.double() @ inputs.k.double().T
     for pair, axis in ((saved.of_queries, 1), (saved.of_keys, 0)):
         error = statistics.log(statistics.view(pair.double())) - torch.logsumexp(100.0 * similarity, axis)

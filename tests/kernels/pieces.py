@@ -149,7 +149,7 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
             for kernel, _, given in launches
         }
 
-    call = runtime.Call(inputs.q, inputs.others, one, zero, labels)
+    call = runtime.Call(inputs.q, inputs.others, one, zero, labels=labels)
     with mock.patch.object(runtime, "ROWS", 0 if inputs.k is None else runtime.ROWS):
         noted, made_launches = runtime.rehearsed(package._package, call), []
     launched = schedule.launch

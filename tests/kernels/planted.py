@@ -26,7 +26,7 @@ class Bug:
     made: Made
     edits: tuple[Edit, ...]
     check: Callable[..., None]
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...] = ()
     says: str = ""
 
 
@@ -49,7 +49,7 @@ def case(scale: float = 14.3, features: str = "unit", layout: str = "contiguous"
 PANEL, FUSED, STASH = Made("panel"), Made("fused"), Made("stash")
 LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
-PAIRS, ROWS = Made("panel", "siglip"), Made("rows", "infonce")
+PAIRS, ROWS, OWN = Made("panel", "siglip"), Made("rows", "infonce"), Made("rows", "hard")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
@@ -838,6 +838,17 @@ BUGS: dict[str, Bug] = {
         ),
         checks.over_ranks,
         RANKS,
+    ),
+    # ---- queries' own numbers
+    "the weight of a query is taken for its sum over negatives": Bug(
+        OWN, (("kernels.py", "tl.load(vectors + vectors_stride + i", "tl.load(vectors + i"),), checks.own_numbers
+    ),
+    "a share of 0 divides the positive of its row": Bug(
+        OWN,
+        (("kernels.py", "tl.where(value == 0.0, 1.0, ", "tl.where(False, 1.0, "),),
+        checks.own_numbers,
+        (),
+        "weight 0",
     ),
     # ---- what only a GPU shows
     "32-bit offsets of accumulators in finish": Bug(

@@ -12,12 +12,14 @@ from infcl_gen.losses.language import (
     keys,
     log,
     logsumexp_over_keys,
+    logsumexp_over_negatives,
     logsumexp_over_queries,
     maximum,
     mean_over_keys,
     mean_over_queries,
     positive,
     queries,
+    query_weight,
     same_id,
     scale,
     sigmoid,
@@ -44,6 +46,7 @@ def spec(formula: sympy.Expr, positives: str = "label", name: str = "mine") -> L
     return LossSpec(name, formula, positives)
 
 
+_WITH_HARD = logsumexp_over_keys(X) + softplus(logsumexp_over_negatives(X) - logsumexp_over_keys(X))
 DERIVABLE = {
     "clip": CLIP,
     "infonce": INFONCE,
@@ -93,5 +96,7 @@ DERIVABLE = {
     "decoupled_by_id": spec(
         mean_over_queries(softplus(logsumexp_over_keys(X, where=(1 - is_positive) * (1 - same_id)) - positive(X)))
     ),
+    "weighted": spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))),
+    "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }

@@ -17,8 +17,10 @@ from infcl_gen.losses.language import (
     exp,
     is_positive,
     is_self,
+    key_weight,
     log,
     logsumexp_over_keys,
+    logsumexp_over_negatives,
     logsumexp_over_queries,
     mean_of_keys,
     mean_over_keys,
@@ -68,7 +70,7 @@ def test_formulas_are_for_people() -> None:
 
 
 def derived(
-    loss: Any, x: Tensor, z: Tensor, scale: Tensor, bias: Tensor, same_id: Tensor | None
+    loss: Any, x: Tensor, z: Tensor, scale: Tensor, bias: Tensor, same_id: Tensor | None, own: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | float]:
     """Of a loss.py: M * L, M * dL/dx, dL/dbias, what M * dL/dscale has besides a multiple of sum q . dq, and what dL/dz
     of positives has besides. `z`: of the positives."""
@@ -76,8 +78,10 @@ def derived(
     if hasattr(loss, "pair_term"):
         of_class = [(loss.pair_term, loss.pair_slope)]
         same = torch.zeros_like(eye, dtype=torch.bool) if same_id is None else same_id
-        own = same_id is not None and loss.POSITIVES != "id"
-        of_class.append((loss.same_id_term, loss.same_id_slope) if own else (loss.positive_term, loss.positive_slope))
+        placed = same_id is not None and loss.POSITIVES != "id"
+        of_class.append(
+            (loss.same_id_term, loss.same_id_slope) if placed else (loss.positive_term, loss.positive_slope)
+        )
         of_class.append((loss.positive_term, loss.positive_slope))
         which = torch.where((eye == 1) & (loss.POSITIVES != "id"), 2, same.long())
         terms, slopes = ([each[kind](x) for each in of_class] for kind in (0, 1))
@@ -89,12 +93,11 @@ def derived(
     if hasattr(loss, "of_queries"):
         x = torch.where(eye == 1, -torch.inf, x) if "positive" in loss.CLASSES else x
         r = x.logsumexp(1)
-        term, weight, slope, through_z, *parts = loss.of_queries(
-            r, p, **numbers_of_rows(loss, z, scale, bias, *x.shape)
-        )
+        rest = numbers_of_rows(loss, z, scale, bias, *x.shape, own)
+        term, weight, slope, through_z, *parts = loss.of_queries(r, p, **rest)
         weight = torch.where(r == -torch.inf, 0.0, weight)
         g = weight[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + slope[:, None] * eye
-        of_scale, of_bias = (torch.as_tensor(part).expand(len(x)).sum() for part in parts)
+        of_scale, of_bias = (torch.as_tensor(part).expand(len(x)).sum() for part in parts[:2])
         of_bias += loss.dbias_factor(scale, bias) * g.sum()
         return term.sum(), g, of_bias / len(x), of_scale + loss.dscale_rest(scale, bias) * g.sum(), through_z
     r, c = x.logsumexp(1), x.logsumexp(0)
@@ -116,13 +119,17 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     if derive(DERIVABLE[name]).traits.ids:
         ids = {side: torch.randint(rows, (rows,), generator=generator) for side in ("query_ids", "key_ids")}
         which = ids["query_ids"][:, None] == ids["key_ids"]
-    expected_loss = loss.reference(q, k, scale, bias, **ids)
+    own = tuple(torch.randn(rows, generator=generator, dtype=torch.float64) for _ in loss.VECTORS)
+    if own:
+        expected_loss = loss.loss_of_logits(loss.logit(q @ k.T, scale, bias), torch.arange(rows), *own)
+    else:
+        expected_loss = loss.reference(q, k, scale, bias, **ids)
     expected = torch.autograd.grad(expected_loss, (q, k, scale, bias), allow_unused=True)
 
     with torch.no_grad():
         similarity = q @ k.T
         logits = loss.logit(similarity, scale, bias)
-        total, g, dbias, rest, through_z = derived(loss, logits, similarity.diagonal(), scale, bias, which)
+        total, g, dbias, rest, through_z = derived(loss, logits, similarity.diagonal(), scale, bias, which, own)
         g = g * loss.dlogit_dz(similarity, scale, bias)
         g.diagonal().add_(through_z)
         factor = loss.gradient_factor(scale, bias) / rows
@@ -132,6 +139,23 @@ def test_the_derived_gradient_is_that_of_autograd(name: str, rows: int, scale_va
     for ours, theirs in zip(actual, expected, strict=True):
         theirs = torch.zeros((), dtype=torch.float64) if theirs is None else theirs
         assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["weighted", "hard"])
+def test_the_slopes_of_queries_own_numbers_are_those_of_autograd(name: str) -> None:
+    loss = dense_package(DERIVABLE[name]).loss
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(9, generator=generator, dtype=torch.float64).requires_grad_() for _ in (*"rp", *loss.VECTORS))
+    r, p, *own = drawn
+    values = loss.of_queries(r, p, *own)
+    expected = torch.autograd.grad(values[0].sum(), own)
+    for ours, theirs in zip(values[6:], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_small_shares_keep_their_digits() -> None:
+    u, h = sympy.Symbol("u", real=True), sympy.Symbol("h", real=True)
+    assert derive(DERIVABLE["hard"]).query_weight == u * sigmoid(r - h)  # not 1 - sigmoid(h - r)
 
 
 NT_XENT = similarity("query", "query")
@@ -175,7 +199,23 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(X) - sympy.Rational(9, 10) * positive(X) - mean_of_keys(X) / 10)),
         "mean_of_keys",
     ),
-    "weights": (spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))), "query_weight"),
+    "weights of keys": (spec(mean_over_queries(key_weight * (logsumexp_over_keys(X) - positive(X)))), "key_weight"),
+    "weights of both sides": (
+        spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X))) + CLIP.formula, "diagonal"),
+        "query_weight has no kernel yet beside mean_over_keys: write",
+    ),
+    "weights of pairs": (
+        spec(sum_over_pairs(query_weight * softplus(X)) / queries),
+        "query_weight has no kernel yet in",
+    ),
+    "hard negatives of both sides": (
+        spec(mean_over_queries(logsumexp_over_negatives(X)) + CLIP.formula, "diagonal"),
+        r"logsumexp_over_negatives\(x\) has no kernel yet beside mean_over_keys: write",
+    ),
+    "negatives of another logit": (
+        spec(mean_over_queries(logsumexp_over_keys(X) - positive(X) + logsumexp_over_negatives(2 * z))),
+        "exactly one logit",
+    ),
     "four_blocks": (
         spec(
             mean_over_queries(

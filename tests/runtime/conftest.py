@@ -56,10 +56,20 @@ DEBIASED = LossSpec(
     "debiased_keys", mean_over_queries(softplus(maximum(rest, others - scale) - positive(x))), positives="label"
 )
 """
+OWN = """
+from infcl_gen.losses.language import *
+
+x = scale * z + bias
+apart = logsumexp_over_keys(x) - positive(x)
+WEIGHTED = LossSpec("weighted", mean_over_queries(query_weight * apart), positives="label")
+harder = softplus(logsumexp_over_negatives(x) - logsumexp_over_keys(x))
+HARD = LossSpec("hard", mean_over_queries(query_weight * (apart + harder)), positives="label")
+"""
 FILES = {
     "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
     "angular": "combined.py:ANGULAR", "debiased_keys": "combined.py:DEBIASED",
+    "weighted": "own.py:WEIGHTED", "hard": "own.py:HARD",
 }  # fmt: skip
 
 
@@ -70,6 +80,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     (folder / "soft.py").write_text(SOFT_CAPPED)
     (folder / "ids.py").write_text(WITHOUT_IDS)
     (folder / "combined.py").write_text(COMBINED)
+    (folder / "own.py").write_text(OWN)
     sys.path.insert(0, str(folder))
 
     def get(

@@ -292,6 +292,26 @@ def case_results(
     return [result.cpu() for result in results[0]]
 
 
+def own_gradients(
+    package: str, ranks: tuple[int, ...], rows: list[int], keys: list[int], case: Case, without: bool = False
+) -> list[Tensor]:
+    """This rank's loss and gradients by features, scale, bias, and its queries' own numbers; `without` these."""
+    module = importlib.import_module(package)
+    rank = dist.get_rank(group_of(ranks))
+    whole = inputs_of(module, case, _device)
+    at = (slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for sizes in (rows, keys))
+    own = whole.of_rank(*at)
+    leaves = {
+        name: torch.as_tensor(x, dtype=torch.float64).detach().clone().requires_grad_()
+        for name, x in own._asdict().items()
+        if isinstance(x, float) or (x is not None and x.is_floating_point())
+    }
+    given = own._replace(**leaves)
+    keywords = {} if without else given.given
+    loss = module.contrastive_loss(*given[:4], **keywords, group=group_of(ranks))
+    return [loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))]
+
+
 def call(package: str, ranks: tuple[int, ...], **arguments: Any) -> float:
     """The loss of one call with arguments that may be wrong on some ranks."""
     return float(loss_of(package, ranks, **arguments))

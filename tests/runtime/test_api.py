@@ -423,7 +423,7 @@ def test_which_calls_look_at_labels_on_a_device(packages: Packages) -> None:
         ({record.digest}, "always", (1, 3)),
     ):
         options = runtime["package"].Options(check_ranks=check_ranks)
-        call = runtime["package"].Call(*[torch.zeros(())] * 4, labels, options=options)
+        call = runtime["package"].Call(*[torch.zeros(())] * 4, labels=labels, options=options)
         assert runtime["agreement"]._label_range(record, call, checked) == seen, (checked, check_ranks)
 
 
@@ -454,12 +454,12 @@ def test_an_editor_shows_what_a_package_exports(packages: Packages) -> None:
         assert ast.get_docstring(node), name
         assert pickle.loads(pickle.dumps(exported)) is exported
     assert list(inspect.signature(package.contrastive_loss).parameters) == [
-        "q", "k", "scale", "bias", "labels", "query_ids", "key_ids", "group", "grad_sync", "reduction",
-        "check_ranks",
+        "q", "k", "scale", "bias", "labels", "query_ids", "key_ids", "query_weight", "negatives", "group", "grad_sync",
+        "reduction", "check_ranks",
     ]  # fmt: skip
     parameters = list(inspect.signature(package.ContrastiveLoss).parameters)
     assert parameters == [*CLIP_LOSS, "group", "grad_sync", "check_ranks"]
-    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-3] == CLIP_FORWARD
+    assert list(inspect.signature(package.ContrastiveLoss.forward).parameters)[1:-5] == CLIP_FORWARD
 
 
 BAD_MODULES = [
@@ -549,7 +549,7 @@ def test_what_is_left_out_of_a_call(packages: Packages) -> None:
     """No bias is one of 0, which the losses of these packages would not show."""
     package = packages("infonce")
     module = importlib.import_module(f"{package.__name__}._runtime.api")
-    call = module.accepted(_bound(package), module.Call(X, X, 2, None, None, options=module.Options()))
+    call = module.accepted(_bound(package), module.Call(X, X, 2, None, options=module.Options()))
     assert (float(call.scale), float(call.bias), call.labels, call.options.labelling) == (2.0, 0.0, None, "none")
 
 

@@ -178,7 +178,7 @@ BUGS: dict[str, tuple[str, str, Edit]] = {  # loss, way, edit
     ),
     "a positive is in the sum": ("decoupled_ids", "ring", (SCHEDULE, f"{OWN_PLACE} = True", f"{OWN_PLACE} = False")),
     "slopes are those of positives": (
-        "decoupled_ids", "ring", (SCHEDULE, "slopes = weight + slope", "slopes = slope"),
+        "decoupled_ids", "ring", (SCHEDULE, "term, weight + slope)", "term, slope)"),
     ),
     "the positive is left out": ("clip_ids", "ring", (SCHEDULE, f"{OWN_PLACE} = False", "pass")),
 }  # fmt: skip

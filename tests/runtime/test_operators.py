@@ -56,7 +56,7 @@ def gradients_have_the_dtype_of_their_features(package: ModuleType) -> None:
     wide, narrow = torch.float32, torch.bfloat16
     for dtypes in ((wide, wide), (wide, narrow), (narrow, wide), (narrow, narrow)):
         q, k, scale = (x.detach() for x in drawn(*dtypes))
-        call = (q, k, scale, torch.tensor(0.0), None, None, None)
+        call = (q, k, scale, torch.tensor(0.0), *[None] * 4)
         options = ("", "mean", "mean", "first", "none")
         loss, *saved = operators.forward(*call, *options, 15)
         dq, dk, dscale, dbias = operators.backward(torch.ones_like(loss), *call, *saved, *options, 15)
@@ -71,7 +71,7 @@ def operators_are_well_formed(package: ModuleType) -> None:
     symbolic sizes. Features are wider than the package, as before autocast; each gradient has the dtype of its own."""
     operators, traits = package.ContrastiveLoss._package.operators, package.ContrastiveLoss._package.traits
     labelled, ids = traits.labels, traits.ids
-    of_pairs = (torch.arange(20).flip(0) if labelled else None, *[torch.arange(20) // 3 if ids else None] * 2)
+    of_pairs = (None, torch.arange(20).flip(0) if labelled else None, *[torch.arange(20) // 3 if ids else None] * 2)
     options = ("", "mean", "mean", "first", "given" if labelled else "none")
     bias = torch.tensor(0.0, requires_grad=True)
     for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):

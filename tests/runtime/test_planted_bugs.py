@@ -38,8 +38,8 @@ class Bug:
 WEIGHT = "return ranks / sum(layout.rows) if"
 BUGS = {
     "the gradient of the scale is summed over the ranks, then averaged": Bug(
-        ((ENGINE, "return dq, dk, *weighting.scalars(sweep.slopes)\n",
-          "return dq, dk, *(len(layout.rows) * x for x in weighting.scalars(sweep.slopes))\n"),)
+        ((ENGINE, "return dq, dk, *weighting.scalars(sweep.slopes)",
+          "return dq, dk, *(len(layout.rows) * x for x in weighting.scalars(sweep.slopes))"),)
     ),
     "averaging divides feature gradients by the ranks": Bug(
         ((ENGINE, 'ranks = len(layout.rows) if options.grad_sync == "mean" else 1', "ranks = 1"),)

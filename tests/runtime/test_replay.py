@@ -132,7 +132,7 @@ def batch(seed: int, **options: str) -> Call:
     q, k = (torch.randn(5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     scale, bias = (torch.tensor(float(value), dtype=torch.float64) for value in (seed, -seed))
     labels = torch.randint(5, (5,), generator=generator) if options.get("labelling") == "given" else None
-    return Call(q, k, scale, bias, labels, options=Options(**options))
+    return Call(q, k, scale, bias, labels=labels, options=Options(**options))
 
 
 def test_what_a_graph_depends_on_tells_calls_apart(on_gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ def dense_loss(
     labels: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    negatives: Tensor | None = None,
 ) -> Tensor:
     """A loss as its definition says it, over all pairs, differentiable, in the dtype of its arguments.
 
@@ -35,7 +37,8 @@ def dense_loss(
     "decoupled_ids" is log(1 + e^(r - p)) of that r, without keys of the query's id. "angular" is infonce with 0.3 added
     to the angle of each positive and logits capped at 20; "debiased_keys" takes a tenth of the keys for positives.
     "ntxent" is equation 1 of arXiv 2002.05709: rows against all other rows, of which half the batch on is the other
-    view.
+    view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
+    sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum.
     """
     if k is None:
         assert name == "ntxent"
@@ -70,6 +73,12 @@ def dense_loss(
         return (-(p.exp() ** 0.5) / 0.5 + (0.01 * logits.exp().sum(1)) ** 0.5 / 0.5).mean()
     if name == "margin":
         return torch.nn.functional.cross_entropy(logits.scatter_add(1, own[:, None], -0.3 + 0 * p[:, None]), own)
+    if name in ("weighted", "hard", "gemini"):
+        if negatives is not None:  # in the row of their query alone
+            further = scale * torch.stack([n @ row for n, row in zip(negatives.to(q), q, strict=True)]) + bias
+            logits = torch.cat((logits, further), 1)
+        terms = logits.logsumexp(1) - p
+        return (terms if query_weight is None else query_weight.to(q) * terms).mean()
     if name == "decoupled":
         negatives = logits.scatter(1, own[:, None], -torch.inf).logsumexp(1)
         return (torch.logaddexp(negatives, p) - p if query_ids is not None else negatives - p).mean()
@@ -89,12 +98,14 @@ def dense(
     labels: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
+    query_weight: Tensor | None = None,
+    negatives: Tensor | None = None,
     factor: float = 1.0,
 ) -> LossAndGrads:
     """`dense_loss` in fp64 for features of any dtype, and the gradients of `factor` times it."""
     leaves: list[Any] = [None if x is None else x.detach().double().requires_grad_() for x in (q, k)]
     leaves += [torch.tensor(x or 0.0, dtype=torch.float64, device=q.device, requires_grad=True) for x in (scale, bias)]
-    loss = dense_loss(name, *leaves, labels=labels, query_ids=query_ids, key_ids=key_ids)
+    loss = dense_loss(name, *leaves, labels, query_ids, key_ids, query_weight, negatives)
     given = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad(factor * loss, given, materialize_grads=True))
     gradients: list[Any] = [x if x is None else next(found) for x in leaves]
@@ -136,6 +147,8 @@ def by_shares(
     labels: torch.Tensor | None = None,
     query_ids: torch.Tensor | None = None,
     key_ids: torch.Tensor | None = None,
+    query_weight: torch.Tensor | None = None,
+    negatives: torch.Tensor | None = None,
     positive_share: float | None = None,
 ) -> LossAndGrads:
     """What a correct kernel computes: the derived gradient in the statistics' dtype, g rounded to the features'."""
@@ -148,7 +161,7 @@ def by_shares(
     x = loss.logit(z, scale, bias)
     rows = torch.arange(len(q))
     at = rows, torch.arange(len(q)) if labels is None else labels
-    assert query_ids is None and key_ids is None
+    assert (query_ids, key_ids, query_weight, negatives) == (None,) * 4
     terms = _of_pairs if hasattr(loss, "pair_term") else _of_softmaxes
     value, g = terms(loss, x, at, positive_share)
     rest, dbias = torch.tensor(0.0, **number), torch.tensor(getattr(loss, "DBIAS", 0.0), **number)

@@ -11,12 +11,14 @@ from tests.losses.specs import DERIVABLE
 from tests.verification.dense import dense, dense_package
 
 SPECS = BUILTIN_LOSSES | {f"{name}_ids": DERIVABLE[f"{name}_without_ids"] for name in ("clip", "infonce")}
-SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled")} | {"decoupled_ids": DERIVABLE["decoupled_by_id"]}
+SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled", "weighted", "hard")} | {
+    "decoupled_ids": DERIVABLE["decoupled_by_id"]
+}
 
 
 def drawn(name: str, case: Case) -> oracle.Inputs:
     traits = derive(SPECS[name]).traits
-    return tensors(case, traits.positives, with_ids=traits.ids, one_sided=traits.triangle)
+    return tensors(case, traits.positives, "cpu", traits.ids, traits.triangle, traits.vectors)
 
 
 def assert_close(found: oracle.LossAndGrads, truth: oracle.LossAndGrads) -> None:

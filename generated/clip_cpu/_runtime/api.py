@@ -26,6 +26,7 @@ from .traits import Traits
 from .warmup import warm_up
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
+_OWN = {"query_weight": "weights of queries", "negatives": "negatives of single queries"}
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
 _CAST = (torch.bfloat16, torch.float16, torch.float32)  # features that are cast to a package's dtype, unless it is fp64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -76,14 +77,29 @@ def differentiable_loss(package: Package, *arguments: Any) -> Tensor:
 
 def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ...]:
     """`loss_and_grads` of a `Call`'s arguments."""
+    called = Call(*arguments)
     with torch.no_grad():
-        given = _agreed(package, Call(*arguments))
+        given = _agreed(package, called)
         call = given.cast(package)
         loss, saved = replay.forward(package, call, package.gradients)
         upstream = torch.ones_like(loss)
-        dq, dk, dscale, dbias = replay.backward(package, call, saved, upstream, package.gradients)
+        dq, dk, dscale, dbias, *_ = replay.backward(package, call, saved, upstream, package.gradients)
         sides = zip((dq, dk), given[:2], strict=True)
-        return loss, *(None if x is None else x.to(like.dtype) for x, like in sides), dscale, dbias
+        dq, dk = (None if x is None else x.to(like.dtype) for x, like in sides)
+        if "negatives" in package.traits.vectors:
+            found = _through_negatives(package, given, called.vectors[1], saved.of_vectors[-1])
+            sums = zip((dq, dscale, dbias), found, strict=True)
+            dq, dscale, dbias = (None if a is None else a + b for a, b in sums)
+        return loss, dq, dk, dscale, dbias
+
+
+def _through_negatives(package: Package, call: Call, negatives: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
+    """What the log-sum-exps of queries' own negatives add to dq, dscale and dbias, for an accepted call."""
+    with torch.inference_mode(False), torch.enable_grad():
+        # Copies: autograd keeps no tensor of inference mode.
+        q, scale, bias = (x.detach().clone().requires_grad_() for x in (call.q, call.scale, call.bias))
+        found = _vectors(package, q, scale, bias, None, negatives.detach().clone())
+        return torch.autograd.grad(found, (q, scale, bias), upstream[None], materialize_grads=True)
 
 
 def selftest(package: Package, device: torch.device | str | None) -> dict[str, Any]:
@@ -136,14 +152,16 @@ class ContrastiveLoss(nn.Module):
         labels: Tensor | str | None = None,
         query_ids: Tensor | None = None,
         key_ids: Tensor | None = None,
+        query_weight: Tensor | None = None,
+        negatives: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The loss (0-dim), or {"contrastive_loss": loss} if `output_dict`."""
         if not isinstance(output_dict, bool):
             raise TypeError("output_dict must be a bool; labels are given by name: labels=...")
         if self.world_size is not None or self.rank is not None:
             self._check_world()
-        given = (image_features, text_features, logit_scale, logit_bias, labels, query_ids, key_ids)
-        loss = self._loss(*given, self.options)
+        features, numbers = (image_features, text_features), (logit_scale, logit_bias)
+        loss = self._loss(*features, *numbers, (query_weight, negatives), labels, query_ids, key_ids, self.options)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _loss(self, *arguments: Any) -> Tensor:
@@ -167,7 +185,7 @@ def _agreed(package: Package, call: Call) -> Call:
     """`accepted`, with its kernels compiled. The other ranks of a group hear of an error: none waits for this rank."""
     try:
         call = accepted(package, call)
-        if not (traced(*call[:4]) or torch._C._are_functorch_transforms_active()):
+        if not (traced(*call.inputs) or torch._C._are_functorch_transforms_active()):
             warm_up(package, call)
         return call
     except Exception:  # also torch's own, such as RuntimeError for lack of memory
@@ -180,7 +198,7 @@ def accepted(package: Package, call: Call) -> Call:
 
     Raises TypeError or ValueError for the first wrong argument.
     """
-    q, k, scale, bias, labels, query_ids, key_ids, options = call
+    q, k, scale, bias, passed, labels, query_ids, key_ids, options = call
     _check_choices(options)
     if package.traits.triangle:
         if k is not None:
@@ -189,13 +207,15 @@ def accepted(package: Package, call: Call) -> Call:
         call = call._replace(k=k)
     _check_features(package, call)
     _check_ids(package, call)
+    _check_vectors(package, call)
     if labels is not None:
         _check_labels(package, q, labels)
         own = isinstance(labels, str)
         labels, options = None if own else labels, options._replace(labelling="own" if own else "given")
     scale = _scalar("scale", scale, package, q)
     bias = _scalar("bias", 0.0 if bias is None else bias, package, q)
-    return Call(q, k, scale, bias, labels, query_ids, key_ids, options)
+    vectors = _vectors(package, q, scale, bias, *passed) if package.traits.vectors else None
+    return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, options)
 
 
 def _check_choices(options: Options) -> None:
@@ -206,7 +226,8 @@ def _check_choices(options: Options) -> None:
 
 
 def _check_features(package: Package, call: Call) -> None:
-    for name, value in zip(Call._fields[:-1], call, strict=False):
+    own = call.vectors or (None, None)
+    for name, value in (*zip(Call._fields[:-1], call, strict=False), *zip(_OWN, own, strict=True)):
         if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # importing DTensor takes long
             whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
             rows = f"the rows of this rank, {name}.to_local(), and its mesh as group"
@@ -302,6 +323,44 @@ def _check_ids(package: Package, call: Call) -> None:
             raise ValueError(f"{expected}, not {ids.dtype} of shape {_shape(ids)}")
         if ids.device != x.device:  # a copy from the host would wait for the device
             raise ValueError(f"{expected}, not on {ids.device}")
+
+
+def _check_vectors(package: Package, call: Call) -> None:
+    q, rows = call.q, _shape(call.q)[0]
+    shapes = (f"({rows},)", f"({rows}, H, {package.dim}), with H at least 1,")
+    for (name, what), x, shape in zip(_OWN.items(), call.vectors or (None, None), shapes, strict=True):
+        expected = f"{name} must be a dense floating-point tensor of shape {shape} on {q.device}"
+        if name not in package.traits.vectors:
+            if x is not None:
+                raise ValueError(f"{package.loss_name} has no {what}: {name} must be None")
+            continue
+        if x is None:
+            raise ValueError(f"{package.loss_name} needs {name}: {expected}")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{expected}, not {type(x).__name__}")
+        if x.is_nested or x.layout != torch.strided or not x.is_floating_point():
+            raise ValueError(f"{expected}, not {'nested' if x.is_nested else x.layout} of {x.dtype}")
+        of_queries = x.dim() == 3 and x.shape[::2] == q.shape and x.shape[1] > 0
+        if not (of_queries if name == "negatives" else x.shape == q.shape[:1]):
+            raise ValueError(f"{expected}, not of shape {_shape(x)}")
+        if x.device != q.device:  # a copy from the host would wait for the device
+            raise ValueError(f"{expected}, not on {x.device}")
+
+
+def _vectors(
+    package: Package, q: Tensor, scale: Tensor, bias: Tensor, query_weight: Tensor | None, negatives: Tensor | None
+) -> Tensor:
+    """The numbers of `Traits.vectors` (V, m) in the statistics dtype, differentiably in all of these.
+
+    Those of negatives are h_i = log sum_l exp(x_il), of the logits of query i and its own keys. Products are summed
+    element by element: a matrix product might round to bf16 or tf32.
+    """
+    dtype = package.schedule.STATISTICS_DTYPE
+    found = [] if query_weight is None else [query_weight.to(dtype)]
+    if negatives is not None:
+        z = (q.to(dtype)[:, None] * negatives.to(dtype)).sum(2)
+        found.append(package.loss.logit(z, scale, bias).logsumexp(1))
+    return torch.stack(found)
 
 
 def _scalar(name: str, value: Tensor | float, package: Package, q: Tensor) -> Tensor:

@@ -4,8 +4,8 @@
     backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
     at once     where gradients need no statistics, forward does the work of backward, which only multiplies them
 
-`gradients` has a bit each for q, k, scale and bias: a gradient is wanted. Of a side that needs none the product with g,
-its sums and their messages are left out (`package.products`).
+`gradients` has a bit each for q, k, scale, bias and vectors: a gradient is wanted. Of a side that needs none the
+product with g, its sums and their messages are left out (`package.products`).
 
 The package's `schedule` module sweeps blocks of queries and keys. Over ranks a `Trip` brings the keys of each owner.
 One device never communicates, never copies its inputs and, on CUDA, never waits for the device.
@@ -31,12 +31,12 @@ from torch.autograd import profiler
 from . import agreement
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
-from .package import KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
+from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
 from .statistics import Statistics, view
 from .table import Table
 from .transport import Tensors, Trip
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dscale, dbias
+Gradients = tuple[Tensor | None, ...]  # dq, dk, dscale, dbias; of a loss with vectors, theirs, too
 Sums = tuple[Tensor | None, Tensor | None]  # for dq and dk
 
 
@@ -51,6 +51,7 @@ def forward(package: Package, call: Call, gradients: int) -> tuple[Tensor, Saved
 
 def swept(package: Package, call: Call, group: Group | None, layout: Layout, gradients: int) -> tuple[Tensor, Saved]:
     """`forward` for a layout that the ranks have agreed on."""
+    gradients &= ALL  # those of vectors follow with the terms of queries
     with device_state(package, call.q.device, "forward"):
         if group is None:
             sizes = call.q.new_empty((0, 3), dtype=torch.int64)
@@ -58,6 +59,8 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
             each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
             sizes = torch.tensor(list(each), dtype=torch.int64)
         saved = new_saved(package, call.q, call.k, sizes, gradients, call.options.unrounded)
+        if call.vectors is not None:
+            saved.of_vectors.copy_(call.vectors)
         sweep = _Sweep(package, call, layout, saved)
         if package.traits.at_once:
             return _at_once(sweep, group, gradients), saved
@@ -75,17 +78,22 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         ours = sweep.own_block()._replace(keys=keys)
         if package.traits.combined and not by_rows:
             package.schedule.combine(ours)
-        return package.schedule.loss_terms(ours, _weight(layout, call.options)), saved
+        weight = _weight(layout, call.options)
+        if package.traits.vectors:
+            saved.of_vectors.mul_(weight)
+        return package.schedule.loss_terms(ours, weight), saved
 
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
     """dq (m, D) and dk (n, D) in the features' dtype or `unrounded`; dscale and dbias 0-dim in the statistics dtype;
-    None for those not wanted.
+    None for those not wanted. Of a loss with vectors theirs (V, m), too, in that dtype.
 
     `upstream` is the gradient of this rank's loss, 0-dim of any dtype. `gradients` are those of forward. All ranks of a
     group must call it, in one order; otherwise every rank raises RuntimeError. With `Package.at_once` a rank needs no
     other.
     """
+    if not gradients & ALL:
+        return None, None, None, None, *_of_vectors(package, saved, upstream)
     if package.at_once(saved.layout.shape[0]):
         return _rescaled(package, call, saved, upstream, gradients)
     group, layout = None, Layout.alone(call.q, call.k)
@@ -98,7 +106,12 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         weighting = _Weighting(package, call, layout, upstream, gradients)
         sweep = _Sweep(package, call, layout, saved)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
-        return dq, dk, *weighting.scalars(sweep.slopes)
+        return dq, dk, *weighting.scalars(sweep.slopes), *_of_vectors(package, saved, upstream)
+
+
+def _of_vectors(package: Package, saved: Saved, upstream: Tensor) -> list[Tensor]:
+    """The gradient of the vectors, if the loss has any."""
+    return [saved.of_vectors * upstream.to(saved.of_vectors.dtype)] if package.traits.vectors else []
 
 
 def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor:
@@ -196,9 +209,9 @@ def _rescaled(package: Package, call: Call, saved: Saved, upstream: Tensor, grad
         if dk is not None:
             schedule.rescale(panel(saved.of_keys, 0, call.k.shape[0]), upstream, dk)
         if not gradients & SCALARS:
-            return dq, dk, None, None
+            return dq, dk, None, None, *_of_vectors(package, saved, upstream)
         dscale, dbias = (x * upstream for x in saved.stash.unbind())  # an operator's results share no memory
-        return dq, dk, dscale, dbias
+        return dq, dk, dscale, dbias, *_of_vectors(package, saved, upstream)
 
 
 def _results(call: Call, gradients: int, dtype: torch.dtype) -> Sums:
@@ -245,6 +258,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     of one rank in a ring.
     """
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
+    vectors = q.new_empty((len(package.traits.vectors), q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
     if package.at_once(ranks):
         # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
         rounds = package.dtype == torch.bfloat16 and not unrounded
@@ -252,7 +266,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
         dq = q.new_empty(q.shape if gradients & QUERIES else (0,), dtype=dtype)
         dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients & KEYS else (0,), dtype=dtype)
         scalars = q.new_empty(2 if gradients & SCALARS else 0, dtype=schedule.STATISTICS_DTYPE)
-        return Saved(dq, dk, scalars, q.new_empty((0, 1), dtype=torch.int64), sizes)
+        return Saved(dq, dk, scalars, q.new_empty((0, 1), dtype=torch.int64), vectors, sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
@@ -267,6 +281,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
         q.new_empty((2, columns if package.traits.has_keys else 0), dtype=schedule.STATISTICS_DTYPE),
         q.new_empty(stash or (0,), dtype=package.dtype),
         q.new_empty((kept_ids, 1), dtype=torch.int64),
+        vectors,
         sizes,
     )
 
@@ -286,6 +301,7 @@ class _Sweep:
         # Labels first: their copy from the host waits for kernels launched before it.
         self.positives, statistics = _positives(package, call, layout), saved.of_queries
         self.query_ids, self.key_ids = (None if ids is None else ids.contiguous() for ids in call.ids)
+        self.vectors = saved.of_vectors if package.traits.vectors else None
         self.queries: Statistics | None = None
         self.sums: Tensor | None = None
         if package.traits.at_once:
@@ -310,7 +326,7 @@ class _Sweep:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
         q, _, scale, bias, *_ = self.call
         counts = sum(self.layout.rows), sum(self.layout.keys)
-        found = (self.queries, keys, self.positive, self.query_ids, key_ids, self.sums, counts)
+        found = (self.queries, keys, self.positive, self.vectors, self.query_ids, key_ids, self.sums, counts)
         return Block(q, k, scale, bias, self.positives, first, *found)
 
     def own_block(self) -> Block:

@@ -26,6 +26,8 @@ class Traits:
     combined          whether the term of a query combines its statistic and its positive in another way than by
                       constant multiples, or its statistic leaves out its positive and may be a sum of nothing: a
                       kernel between the sweeps then makes the weight of its row
+    vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight", and
+                      "negatives", whose log-sum-exp is such a number
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
                       of their own in a sum over pairs, and are left out of log-sum-exps; "positive": positives are
                       left out of log-sum-exps, too
@@ -41,6 +43,7 @@ class Traits:
     known: Known = "all"
     positives: str = "diagonal"
     combined: bool = False
+    vectors: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     affine: bool = True
     softplus: bool = False

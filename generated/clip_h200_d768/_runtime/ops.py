@@ -14,15 +14,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 
 from . import agreement, engine, replay
 from .group import find_group
-from .package import KEYS, QUERIES, SCALARS, Call, Options, Package, Saved, products
+from .package import ALL, KEYS, QUERIES, SCALARS, Call, Options, Package, Saved, products
 
 # Schemas of the operators: the fields of Call, of Options but `unrounded`, which follows from dtypes, and of Saved.
-_CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? labels, Tensor? query_ids, Tensor? key_ids"
+_CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? vectors, "
+_CALL += "Tensor? labels, Tensor? query_ids, Tensor? key_ids"
 _OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
-_SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor ids, Tensor layout"
+_SAVED = "Tensor of_queries, Tensor of_keys, Tensor stash, Tensor ids, Tensor of_vectors, Tensor layout"
 _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
 _RESULTS = "Tensor dq, Tensor dk, Tensor dscale, Tensor dbias"  # (0,) for those not wanted
-_BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}, int gradients) -> ({_RESULTS})"
+_BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}, int gradients) -> ({_RESULTS}"
 _GIVEN = len(Call._fields) - 1  # tensors of a Call
 _NAMED = len(Options._fields) - 1
 _SAVED_PARTS = len(Saved._fields)
@@ -32,7 +33,8 @@ _libraries: list[torch.library.Library] = []  # keeps the operators registered
 
 
 class _Loss(torch.autograd.Function):
-    """The loss, differentiable once in q, k, scale and bias. Inputs: a `Call`'s, the package, the bits of gradients."""
+    """The loss, differentiable once in q, k, scale, bias and vectors. Inputs: a `Call`'s, the package, the bits of
+    gradients."""
 
     @staticmethod
     def vmap(*_: object) -> Any:
@@ -70,8 +72,8 @@ def _of_backward(package: Package, call: Call, saved: Saved) -> Call:
 
 
 def _wanted(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    needed = ctx.needs_input_grad
-    return (*[g if need else None for g, need in zip(gradients, needed, strict=False)], *[None] * (len(needed) - 4))
+    needed, rest = ctx.needs_input_grad, len(ctx.needs_input_grad) - len(gradients)
+    return (*[g if need else None for g, need in zip(gradients, needed, strict=False)], *[None] * rest)
 
 
 class _TransformedLoss(_Loss):
@@ -117,11 +119,11 @@ def differentiable(package: Package, call: Call) -> Tensor:
     """The loss of an accepted call. Features are cast to the package's dtype; gradients have the features' dtype."""
     gradients = 0
     if torch.is_grad_enabled():
-        for bit, tensor in enumerate(call[:4]):
+        for bit, tensor in enumerate(call.inputs):
             gradients |= int(tensor.requires_grad) << bit
         gradients = package.computed(gradients)
     loss: Tensor
-    if traced(*call[:4]):
+    if traced(*call.inputs):
         if not torch.compiler.is_compiling():
             _tell_flops(package)
         loss = package.operators.forward(*call[:_GIVEN], *call.options[:_NAMED], gradients)[0]
@@ -164,10 +166,11 @@ def _tell_flops(package: Package) -> None:
 def register(package: Package) -> Any:
     """The operators of a package, registered under a name of their own, with the schemas above.
 
-    `forward` is differentiable once in q, k, scale and bias. `refuse` raises, when a graph runs, the error that its
-    trace has found in the arguments.
+    `forward` is differentiable once in q, k, scale, bias and vectors. `refuse` raises, when a graph runs, the error
+    that its trace has found in the arguments.
     """
     statistics, name = package.schedule.STATISTICS_DTYPE, f"infcl_{package.digest[:16]}"
+    own = package.traits.vectors
     names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(2)))
     namespace = next(free for free in names if not hasattr(getattr(torch.ops, free), "forward"))
     operators = getattr(torch.ops, namespace)
@@ -182,10 +185,8 @@ def register(package: Package) -> Any:
         upstream, *rest, gradients = inputs
         q, k, saved = rest[0], rest[1], Saved(*rest[_GIVEN:-_NAMED])
         call = _of_backward(package, Call(*(*rest[:_GIVEN], Options(*rest[-_NAMED:]))), saved)
-        found, dtypes = (
-            engine.backward(package, call, saved, upstream, gradients),
-            (q.dtype, k.dtype, *[statistics] * 2),
-        )
+        found = engine.backward(package, call, saved, upstream, gradients)
+        dtypes = (q.dtype, k.dtype, *[statistics] * (len(found) - 2))
         results = zip(found, dtypes, strict=True)
         return tuple(q.new_empty(0, dtype=dtype) if x is None else x.to(dtype) for x, dtype in results)
 
@@ -193,15 +194,16 @@ def register(package: Package) -> Any:
         group = find_group(inputs[_GIVEN - 2])
         ranks, place = (0, q.device) if group is None else (group.size, "cpu")
         sizes = torch.empty((ranks, 3), dtype=torch.int64, device=place)
-        unrounded = Call(q, k, inputs[0], inputs[1], None).cast(package).options.unrounded
-        saved = engine.new_saved(package, q, k, sizes, inputs[-1], unrounded)
+        unrounded = Call(q, k, inputs[0], inputs[1]).cast(package).options.unrounded
+        saved = engine.new_saved(package, q, k, sizes, inputs[-1] & ALL, unrounded)
         return (q.new_empty((), dtype=statistics), *saved)
 
     def backward_shapes(upstream: Tensor, q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         of_queries, of_keys, of_scalars = (inputs[-1] & bits for bits in (QUERIES, KEYS, SCALARS))
         dq, dk = q.new_empty(q.shape if of_queries else (0,)), k.new_empty(k.shape if of_keys else (0,))
         scalars = (q.new_empty(() if of_scalars else (0,), dtype=statistics) for _ in range(2))
-        return (dq, dk, *scalars)
+        vectors = [q.new_empty((len(own), q.shape[0]), dtype=statistics)] * bool(own)
+        return (dq, dk, *scalars, *vectors)
 
     def refuse_arguments(error: str, message: str, group_name: str) -> Tensor:
         unknown: list[Any] = [*[None] * _GIVEN, Options(group_name)]
@@ -213,7 +215,7 @@ def register(package: Package) -> Any:
     _libraries.append(library)
     for name, schema, implementation, shapes in (
         ("forward", _FORWARD, forward, forward_shapes),
-        ("backward", _BACKWARD, backward, backward_shapes),
+        ("backward", _BACKWARD + (", Tensor dvectors)" if own else ")"), backward, backward_shapes),
         ("refuse", _REFUSE, refuse_arguments, lambda *_: torch.empty((), dtype=statistics)),
     ):
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -227,7 +229,7 @@ def register(package: Package) -> Any:
         tensors = ctx.saved_tensors  # first: raises torch's own error for a second backward without retain_graph
         if upstream is None:
             return (None,) * len(ctx.needs_input_grad)
-        needed = sum(int(need) << bit for bit, need in enumerate(ctx.needs_input_grad[:4]))
+        needed = sum(int(need) << bit for bit, need in enumerate(ctx.needs_input_grad[:5]))
         gradients = ctx.gradients | needed  # a graph that was traced without gradients has none
         return _wanted(ctx, operators.backward(upstream, *tensors, *ctx.options, gradients))
 

@@ -54,7 +54,8 @@ def selftest(package: Package, device: torch.device, loss_and_grads: Callable[..
         random = (torch.randn(n, package.dim, generator=generator, dtype=torch.float64) for n in (rows, keys))
         q, other = (torch.nn.functional.normalize(x, dim=1).to(device, package.dtype) for x in random)
         k = None if package.traits.triangle else other
-        arguments = (package, q, k, scale, BIAS, None, *_ids(package, q, k), Options(ALONE))
+        own = tuple(_vectors(package, q).get(name) for name in ("query_weight", "negatives"))
+        arguments = (package, q, k, scale, BIAS, own, None, *_ids(package, q, k), Options(ALONE))
         first, second = (Results(*loss_and_grads(*arguments)) for _ in range(2))
         repeatable &= all(torch.equal(a, b) for _, a, b in compared(first, second))
         errors, allowed = _errors(package, first, q, k, scale)
@@ -76,6 +77,13 @@ def _ids(package: Package, q: Tensor, k: Tensor | None) -> tuple[Tensor | None, 
         return None, None
     query_ids, key_ids = (torch.arange(len(x), device=x.device) // SHARED << 31 for x in (q, k))
     return query_ids, key_ids
+
+
+def _vectors(package: Package, q: Tensor) -> dict[str, Tensor]:
+    """Keywords of queries' own numbers: weights up to 1, and another query and the query itself read backwards."""
+    weights = torch.arange(1, len(q) + 1, device=q.device, dtype=torch.float64) / len(q)
+    found = {"query_weight": weights, "negatives": torch.stack((q.roll(1, 0), q.flip(1)), 1)}
+    return {name: found[name] for name in package.traits.vectors}
 
 
 def product_roundoff(dtype: torch.dtype, tf32: bool, split: bool) -> float:
@@ -138,7 +146,10 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
     found = {"dscale": unit * times * float(total) / scale}
     sides = [("dq", squares, k, parts), ("dk", squares.T, q, [part.T for part in parts])]
     for name, squared, other, cut in sides if given is not None else sides[:1]:
-        spread = (squared @ other.square()).sum().sqrt() * times + torch.linalg.vector_norm(getattr(exact, name))
+        # What own negatives add to dq is rounded on its own, and so is the sum.
+        parts_of = 3 if name == "dq" and "negatives" in package.traits.vectors else 1
+        spread = (squared @ other.square()).sum().sqrt() * times
+        spread += torch.linalg.vector_norm(getattr(exact, name)) * parts_of
         spread += sum(torch.linalg.vector_norm(part @ other) for part in cut)
         found[name] = unit / typical * float(spread)
     return found
@@ -159,9 +170,14 @@ def _gradients_of_logits(package: Package, q: Tensor, k: Tensor | None, scale: f
     query_ids, key_ids = _ids(package, q, k)
     if query_ids is not None and key_ids is not None:
         classes.append(query_ids[:, None] == key_ids)
+    own = _vectors(package, q.double())
+    if "negatives" in own:
+        products = torch.einsum("id,ild->il", q.double(), own["negatives"])
+        own["negatives"] = package.loss.logit(products, *numbers).logsumexp(1)
     taken = inspect.signature(package.loss.loss_of_logits).parameters
     others = {"z": z.detach(), "scale": numbers[0], "bias": numbers[1]}
-    value = package.loss.loss_of_logits(x, *classes, **{name: each for name, each in others.items() if name in taken})
+    rest = {name: each for name, each in others.items() if name in taken}
+    value = package.loss.loss_of_logits(x, *classes, *own.values(), **rest)
     of_z, of_bias = torch.autograd.grad(value, (z, bias), materialize_grads=True)
     return (of_z + of_z.T if package.traits.triangle else of_z), of_bias
 
@@ -171,7 +187,8 @@ def _dense(package: Package, q: Tensor, k: Tensor | None, scale: float, dtype: t
     numbers = (torch.tensor(number, dtype=dtype, device=q.device) for number in (scale, BIAS))
     leaves: list[Any] = [None if x is None else x.detach().to(dtype).requires_grad_() for x in (q, k, *numbers)]
     query_ids, key_ids = _ids(package, q, k)
-    loss = package.loss.reference(*leaves, query_ids=query_ids, key_ids=key_ids, dtype=dtype)
+    own = _vectors(package, q)
+    loss = package.loss.reference(*leaves, query_ids=query_ids, key_ids=key_ids, **own, dtype=dtype)
     found: Iterator[Any] = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None], materialize_grads=True))
     gradients: list[Any] = [x if x is None else next(found) for x in leaves]
     return Results(loss.detach(), *gradients)

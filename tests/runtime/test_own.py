@@ -1,0 +1,233 @@
+"""Numbers of single queries: their weights, and the log-sum-exp of negatives that only they see."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.properties import Case, inputs_of
+from tests.kernels.planted import Edit
+from tests.verification.dense import dense, dense_loss
+
+from .pool import Packages, Pool, results
+
+LOSSES = ("weighted", "hard", "gemini")
+X = torch.randn(6, 8, dtype=torch.float64)
+W, N = torch.rand(6, dtype=torch.float64), torch.randn(6, 2, 8, dtype=torch.float64)
+CLOSE = {"rtol": 1e-10, "atol": 1e-13}
+
+
+def drawn(package: ModuleType, seed: int = 1, rows: int = 70) -> Inputs:
+    return inputs_of(package, Case(rows, 93, 8, "fp64", 3.0, -1.0, seed=seed))
+
+
+def leaves_of(inputs: Inputs) -> tuple[Inputs, list[Tensor]]:
+    """The inputs, and what of them requires gradients."""
+    found = inputs._asdict() | {
+        name: torch.tensor(x, dtype=torch.float64) for name, x in zip(("scale", "bias"), inputs[2:4], strict=True)
+    }
+    found = {
+        name: x.double().clone().requires_grad_() if x is not None and x.is_floating_point() else x
+        for name, x in found.items()
+    }
+    return Inputs(**found), [x for x in found.values() if x is not None and x.requires_grad]
+
+
+def truth(loss: str, inputs: Inputs) -> list[Tensor]:
+    """The loss by its definition, and its gradients by all that have some."""
+    inputs, leaves = leaves_of(inputs._replace(labels=inputs.positives()))
+    value = dense_loss(loss, *inputs)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.to(ours.dtype), **CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_device_against_the_definition(packages: Packages, loss: str, seed: int) -> None:
+    """By autograd all gradients, times upstream; by `loss_and_grads` those of features and numbers."""
+    package = packages(loss)
+    inputs = drawn(package, seed)
+    expected = truth(loss, inputs)
+    assert_close(package.loss_and_grads(*inputs[:4], **inputs.given), dense(loss, *inputs))
+    assert_close(package.loss_and_grads(*inputs[:4], **inputs.given), expected[:5])
+    given, leaves = leaves_of(inputs)
+    assert given.query_weight is None or bool((given.query_weight == 0).any())
+    value = package.contrastive_loss(*given[:4], **given.given)
+    assert_close([value.detach(), *torch.autograd.grad(value, leaves, retain_graph=True)], expected)
+    assert_close(torch.autograd.grad(value, leaves, -3 * torch.ones_like(value)), [-3 * each for each in expected[1:]])
+    value = package.contrastive_loss(*given[:4], **given.given, reduction="sum", grad_sync="sum")
+    assert_close(torch.autograd.grad(value, leaves), [70 * each for each in expected[1:]])
+    assert_close([package.reference(*inputs[:4], **inputs.given)], expected[:1])
+
+
+@pytest.mark.parametrize("wanted", ["query_weight", "negatives"])
+def test_one_gradient_alone(packages: Packages, wanted: str) -> None:
+    package = packages("hard")
+    inputs = drawn(package)
+    leaf = getattr(inputs, wanted).clone().requires_grad_()
+    value = package.contrastive_loss(*inputs[:4], **inputs.given | {wanted: leaf})
+    place = {"query_weight": 5, "negatives": 6}[wanted]
+    assert_close(torch.autograd.grad(value, leaf), truth("hard", inputs)[place : place + 1])
+
+
+def test_in_a_module_in_inference_and_by_strides(packages: Packages) -> None:
+    package = packages("hard")
+    expected = dense("hard", X, X, 2.0, 0.5, query_weight=W, negatives=N)
+    spread = {"query_weight": W.repeat_interleave(2)[::2], "negatives": N.mT.contiguous().mT}
+    assert_close([package.ContrastiveLoss()(X, X, 2.0, 0.5, **spread)], expected[:1])
+    with torch.inference_mode():
+        x, w, n = X * 1, W * 1, N * 1
+        assert_close(package.loss_and_grads(x, x, 2.0, 0.5, query_weight=w, negatives=n), expected)
+
+
+def test_traced_and_transformed(packages: Packages) -> None:
+    package = packages("hard")
+    leaves = [X.clone(), W.clone(), N.clone()]
+
+    def loss(q: Tensor, w: Tensor, n: Tensor) -> Tensor:
+        value: Tensor = package.contrastive_loss(q, X, 2.0, query_weight=w, negatives=n)
+        return value
+
+    plain = [x.clone().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(loss(*plain), plain)
+    assert_close(torch.func.grad(loss, argnums=(0, 1, 2))(*leaves), expected)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = [x.clone().requires_grad_() for x in leaves]
+    assert_close(torch.autograd.grad(compiled(*found), found), expected)
+    with pytest.raises(ValueError, match="hard needs negatives: negatives must be a dense"):
+        torch.compile(lambda q: package.contrastive_loss(q, X, 2.0, query_weight=W), backend="aot_eager")(X)
+
+
+def test_operators_are_well_formed(packages: Packages) -> None:
+    operators = packages("hard").ContrastiveLoss._package.operators
+    call = [
+        x.clone().requires_grad_()
+        for x in (X, X, torch.tensor(2.0).double(), torch.tensor(0.0).double(), torch.stack((W, W)))
+    ]
+    rest = (None, None, None, "", "mean", "mean", "first", "none")
+    torch.library.opcheck(operators.forward, (*call, *rest, 31))
+    with torch.no_grad():
+        loss, *saved = operators.forward(*call, *rest, 31)
+        arguments = (torch.ones_like(loss), *(x.detach() for x in call), *rest[:3], *saved, *rest[3:], 31)
+    torch.library.opcheck(operators.backward, arguments)
+
+
+def test_gradients_have_the_dtype_of_what_they_are_of(packages: Packages) -> None:
+    package = packages("hard", "bf16")
+    given = [X.bfloat16(), X.bfloat16(), W.float(), N.bfloat16()]
+    q, k, w, n = leaves = [x.requires_grad_() for x in given]
+    found = torch.autograd.grad(package.contrastive_loss(q, k, 2.0, query_weight=w, negatives=n), leaves)
+    expected = truth(
+        "hard", Inputs(*(x.detach().double() for x in (q, k)), 2.0, 0.0, query_weight=w.detach(), negatives=n.detach())
+    )
+    for ours, theirs, leaf in zip(found, [expected[place] for place in (1, 2, 5, 6)], leaves, strict=True):
+        assert ours.dtype == leaf.dtype
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0.02, atol=2e-3)
+
+
+WEIGHT = r"query_weight must be a dense floating-point tensor of shape \(6,\) on cpu"
+HARD = r"negatives must be a dense floating-point tensor of shape \(6, H, 8\), with H at least 1, on cpu"
+BAD_CALLS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("weighted", {}, ValueError, f"^weighted needs query_weight: {WEIGHT}$"),
+    ("weighted", {"query_weight": 1.0}, TypeError, f"{WEIGHT}, not float$"),
+    ("weighted", {"query_weight": W[:5]}, ValueError, rf"{WEIGHT}, not of shape \(5,\)$"),
+    ("weighted", {"query_weight": W.long()}, ValueError, f"{WEIGHT}, not torch.strided of torch.int64$"),
+    ("weighted", {"query_weight": W.to_sparse()}, ValueError, f"{WEIGHT}, not torch.sparse_coo"),
+    ("weighted", {"query_weight": W.to("meta")}, ValueError, f"{WEIGHT}, not on meta$"),
+    ("weighted", {"query_weight": W, "negatives": N}, ValueError, "weighted has no negatives of single queries: neg"),
+    ("hard", {"query_weight": W}, ValueError, f"^hard needs negatives: {HARD}$"),
+    ("hard", {"query_weight": W, "negatives": N[:, 0]}, ValueError, rf"{HARD}, not of shape \(6, 8\)$"),
+    ("hard", {"query_weight": W, "negatives": N[:, :0]}, ValueError, rf"{HARD}, not of shape \(6, 0, 8\)$"),
+    ("hard", {"query_weight": W, "negatives": N[:, :, 1:]}, ValueError, rf"{HARD}, not of shape \(6, 2, 7\)$"),
+    ("clip", {"query_weight": W}, ValueError, "clip has no weights of queries: query_weight must be None$"),
+    ("siglip", {"negatives": N}, ValueError, "siglip has no negatives of single queries: negatives must be None$"),
+]
+
+
+@pytest.mark.parametrize(("loss", "keywords", "error", "message"), BAD_CALLS)
+def test_wrong_numbers_are_refused_in_one_line(
+    packages: Packages, loss: str, keywords: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    package = packages(loss)
+    for call in (package.contrastive_loss, package.loss_and_grads):
+        with pytest.raises(error, match=message) as caught:
+            call(X, X, 2.0, **keywords)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def pool(packages: Packages, folder_of: Callable[[ModuleType], Path]) -> Iterator[Pool]:
+    pool = Pool(2, folder_of(packages("clip")).parent)
+    yield pool
+    pool.close()
+
+
+RING, GATHER = {"devices": 2, "transport": "ring"}, {"devices": 2, "transport": "gather"}
+
+
+def over_ranks(pool: Pool, package: str, rows: list[int], keys: list[int], **options: Any) -> list[Tensor]:
+    """The loss and all gradients, as data-parallel training has them: numbers averaged, rows joined over the ranks."""
+    case = Case(sum(rows), sum(keys), 8, "fp64", 3.0, -1.0, seed=1)
+    how = {"package": package, "ranks": (0, 1), "rows": rows, "keys": keys, "case": case, **options}
+    parts = results(pool.run("own_gradients", (0, 1), **how))
+    return [torch.cat(each) / 2 if each[0].dim() else torch.stack(each).mean() for each in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize(("rows", "keys"), [([33, 40], [65, 30]), ([0, 7], [9, 2])])
+@pytest.mark.parametrize("way", [RING, GATHER], ids=["ring", "gather"])
+@pytest.mark.parametrize("loss", ["hard", "gemini"])
+def test_over_ranks(
+    pool: Pool, packages: Packages, loss: str, way: dict[str, Any], rows: list[int], keys: list[int]
+) -> None:
+    """Nothing of them travels: each rank gives the numbers of its own queries, and gets their gradients."""
+    case = Case(sum(rows), sum(keys), 8, "fp64", 3.0, -1.0, seed=1)
+    expected = truth(loss, inputs_of(packages(loss), case))
+    assert_close(over_ranks(pool, packages(loss, **way).__name__, rows, keys), expected)
+
+
+def test_ranks_must_agree_on_what_they_give(pool: Pool, packages: Packages) -> None:
+    package = packages("weighted", **RING).__name__
+    answers = pool.run("own_gradients", (0, 1), {1: {"without": True}}, package=package, ranks=(0, 1), rows=[4, 4],
+                       keys=[4, 4], case=Case(8, 8, 8, "fp64", seed=1))  # fmt: skip
+    kinds, messages = zip(*answers, strict=True)
+    assert kinds == ("RuntimeError", "ValueError") and "arguments of rank 1 are invalid" in messages[0]
+    assert "weighted needs query_weight" in messages[1]
+
+
+SCHEDULE, ENGINE, API = "schedule.py", "_runtime/engine.py", "_runtime/api.py"
+SLOPES = "own.copy_(torch.stack(of_own))"
+BUGS: dict[str, Edit] = {
+    "slopes stay numbers": (SCHEDULE, SLOPES, "pass"),
+    "slopes of the first rows": (SCHEDULE, "own = block.vectors[:, rows]", "own = block.vectors[:, : len(r)]"),
+    "the weight of a term is left out": (ENGINE, "saved.of_vectors.mul_(weight)", "pass"),
+    "upstream is left out": (
+        ENGINE,
+        "saved.of_vectors * upstream.to(saved.of_vectors.dtype)",
+        "saved.of_vectors * 1.0",
+    ),
+    "negatives are not scaled": (
+        API,
+        "package.loss.logit(z, scale, bias).logsumexp(1)",
+        "package.loss.logit(z, scale.detach(), bias).logsumexp(1)",
+    ),
+    "negatives of the next query": (API, "negatives.to(dtype)).sum(2)", "negatives.roll(1, 0).to(dtype)).sum(2)"),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_noticed(packages: Packages, planted: Callable[..., str], name: str) -> None:
+    wrong = importlib.import_module(planted(name, "hard", (BUGS[name],)))
+    with pytest.raises(AssertionError):
+        test_one_device_against_the_definition(lambda _: wrong, "hard", 1)
