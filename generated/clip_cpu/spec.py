@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "2d9c2db85eecb75f4d84cfccdc6e30044c4d09431d64e32d86d1ddb17f8f89a7",
+    "digest": "0ee24d69d20fe88425192da4cd7b6c451978388d60962053fd13a8cf35e42afd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "vectors": (),
+            "held": 0,
             "classes": (),
             "affine": True,
             "softplus": False,

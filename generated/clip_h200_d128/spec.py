@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "2eaaa1c7dad26765f79b5d85a60dd29d9d699456bb83f1778133d4557c41f405",
+    "digest": "24ddb144975eb3645f6f0604c5491f40ee52aed6f94e30e4030e7e6adc8ea960",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "vectors": (),
+            "held": 0,
             "classes": (),
             "affine": True,
             "softplus": False,

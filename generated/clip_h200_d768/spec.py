@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0d457bf64e821da393dc5b2cb68222b6213cc33880630120b835e128dcb2be69",
+    "digest": "19234b8c18f42567a544e1454f70c64a7312e67986cbd6b30bd35e37b312484c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "vectors": (),
+            "held": 0,
             "classes": (),
             "affine": True,
             "softplus": False,

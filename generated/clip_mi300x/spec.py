@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "9b2dfaeb527500da237f4b43b1cb05fa61349d395d23842d88dfbbdbdf25fd9d",
+    "digest": "deef6a0756e1176580de679e18125276653bea6805be5d3aa0deac33c65baa65",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
@@ -43,6 +43,7 @@ SPEC: dict[str, Any] = {
             "positives": "diagonal",
             "combined": False,
             "vectors": (),
+            "held": 0,
             "classes": (),
             "affine": True,
             "softplus": False,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "9555d73db32fa8385dfb804b0c7a511e2f5a075de095bff6ebacac55a2354441",
+    "digest": "8002828e624186581917ea64148eb5f072926e60f180675f757db6e3beb0c2c1",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -40,6 +40,7 @@ SPEC: dict[str, Any] = {
             "positives": "label",
             "combined": False,
             "vectors": (),
+            "held": 0,
             "classes": (),
             "affine": True,
             "softplus": False,

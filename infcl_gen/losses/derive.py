@@ -13,7 +13,7 @@ at those of query i,
 The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
 
-and of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). A pair that is left out of a
+Of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). A pair that is left out of a
 log-sum-exp has no exp(...) in it. From dL/dx follow
 dL/dz_ij = dL/dx_ij * dx/dz, dq_i = sum_j dL/dz_ij k_j and dk_j = sum_i dL/dz_ij q_i.
 
@@ -188,7 +188,7 @@ class Derivation:
     def largest_slope(self) -> float:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
         if self.form.combined:
-            return max(_bound(self.query_weight) + _bound(self.positive_slope), _bound(self.query_weight))
+            return _bound(self.query_weight) + _bound(self.positive_slope) + _bound(self.through_z)
         if self.pair_slope is None:
             sides = 2 if self.form.domain == "triangle" else 1
             return max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
@@ -248,6 +248,7 @@ class Derivation:
             classes=self.form.classes,
             combined=self.form.combined,
             vectors=tuple(self.form.vectors),
+            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 if self.form.combined else 0,
             affine=self.slope is not None,
             softplus=self.softplus_sign != 0,
             strips=self._strips,
@@ -367,7 +368,7 @@ def _bound(expression: Expr) -> float:
         return math.prod(bounds)
     if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
         return bounds[0] ** int(expression.exp)
-    return 1.0 if expression.func in (language.sigmoid, sympy.tanh) else math.inf
+    return 1.0 if expression.func in (language.sigmoid, language.step, sympy.tanh) else math.inf
 
 
 def _shares(form: Form) -> tuple[Expr, Expr, Expr]:

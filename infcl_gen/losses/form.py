@@ -203,6 +203,7 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     inside = statistic.args[0]
     if not isinstance(statistic, language.positive) or inside == logit:
         return statistic.func(x)
+    refuse((inside.atoms(*_REDUCTIONS), f"positive({display(inside)}) is not of a logit of z, scale and bias"))
     own, rest = language.positive(x), sympy.expand(inside - logit)
     return inside.xreplace({logit: own, z: positive_z}) if rest.has(z) else own + rest
 

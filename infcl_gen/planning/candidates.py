@@ -137,7 +137,11 @@ class Choices:
             return f"has no kernels for {logit}; use --target cpu or --set strategy=torch"
         if derivation.traits.ids and name != "panel":
             return f"has no kernels that tell ids apart, as in the loss {derivation.spec.name}; valid: panel, torch"
-        if (derivation.traits.masked or derivation.traits.combined) and name in ("fused", "stash"):
+        if derivation.traits.without_positives and name != "panel":  # a sample may take a positive for the reference
+            return (
+                f"has no kernels that leave positives out, as in the loss {derivation.spec.name}; valid: panel, torch"
+            )
+        if derivation.traits.combined and name in ("fused", "stash"):
             what = f"where a query's term combines its sum and its positive, as in the loss {derivation.spec.name}"
             return f"has no kernels {what}; valid: panel, rows, torch"
         if name == "fused" and (reason := fused.impossible(problem.dim, problem.dtype)):

@@ -114,7 +114,10 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
     if v.strategy == "torch":
         if v.gather and v.traits.has_keys:
             terms.append(BufferTerm("merged_statistics", forward, (3 * W + 7, Min(G, kept_keys)), "what adds them up"))
-        terms.append(BufferTerm("loss_terms", forward, (8, Min(F, Max(m, n))), "temporaries of the loss's terms"))
+        shape, kind = (
+            ((v.traits.held, Min(F, m)), "fp64") if v.traits.combined else ((8, Min(F, Max(m, n))), "statistics")
+        )
+        terms.append(BufferTerm("loss_terms", forward, shape, "temporaries of the loss's terms", kind))
         terms += _torch_panel(v, forward, forward_rows, forward_keys) + _torch_panel(v, backward, rows, keys)
     else:
         row_blocks, key_blocks = ceil_div(forward_rows, Bf), ceil_div(forward_keys, Kf)
@@ -274,7 +277,8 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
             of_keys and BufferTerm("weighted_queries", forward, (rows, D), "times their shares", "features"),
         ]
         for phase in (forward, finish):
-            terms.append(BufferTerm("query_statistics", phase, (4, m), "r_i as a wide float; the positive"))
+            shape = 2 + v.positive_parts, m
+            terms.append(BufferTerm("query_statistics", phase, shape, "r_i as a wide float; the positive"))
             terms.append(BufferTerm("loss_parts", phase, (parts,), "partial sums of the loss", "fp64"))
     else:
         row_blocks, key_blocks = ceil_div(rows, Bg), ceil_div(keys, Kg)

@@ -139,7 +139,8 @@ class Call(NamedTuple):
 class Saved(NamedTuple):
     """What forward saves for backward, besides the inputs.
 
-    of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it
+    of_queries  (2 + POSITIVE_PARTS, m): exponent, mantissa, z of the positive and further parts of it; of a combined
+                loss what `combine` has left of them
     of_keys     statistics (2, n) of this rank's keys; (2, 0) if the loss has none. With gradients: of a gather
                 (2, planned keys), all ranks' keys first; of a ring the statistics of the keys in `stash` follow
     stash       one device: kept tiles; gather: the keys of all ranks; ring: the keys that visit last; (0,) for none, or
@@ -172,7 +173,8 @@ class Block(NamedTuple):
     first_key           global index of k's first row
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
-                        positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L
+                        positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L; a fifth, of g by z,
+                        where the logit is not affine
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them; None if the
                         loss has none

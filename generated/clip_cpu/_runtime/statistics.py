@@ -22,6 +22,7 @@ LOG2E = 1.0 / LN2
 class Statistics(NamedTuple):
     """``mantissa * 2**exponent`` per row: integer-valued exponents, ``1 <= mantissa < 2``; an empty sum has mantissa 0.
 
+    A combined loss divides mantissas by the weights of their rows, which leaves any number.
     NaN in either part: the row saw a NaN or an infinite logit. Where exponents are not exact integers (beyond 2^24 in
     fp32) mantissas take the rest.
     """

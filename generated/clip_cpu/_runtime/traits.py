@@ -28,6 +28,7 @@ class Traits:
                       kernel between the sweeps then makes the weight of its row
     vectors           the keywords of a call from which a query's own numbers in its term follow: "query_weight", and
                       "negatives", whose log-sum-exp is such a number
+    held              numbers in fp64 of each query that torch holds at most while it computes that weight
     classes           classes of pairs that tiles tell apart. "same_id": pairs of one id, but no positive, have a term
                       of their own in a sum over pairs, and are left out of log-sum-exps; "positive": positives are
                       left out of log-sum-exps, too
@@ -44,6 +45,7 @@ class Traits:
     positives: str = "diagonal"
     combined: bool = False
     vectors: tuple[str, ...] = ()
+    held: int = 0
     classes: tuple[str, ...] = ()
     affine: bool = True
     softplus: bool = False
