@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "0ee24d69d20fe88425192da4cd7b6c451978388d60962053fd13a8cf35e42afd",
+    "digest": "76280d04e1fdf8a03add8702608c2c51330caf65cc00b3f511e1a7450ad5a762",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

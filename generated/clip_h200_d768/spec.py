@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "19234b8c18f42567a544e1454f70c64a7312e67986cbd6b30bd35e37b312484c",
+    "digest": "81784fffbf78e74f0db150cfb4a45630878dfa740ed9cfdd943ee48e185e954b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

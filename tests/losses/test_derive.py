@@ -61,6 +61,12 @@ def test_infonce() -> None:
     assert derivation.key_term == 0 and not derivation.has_keys
 
 
+def test_slopes_by_the_similarity_count_in_the_bound() -> None:
+    """fp16 is refused where there is none."""
+    assert derive(DERIVABLE["margin"]).largest_slope == 2.0
+    assert math.isinf(derive(DERIVABLE["angular_margin"]).largest_slope)
+
+
 def test_formulas_are_for_people() -> None:
     formulas = formulas_of(derive(CLIP))
     assert formulas["dL/dx"] == ("g_ij = 1/M * (0.5 * exp(x_ij - r_i) + 0.5 * exp(x_ij - c_j) - [j = positive(i)])")
@@ -257,6 +263,7 @@ REFUSED = {
     "a positive by its id": spec(sum_over_pairs(softplus(X) * (1 - same_id)) / queries, "diagonal"),
     "two logits": spec(mean_over_queries(logsumexp_over_keys(X) + logsumexp_over_keys(2 * X) - positive(X))),
     "weight outside": spec(scale * INFONCE_OF(X)),
+    "a sum inside a positive": spec(mean_over_queries(logsumexp_over_keys(X) - positive(logsumexp_over_keys(X)))),
     "no logsumexp": spec(mean_over_queries(positive(X))),
     "no z": spec(INFONCE_OF(scale + bias)),
     "not linear beside keys": spec(

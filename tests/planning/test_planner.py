@@ -25,6 +25,7 @@ from infcl_gen.planning import Plan
 from infcl_gen.planning.candidates import SATURATED
 from infcl_gen.planning.planner import cost_model
 from tests.calls import calls
+from tests.kernels.packages import OWN
 from tests.planning.conftest import plan_flags, plan_problem
 from tests.planning.tables import gather_table, ring_table
 from tests.planning.walk import walk
@@ -217,6 +218,15 @@ def test_the_target_problem_fits_one_gibibyte() -> None:
 def test_products_are_counted(flags: dict[str, Any], products: float) -> None:
     plan = plan_flags(**{"batch_size": "64k", "device_profile": "h200"} | flags)
     assert plan.products == pytest.approx(products, rel=1e-3) and plan.as_dict()["products"] == plan.products
+
+
+def test_sums_without_positives_are_not_taken_by_rows() -> None:
+    """A positive may be the reference of a row: where it lies far above all others, their sum would be lost."""
+    flags: dict[str, Any] = {"batch_size": "16k", "dim": 768, "device_profile": "h200", "memory_budget": "4GiB"}
+    flags |= {"loss": f"{OWN}:margin"}
+    assert plan_flags(**flags).strategy == "panel"
+    with pytest.raises(InputError, match="no kernels that leave positives out"):
+        plan_flags(**flags, set={"strategy": "rows"})
 
 
 def test_a_triangle_takes_about_half_of_the_products() -> None:

@@ -51,6 +51,10 @@ def test_backward_may_be_called_again_with_another_gradient(packages: Packages) 
         assert torch.equal(4 * once, four)
 
 
+def test_the_self_test_knows_sums_of_nothing(packages: Packages) -> None:
+    assert packages("decoupled").selftest()["ok"]
+
+
 def test_a_saturated_logit_has_gradients_by_the_similarity(packages: Packages) -> None:
     """A cap at 20 leaves no slope at z = 1 000: nothing may be divided by it."""
     q, k = (torch.nn.functional.normalize(torch.randn(9, 8, dtype=torch.float64)) for _ in range(2))

@@ -118,6 +118,8 @@ def _errors(
             size = (
                 float(_gradients_of_logits(package, q, k, scale)[1].abs().sum()) if package.traits.sums_slopes else 0.0
             )
+        elif name == "loss" and package.traits.combined:
+            size = max(size, 1.0)  # a sum and a positive that it leaves out may cancel
         size = size or 1.0  # one pair has no gradients
         errors[name] = _distance(value, truth) / size
         unavoidable = _distance(nearly, truth) + rounded.get(name, 0.0)
