@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "76280d04e1fdf8a03add8702608c2c51330caf65cc00b3f511e1a7450ad5a762",
+    "digest": "5c9ed8a7cddc0c80e0cf8aa4475ff132cfafca8bd4f5ead97d79f6f938b946e5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

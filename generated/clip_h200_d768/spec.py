@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "81784fffbf78e74f0db150cfb4a45630878dfa740ed9cfdd943ee48e185e954b",
+    "digest": "6dd3c6093646a50b65016af5b36d020d8d3c736b10addb26df20574218f1f21d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

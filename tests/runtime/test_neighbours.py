@@ -52,19 +52,40 @@ class Model(nn.Module):
         super().__init__()
         self.tower, self.criterion = nn.Linear(8, 8, dtype=torch.float64), criterion
 
-    def forward(self, q: Tensor, k: Tensor, scale: Tensor) -> Tensor:
-        loss: Tensor = self.criterion(self.tower(q), self.tower(k), scale)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        scale: Tensor,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+        negatives: Tensor | None = None,
+    ) -> Tensor:
+        named = {"query_ids": query_ids, "key_ids": key_ids, "negatives": negatives}
+        loss: Tensor = self.criterion(self.tower(q), self.tower(k), scale, **named)
         return loss
 
 
+def given_by_name(loss: str, rows: int) -> dict[str, Tensor]:
+    """What a call of the loss gets beside features and scale."""
+    own = torch.randn(rows, 1, 8, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
+    ids = torch.arange(rows) // 2
+    return {
+        "clip": {},
+        "siglip_multi": {"query_ids": ids, "key_ids": ids},
+        "gemini": {"query_ids": ids, "key_ids": ids, "negatives": own},
+    }[loss]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_model_that_contains_the_loss_is_exported(packages: Packages, dynamic: bool) -> None:
-    model, arguments = Model(packages("clip").ContrastiveLoss()), tuple(x.detach() for x in drawn())
-    rows = torch.export.Dim("rows", min=2, max=200)
-    shapes = {"q": {0: rows}, "k": {0: rows}, "scale": None} if dynamic else None
-    exported = torch.export.export(model, arguments, dynamic_shapes=shapes)
+@pytest.mark.parametrize("loss", ["clip", "siglip_multi", "gemini"])
+def test_a_model_that_contains_the_loss_is_exported(packages: Packages, loss: str, dynamic: bool) -> None:
+    model, arguments = Model(packages(loss).ContrastiveLoss()), tuple(x.detach() for x in drawn())
+    named, rows = given_by_name(loss, 12), torch.export.Dim("rows", min=2, max=200)
+    shapes = {"q": {0: rows}, "k": {0: rows}, "scale": None, **{name: {0: rows} for name in named}}
+    exported = torch.export.export(model, arguments, named, dynamic_shapes=shapes if dynamic else None)
     called = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
     assert sum(name.startswith("infcl_") for name in called) == 1
     for rows_now in (12, 20) if dynamic else (12,):
-        inputs = [x.detach() for x in drawn(rows_now)]
-        assert torch.equal(exported.module()(*inputs), model(*inputs))
+        inputs, named = [x.detach() for x in drawn(rows_now)], given_by_name(loss, rows_now)
+        assert torch.equal(exported.module()(*inputs, **named), model(*inputs, **named))

@@ -313,38 +313,48 @@ def _check_ids(package: Package, call: Call) -> None:
             raise ValueError(f"{package.loss_name} tells no pairs of one id apart: query_ids and key_ids must be None")
         return
     for name, (ids, x) in given.items():
-        rows = _shape(x)[0]
-        expected = f"{name} must be an int64 tensor of shape ({rows},) on {x.device}"
+        fits = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.shape == x.shape[:1]
+        if isinstance(ids, Tensor) and fits and ids.device == x.device:
+            continue
+        expected = f"{name} must be an int64 tensor of shape ({_shape(x)[0]},) on {x.device}"
         if ids is None:
             raise ValueError(f"{package.loss_name} needs query_ids and key_ids: {expected}")
         if not isinstance(ids, Tensor):
             raise TypeError(f"{expected}, not {type(ids).__name__}")
-        if ids.dtype != torch.int64 or ids.shape != x.shape[:1]:
+        if not fits:
             raise ValueError(f"{expected}, not {ids.dtype} of shape {_shape(ids)}")
-        if ids.device != x.device:  # a copy from the host would wait for the device
-            raise ValueError(f"{expected}, not on {ids.device}")
+        raise ValueError(f"{expected}, not on {ids.device}")  # a copy from the host would wait for the device
 
 
 def _check_vectors(package: Package, call: Call) -> None:
-    q, rows = call.q, _shape(call.q)[0]
-    shapes = (f"({rows},)", f"({rows}, H, {package.dim}), with H at least 1,")
-    for (name, what), x, shape in zip(_OWN.items(), call.vectors or (None, None), shapes, strict=True):
-        expected = f"{name} must be a dense floating-point tensor of shape {shape} on {q.device}"
+    q = call.q
+    for (name, what), x in zip(_OWN.items(), call.vectors or (None, None), strict=True):
         if name not in package.traits.vectors:
             if x is not None:
                 raise ValueError(f"{package.loss_name} has no {what}: {name} must be None")
             continue
+        if _is_vector(name, x, q):
+            continue
+        rows = _shape(q)[0]
+        shape = f"({rows}, H, {package.dim}), with H at least 1," if name == "negatives" else f"({rows},)"
+        expected = f"{name} must be a dense floating-point tensor of shape {shape} on {q.device}"
         if x is None:
             raise ValueError(f"{package.loss_name} needs {name}: {expected}")
         if not isinstance(x, Tensor):
             raise TypeError(f"{expected}, not {type(x).__name__}")
         if x.is_nested or x.layout != torch.strided or not x.is_floating_point():
             raise ValueError(f"{expected}, not {'nested' if x.is_nested else x.layout} of {x.dtype}")
-        of_queries = x.dim() == 3 and x.shape[::2] == q.shape and x.shape[1] > 0
-        if not (of_queries if name == "negatives" else x.shape == q.shape[:1]):
-            raise ValueError(f"{expected}, not of shape {_shape(x)}")
         if x.device != q.device:  # a copy from the host would wait for the device
             raise ValueError(f"{expected}, not on {x.device}")
+        raise ValueError(f"{expected}, not of shape {_shape(x)}")
+
+
+def _is_vector(name: str, x: Any, q: Tensor) -> bool:
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not x.is_floating_point():
+        return False
+    if name == "negatives":
+        return x.device == q.device and x.dim() == 3 and x.shape[::2] == q.shape and x.shape[1] > 0
+    return x.device == q.device and x.shape == q.shape[:1]
 
 
 def _vectors(
