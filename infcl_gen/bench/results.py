@@ -122,6 +122,14 @@ def table(rows: Rows) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return (*titles, *more, ""), [_line(row, rows, more) for row in rows]
 
 
+def absences(absent: Mapping[str, str]) -> list[str]:
+    """A line for each reason by which peers did not run, with their names."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in absent.items():
+        reasons.setdefault(why, []).append(name)
+    return [f"did not run ({why}): {', '.join(names)}" for why, names in reasons.items()]
+
+
 def label(row: Mapping[str, Any]) -> str:
     """The contestant's name in tables and plots."""
     return row["impl"] if row["package"] in (None, GENERATED) else f"{row['impl']} {row['package']}"

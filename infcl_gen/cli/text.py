@@ -27,11 +27,10 @@ def record_text(problem: Problem) -> str:
 
 
 def bench_text(rows: Sequence[dict[str, Any]], absent: Mapping[str, str], *files: Path | None) -> str:
-    from infcl_gen.bench.results import table
+    from infcl_gen.bench.results import absences, table
 
     header, lines = table(list(rows))
-    parts = [table_text(header, lines), *(f"absent: {name}: {why}" for name, why in absent.items())]
-    return "\n".join([*parts, *wrote(*files)])
+    return "\n".join([table_text(header, lines), *absences(absent), *wrote(*files)])
 
 
 def wrote(*files: Path | None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infcl_gen.bench.results import IDENTITY, Row, label, table
+from infcl_gen.bench.results import IDENTITY, Row, absences, label, table
 from infcl_gen.inputs.text import bytes_text
 from infcl_gen.report.figures import Bar, Figure, Page, Section, Series, Table, bars, lines, size_text, tone
 
@@ -25,12 +25,12 @@ def bench_page(document: Mapping[str, Any]) -> Page:
     names = list(dict.fromkeys(map(_name, sorted(good, key=lambda row: row["impl"] != "infcl"))))
     tones = {name: tone(number) + " dashed" * (number > 9) for number, name in enumerate(names)}
     header, lines = table(rows)
-    absent = [f"{name} is absent: {why}" for name, why in document.get("absent", {}).items()]
+    absent = [f"{line[0].upper()}{line[1:]}." for line in absences(document.get("absent", {}))]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     failed = len(rows) - len(good)
     return Page(
         title=f"Measurements on {document['board']}",
-        lead=("Times are of forward and backward of the loss alone; memory is beyond the inputs.", *absent),
+        lead=("Times are of forward and backward of the loss alone; memory is beyond the inputs.",),
         facts=(
             ("device", document["board"]),
             ("rows", str(len(rows))),
@@ -41,7 +41,7 @@ def bench_page(document: Mapping[str, Any]) -> Page:
             _contestants(good, tones),
             _batches(good, tones),
             _predicted(good),
-            Section("All rows", (), (), [Table(f"{len(rows)} rows", header, lines, folded=len(rows) > 60)]),
+            Section("All rows", absent, (), [Table(f"{len(rows)} rows", header, lines, folded=len(rows) > 60)]),
         ),
         origin=(f"Measured by: {document['command']}", f"With {versions}."),
     )

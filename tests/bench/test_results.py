@@ -11,7 +11,7 @@ import pytest
 
 import infcl_gen
 from infcl_gen.bench.plots import check_plot, plot
-from infcl_gen.bench.results import FIELDS, IDENTITY, measurement, table, write_results
+from infcl_gen.bench.results import FIELDS, IDENTITY, absences, measurement, table, write_results
 from infcl_gen.errors import InputError, ToolchainError
 from infcl_gen.files import checksum
 from tests.bench.rows import measure_package, rows_of_several_points
@@ -104,3 +104,8 @@ def test_ratios_of_a_ring_are_to_the_package_as_it_is() -> None:
     ways = {None: 4.0, "no overlap": 5.0, "no communication": 2.0}
     rows = [timed("infcl", how, time_ms, ranks=4) for how, time_ms in ways.items()]
     assert ratios([*rows, timed("open_clip", None, 8.0, ranks=4)]) == [["1.00", "1.25", "0.50", "2.00"]] * 2
+
+
+def test_peers_that_did_not_run_share_a_line_for_each_reason() -> None:
+    absent = {"a": "does not compute clip", "b": "b is not installed", "c": "does not compute clip"}
+    assert absences(absent) == ["did not run (does not compute clip): a, c", "did not run (b is not installed): b"]
