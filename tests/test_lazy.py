@@ -146,6 +146,28 @@ def test_a_warm_loss_is_one_graph_and_a_cold_one_says_what_to_do() -> None:
     torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="eager")(q, k), expected)
 
 
+def test_a_compiled_step_does_not_trace_the_sweep() -> None:
+    """Its graph breaks at a cold loss, and `backward` runs where the compiler looks at every frame."""
+    places = set[str]()
+
+    def backend(module: Any, _: Any) -> Any:
+        places.update(node.stack_trace or "" for node in module.graph.nodes)
+        return module
+
+    criterion, (q, k) = infcl_gen.ContrastiveLoss(), features(12)
+    q.requires_grad_()
+
+    @torch.compile(backend=backend)
+    def step(q: Any, k: Any) -> Any:
+        loss = criterion(q * 2, k, 10.0)
+        loss.backward()
+        return loss
+
+    step(q, k)
+    assert q.grad is not None
+    assert not [place for place in places if "_runtime" in place or "schedule" in place]
+
+
 def test_numbers_as_scale_do_not_make_a_graph_each() -> None:
     from torch._dynamo.testing import CompileCounter
 

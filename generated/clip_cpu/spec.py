@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5c9ed8a7cddc0c80e0cf8aa4475ff132cfafca8bd4f5ead97d79f6f938b946e5",
+    "digest": "b1b566dd10dcd96054af8c0dc54736c062c5c771c87edb20e523609c1a04bf14",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6dd3c6093646a50b65016af5b36d020d8d3c736b10addb26df20574218f1f21d",
+    "digest": "2a27c0e09b23faf72f64fb412156690142d45e8bac6272f50fe76b5b428d458e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

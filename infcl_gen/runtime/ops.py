@@ -5,6 +5,7 @@ number each further import (of an edited copy, say). Outside of traces an autogr
 """
 
 import itertools
+import sys
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _SAVED_PARTS = len(Saved._fields)
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
 
 _libraries: list[torch.library.Library] = []  # keeps the operators registered
+_hidden = False  # whether `_Loss.backward` is out of the compiler's sight
 
 
 class _Loss(torch.autograd.Function):
@@ -64,6 +66,15 @@ class _Loss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph
             return _wanted(ctx, _Gradients.apply(upstream, *call, package, gradients, *saved))
         return _wanted(ctx, replay.backward(package, call, saved, upstream, gradients))
+
+
+def _hide_backward() -> None:
+    """Where a compiled step calls `backward()` after a graph break, the compiler would trace the sweep, and messages
+    between ranks. A process that has not imported the compiler does not need that, and does not import it."""
+    global _hidden
+    if not _hidden and "torch._dynamo" in sys.modules:
+        _Loss.backward = staticmethod(torch.compiler.disable(_Loss.backward))  # type: ignore[method-assign]
+        _hidden = True
 
 
 def _of_backward(package: Package, call: Call, saved: Saved) -> Call:
@@ -130,6 +141,7 @@ def differentiable(package: Package, call: Call) -> Tensor:
     elif torch._C._are_functorch_transforms_active():
         loss = _TransformedLoss.apply(*call, package, gradients)[0]
     elif gradients or forward_ad._current_level >= 0:  # `_Loss` refuses forward-mode derivatives
+        _hide_backward()
         loss = _Loss.apply(*call, package, gradients)
     else:
         loss = replay.forward(package, call.cast(package), gradients)[0]
