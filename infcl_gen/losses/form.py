@@ -133,8 +133,11 @@ def form_of(spec: LossSpec) -> Form:
     if outside:
         raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
     own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
-    refuse((own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside "
-            "mean_over_keys: write mean_over_queries alone, and call it once for each direction"))  # fmt: skip
+    refuse(
+        (own and domain == "triangle", f"{' and '.join(own)} has no kernel yet over similarity('query', 'query')"),
+        (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
+         "write mean_over_queries alone, and call it once for each direction"),
+    )  # fmt: skip
     query_term, key_term = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(

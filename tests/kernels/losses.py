@@ -1,5 +1,6 @@
 """Losses of the tests, as a user's file has them."""
 
+from tests.losses.combinations import COMBINATIONS, spec_of
 from tests.losses.specs import DERIVABLE, spec
 
 clip_without_ids = spec(DERIVABLE["clip_without_ids"].formula, "diagonal", "clip_without_ids")
@@ -7,3 +8,5 @@ infonce_without_ids = spec(DERIVABLE["infonce_without_ids"].formula, "label", "i
 margin = spec(DERIVABLE["margin"].formula, "label", "margin")
 decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
+
+globals().update({name: spec_of(one, name) for name, one in COMBINATIONS.items()})
