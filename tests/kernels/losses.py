@@ -7,6 +7,7 @@ clip_without_ids = spec(DERIVABLE["clip_without_ids"].formula, "diagonal", "clip
 infonce_without_ids = spec(DERIVABLE["infonce_without_ids"].formula, "label", "infonce_without_ids")
 margin = spec(DERIVABLE["margin"].formula, "label", "margin")
 decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")
+angular = spec(DERIVABLE["angular_margin"].formula, "label", "angular")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
 
 globals().update({name: spec_of(one, name) for name, one in COMBINATIONS.items()})
