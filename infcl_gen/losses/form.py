@@ -187,9 +187,13 @@ def _without_classes_in_logits(formula: Expr) -> Expr:
             return sums
         refuse(
             (
-                len(sums.args) > 1 or isinstance(sums, language.logsumexp_over_queries),
+                sums.args[1:] not in ((), (1,)) or isinstance(sums, language.logsumexp_over_queries),
                 "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone",
-            )
+            ),
+            (
+                formula.has(language.mean_over_keys),
+                "a logit that depends on is_positive has no kernel yet beside mean_over_keys",
+            ),
         )
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
         negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=1 - is_positive)
@@ -320,6 +324,7 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
                         "classes is_positive and same_id")  # fmt: skip
     if spec.positives == "id":  # the two are one class
         total = total.xreplace({is_positive: same_id})
+    of_others = False  # whether terms of other pairs depend on one logit, which those of positives do not
     for logit in _candidates(total):
         terms = [
             _of_logit(total, logit).xreplace({is_positive: Integer(a), same_id: Integer(b)})
@@ -331,7 +336,13 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
                                                                  "same_id * (1 - is_positive)"))  # fmt: skip
             formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
             return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, same, both))
-    raise LossError("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
+        of_others |= terms[0].free_symbols == {x}
+    why = (
+        "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs"
+        if of_others
+        else ("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
+    )
+    raise LossError(why)
 
 
 def _candidates(total: Expr) -> list[Expr]:

@@ -7,6 +7,7 @@ tier takes all, and so does a GPU.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +158,16 @@ def run_rank(job: dict[str, Any], seat: Seat) -> list[list[Any]]:
     for name, folder in job["packages"].items():
         one = COMBINATIONS[name]
         package: Any = import_package(Path(folder), f"ranks_{name}")
-        rows, keys = shards_of(one.form, one.positives, len(job["rows"]), job["rows"], job["keys"])
-        whole = batch(one, job["seed"], DIM, (rows, keys))
-        own = (slice(sum(sizes[: seat.rank]), sum(sizes[: seat.rank + 1])) for sizes in (rows, keys))
-        leaves = leaves_of(whole.of_rank(*own), torch.float64, torch.float64)
-        results = gradients_of(package, one, leaves)
-        found.append([x if x is None else x.tolist() for x in results])
+        shards = shards_of(one.form, one.positives, job["rows"], job["keys"])
+        own = [slice(sum(sizes[: seat.rank]), sum(sizes[: seat.rank + 1])) for sizes in shards]
+        for seed in job["seeds"]:
+            part = batch(one, seed, DIM, shards).of_rank(*own)
+            results = gradients_of(package, one, leaves_of(part, torch.float64, torch.float64))
+            found.append([x if x is None else x.tolist() for x in results])
     return found
 
 
-def shards_of(form: str, positives: str, ranks: int, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
+def shards_of(form: str, positives: str, rows: list[int], keys: list[int]) -> tuple[list[int], list[int]]:
     """Rows and keys of each rank: a rank's positives are its own first keys, or its rows are pairs of views."""
     if form == "triangle":
         rows = [2 * (n // 2) for n in rows] if positives == "own" else rows
@@ -178,27 +179,25 @@ def shards_of(form: str, positives: str, ranks: int, rows: list[int], keys: list
     return rows, keys
 
 
-def over_ranks(names: list[str], ranks: int, seed: int = 1) -> None:
+def over_ranks(names: list[str], ranks: int, seeds: tuple[int, ...] = (1, 2)) -> None:
     """Rows and numbers of all ranks together: features' gradients and numbers' are averaged, or summed."""
     rows, keys = WORLDS[ranks]
     folders = {name: str(generated(Made("torch", name, "fp64", DIM))) for name in names}
-    job = {"packages": folders, "rows": rows, "keys": keys, "seed": seed}
+    job = {"packages": folders, "rows": rows, "keys": keys, "seeds": seeds}
     parts = run_ranks("tests.kernels.test_combinations:run_rank", job, ranks, TIMEOUT_S, {"OMP_NUM_THREADS": "1"})
-    for name, of_ranks in zip(names, zip(*parts, strict=True), strict=True):
+    for (name, seed), of_ranks in zip(itertools.product(names, seeds), zip(*parts, strict=True), strict=True):
         one = COMBINATIONS[name]
-        whole = batch(one, seed, DIM, shards_of(one.form, one.positives, ranks, rows, keys))
+        truth, sizes = truth_of(one, batch(one, seed, DIM, shards_of(one.form, one.positives, rows, keys)))
         share = 1 / ranks if one.grad_sync == "mean" else 1.0
-        truth, sizes = truth_of(one, whole)
         found: list[Any] = []
         for true, *results in zip(truth, *of_ranks, strict=True):
-            if any(each is None for each in results):
+            tensors = [None if x is None else torch.tensor(x, dtype=torch.float64) for x in results]
+            if any(each is None for each in tensors):
                 found.append(None)
             elif true.dim():
-                shape = true.shape[1:]
-                tensors = [torch.tensor(x, dtype=torch.float64).reshape(-1, *shape) for x in results]
-                found.append(torch.cat(tensors) * share)
+                found.append(share * torch.cat([x.reshape(-1, *true.shape[1:]) for x in tensors]))
             else:
-                found.append(sum(torch.tensor(x, dtype=torch.float64) for x in results) * share)
+                found.append(share * torch.stack(tensors).sum())
         assert_same(one, found, truth, sizes, EXACT)
 
 

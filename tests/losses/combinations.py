@@ -183,8 +183,9 @@ def refusals(one: Combination) -> list[str]:
         "scale occurs in a non-affine logit other than as scale * z": one.capped
         and one.temperature != "factor"
         and (one.bias or not pairs),
-        "a logit that depends on is_positive": of_keys and one.margin and one.mask and not one.apart,
-        "depends on is_positive": pairs and one.margin,
+        "a logit that depends on is_positive": of_keys and one.margin and not one.apart and (one.mask or both),
+        "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs": pairs and one.margin,
+        "the log-sum-exps differ in their masks": both and one.margin and one.apart,
         "positives='id'": one.positives == "id" and of_keys,
         "positives='diagonal'": both and one.positives != "diagonal",
         "needs positives='label'": triangle and one.positives not in ("label", "own"),
@@ -314,6 +315,8 @@ def _plain(one: Combination) -> Combination:
     pairs, changes = one.form == "pairs", dict[str, Any](apart=bool(one.margin) and one.apart)
     if pairs:
         changes |= {"term": "focal" if one.term == "focal" else "plain", "apart": False}
+    if pairs and one.mask in ("positive", "both"):
+        changes["margin"] = ""
     if pairs and one.positives == "id":  # where the two classes are one
         changes["mask"] = "positive" if one.mask in ("positive", "both") else ""
     if one.term == "focal" and one.hard:
