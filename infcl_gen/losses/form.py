@@ -186,15 +186,11 @@ def _without_classes_in_logits(formula: Expr) -> Expr:
         if not logit.has(is_positive):
             return sums
         refuse(
-            (
-                sums.args[1:] not in ((), (1,)) or isinstance(sums, language.logsumexp_over_queries),
-                "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone",
-            ),
-            (
-                formula.has(language.mean_over_keys),
-                "a logit that depends on is_positive has no kernel yet beside mean_over_keys",
-            ),
-        )
+            (sums.args[1:] not in ((), (1,)) or isinstance(sums, language.logsumexp_over_queries),
+             "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone"),
+            (formula.has(language.mean_over_keys), "a logit that depends on is_positive has no kernel yet beside "
+             "mean_over_keys"),
+        )  # fmt: skip
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
         negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=1 - is_positive)
         return own + language.softplus(negatives - own)
@@ -337,12 +333,8 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
             formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
             return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, same, both))
         of_others |= terms[0].free_symbols == {x}
-    why = (
-        "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs"
-        if of_others
-        else ("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
-    )
-    raise LossError(why)
+    refuse((of_others, "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs"))
+    raise LossError("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
 
 
 def _candidates(total: Expr) -> list[Expr]:
