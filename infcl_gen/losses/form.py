@@ -133,8 +133,11 @@ def form_of(spec: LossSpec) -> Form:
     if outside:
         raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
     own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
-    refuse((own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside "
-            "mean_over_keys: write mean_over_queries alone, and call it once for each direction"))  # fmt: skip
+    refuse(
+        (own and domain == "triangle", f"{' and '.join(own)} has no kernel yet over similarity('query', 'query')"),
+        (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
+         "write mean_over_queries alone, and call it once for each direction"),
+    )  # fmt: skip
     query_term, key_term = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
@@ -183,11 +186,11 @@ def _without_classes_in_logits(formula: Expr) -> Expr:
         if not logit.has(is_positive):
             return sums
         refuse(
-            (
-                len(sums.args) > 1 or isinstance(sums, language.logsumexp_over_queries),
-                "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone",
-            )
-        )
+            (sums.args[1:] not in ((), (1,)) or isinstance(sums, language.logsumexp_over_queries),
+             "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone"),
+            (formula.has(language.mean_over_keys), "a logit that depends on is_positive has no kernel yet beside "
+             "mean_over_keys"),
+        )  # fmt: skip
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
         negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=1 - is_positive)
         return own + language.softplus(negatives - own)
@@ -317,6 +320,7 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
                         "classes is_positive and same_id")  # fmt: skip
     if spec.positives == "id":  # the two are one class
         total = total.xreplace({is_positive: same_id})
+    of_others = False  # whether terms of other pairs depend on one logit, which those of positives do not
     for logit in _candidates(total):
         terms = [
             _of_logit(total, logit).xreplace({is_positive: Integer(a), same_id: Integer(b)})
@@ -328,6 +332,8 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
                                                                  "same_id * (1 - is_positive)"))  # fmt: skip
             formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
             return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, same, both))
+        of_others |= terms[0].free_symbols == {x}
+    refuse((of_others, "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs"))
     raise LossError("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
 
 

@@ -71,6 +71,14 @@ PACKAGES = [
     planned("rows", "infonce", "bf16", 100),
     planned("rows", "infonce", "bf16", 64),
 ]
+COMBINED = [  # whose queries have weights
+    planned("panel", "rince", "bf16", 64),
+    planned("panel", "margin", "fp32", 96),
+    planned("rows", "rince", "bf16", 64),
+]
+PACKAGES += COMBINED
+PACKAGES += [planned(*each) for each in (("panel", "decoupled_by_id", "bf16", 768), ("panel", "hard", "bf16", 768))]
+PACKAGES += [planned("rows", "hard", "bf16", 64), planned("panel", "ntxent", "bf16", 768)]
 
 
 def tuned() -> list[Made]:
@@ -160,7 +168,7 @@ def test_not_finite_in_not_finite_out(made: Made) -> None:
             checks.not_finite_scalar(made, which, value, "cuda")
 
 
-@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, planned("panel", "siglip", "bf16", 64)]))
+@pytest.mark.parametrize("made", grouped([*ONE_OF_EACH, *COMBINED, planned("panel", "siglip", "bf16", 64)]))
 def test_the_same_bits_on_100_repeats(made: Made) -> None:
     checks.repeatable(made, Case(2049, 1000, 0, scale=14.3, bias=-1.0, seed=1), 100, "cuda")
 
@@ -170,7 +178,7 @@ def test_graphs_and_no_waiting(made: Made) -> None:
     checks.captured(made)
 
 
-@pytest.mark.parametrize("made", grouped(ONE_OF_EACH))
+@pytest.mark.parametrize("made", grouped(ONE_OF_EACH + COMBINED))
 def test_recorded_graphs_give_the_same_bits(made: Made) -> None:
     checks.recorded(made)
 

@@ -490,11 +490,10 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     def job(rank: int) -> list[list[Tensor]]:
         found = []
         for shards, inputs in zip(rows, batches, strict=True):
-            sides = ((inputs.q, shards), (inputs.k, shards[::-1]))
-            of_rank = [x if x is None else x.split(sizes)[rank] for x, sizes in sides]
-            labels = None if inputs.labels is None else inputs.labels.split(shards)[rank]
+            queries, keys = (slice(sum(sizes[:rank]), sum(sizes[: rank + 1])) for sizes in (shards, shards[::-1]))
+            own = inputs.of_rank(queries, keys)
             with GuardBands(generated(made), NAN) as bands:  # autograd would run backward outside of them
-                results = package.loss_and_grads(*of_rank, inputs.scale, inputs.bias, labels=labels)
+                results = package.loss_and_grads(*own[:4], **own.given)
             assert not bands.damages(), f"rows {shards}, rank {rank}: {bands.damages()}"
             found.append(list(results))
         return found

@@ -50,6 +50,8 @@ PANEL, FUSED, STASH = Made("panel"), Made("fused"), Made("stash")
 LABELLED, FUSED_LABELLED = Made("panel", "infonce"), Made("fused", "infonce")
 EXACT, SPLIT = Made("panel", dtype="fp32", precision="exact"), Made("panel", dtype="fp32")
 PAIRS, ROWS, OWN = Made("panel", "siglip"), Made("rows", "infonce"), Made("rows", "hard")
+WEIGHED, ANGULAR = Made("panel", "rince"), Made("panel", "angular")
+WITHOUT_POSITIVES, OWN_OF_PANELS = Made("panel", "decoupled_by_id"), Made("panel", "hard")
 BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids")
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
@@ -849,6 +851,77 @@ BUGS: dict[str, Bug] = {
         checks.own_numbers,
         (),
         "weight 0",
+    ),
+    # ---- terms that combine the sum and the positive of a query
+    "g of a positive is the query's part of the loss": Bug(
+        WEIGHED,
+        (
+            (
+                "schedule.py",
+                "first_key=block.first_key, positive_g=positive[0]",
+                "first_key=block.first_key, positive_g=positive[3]",
+            ),
+        ),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "g of a positive lacks its share of the sum": Bug(
+        WEIGHED, (("kernels.py", " + weight * tl.exp(p - r)", ""),), checks.numerics, (case(features="matched"),), "dq"
+    ),
+    "a sum is not divided by the weight of its row": Bug(
+        WEIGHED, (("kernels.py", "mantissa = mantissa / weight", "mantissa *= 1.0"),), checks.numerics, (case(),), "dq"
+    ),
+    "positives that a sum leaves out keep the g of other keys": Bug(
+        WITHOUT_POSITIVES,
+        (
+            (
+                "kernels.py",
+                "value = QUERY_SHARE * tl.load(positive_g + rows, mask=here, other=0.0)",
+                "value = tl.load(g + rows.to(tl.int64) * g_stride + columns, mask=here, other=0.0)",
+            ),
+        ),
+        checks.numerics,
+        (case(3.0, rows=100),),
+        "dq",
+    ),
+    "the mask of the gradient is that of the forward, inverted": Bug(
+        WITHOUT_POSITIVES,
+        (("kernels.py", "value = tl.where(same_id, 0.0, value)", "value = tl.where(same_id, value, 0.0)"),),
+        checks.numerics,
+        (Case(100, 100, 0, scale=3.0, seed=0),),
+        "dq",
+    ),
+    "how a term changes with the scale is left out": Bug(
+        ANGULAR,
+        (("kernels.py", "scale_parts + i, scale_part.to", "scale_parts + i, (0.0 * scale_part).to"),),
+        checks.numerics,
+        (case(),),
+        "dscale",
+    ),
+    "how a term changes with the positive's similarity is left out": Bug(
+        ANGULAR, (("kernels.py", "positive_slope + through_z", "positive_slope"),), checks.numerics, (case(),), "dq"
+    ),
+    "the weights of rows have no part in the gradient of the bias": Bug(
+        WEIGHED,
+        (("kernels.py", "bias_parts + i, bias_part.to", "bias_parts + i, (0.0 * bias_part).to"),),
+        checks.numerics,
+        (case(3.0),),
+        "dbias",
+    ),
+    "slopes of own negatives are not written": Bug(
+        OWN_OF_PANELS,
+        (("kernels.py", "vectors + vectors_stride + i, of_h.to", "vectors + vectors_stride + i, h.to"),),
+        checks.own_numbers,
+        (),
+        "gradients of negatives",
+    ),
+    "slopes of weights are those of negatives": Bug(
+        OWN_OF_PANELS,
+        (("kernels.py", "vectors + i, of_u.to", "vectors + i, of_h.to"),),
+        checks.own_numbers,
+        (),
+        "gradients of weights",
     ),
     # ---- what only a GPU shows
     "32-bit offsets of accumulators in finish": Bug(

@@ -113,6 +113,8 @@ RANKS = [
     ("panel", "clip", "bf16", "ring"), ("panel", "clip", "fp32", "gather"), ("panel", "infonce", "fp16", "gather"),
     ("panel", "siglip", "bf16", "ring"), ("panel", "siglip", "fp32", "gather"),
     ("panel", "ntxent", "bf16", "ring"), ("panel", "ntxent", "fp32", "gather"),
+    ("panel", "rince", "bf16", "ring"), ("panel", "rince", "fp32", "gather"), ("rows", "rince", "bf16", "gather"),
+    ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
 ]  # fmt: skip
 

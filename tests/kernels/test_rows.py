@@ -22,6 +22,11 @@ def test_rows_of_panels(interpreted: Interpreter, check: Callable[..., None]) ->
     interpreted(check, ROWS)
 
 
+@pytest.mark.parametrize("check", [checks.rows_of_panels, checks.gradients_in_a_recording])
+def test_rows_of_panels_with_weights(interpreted: Interpreter, check: Callable[..., None]) -> None:
+    interpreted(check, Made("rows", "rince"))
+
+
 def test_over_ranks_backward_has_the_gradients(interpreted: Interpreter) -> None:
     interpreted(checks.over_ranks, ROWS, 3, [[70, 10, 60], [0, 100, 3]])
 

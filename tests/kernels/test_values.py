@@ -104,9 +104,12 @@ def test_sums_of_several_ranks_of_the_cpu_target() -> None:
     checks.merged_ranks(Made("torch"))
 
 
-@pytest.mark.parametrize("strategy", ["panel", "fused", "stash"])
-def test_a_backward_finds_its_own_forward_in_a_recording(interpreted: Interpreter, strategy: str) -> None:
-    interpreted(checks.found_in_a_recording, Made(strategy))
+@pytest.mark.parametrize(
+    ("strategy", "loss"),
+    [("panel", "clip"), ("fused", "clip"), ("stash", "clip"), ("panel", "rince"), ("panel", "margin")],
+)
+def test_a_backward_finds_its_own_forward_in_a_recording(interpreted: Interpreter, strategy: str, loss: str) -> None:
+    interpreted(checks.found_in_a_recording, Made(strategy, loss))
 
 
 @pytest.mark.parametrize("strategy", ["panel", "fused"])

@@ -5,6 +5,8 @@ and runs every ragged size of `panel` and `fused` between guard bands; CI runs e
 and those around the edges of tiles of the others.
 It compiles every kernel ahead of time (2 minutes); CI those of which tests/compiled.json does not know what they take.
 It judges the legality of all that the tuner proposes; CI judges a third.
+It takes all forty combinations of options, also over one to four ranks; CI takes ten on the CPU and over three ranks,
+and the kernels of four.
 It draws rings in one process of up to 64 ranks (5 s each); CI draws up to 16, beside four fixed rings of 64.
 It plans for 65 536 ranks and measures what one of them allocates (30 s); CI goes up to 4 096. One rank of 4 096 goes
 through the whole runtime; in CI one of 1 024.

@@ -23,7 +23,11 @@ from infcl_gen.processes import Seat, run_ranks
 OUTPUT = Path(__file__).resolve().parents[2] / "tune" / "bench" / "cpu-oracles.json"
 ROWS, DIM, HARD = 48, 32, 2  # rows of a rank, and hard negatives of a query
 ALLOWED = {"fp32": 1e-5, "fp64": 1e-12}
-SETTINGS = {"siglip": (10.0, -10.0), "clip": (1 / 0.07, 0.0), "infonce": (20.0, 0.0)}  # scale and bias
+SETTINGS = {  # scale and bias
+    "siglip": (10.0, -10.0), "clip": (1 / 0.07, 0.0), "infonce": (20.0, 0.0), "ntxent": (10.0, 0.0),
+    "gemini": (20.0, 0.0), "decoupled": (10.0, 0.0),
+}  # fmt: skip
+IDS = 12  # distinct ids in a batch of a loss that leaves out pairs of one id
 TIMEOUT_S = 300.0
 NAMES = ("loss", "dq", "dk", "dscale", "dbias")
 Errors = dict[str, float | None]
@@ -61,6 +65,7 @@ class Comparison:
     ranks: int = 1
     hard: bool = False  # with hard negatives
     learned: bool = True  # their scale, and bias, have gradients
+    ours: Callable[[Given], Any] | None = None  # None: one call of the loss
 
     @property
     def name(self) -> str:
@@ -108,7 +113,78 @@ def _sentence_transformers(given: Given, **options: Any) -> Any:
     return criterion.compute_loss_from_embeddings([given.q, *documents], None)
 
 
+def _metric_learning(given: Given, name: str) -> Any:
+    """Of all rows and their labels: two views of each sample."""
+    import torch
+
+    criterion = getattr(_module("pytorch_metric_learning.losses"), name)(temperature=1 / given.scale.item())
+    return criterion(torch.cat(given.unit), torch.arange(ROWS).repeat(2))
+
+
+def _lightly(given: Given, name: str) -> Any:
+    return getattr(_module("lightly.loss"), name)(temperature=1 / given.scale.item())(*given.unit)
+
+
+def ids(count: int) -> Any:
+    """An id that some queries and keys of a batch have in common."""
+    import torch
+
+    return torch.randint(IDS, (count,), generator=torch.Generator().manual_seed(1))
+
+
+def _pairs_of_metric_learning(given: Given) -> Any:
+    """Its NT-Xent of named pairs: a query and its positive, keys of other ids, and the query's own negatives."""
+    import torch
+
+    q, k = given.unit
+    rows, of = torch.arange(ROWS), ids(ROWS)
+    query, key = (of[:, None] != of).nonzero().unbind(1)
+    own = ROWS + rows[:, None] + ROWS * torch.arange(HARD)
+    negatives = torch.cat((query, rows.repeat_interleave(HARD))), torch.cat((key, own.flatten()))
+    criterion = _module("pytorch_metric_learning.losses").NTXentLoss(temperature=1 / given.scale.item())
+    return criterion(q, indices_tuple=(rows, rows, *negatives), ref_emb=k)
+
+
+def _with_own_negatives(given: Given) -> Any:
+    from infcl_gen import ContrastiveLoss
+
+    q, k = given.unit
+    negatives = k[ROWS:].view(HARD, ROWS, DIM).transpose(0, 1)
+    return ContrastiveLoss("gemini")(
+        q, k[:ROWS], given.scale, query_ids=ids(ROWS), key_ids=ids(ROWS), negatives=negatives
+    )
+
+
+def _of_views(given: Given) -> Any:
+    import torch
+
+    from infcl_gen import ContrastiveLoss
+
+    return ContrastiveLoss("ntxent")(torch.cat(given.unit), None, given.scale)
+
+
+def _decoupled(given: Given) -> Any:
+    """Rows of both views as queries and as keys: by its id a row is not its own key."""
+    import torch
+
+    from infcl_gen import ContrastiveLoss
+
+    rows, x = torch.arange(2 * ROWS), torch.cat(given.unit)
+    return ContrastiveLoss(f"{Path(__file__).resolve().parent / 'decoupled.py'}:DECOUPLED")(
+        x, x, given.scale, labels=rows.roll(ROWS), query_ids=rows, key_ids=rows
+    )
+
+
+def _both_directions(given: Given) -> Any:
+    """A query among all documents, and a positive among queries."""
+    from infcl_gen import ContrastiveLoss
+
+    loss, (q, k) = ContrastiveLoss("infonce"), given.unit
+    return (loss(q, k, given.scale, labels="own") + loss(k[:ROWS], q, given.scale)) / 2
+
+
 _BOTH = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+_METRIC = ("pytorch-metric-learning", "pytorch_metric_learning.losses")
 _RANKING = ("sentence-transformers", "sentence_transformers.losses")
 COMPARISONS = (
     Comparison("open_clip_torch", "open_clip.loss", "ClipLoss()", "clip", _open_clip),
@@ -138,6 +214,26 @@ COMPARISONS = (
     Comparison(
         *_RANKING, "MultipleNegativesRankingLoss(gather_across_devices=True)", "infonce",
         partial(_sentence_transformers, gather_across_devices=True), ranks=2, learned=False,
+    ),
+    Comparison(
+        *_RANKING, 'MultipleNegativesRankingLoss(directions=both, partition_mode="per_direction")', "infonce",
+        partial(_sentence_transformers, **_BOTH), hard=True, learned=False, ours=_both_directions,
+    ),
+    *(
+        Comparison(*_METRIC, f"{name}()", "ntxent", partial(_metric_learning, name=name), learned=False, ours=_of_views)
+        for name in ("NTXentLoss", "SupConLoss")
+    ),
+    Comparison(
+        *_METRIC, "NTXentLoss()(indices_tuple)", "gemini", _pairs_of_metric_learning, hard=True, learned=False,
+        ours=_with_own_negatives,
+    ),
+    Comparison(
+        "lightly", "lightly.loss", "NTXentLoss()", "ntxent", partial(_lightly, name="NTXentLoss"), learned=False,
+        ours=_of_views,
+    ),
+    Comparison(
+        "lightly", "lightly.loss", "DCLLoss()", "decoupled", partial(_lightly, name="DCLLoss"), learned=False,
+        ours=_decoupled,
     ),
 )  # fmt: skip
 
@@ -177,6 +273,8 @@ def compare(one: Comparison, dtype: str, rank: int = 0) -> Errors:
 def _ours(one: Comparison, given: Given) -> Any:
     from infcl_gen import ContrastiveLoss
 
+    if one.ours is not None:
+        return one.ours(given)
     labels = {"labels": "own"} if one.hard else {}
     return ContrastiveLoss(one.loss)(*given.unit, given.scale, given.bias, **labels)
 

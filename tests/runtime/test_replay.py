@@ -126,13 +126,14 @@ def test_what_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not replay._recordable(gpu), "torch asks the device for memory, which ends a recording"
 
 
-def batch(seed: int, **options: str) -> Call:
-    """Five rows, with labels if they are "given"."""
+def batch(seed: int, ids: bool = False, **options: str) -> Call:
+    """Five rows, with labels if they are "given", and with ids if the loss has them."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(5, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     scale, bias = (torch.tensor(float(value), dtype=torch.float64) for value in (seed, -seed))
     labels = torch.randint(5, (5,), generator=generator) if options.get("labelling") == "given" else None
-    return Call(q, k, scale, bias, labels=labels, options=Options(**options))
+    query_ids, key_ids = (torch.randint(4, (5,), generator=generator) if ids else None for _ in range(2))
+    return Call(q, k, scale, bias, None, labels, query_ids, key_ids, Options(**options))
 
 
 def test_what_a_graph_depends_on_tells_calls_apart(on_gpu: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_what_a_graph_depends_on_tells_calls_apart(on_gpu: Recorded, monkeypatch
     assert len(kinds | {on_gpu.replay._kind(call, 0b1111)}) == 6
 
 
-@pytest.mark.parametrize("loss", ["infonce", "clip"])
+@pytest.mark.parametrize("loss", ["infonce", "clip", "rince", "angular", "decoupled_ids", "clip_ids"])
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_backwards_come_in_any_order(
     packages: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], loss: str
@@ -155,7 +156,8 @@ def test_backwards_come_in_any_order(
     Planted: `self._handed = ...` left out of `_Recording.backward`; statistics of keys that the recording keeps.
     """
     on_gpu = as_recording(packages(loss), monkeypatch)
-    batches, upstream = [batch(seed) for seed in range(1, 5)], torch.tensor(0.5, dtype=torch.float64)
+    ids, upstream = on_gpu.package.traits.ids, torch.tensor(0.5, dtype=torch.float64)
+    batches = [batch(seed, ids) for seed in range(1, 5)]
     on_gpu.forward(batches[3])  # the second call of a kind is recorded
     saved = [on_gpu.forward(call)[1] for call in batches[:3]]
     for index in order:

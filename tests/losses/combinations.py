@@ -1,0 +1,476 @@
+"""Losses that combine what the language offers, drawn from a fixed seed, and each one as plain torch over all pairs.
+
+A `Combination` names its options. `spec_of` writes it in the language. `dense` computes it from one small function for
+each option, and takes nothing from the generator. `refusals` is what the language may say where it has no kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr
+from torch import Tensor
+
+from infcl_gen.losses import LossSpec
+from infcl_gen.losses.language import (
+    bias,
+    exp,
+    is_positive,
+    is_self,
+    logsumexp_over_keys,
+    logsumexp_over_negatives,
+    logsumexp_over_queries,
+    maximum,
+    mean_over_keys,
+    mean_over_queries,
+    positive,
+    queries,
+    query_weight,
+    same_id,
+    scale,
+    sigmoid,
+    similarity,
+    softplus,
+    sum_over_pairs,
+    tanh,
+    z,
+)
+from infcl_gen.verification.oracle import Inputs
+
+COUNTS = {"queries": 22, "both": 6, "triangle": 4, "pairs": 8}  # combinations of each form
+REFUSALS = 20
+SHARP = 5.0  # what all temperatures multiply similarities with
+CAP, MARGIN, ANGLE = 4.0, 0.25, 0.3
+SHARE_OF_KEYS = 0.75  # of the mean over keys, beside 0.5 of that over queries
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "form": ("queries", "queries", "queries", "both", "triangle", "pairs"),
+    "positives": ("diagonal", "label", "own", "id"),
+    "temperature": ("factor", "logarithm", "reciprocal"),
+    "bias": (False, True),
+    "capped": (False, False, True),
+    "margin": ("", "", "additive", "angular"),
+    "mask": ("", "same_id", "positive", "both"),
+    "apart": (False, True),
+    "term": ("plain", "softplus", "rince", "focal"),
+    "weighted": (False, True),
+    "hard": (False, True),
+    "reduction": ("mean", "sum"),
+    "grad_sync": ("mean", "sum"),
+    "frozen": ("", "", "q", "k", "scale"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """form         a mean over queries, over queries and keys ("both"), over rows of one tensor, or a sum over pairs
+    positives    "own": by label, which calls give as "own"
+    temperature  `scale` is a factor, the logarithm of one, or divides
+    capped       logits are CAP * tanh(x / CAP), without the bias
+    margin       MARGIN off the similarity of the positive, or ANGLE added to its angle
+    mask         which pairs the sums leave out: those of one id but no positive, positives, or both
+    apart        a margin is written as the positive beside the sum of the others, not as a logit of the sum
+    term         F(total, positive) of a query, or for "focal" h of a pair
+    weighted     terms have query_weight; `hard`: queries have negatives of their own
+    """
+
+    form: str
+    positives: str
+    temperature: str
+    bias: bool
+    capped: bool
+    margin: str
+    mask: str
+    apart: bool
+    term: str
+    weighted: bool
+    hard: bool
+    reduction: str
+    grad_sync: str
+    frozen: str
+
+    @property
+    def ids(self) -> bool:
+        """Whether calls give ids."""
+        return self.positives == "id" or self.mask in ("same_id", "both")
+
+    @property
+    def may_sum_nothing(self) -> bool:
+        """Whether a query may have no key in its sum."""
+        return self.mask == "both" and (self.hard or self.term in ("softplus", "rince"))
+
+
+# ------------------------------------------------------------------------------------------------ in the language
+
+
+def spec_of(one: Combination, name: str) -> LossSpec:
+    """Raises LossError for what the language itself refuses."""
+    found = similarity("query", "query") if one.form == "triangle" else z
+    own, other = (_logit(one, each) for each in (_with_margin(one, found), found))
+    positives = "label" if one.positives == "own" else one.positives
+    if one.form == "pairs":
+        sign = 1 - 2 * is_positive
+        wrong = sign * (is_positive * own + (1 - is_positive) * other if one.margin else other)
+        term = sigmoid(wrong) ** 2 * softplus(wrong) if one.term == "focal" else softplus(wrong)
+        whole = sum_over_pairs(_MASKS[one.mask] * (query_weight if one.weighted else 1) * term) / queries
+        whole += mean_over_queries(logsumexp_over_negatives(other)) if one.hard else 0
+        return LossSpec(name, whole, positives)
+    total, at_positive = _total(one, own, other), positive(own)
+    if one.hard:
+        further = logsumexp_over_negatives(other)
+        total = further + softplus(total - further)  # also where nothing is in the sum of keys
+    formula = mean_over_queries((query_weight if one.weighted else 1) * _TERMS[one.term](total, at_positive))
+    if one.form == "both":
+        of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one.mask)) - at_positive)
+        formula = formula / 2 + sympy.Rational(SHARE_OF_KEYS) * of_keys
+    return LossSpec(name, formula, positives)
+
+
+def _logit(one: Combination, of: Expr) -> Expr:
+    """The logit of a similarity."""
+    logit = {"factor": scale * of, "logarithm": exp(scale) * of, "reciprocal": of / scale}[one.temperature]
+    logit = CAP * tanh(logit / CAP) if one.capped else logit
+    return logit + bias if one.bias else logit
+
+
+def _with_margin(one: Combination, of: Expr) -> Expr:
+    """The similarity of a positive."""
+    if one.margin == "angular":
+        return math.cos(ANGLE) * of - math.sin(ANGLE) * sympy.sqrt(maximum(1 - of**2, 1e-12))
+    return of - MARGIN if one.margin else of
+
+
+_MASKS: dict[str, Any] = {
+    "": sympy.Integer(1),
+    "same_id": 1 - same_id * (1 - is_positive),
+    "positive": 1 - is_positive,
+    "both": (1 - is_positive) * (1 - same_id),
+}
+_TERMS: dict[str, Any] = {
+    "plain": lambda total, own: total - own,
+    "softplus": lambda total, own: softplus(total - own),
+    "rince": lambda total, own: (exp(total / 2) / 10 - exp(own / 2)) * 2,
+    "focal": lambda total, own: (1 - exp(own - total)) ** 2 * (total - own),
+}
+
+
+def _total(one: Combination, own: Expr, other: Expr) -> Expr:
+    """The log-sum-exp of a query's keys."""
+    if one.form == "triangle":
+        return logsumexp_over_keys(other, (1 - is_self) * _MASKS[one.mask])
+    if one.margin and not one.apart:
+        return logsumexp_over_keys(is_positive * own + (1 - is_positive) * other, *_where(one.mask))
+    if one.margin and one.mask in ("", "same_id"):
+        rest = logsumexp_over_keys(other, _MASKS["both" if one.mask else "positive"])
+        return positive(own) + softplus(rest - positive(own))
+    return logsumexp_over_keys(other, *_where(one.mask))
+
+
+def _where(mask: str) -> tuple[Any, ...]:
+    return (_MASKS[mask],) if mask else ()
+
+
+def refusals(one: Combination) -> list[str]:
+    """What the language has no kernel for in this combination: its message must have one of these texts in it."""
+    triangle, pairs, both = (one.form == form for form in ("triangle", "pairs", "both"))
+    of_keys = not (triangle or pairs)
+    reasons = {
+        "scale occurs in a non-affine logit other than as scale * z": one.capped
+        and one.temperature != "factor"
+        and (one.bias or not pairs),
+        "a logit that depends on is_positive": of_keys and one.margin and not one.apart and (one.mask or both),
+        "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs": pairs and one.margin,
+        "the log-sum-exps differ in their masks": both and one.margin and one.apart,
+        "positives='id'": one.positives == "id" and of_keys,
+        "positives='diagonal'": both and one.positives != "diagonal",
+        "needs positives='label'": triangle and one.positives not in ("label", "own"),
+        "beside mean_over_keys": both and (one.term != "plain" or one.mask in ("positive", "both") or one.margin),
+        "which it must be over similarity('query', 'query')": triangle and (one.term != "plain" or one.margin),
+        "where=1 - is_self": triangle and one.mask,
+        "query_weight": (both or triangle or pairs) and one.weighted,
+        "logsumexp_over_negatives": (both or triangle or pairs) and one.hard,
+    }
+    if any(reasons.values()):
+        reasons["at most 1000 parts"] = one.term == "focal"
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+# -------------------------------------------------------------------------------------------------- in plain torch
+
+
+def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) -> Tensor:
+    """The loss of a call's arguments, differentiable; similarities are products in this dtype, or that of `scale`.
+
+    `scale` and `bias` may have one number for each pair, (M, N), or (M, N + H) with negatives.
+    """
+    number = given.scale.dtype
+    q, k = (x.to(products or number) for x in (given.q, given.others))
+    pairs = q @ k.T
+    if given.negatives is not None:
+        pairs = torch.cat((pairs, torch.einsum("id,ild->il", q, given.negatives.to(q))), 1)
+    similarities, keys = pairs.to(number), len(k)
+    other = _dense_logit(one, similarities, given)
+    is_own = _are_positive(one, given)
+    if one.margin:
+        own = _dense_logit(one, _dense_margin(one, similarities), given)
+        other = torch.cat((torch.where(is_own, own[:, :keys], other[:, :keys]), other[:, keys:]), 1)
+    x, further = other[:, :keys], other[:, keys:]
+    kept = _dense_mask(one, given, is_own)
+    if one.form == "pairs":
+        return (kept * _term_of_pair(one, torch.where(is_own, -x, x))).sum() / len(q)
+    p = x[is_own]
+    total = _log(torch.where(kept, x.exp(), 0.0).sum(1) + further.exp().sum(1))
+    terms = _dense_term(one, total, p)
+    loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
+    if one.form == "both":
+        loss = loss / 2 + SHARE_OF_KEYS * (_log(torch.where(kept, x.exp(), 0.0).sum(0)) - p).mean()
+    return loss
+
+
+def _dense_logit(one: Combination, similarities: Tensor, given: Inputs) -> Tensor:
+    factor = given.scale
+    if one.temperature != "factor":
+        factor = factor.exp() if one.temperature == "logarithm" else 1 / factor
+    x = factor * similarities
+    x = CAP * torch.tanh(x / CAP) if one.capped else x
+    return x + given.bias if one.bias else x
+
+
+def _dense_margin(one: Combination, similarities: Tensor) -> Tensor:
+    return torch.cos(similarities.arccos() + ANGLE) if one.margin == "angular" else similarities - MARGIN
+
+
+def _are_positive(one: Combination, given: Inputs) -> Tensor:
+    if one.positives == "id":
+        return given.query_ids[:, None] == given.key_ids[None, :]
+    place = torch.arange(len(given.q), device=given.q.device) if given.labels is None else given.labels
+    if given.k is None and given.labels is None:
+        place = (place + len(place) // 2) % len(place)
+    return torch.arange(len(given.others), device=given.q.device)[None, :] == place[:, None]
+
+
+def _dense_mask(one: Combination, given: Inputs, is_own: Tensor) -> Tensor:
+    """Which pairs count."""
+    if one.form == "triangle":
+        return ~torch.eye(len(is_own), dtype=torch.bool, device=is_own.device)
+    kept = torch.ones_like(is_own)
+    if one.mask in ("same_id", "both"):
+        kept &= is_own | (given.query_ids[:, None] != given.key_ids[None, :])
+    return kept & ~is_own if one.mask in ("positive", "both") else kept
+
+
+def _term_of_pair(one: Combination, wrong: Tensor) -> Tensor:
+    cost = torch.logaddexp(wrong, torch.zeros_like(wrong))
+    return torch.sigmoid(wrong) ** 2 * cost if one.term == "focal" else cost
+
+
+def _log(sums: Tensor) -> Tensor:
+    """A sum of nothing is -inf, and has no gradient."""
+    nothing = sums == 0
+    return torch.where(nothing, -torch.inf, torch.where(nothing, 1.0, sums).log())
+
+
+def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
+    if one.term == "rince":
+        return ((0.01 * total.exp()).sqrt() - p.exp().sqrt()) / 0.5
+    if one.term == "softplus":
+        return torch.log1p((total - p).exp())
+    return (1 - (p - total).exp()) ** 2 * (total - p) if one.term == "focal" else total - p
+
+
+# ------------------------------------------------------------------------------------------------------- the draws
+
+
+def draws() -> Iterator[Combination]:
+    """Endless, and always the same."""
+    chance = random.Random(0)
+    while True:
+        one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
+        yield _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
+
+
+def _likely(one: Combination) -> Combination:
+    """Without most of what the form has no kernel for."""
+    temperature = "factor" if one.capped else one.temperature
+    one = dataclasses.replace(one, temperature=temperature, apart=one.apart or bool(one.mask))
+    if one.form == "queries":
+        return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives)
+    one = dataclasses.replace(one, margin="", weighted=False, hard=False)
+    if one.form == "pairs":
+        return one
+    if one.form == "both":
+        return dataclasses.replace(one, term="plain", positives="diagonal", mask="same_id" if one.mask else "")
+    positives = "own" if one.positives == "diagonal" else "label"
+    return dataclasses.replace(one, term="plain", positives=positives, mask="")
+
+
+def _plain(one: Combination) -> Combination:
+    """What changes nothing in a form has one value there. A product of four sums of sums is no formula of the language,
+    which counts its terms when multiplied out."""
+    pairs, changes = one.form == "pairs", dict[str, Any](apart=bool(one.margin) and one.apart)
+    if pairs:
+        changes |= {"term": "focal" if one.term == "focal" else "plain", "apart": False}
+    if pairs and one.mask in ("positive", "both"):
+        changes["margin"] = ""
+    if pairs and one.positives == "id":  # where the two classes are one
+        changes["mask"] = "positive" if one.mask in ("positive", "both") else ""
+    if one.term == "focal" and one.hard:
+        changes |= {"margin": "", "apart": False, "mask": "positive" if one.mask in ("positive", "both") else ""}
+    if one.form == "triangle" and one.frozen == "k":
+        changes["frozen"] = ""
+    return dataclasses.replace(one, **changes)
+
+
+def _drawn() -> tuple[dict[str, Combination], list[Combination]]:
+    """The combinations by name, each form's spread over the whole; and REFUSALS that are to be refused."""
+    found: dict[str, list[Combination]] = {form: [] for form in COUNTS}
+    refused: list[Combination] = []
+    for one in draws():
+        loss = dataclasses.replace(one, reduction="mean", grad_sync="mean", frozen="")
+        if refusals(one):
+            refused += [one] * (one not in refused and len(refused) < REFUSALS)
+        elif len(found[one.form]) < COUNTS[one.form] and loss not in {
+            dataclasses.replace(each, reduction="mean", grad_sync="mean", frozen="") for each in found[one.form]
+        }:
+            found[one.form].append(one)
+        if len(refused) == REFUSALS and all(len(each) == COUNTS[form] for form, each in found.items()):
+            break
+    places = [((place + 0.5) / len(each), form, place) for form, each in found.items() for place in range(len(each))]
+    return {f"{form}_{place}": found[form][place] for _, form, place in sorted(places)}, refused
+
+
+COMBINATIONS, REFUSED = _drawn()
+
+
+# ------------------------------------------------------------------------------------------------------ the batches
+
+SIZES = {True: ((97, 97), (130, 130), (66, 66)), False: ((70, 131), (97, 97), (66, 130), (65, 70))}
+
+
+def batch(
+    one: Combination, seed: int, dim: int, shards: tuple[list[int], list[int]] | None = None, dtype: Any = torch.float64
+) -> Inputs:
+    """A batch in fp64 of numbers that `dtype` holds; `shards` are the rows and keys of each rank.
+
+    Labels name keys more than once, and "own" ones are written out. Every third seed has a query that shares its id
+    with all keys, others have ids that several queries and keys have. Some weights are 0, some negative.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sizes = SIZES[one.positives == "diagonal" or one.form == "triangle"]
+    rows, keys = map(list, shards) if shards else ([each] for each in sizes[seed % len(sizes)])
+    if one.form == "triangle" and one.positives == "own":  # two views of each sample
+        rows = keys = [each - each % 2 for each in rows]
+    count, others = sum(rows), sum(keys)
+
+    def features(*shape: int) -> Tensor:
+        x = torch.randn(*shape, dim, generator=generator, dtype=torch.float64)
+        return torch.nn.functional.normalize(x, dim=-1).to(dtype).double()
+
+    q, k = features(count), None if one.form == "triangle" else features(others)
+    if one.margin == "angular":
+        assert k is not None and float((q @ k.T).abs().max()) < 0.9999, "the angle is near that of a tie"
+    labels = query_ids = key_ids = weight = negatives = None
+    if one.form == "triangle" and one.positives == "label":
+        labels = (torch.arange(count) + torch.randint(1, count, (count,), generator=generator)) % count
+    elif one.positives == "label":
+        labels = torch.randint(others, (count,), generator=generator)
+    elif one.positives == "own":
+        sides = [sum(rows[:rank]) if one.form == "triangle" else sum(keys[:rank]) for rank in range(len(rows))]
+        places = (torch.arange(m).roll(m // 2 if one.form == "triangle" else 0) for m in rows)
+        labels = torch.cat([first + own for first, own in zip(sides, places, strict=True)])
+    if one.ids:
+        query_ids, key_ids = (torch.randint(others // 3, (n,), generator=generator) << 32 for n in (count, others))
+        if seed % 3 == 2 and (one.mask != "both" or one.may_sum_nothing):
+            key_ids, query_ids[0] = torch.full_like(key_ids, -1), -1
+    if one.weighted:
+        weight = torch.randn(count, generator=generator, dtype=torch.float32).double()
+        weight[::7] = 0.0
+    if one.hard:
+        negatives = features(count, 1 + seed % 3)
+    scale_of = {"factor": SHARP, "logarithm": math.log(SHARP), "reciprocal": 1 / SHARP}
+    return Inputs(q, k, scale_of[one.temperature], -0.5, labels, query_ids, key_ids, weight, negatives)
+
+
+def placed(given: Inputs, device: str, features: torch.dtype = torch.float64) -> Inputs:
+    """A batch on a device, its features and negatives in this dtype."""
+    of_features = {name: x.to(features) for name in ("q", "k", "negatives") if (x := getattr(given, name)) is not None}
+    found = given._replace(**of_features)
+    return Inputs(*(x.to(device) if isinstance(x, Tensor) else x for x in found))
+
+
+NAMES = ("loss", "dq", "dk", "dscale", "dbias", "of query_weight", "of negatives")
+
+
+def leaves_of(given: Inputs, numbers: torch.dtype, features: torch.dtype, device: str = "cpu") -> Inputs:
+    """A copy whose features, numbers, weights and negatives require gradients."""
+
+    def leaf(value: Any, dtype: torch.dtype) -> Any:
+        return None if value is None else torch.as_tensor(value, dtype=dtype, device=device).clone().requires_grad_()
+
+    others = (None if x is None else x.to(device) for x in given[4:7])
+    sides, values = (leaf(x, features) for x in given[:2]), (leaf(x, numbers) for x in given[2:4])
+    return Inputs(*sides, *values, *others, leaf(given.query_weight, numbers), leaf(given.negatives, features))
+
+
+def differentiable(given: Inputs) -> list[Any]:
+    return [*given[:4], *given[7:]]
+
+
+def truth_of(
+    one: Combination, given: Inputs, numbers: torch.dtype = torch.float64, features: torch.dtype = torch.float64
+) -> tuple[list[Any], list[Any]]:
+    """(loss, dq, dk, dscale, dbias, by weights, by negatives) of `dense`, None for what the batch has not; and for each
+    what its terms add up to without their signs, where that is more."""
+    leaves = leaves_of(given, numbers, features, str(given.q.device))
+    pairs = len(given.q), len(given.others) + (0 if given.negatives is None else given.negatives.shape[1])
+    apart = leaves._replace(
+        **{name: getattr(leaves, name).detach().expand(pairs).clone().requires_grad_() for name in ("scale", "bias")}
+    )
+    loss = dense(one, apart, features)
+    wanted = differentiable(apart)
+    found = iter(torch.autograd.grad(loss, [x for x in wanted if x is not None], materialize_grads=True))
+    gradients = [x if x is None else next(found) for x in wanted]
+    sizes = [loss.detach().abs(), *(x if x is None else x.norm() for x in gradients)]
+    for place in (2, 3):
+        sizes[1 + place] = gradients[place].abs().sum()
+        gradients[place] = gradients[place].sum()
+    return [loss.detach(), *gradients], sizes
+
+
+def call(package: Any, one: Combination, leaves: Inputs, group: Any = None) -> Tensor:
+    """The loss of a package with the options of the combination."""
+    labels: Any = "own" if one.positives == "own" else leaves.labels
+    ids = {name: getattr(leaves, name) for name in ("query_ids", "key_ids")} if one.ids else {}
+    own = {name: getattr(leaves, name) for name in ("query_weight", "negatives")}
+    options = {"reduction": one.reduction, "grad_sync": one.grad_sync, "group": group}
+    loss: Tensor = package.contrastive_loss(*leaves[:4], labels=labels, **ids, **own, **options)
+    return loss
+
+
+def gradients_of(package: Any, one: Combination, leaves: Inputs, group: Any = None) -> list[Any]:
+    """The loss and gradients of a call with the options of the combination; None for what is frozen, or not there."""
+    if one.frozen:
+        getattr(leaves, one.frozen).requires_grad_(False)
+    loss = call(package, one, leaves, group)
+    wanted = [None if x is None or not x.requires_grad else x for x in differentiable(leaves)]
+    found = iter(torch.autograd.grad(loss, [x for x in wanted if x is not None]))
+    return [loss.detach(), *(x if x is None else next(found) for x in wanted)]
+
+
+def assert_same(one: Combination, found: list[Any], truth: list[Any], sizes: list[Any], within: float) -> None:
+    """Norms of errors, relative to those of what terms add up to; "sum" gives M times as much as the mean."""
+    assert truth[1] is not None
+    factor = len(truth[1]) if one.reduction == "sum" else 1
+    for name, ours, true, size in zip(NAMES, found, truth, sizes, strict=True):
+        if ours is None:
+            frozen = {"dq": "q", "dk": "k", "dscale": "scale"}.get(name)
+            assert true is None or frozen == one.frozen, f"{one}: no {name}"
+            continue
+        assert true is not None and ours.shape == true.shape, f"{one}: {name} of {ours.shape}"
+        error = float((ours.double().to(true.device) / factor - true).norm())
+        assert error <= within * float(size), f"{one}: {name} is off by {error / float(size):.1e}"
