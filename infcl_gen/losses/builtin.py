@@ -73,7 +73,8 @@ GEMINI = LossSpec(
     use="""\
 For training of text embeddings on triplets: a query, its positive, and hard negatives that no other query sees.
 A call passes `negatives=`, (M, H, D), with H at least 1, and `query_ids=` and `key_ids=`, int64 (M,) and (N,).
-The sources have H = 1. They leave out a pair where queries or positives are equal: give both sides such ids.
+The sources have H = 1. They leave out a pair where queries or positives are equal.
+Here one id says so: number the distinct positives, and give both sides the number of their sample.
 Read to the letter, their mask is 0 for the positive, too; here its term stays in the sum, as in InfoNCE.
 EmbeddingGemma's hardness weights, its spread-out term and its prefixes of D are not part of this loss.""",
 )

@@ -339,7 +339,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a model as text": (lambda m, x: ([m.image, m.text], x, {"model": "m"}), "model: expected a module, or a list"),
     "a group as text": (
         lambda m, x: ([m.image, m.text], x, {"group": "m"}),
-        "group must be a ProcessGroup, .*, not str",
+        "group must be a ProcessGroup, .*, not 'm'",
     ),
     "towers as text": (lambda m, x: ("image", x, {}), "towers: expected modules, methods or functions, got 'image'"),
     "no towers": (lambda m, x: ([], x, {}), r"towers: expected modules, methods or functions, got \[\]"),
