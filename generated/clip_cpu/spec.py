@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5c9ed8a7cddc0c80e0cf8aa4475ff132cfafca8bd4f5ead97d79f6f938b946e5",
+    "digest": "e047c9d37b3b2f82afb3c880308f6a0c752f43168cb532ee3e19ca61d6b90a7f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

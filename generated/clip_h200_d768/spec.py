@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6dd3c6093646a50b65016af5b36d020d8d3c736b10addb26df20574218f1f21d",
+    "digest": "f07a1b83a77c0da32f0fdccd78cf867768183de9215fff8ec8db9ac7626354ec",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

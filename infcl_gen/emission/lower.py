@@ -106,7 +106,8 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
     ]
     given = shlex.join(word for flag, value in flags if value is not None for word in (flag, str(value)))
     literal = given.replace("{", "{{").replace("}", "}}")
-    return f"infcl-gen generate --batch-size {{queries}} --keys {{keys}} {literal} -o DIR"
+    keys = "" if derivation.traits.triangle else " --keys {keys}"
+    return f"infcl-gen generate --batch-size {{queries}}{keys} {literal} -o DIR"
 
 
 def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, int]]:
@@ -130,6 +131,8 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "loss": formulas["loss"],
         "queries": problem.batch_size,
         "keys": problem.total_keys,
+        "counted": plan.traits.counted(problem.batch_size, problem.total_keys),
+        "compared": plan.traits.sides[1],
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
         "triangle": plan.traits.triangle,
@@ -162,6 +165,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "logit_strips": traits.strips,
         "ids": traits.ids,
         "placed": traits.placed,
+        "compared": traits.sides[1],
         "import_math": "import math" if traits.masked or traits.triangle else ABSENT,
         "of_keys": traits.has_keys,
         "times_slope": "" if affine else " * dx/dz",

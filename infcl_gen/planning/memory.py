@@ -197,7 +197,7 @@ def _common_terms(v: Choice) -> list[Any]:
     own = len(v.traits.vectors)
     return [
         v.labels and BufferTerm("labels", "both", (m,), "index of each query's positive", "int64"),
-        v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels that name no key"),
+        v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels out of range"),
         v.traits.ids
         and BufferTerm("ids", "both", (m + n,), "of queries and keys, where a call's have strides", "int64"),
         own > 0 and BufferTerm("vectors", "both", (4 * own, m), "queries' own numbers, and their gradients"),
@@ -334,7 +334,8 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
         shape = (*counts, item.columns, keys) if item.across else (*counts, keys, item.columns)
         dtype = dtype_of(choice, item.dtype)
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
-        found.append((Buffer(f"{name} {item.name}", phase, size, shape, dtype, why), pieces))
+        shown = item.name.replace("key", "row") if choice.traits.triangle else item.name
+        found.append((Buffer(f"{name} {shown}", phase, size, shape, dtype, why), pieces))
 
     for phase, item in itertools.product(("forward", "backward"), table.travelling):
         places, stays = places_of(table, phase)[item.name], item.forward == "summed"

@@ -258,12 +258,12 @@ def _check_features(package: Package, call: Call) -> None:
             )
     if q.device != k.device:
         raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
-    device = q.device.type
+    device, features = q.device.type, "q is" if package.traits.triangle else "q and k are"
     if device == "meta" and not torch.compiler.is_compiling():
-        raise ValueError("q and k are on the meta device, which holds no values: move them to a device that does")
+        raise ValueError(f"{features} on the meta device, which holds no values: pass features on a device that does")
     if device != "cuda" and not package.any_device:
         raise ValueError(
-            f"{package.name} holds GPU kernels, but q and k are on {device}: generate one for target cpu, or set "
+            f"{package.name} holds GPU kernels, but {features} on {device}: generate one for target cpu, or set "
             "TRITON_INTERPRET=1 before the start, which runs kernels slowly on the CPU"
         )
     for name, x in (("q", q), ("k", k)):
