@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "e047c9d37b3b2f82afb3c880308f6a0c752f43168cb532ee3e19ca61d6b90a7f",
+    "digest": "3fff49756875a445c7530fca07ea15179cf28fd624b527ee4b02219a63953691",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "f07a1b83a77c0da32f0fdccd78cf867768183de9215fff8ec8db9ac7626354ec",
+    "digest": "888f89ad36954365098ca8fa91d333f1f13e0e53ec8e405caee41bd66c483648",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

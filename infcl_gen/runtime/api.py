@@ -18,7 +18,7 @@ from .agreement import BatchTooLargeError as BatchTooLargeError
 from .agreement import announce_rejection
 from .group import ALONE, resolve
 from .launch import INTERPRETED
-from .ops import differentiable, register, traced
+from .ops import differentiable, register, traced, wanted
 from .package import Call, Options, Package
 from .selftest import selftest as run_selftest
 from .table import planned_table
@@ -79,7 +79,7 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
     """`loss_and_grads` of a `Call`'s arguments."""
     called = Call(*arguments)
     with torch.no_grad():
-        given = _agreed(package, called)
+        given = _agreed(package, called, package.gradients)
         call = given.cast(package)
         loss, saved = replay.forward(package, call, package.gradients)
         upstream = torch.ones_like(loss)
@@ -181,12 +181,13 @@ class ContrastiveLoss(nn.Module):
             raise ValueError(f"wrong rank: rank={self.rank} was given, but this process has rank {rank}")
 
 
-def _agreed(package: Package, call: Call) -> Call:
-    """`accepted`, with its kernels compiled. The other ranks of a group hear of an error: none waits for this rank."""
+def _agreed(package: Package, call: Call, gradients: int | None = None) -> Call:
+    """`accepted`, with the kernels for these gradients compiled, None: those that autograd wants. The other ranks of a
+    group hear of an error: none waits for this rank."""
     try:
         call = accepted(package, call)
         if not (traced(*call.inputs) or torch._C._are_functorch_transforms_active()):
-            warm_up(package, call)
+            warm_up(package, call, wanted(package, call) if gradients is None else gradients)
         return call
     except Exception:  # also torch's own, such as RuntimeError for lack of memory
         announce_rejection(package, call)
