@@ -183,11 +183,12 @@ def _without_classes_in_logits(formula: Expr) -> Expr:
         if not logit.has(is_positive):
             return sums
         refuse(
-            (
-                len(sums.args) > 1 or isinstance(sums, language.logsumexp_over_queries),
-                "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone",
-            )
-        )
+            (formula.has(language.mean_over_keys),
+             "a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
+             "alone, and call it once for each direction"),
+            (len(sums.args) > 1 or isinstance(sums, language.logsumexp_over_queries),
+             "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone"),
+        )  # fmt: skip
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
         negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=1 - is_positive)
         return own + language.softplus(negatives - own)

@@ -214,7 +214,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "paired": traits.paired,
         "legend_of_pair": f"z_ij  similarity of {'rows i and j' if triangle else 'query i and key j'}".ljust(46),
         "legend_of_counts": "M     number of rows" if triangle else "M, N  numbers of queries and keys",
-        "sides": traits.sides,
+        "own_side": traits.sides[0],
         "shape": "(M, M)" if triangle else "(M, N)",
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
         "about_labels": _ABOUT_PAIRS if triangle else _ABOUT_LABELS[spec.positives],
