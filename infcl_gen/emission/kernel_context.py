@@ -14,7 +14,7 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels import forward, fused, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
-from infcl_gen.losses import Derivation, formulas_of, triton_code
+from infcl_gen.losses import Derivation, formulas_of, left_out, triton_code
 from infcl_gen.losses.printers import p, pair_code, x
 from infcl_gen.planning.planner import Plan
 
@@ -43,10 +43,6 @@ _WHY_POSITIVES = (
     ": its share is added in fp32, before g is rounded, or 1 - p would lose its digits.",
     " by that of `combine`.",
 )
-_LEFT_OUT = {
-    ("same_id",): "same_id & (is_positive == 0)", ("positive",): "is_positive",
-    ("positive", "same_id"): "same_id | is_positive",
-}  # fmt: skip
 _ROWS_OF_POSITIVES = (
     "VECTOR_ROWS = tl.constexpr(32)  # rows, and columns of the embedding, of a program that walks positives"
 )
@@ -190,7 +186,9 @@ def _class_context(plan: Plan) -> dict[str, Any]:
         "ids_of_rows": _IDS_OF_ROWS if ids else ABSENT,
         "masked": plan.traits.masked,
         "in_sums": not plan.traits.without_positives,
-        "which_are_left_out": _LEFT_OUT.get(plan.traits.classes, ""),
+        "which_are_left_out": left_out(
+            plan.traits.classes, "same_id", "is_positive", "(is_positive == 0)", " & ", " | "
+        ),
         "plus_id_mask": " + id_mask" if plan.traits.masked else " + below" * triangle,
         **{name: text if plan.traits.masked or triangle else ABSENT for name, text in _MASK.items()},
         **({"id_mask": _BELOW} if triangle else {}),

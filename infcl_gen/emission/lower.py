@@ -19,7 +19,7 @@ from infcl_gen.emission.schedule_context import ABOUT_SLOPES, schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.kernels import TILES, families
-from infcl_gen.losses import Derivation, formulas_of, is_builtin, loss_context, spec_as_dict
+from infcl_gen.losses import Derivation, formulas_of, is_builtin, left_out, loss_context, spec_as_dict
 from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.planner import Plan
 from infcl_gen.planning.records import own_settings
@@ -213,9 +213,7 @@ def _torch_vectors(traits: Traits) -> dict[str, Any]:
 def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
     """What depends on which pairs the log-sum-exps leave out, and on how a query's term combines its sum."""
     without, combined = traits.without_positives, traits.combined
-    left_out = "a key that is not the positive has the query's id"
-    if without:
-        left_out = "a key is the positive" + " or has the query's id" * traits.ids
+    which = left_out(traits.classes, "has the query's id", "is the positive", "is not the positive", " and ", " or ")
     apart = by_z and not traits.affine
     noted = "z, then exponent and term, as a wide float, in each sum that holds it."
     included = (
@@ -225,7 +223,7 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "masked": traits.masked,
         "combined": combined,
         "without_positives": without,
-        "about_left_out": left_out,
+        "about_left_out": f"a key {which}",
         "about_parts": noted + " Then what `combine` leaves." * combined,
         "about_positives": ABSENT if combined else included,
         "alone": "own.positive[0]" if combined else _ALONE,

@@ -234,6 +234,14 @@ _MASKS = {
 }
 
 
+def left_out(excluded: tuple[str, ...], same_id: str, positive: str, negative: str, both: str, either: str) -> str:
+    """The condition by which `Form.excluded` leaves a pair out, of texts that say that it is of one id, is a positive,
+    and is none; `both` and `either` join them. Of nothing excluded ""."""
+    if excluded == ("same_id",):
+        return same_id + both + negative
+    return either.join([same_id] * ("same_id" in excluded) + [positive] * ("positive" in excluded))
+
+
 def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
     """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel; that of a
     triangle is part of its domain."""
