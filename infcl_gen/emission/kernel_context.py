@@ -79,11 +79,11 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     return {field: getattr(plan, field) for field in of_plan} | {
         "name": name,
         "fused": is_fused,
-        "of_keys": plan.traits.has_keys,
+        "sums_of_keys": plan.traits.has_keys,
         "triangle": plan.traits.triangle,
         "largest_of_sample": "largest_of_others" if plan.traits.triangle else "smallest_or_largest",
         "ifs_of_smallest": "elif" if plan.traits.triangle else "if",
-        "summed_columns": "(columns < keys) & (columns > first_row)" if plan.traits.triangle else "columns < keys",
+        "summed_columns": "(columns < keys) & (columns > diagonal_row)" if plan.traits.triangle else "columns < keys",
         # Legend of the file.
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),

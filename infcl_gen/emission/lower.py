@@ -167,7 +167,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "placed": traits.placed,
         "compared": traits.sides[1],
         "import_math": "import math" if traits.masked or traits.triangle else ABSENT,
-        "of_keys": traits.has_keys,
+        "sums_of_keys": traits.has_keys,
         "times_slope": "" if affine else " * dx/dz",
         **_torch_vectors(traits),
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,

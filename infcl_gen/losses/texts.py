@@ -177,7 +177,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     triangle = traits.triangle
     masked = left_out(excluded, "same_id", "(is_positive == 1)", "(is_positive == 0)", " & ", " | ")
-    masked += "torch.eye(len(x), dtype=torch.bool, device=x.device)" * triangle
+    itself = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
+    masked = " | ".join([itself] * triangle + [masked] * bool(masked))
     summed = "y" if masked else "x"
     reductions = (
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
@@ -210,7 +211,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
         "about_labels": _ABOUT_PAIRS if triangle else _ABOUT_LABELS[spec.positives],
         "triangle": triangle,
-        "sum_of_shares": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
+        "about_rest": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
         "domain": traits.domain,
         "k_type": "None" if triangle else "Tensor",
         "about_k": "None: rows are compared with each other" if triangle else "(N, D) keys",
