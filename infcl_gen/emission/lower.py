@@ -155,7 +155,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     if traits.masked:
         of_panel = f"kept_({of_panel}, part)"
         x2_of_strip = f"kept_({x2_of_strip}, block.panel(first, LOGIT_ROWS, 0, len(block.k)))"
-    of_plan = ("dim", "has_keys", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
+    of_plan = ("dim", "both_axes", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
     return {field: getattr(plan, field) for field in of_plan} | {
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
