@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "3fff49756875a445c7530fca07ea15179cf28fd624b527ee4b02219a63953691",
+    "digest": "81f3baf84012d5f9f4c528e718fb58a6311a09e6c85ee738826503bf39a8e5e5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

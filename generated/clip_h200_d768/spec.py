@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "888f89ad36954365098ca8fa91d333f1f13e0e53ec8e405caee41bd66c483648",
+    "digest": "10a1e0186945c970cfe648bbd5d134874c396908dc06c6831039bdeb2e75a97e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -261,7 +261,7 @@ def _check_features(package: Package, call: Call) -> None:
         raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
     device, features = q.device.type, "q is" if package.traits.triangle else "q and k are"
     if device == "meta" and not torch.compiler.is_compiling():
-        raise ValueError(f"{features} on the meta device, which holds no values: pass features on a device that does")
+        raise ValueError(f"{features} on the meta device, which holds no values: move features to one that does")
     if device != "cuda" and not package.any_device:
         raise ValueError(
             f"{package.name} holds GPU kernels, but {features} on {device}: generate one for target cpu, or set "
