@@ -24,6 +24,7 @@ from infcl_gen.cli.scaling import HEADER, cells
 from infcl_gen.files import checksum
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.losses import BUILTIN_LOSSES, LossSpec, aligned, derive, latex_of
+from infcl_gen.planning.planner import Plan
 from infcl_gen.step.account import PHASES, Account, LossCosts, StepProblem, account
 from infcl_gen.step.choose import largest_samples
 from infcl_gen.step.costs import PassCosts, StepCosts, profile_names, read_costs
@@ -79,6 +80,7 @@ WHEN_KNOWN = {
     "row": "computed in backward, from statistics of queries",
     "all": "computed in backward, from statistics of both sides",
 }
+BY_ROWS = "computed in forward by rows of panels, where `rows` is planned; else in backward, from statistics of queries"
 FROM_ROWS = "computed in backward, from statistics of both rows of a pair"
 SAME = 1e-4  # of the true loss: ranks whose values differ by less return the same
 
@@ -194,29 +196,32 @@ def section(spec: LossSpec) -> str:
         for kind in found
     ]
     keys = "as many as queries" if traits.paired else "any number"
+    planned = plans(spec)
+    by_rows = any(plan.strategy == "rows" for plan in planned)
     lines = [
         ("positives", OF_ROWS if traits.triangle else POSITIVES[traits.positives]),
         ("keys", "all other queries: a call has one side, `k = None`" if traits.triangle else keys),
         ("ids", "`query_ids`, `key_ids`" if traits.ids else "none"),
         *[("of single queries", ", ".join(f"`{name}`" for name in traits.vectors))] * bool(traits.vectors),
         ("statistics", ", ".join(reduced) or "none"),
-        ("gradients", FROM_ROWS if traits.triangle else WHEN_KNOWN[traits.known]),
-        ("products", products(spec) + "; 1 without gradients" * traits.at_once),
+        ("gradients", FROM_ROWS if traits.triangle else BY_ROWS if by_rows else WHEN_KNOWN[traits.known]),
+        ("products", products(planned) + "; 1 without gradients" * traits.at_once),
     ]
     table = _table(("trait", spec.name), lines)
     formula = f"$$\n{aligned(shown, 'aligned')}\n$$\n"
     return f"\n## {spec.name}\n\n{spec.doc}\n\nSource: {source}.\n\n{formula}{table}\n{spec.use}\n"
 
 
-def products(spec: LossSpec) -> str:
-    """How many matrix products the plan of `COMPARED` takes on an H200, and with a budget that has room for a stash."""
+def plans(spec: LossSpec) -> list[Plan]:
+    """The plan of `COMPARED` on an H200, and the one with a budget that has room for a stash."""
     batch, dim = COMPARED
     sizes = {"batch_size": batch, "dim": dim, "device_profile": "h200", "loss": spec.name}
-    counts = []
-    for budget in ("auto", STASH_BUDGET):
-        plan = infcl_gen.plan(make_problem(**sizes, memory_budget=budget))
-        counts.append(f"{plan.products:.3g}")
-    without, stash = counts
+    return [infcl_gen.plan(make_problem(**sizes, memory_budget=budget)) for budget in ("auto", STASH_BUDGET)]
+
+
+def products(planned: Iterable[Plan]) -> str:
+    """How many matrix products `plans` take."""
+    without, stash = (f"{plan.products:.3g}" for plan in planned)
     return without if stash == without else f"{without}; {stash} with a stash"
 
 

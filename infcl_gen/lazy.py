@@ -170,7 +170,8 @@ def contrastive_loss(
     loss           a built-in loss, or FILE.py:NAME as text or path
     labels         of a loss with labels: int64 (M,), the index of each query's positive among the keys of all ranks, in
                    the order of the ranks; "own": this rank's first M keys; None: query i of the batch and key i. Of
-                   rows that are compared with each other: None and "own" pair rows i and i + M/2 of this rank
+                   rows that are compared with each other: the index of another row of all ranks' rows; None and "own"
+                   pair rows i and i + M/2 of this rank
     query_ids      int64 (M,) and key_ids int64 (N,) of a loss that tells apart pairs of one id, on the device of q
     query_weight   (M,) of a loss with weights of queries, and negatives (M, H, D), keys that one query sees alone, of a
                    loss with them; floating-point, on the device of q, with exact gradients

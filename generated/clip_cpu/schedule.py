@@ -10,7 +10,7 @@
 
 The m x n matrix is never whole: it is walked in panels. Scratch memory, exactly:
     2 panels (z and the exponentials) of float32, the smaller of the constants below and the block
-    a few vectors as long as a panel's rows and keys
+    a few vectors as long as a panel's rows and columns
     in `finish` instead of all that: 1 strip of STRIP_ROWS rows of features
 Sums are taken in a fixed order, so results are bitwise repeatable for a fixed number of threads.
 """

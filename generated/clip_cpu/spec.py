@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b1b566dd10dcd96054af8c0dc54736c062c5c771c87edb20e523609c1a04bf14",
+    "digest": "89f5d466a0690c3b56baae4eca8fddc1d9c461d8002c18697435bbec2041e0b2",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

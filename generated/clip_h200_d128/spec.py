@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d128",
-    "digest": "24ddb144975eb3645f6f0604c5491f40ee52aed6f94e30e4030e7e6adc8ea960",
+    "digest": "3dd5315f6ece31faef3f32caf83dfb5f0b121d4b0b8e34b9bd1a4a5cf97fe447",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

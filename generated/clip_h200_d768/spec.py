@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "2a27c0e09b23faf72f64fb412156690142d45e8bac6272f50fe76b5b428d458e",
+    "digest": "0f0d81af35c1fb584c18f90693b7ff2d365affa4b25029a9c79b097933ccba74",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -31,7 +31,7 @@ HAS_KEYS = True  # whether the loss also reduces along the queries of a key
 POSITIVES = "diagonal"
 DBIAS = 0.0  # dL/dbias of the whole batch
 CLASSES = ()  # of pairs, besides positives
-DOMAIN = "rectangle"  # of pairs: of a triangle, rows are keys of each other, but not of themselves
+DOMAIN = "rectangle"  # of pairs: of a triangle, rows are compared with each other, but not with themselves
 VECTORS = ()  # the queries' own numbers
 
 
@@ -88,7 +88,7 @@ def reference(
     negatives           must be None.
     dtype   of the arithmetic and of the result, which is 0-dim.
 
-    Takes O(M N) memory. Raises ValueError where shapes do not fit.
+    Takes the memory of (M, N) logits. Raises ValueError where shapes do not fit.
     """
     if q.dim() != 2 or k.dim() != 2 or q.shape[1] != k.shape[1]:
         raise ValueError(f"expected q (M, D) and k (N, D), got {tuple(q.shape)} and {tuple(k.shape)}")

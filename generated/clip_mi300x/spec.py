@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_mi300x_d768",
-    "digest": "deef6a0756e1176580de679e18125276653bea6805be5d3aa0deac33c65baa65",
+    "digest": "f00dfe1ae2be0898ccaf2a497020059777516856bad2354caf8af9dacb430db0",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

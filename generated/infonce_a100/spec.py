@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "8002828e624186581917ea64148eb5f072926e60f180675f757db6e3beb0c2c1",
+    "digest": "5c2cc059d9b5a099b8aca3668b952a269348ce8c8f37d7fff2eeae99be261e75",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,
@@ -144,7 +144,7 @@ SPEC: dict[str, Any] = {
             {"name": "labels", "phase": "both", "bytes": 262144, "shape": [32768], "dtype": "int64",
              "why": "index of each query's positive"},
             {"name": "label check", "phase": "forward", "bytes": 131072, "shape": [32768], "dtype": "fp32",
-             "why": "NaN for labels that name no key"},
+             "why": "NaN for labels out of range"},
             {"name": "scalars", "phase": "both", "bytes": 32768, "shape": [64, 512], "dtype": "uint8",
              "why": "scale, bias, loss, weights and their gradients"},
             {"name": "workspace", "phase": "both", "bytes": 8519680, "shape": [8519680], "dtype": "uint8",

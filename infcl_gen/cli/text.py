@@ -61,7 +61,8 @@ def tuning_text(outcome: Outcome) -> str:
 
 def plan_text(plan: Plan) -> str:
     problem = plan.problem
-    sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
+    counts = plan.traits.counted(problem.batch_size, problem.total_keys, " x ")
+    sizes = f"{counts} x {problem.dim}, {plan.dtype}"
     devices = f"{plan.world_size} device" + "s" * (plan.world_size > 1)
     reasons = [(str(r.level), r.decision, r.why) for r in plan.reasons]
     blocks = [

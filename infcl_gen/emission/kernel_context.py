@@ -14,7 +14,7 @@ from infcl_gen.hardware import DeviceProfile
 from infcl_gen.kernels import forward, fused, pairs
 from infcl_gen.kernels.arguments import parts_of
 from infcl_gen.kernels.choice import SPLIT_TERMS, embedding_parts
-from infcl_gen.losses import Derivation, formulas_of, triton_code
+from infcl_gen.losses import Derivation, formulas_of, left_out, triton_code
 from infcl_gen.losses.printers import p, pair_code, x
 from infcl_gen.planning.planner import Plan
 
@@ -43,10 +43,6 @@ _WHY_POSITIVES = (
     ": its share is added in fp32, before g is rounded, or 1 - p would lose its digits.",
     " by that of `combine`.",
 )
-_LEFT_OUT = {
-    ("same_id",): "same_id & (is_positive == 0)", ("positive",): "is_positive",
-    ("positive", "same_id"): "same_id | is_positive",
-}  # fmt: skip
 _ROWS_OF_POSITIVES = (
     "VECTOR_ROWS = tl.constexpr(32)  # rows, and columns of the embedding, of a program that walks positives"
 )
@@ -63,7 +59,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     """The names in the kernels' templates of the package `name`; variants add `Family.values`."""
     if derivation.slope is None or derivation.shift is None:
         raise ValueError("kernels are for affine logits")
-    formulas, blocks, has_keys = formulas_of(derivation), plan.blocks, plan.has_keys
+    formulas, blocks, both_axes = formulas_of(derivation), plan.blocks, plan.both_axes
     is_fused, keeps_keys = plan.strategy == "fused", forward.keeps_keys(blocks["forward"], plan)
     unit, at_once = 2.0 ** gradient_exponent(plan, derivation), plan.traits.at_once
     gradient_factor, dscale_factor = triton_code(derivation.gradient_factor), triton_code(derivation.dscale_factor)
@@ -77,27 +73,27 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
     load_scale = "scale = tl.load(scale_ptr)"
     sampled = "a sample (forward) or of the complete statistics (backward)"
     of_plan = (
-        "has_keys", "labels", "split", "stash", "rows", "at_once", "keeps_tiles", "descriptors", "dim",
+        "both_axes", "labels", "split", "stash", "rows", "at_once", "keeps_tiles", "descriptors", "dim",
         "input_precision",
     )  # fmt: skip
     return {field: getattr(plan, field) for field in of_plan} | {
         "name": name,
         "fused": is_fused,
-        "of_keys": plan.traits.has_keys,
+        "sums_of_keys": plan.traits.has_keys,
         "triangle": plan.traits.triangle,
         "largest_of_sample": "largest_of_others" if plan.traits.triangle else "smallest_or_largest",
         "ifs_of_smallest": "elif" if plan.traits.triangle else "if",
-        "summed_columns": "(columns < keys) & (columns > first_row)" if plan.traits.triangle else "columns < keys",
+        "summed_columns": "(columns < keys) & (columns > diagonal_row)" if plan.traits.triangle else "columns < keys",
         # Legend of the file.
         "loss_formula": _legend(formulas["loss"]),
         "gradient_formula": _legend(formulas["dL/dx"]),
         "unit_of_g": "M" if unit == 1 else f"M * 2^{math.frexp(unit)[1] - 1} (fp16 would underflow)",
         "walkers": "pairs and pair_terms" if at_once else "the forward" if is_fused else "forward and gradient",
-        "reference_of": sampled if has_keys else "a sample (the backward takes each row's own)",
+        "reference_of": sampled if both_axes else "a sample (the backward takes each row's own)",
         "summed_sides": "queries and keys" if plan.traits.has_keys else "queries",
-        "reduced_along": "both axes" if has_keys else "its row",
+        "reduced_along": "both axes" if both_axes else "its row",
         "formula_of_g": "share_i 2^(y - r_i)"
-        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * has_keys,
+        + f" + share_j 2^(y - {'r' if plan.traits.triangle else 'c'}_j)" * both_axes,
         "out_of_range": "most > LARGEST_SUM" if plan.rows else "(least < SMALLEST_SUM) | (most > LARGEST_SUM)",
         # Constants.
         "inner": "INNER" if plan.split else "DIM",  # depth of a similarity, as a constant of the file
@@ -121,7 +117,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "key_term_without_positive": triton_code(without_positive),  # in `c`
         "key_positive_term": triton_code(with_positive),  # in `p`
         "plus_positive_rest": " + POSITIVE_REST" if derivation.positive_rest else "",
-        "sum_of_shares": "(a[:, None] + b[None, :])" if has_keys else "a[:, None]",  # of a tile
+        "sum_of_shares": "(a[:, None] + b[None, :])" if both_axes else "a[:, None]",  # of a tile
         **_header_context(plan),
         **_class_context(plan),
         **_combined_context(plan, derivation),
@@ -133,8 +129,8 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         **(_pair_context(plan, derivation, unit) if at_once else {}),
         # Where positives are, and lists of arguments.
         "positive_columns": LABELLED if plan.labels else "rows.to(tl.int64) + first_positive - first_key",
-        "positive_references": "positive_row_reference" + ", positive_key_reference" * has_keys,
-        "statistics": "query_exponent, query_mantissa" + ", key_exponent, key_mantissa" * has_keys,
+        "positive_references": "positive_row_reference" + ", positive_key_reference" * both_axes,
+        "statistics": "query_exponent, query_mantissa" + ", key_exponent, key_mantissa" * both_axes,
         # The parts of the embedding, the sides of fused, and the pieces that are chosen.
         "parts": parts,
         "kept_parts": parts if keeps_keys else [],  # where the forward keeps its keys
@@ -190,7 +186,9 @@ def _class_context(plan: Plan) -> dict[str, Any]:
         "ids_of_rows": _IDS_OF_ROWS if ids else ABSENT,
         "masked": plan.traits.masked,
         "in_sums": not plan.traits.without_positives,
-        "which_are_left_out": _LEFT_OUT.get(plan.traits.classes, ""),
+        "which_are_left_out": left_out(
+            plan.traits.classes, "same_id", "is_positive", "(is_positive == 0)", " & ", " | "
+        ),
         "plus_id_mask": " + id_mask" if plan.traits.masked else " + below" * triangle,
         **{name: text if plan.traits.masked or triangle else ABSENT for name, text in _MASK.items()},
         **({"id_mask": _BELOW} if triangle else {}),
@@ -312,12 +310,12 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
     found: list[tuple[str, float, str, bool]] = [
         ("DIM", plan.dim, "", True),
         ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),
-        ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.has_keys),
+        ("KEY_LANES", lanes, "a program's sums over queries, kept apart by lane until a strip is done", plan.both_axes),
         ("WIDE_ROWS", min(wide_rows, *walked_rows), "at a time where a strip is computed again",
          not plan.exact and not at_once),
         ("FUSED_WIDE_KEYS", fused.wide(profile, blocks["fused"])[0] if is_fused else 0, "", is_fused),
         ("QUERY_SHARE", derivation.query_share * unit, "", not at_once),
-        ("KEY_SHARE", derivation.key_share * unit, "", plan.has_keys),
+        ("KEY_SHARE", derivation.key_share * unit, "", plan.both_axes),
         ("POSITIVE_REST", rest, "of a positive's g, where the shares do not cancel", rest != 0),
     ]  # fmt: skip
     for kernel, block in blocks.items():

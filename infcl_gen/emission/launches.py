@@ -159,7 +159,7 @@ def launches(choice: Choice, options: Mapping[str, Mapping[str, int]]) -> dict[s
             own = values | own
             if kernel.replaces:
                 own |= _given_to_variant(family, kernel)
-            if kernel.name == "merge" and not choice.has_keys:
+            if kernel.name == "merge" and not choice.both_axes:
                 grid = "(cdiv(m, kernels.MERGE_ROWS.value),)"
             if kernel.name == "forward":
                 own["stash"] = "tiles" if choice.descriptors else "kept"

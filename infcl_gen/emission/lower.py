@@ -19,7 +19,7 @@ from infcl_gen.emission.schedule_context import ABOUT_SLOPES, schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.kernels import TILES, families
-from infcl_gen.losses import Derivation, formulas_of, is_builtin, loss_context, spec_as_dict
+from infcl_gen.losses import Derivation, formulas_of, is_builtin, left_out, loss_context, spec_as_dict
 from infcl_gen.planning.memory import STRIP_ROWS
 from infcl_gen.planning.planner import Plan
 from infcl_gen.planning.records import own_settings
@@ -106,7 +106,8 @@ def _regenerate(problem: Problem, derivation: Derivation, profile: DeviceProfile
     ]
     given = shlex.join(word for flag, value in flags if value is not None for word in (flag, str(value)))
     literal = given.replace("{", "{{").replace("}", "}}")
-    return f"infcl-gen generate --batch-size {{queries}} --keys {{keys}} {literal} -o DIR"
+    keys = "" if derivation.traits.triangle else " --keys {keys}"
+    return f"infcl-gen generate --batch-size {{queries}}{keys} {literal} -o DIR"
 
 
 def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, int]]:
@@ -130,6 +131,8 @@ def _package_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "loss": formulas["loss"],
         "queries": problem.batch_size,
         "keys": problem.total_keys,
+        "counted": plan.traits.counted(problem.batch_size, problem.total_keys),
+        "compared": plan.traits.sides[1],
         "devices": "1 device" if problem.devices == 1 else f"{problem.devices} devices",
         "alone": problem.devices == 1,
         "triangle": plan.traits.triangle,
@@ -152,7 +155,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     if traits.masked:
         of_panel = f"kept_({of_panel}, part)"
         x2_of_strip = f"kept_({x2_of_strip}, block.panel(first, LOGIT_ROWS, 0, len(block.k)))"
-    of_plan = ("dim", "has_keys", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
+    of_plan = ("dim", "both_axes", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
     return {field: getattr(plan, field) for field in of_plan} | {
         "loss_formula": formulas["loss"],
         "gradient_formula": formulas["dL/dx"],
@@ -162,8 +165,9 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "logit_strips": traits.strips,
         "ids": traits.ids,
         "placed": traits.placed,
+        "compared": traits.sides[1],
         "import_math": "import math" if traits.masked or traits.triangle else ABSENT,
-        "of_keys": traits.has_keys,
+        "sums_of_keys": traits.has_keys,
         "times_slope": "" if affine else " * dx/dz",
         **_torch_vectors(traits),
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
@@ -209,9 +213,7 @@ def _torch_vectors(traits: Traits) -> dict[str, Any]:
 def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
     """What depends on which pairs the log-sum-exps leave out, and on how a query's term combines its sum."""
     without, combined = traits.without_positives, traits.combined
-    left_out = "a key that is not the positive has the query's id"
-    if without:
-        left_out = "a key is the positive" + " or has the query's id" * traits.ids
+    which = left_out(traits.classes, "has the query's id", "is the positive", "is not the positive", " and ", " or ")
     apart = by_z and not traits.affine
     noted = "z, then exponent and term, as a wide float, in each sum that holds it."
     included = (
@@ -221,7 +223,7 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "masked": traits.masked,
         "combined": combined,
         "without_positives": without,
-        "about_left_out": left_out,
+        "about_left_out": f"a key {which}",
         "about_parts": noted + " Then what `combine` leaves." * combined,
         "about_positives": ABSENT if combined else included,
         "alone": "own.positive[0]" if combined else _ALONE,

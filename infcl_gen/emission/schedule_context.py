@@ -188,7 +188,7 @@ def _sums_of_a_panel(plan: Plan) -> list[tuple[str, str, str, bool]]:
     return [
         ("own_reference", "of each query", _new("rows"), plan.rows),
         ("row_parts", "exponents and sums (key blocks, rows)", row_parts, True),
-        ("key_parts", "the same (strips, keys)", key_parts, plan.has_keys),
+        ("key_parts", "the same (strips, keys)", key_parts, plan.both_axes),
         ("reference", "of each block of keys", _new("tiles[1]"), not plan.exact and not plan.rows),
         ("flags", _WIDE_RANGE, _new(f"{strips} * tiles[1]", "torch.int32"), not plan.exact),
         ("halves", _HALVES, "_halves(rows, keys, device)", plan.split),

@@ -92,7 +92,7 @@ def arguments(*given: str | Argument) -> tuple[Argument, ...]:
 
 def statistics(choice: Choice) -> str:
     """The sums of queries, and of keys where the loss has them, as wide floats."""
-    return "query_exponent query_mantissa" + " key_exponent key_mantissa" * choice.has_keys
+    return "query_exponent query_mantissa" + " key_exponent key_mantissa" * choice.both_axes
 
 
 def positive(choice: Choice) -> str:

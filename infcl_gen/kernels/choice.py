@@ -55,7 +55,7 @@ class Choice:
         return self.frozen != "key"
 
     @property
-    def has_keys(self) -> bool:
+    def both_axes(self) -> bool:
         """Whether columns of tiles have sums: of keys, or of a triangle of the rows that stand there."""
         return self.traits.both_axes
 

@@ -99,5 +99,5 @@ FAMILIES = (
     Family("stash", stash_kernels, ("stash",), revision=1),
     Family("split", lambda _: (SPLIT,), wanted=lambda choice: choice.split),
     Family("replay", lambda _: (COPY_INPUTS,), wanted=lambda choice: choice.replay),
-    Family("gather", lambda _: (MERGE_RANKS,), wanted=lambda choice: choice.has_keys and choice.gather),
+    Family("gather", lambda _: (MERGE_RANKS,), wanted=lambda choice: choice.both_axes and choice.gather),
 )

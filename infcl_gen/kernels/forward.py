@@ -74,8 +74,8 @@ def key_lanes(block: Block, profile: DeviceProfile) -> int:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.has_keys
-    sizes = "queries keys strip rows_stride" + " keys_stride" * choice.has_keys
+    sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.both_axes
+    sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
     sampled, told = not choice.exact, classes(choice) if choice.traits.masked else ""
     diagonal = "DIAGONAL" * choice.traits.triangle
     sources: tuple[Argument, ...] = (Q, K)

@@ -83,16 +83,16 @@ def wide(profile: DeviceProfile, block: Block) -> tuple[int, ...]:
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = statistics(choice)
     positives = arguments(places(choice), positive(choice), SCALARS, sums, "positive_g queries keys")
-    found = [RATIOS] * choice.has_keys + [Kernel("fused_positives", positives, template="fused_positives")]
-    template = "fused" if choice.has_keys else "fused_rows"
-    rest = "positive_g total", "flags" * choice.has_keys, "queries keys", STRIDES, "FRESH MASKED"
+    found = [RATIOS] * choice.both_axes + [Kernel("fused_positives", positives, template="fused_positives")]
+    template = "fused" if choice.both_axes else "fused_rows"
+    rest = "positive_g total", "flags" * choice.both_axes, "queries keys", STRIDES, "FRESH MASKED"
     sides = ("queries", "key", "FUSED_ROWS", "FUSED_KEYS"), ("keys", "query", "FUSED_KEYS", "FUSED_ROWS")
     for own, other, q_rows, k_rows in sides:
         described = *features("q", q_rows, choice.dim), *features("k", k_rows, choice.dim)
-        ratios = f"{other}_ratio {other}_reference {other}_lowest" * choice.has_keys
+        ratios = f"{other}_ratio {other}_reference {other}_lowest" * choice.both_axes
         taken = arguments(*described, places(choice), SCALARS, sums, ratios, *rest, "DESCRIPTORS WIDEN")
         found.append(Kernel(f"fused_{own}", taken, "fused", template=template))
-        if choice.has_keys:
+        if choice.both_axes:
             again = arguments("q k", places(choice), SCALARS, sums, *rest, "WIDEN")
             found.append(Kernel(f"fused_{own}_wide", again, "fused", wide=True))
     return tuple(found)

@@ -63,7 +63,7 @@ def _has_registers(choice: Choice) -> bool:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    shared = choice.has_keys and not choice.exact  # both softmaxes take one exponential of each element
+    shared = choice.both_axes and not choice.exact  # both softmaxes take one exponential of each element
     g = "g" + " g_low" * choice.split
     sizes = "queries keys strip g_stride"
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)

@@ -19,7 +19,7 @@ def stages(choice: Choice) -> int:
     0.70. Up to D = 128 the ordinary forward keeps its keys, too. Beyond 256 keys and queries do not fit into shared
     memory together.
     """
-    narrow = 128 < choice.dim <= 256 and choice.operand_bytes == 2 and not choice.split and choice.has_keys
+    narrow = 128 < choice.dim <= 256 and choice.operand_bytes == 2 and not choice.split and choice.both_axes
     here = choice.arch == ARCH and choice.strategy == "panel" and choice.descriptors
     here = here and not choice.traits.masked and not choice.traits.triangle
     tiles = [(block.rows, block.keys) for name, block in choice.blocks.items() if name in ("forward", "gradient")]

@@ -179,8 +179,8 @@ class Derivation:
         M dL/dx of a positive with probabilities P, C is query_share * (P - 1) + key_share * (C - 1) + positive_rest.
         Of a triangle it is query_share * (P - 1) + positive_rest, and the same for the other side.
         """
-        of_keys = 0.0 if self.form.domain == "triangle" else self.key_share  # there each side has its positive
-        shares = (self.query_share, of_keys, self.positive_share)
+        key_share = 0.0 if self.form.domain == "triangle" else self.key_share  # there each side has its positive
+        shares = (self.query_share, key_share, self.positive_share)
         total = math.fsum(shares)
         return 0.0 if abs(total) < 1e-12 * max(map(abs, shares)) else total
 
@@ -235,14 +235,14 @@ class Derivation:
     @functools.cached_property
     def traits(self) -> Traits:
         """What the planner, kernels, the runtime and verification know of the loss."""
-        of_queries, of_keys = (
+        by_query, by_key = (
             tuple(each.kind for each in self.form.statistics if each.side == side) for side in ("query", "key")
         )
         triangle = self.form.domain == "triangle"  # the gradient of a pair has the sums of both
-        known: Known = "all" if of_keys or triangle else "row" if of_queries else "before"
+        known: Known = "all" if by_key or triangle else "row" if by_query else "before"
         return Traits(
-            query_statistics=of_queries,
-            key_statistics=of_keys,
+            query_statistics=by_query,
+            key_statistics=by_key,
             known=known,
             positives=self.spec.positives,
             classes=self.form.classes,
@@ -271,12 +271,12 @@ class Derivation:
         again = "absent" if at_once else "unchanged"
         keys = Travelling("keys", dim, "features", forward="unchanged", backward=again)
         ids = Travelling("key ids", 1, "int64", forward="unchanged", backward=again)
-        of_keys = (keys, ids) if self.traits.ids else (keys,)
+        read = (keys, ids) if self.traits.ids else (keys,)
         if at_once:
-            return (*of_keys, Travelling("key gradients", dim, "statistics", forward="summed"))
+            return (*read, Travelling("key gradients", dim, "statistics", forward="summed"))
         statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
-        return (*of_keys, statistics, gradients) if self.has_keys else (*of_keys, gradients)
+        return (*read, statistics, gradients) if self.has_keys else (*read, gradients)
 
 
 @functools.lru_cache(maxsize=64)

@@ -186,10 +186,11 @@ def _without_classes_in_logits(formula: Expr) -> Expr:
         if not logit.has(is_positive):
             return sums
         refuse(
+            (formula.has(language.mean_over_keys),
+             "a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
+             "alone, and call it once for each direction"),
             (sums.args[1:] not in ((), (1,)) or isinstance(sums, language.logsumexp_over_queries),
              "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone"),
-            (formula.has(language.mean_over_keys), "a logit that depends on is_positive has no kernel yet beside "
-             "mean_over_keys"),
         )  # fmt: skip
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
         negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=1 - is_positive)
@@ -234,6 +235,14 @@ _MASKS = {
     (1, 1, 0, 0): ("positive",),
     (1, 0, 0, 0): ("positive", "same_id"),
 }
+
+
+def left_out(excluded: tuple[str, ...], same_id: str, positive: str, negative: str, both: str, either: str) -> str:
+    """The condition by which `Form.excluded` leaves a pair out, of texts that say that it is of one id, is a positive,
+    and is none; `both` and `either` join them. Of nothing excluded ""."""
+    if excluded == ("same_id",):
+        return same_id + both + negative
+    return either.join([same_id] * ("same_id" in excluded) + [positive] * ("positive" in excluded))
 
 
 def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from sympy.core.sorting import default_sort_key
 from sympy.printing.latex import LatexPrinter
 
 from infcl_gen.losses.derive import Derivation
+from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, scale, z
 from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
 
@@ -121,12 +122,9 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
     excluded, positive = derivation.form.excluded, _POSITIVE[derivation.spec.positives]
     found, mask = {}, "w_{ij} " * bool(excluded)
     if mask:
-        left_out = {
-            ("same_id",): rf"{_SAME_ID} \text{{ and }} {positive.replace('=', chr(92) + 'ne')}",
-            ("positive",): positive,
-            ("positive", "same_id"): rf"{_SAME_ID} \text{{ or }} {positive}",
-        }[excluded]
-        found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {left_out}, \text{{ else }} 1"
+        negative = positive.replace("=", r"\ne")
+        where = left_out(excluded, _SAME_ID, positive, negative, r" \text{ and } ", r" \text{ or } ")
+        found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {where}, \text{{ else }} 1"
     if derivation.has_queries:
         found["query_statistic"] = rf"r_i = \log \sum_j {mask}e^{{x_{{ij}}}}"
     if derivation.has_keys:

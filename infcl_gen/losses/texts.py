@@ -6,6 +6,7 @@ from typing import Any
 from sympy import Expr, diff
 
 from infcl_gen.losses.derive import Derivation
+from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, is_positive, same_id, scale, z
 from infcl_gen.losses.printers import dense_code, display, p, positive_z, torch_code
 
@@ -86,19 +87,13 @@ def _of_vectors(derivation: Derivation) -> dict[str, str]:
     return found
 
 
-_LEFT_OUT = {
-    ("same_id",): "id_j = id_i and j != positive(i)",
-    ("positive",): "j = positive(i)",
-    ("positive", "same_id"): "id_j = id_i or j = positive(i)",
-}
-
-
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
     if derivation.traits.triangle:
         return {"query_statistic": "r_i = log sum_{j != i} exp(x_ij)"}
     if excluded:
-        found["mask"] = f"w_ij = 0 where {_LEFT_OUT[excluded]}, else 1"
+        where = left_out(excluded, "id_j = id_i", "j = positive(i)", "j != positive(i)", " and ", " or ")
+        found["mask"] = f"w_ij = 0 where {where}, else 1"
     if derivation.has_queries:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
     if derivation.has_keys:
@@ -181,17 +176,14 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     }[spec.positives]
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     triangle = traits.triangle
-    left_out = {
-        (): "torch.eye(len(x), dtype=torch.bool, device=x.device)" * triangle,
-        ("same_id",): "same_id & (is_positive == 0)",
-        ("positive",): "is_positive == 1",
-        ("positive", "same_id"): "same_id | (is_positive == 1)",
-    }[excluded]
-    summed = "y" if left_out else "x"
+    masked = left_out(excluded, "same_id", "(is_positive == 1)", "(is_positive == 0)", " & ", " | ")
+    itself = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
+    masked = " | ".join([itself] * triangle + [masked] * bool(masked))
+    summed = "y" if masked else "x"
     reductions = (
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
         ("same_id", form.formula.has(same_id), "same_id.to(x.dtype)"),
-        ("y", left_out, f'x.masked_fill({left_out}, float("-inf"))'),
+        ("y", masked, f'x.masked_fill({masked}, float("-inf"))'),
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p), at_positives.format("x")),
@@ -212,10 +204,14 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "ids": ids,
         "classes": repr(traits.classes),
         "paired": traits.paired,
+        "legend_of_pair": f"z_ij  similarity of {'rows i and j' if triangle else 'query i and key j'}".ljust(46),
+        "legend_of_counts": "M     number of rows" if triangle else "M, N  numbers of queries and keys",
+        "own_side": traits.sides[0],
+        "shape": "(M, M)" if triangle else "(M, N)",
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
         "about_labels": _ABOUT_PAIRS if triangle else _ABOUT_LABELS[spec.positives],
         "triangle": triangle,
-        "sum_of_shares": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
+        "about_rest": "QUERY_SHARE + POSITIVE_SHARE" if triangle else "the sum of the three",
         "domain": traits.domain,
         "k_type": "None" if triangle else "Tensor",
         "about_k": "None: rows are compared with each other" if triangle else "(N, D) keys",

@@ -209,7 +209,7 @@ class Choices:
         if keeps and traits.at_once:
             raise InputError(f"--set keeps: keys stay for backward, which needs none of them in {name}; valid: off")
         if keeps and traits.triangle:
-            raise InputError(f"--set keeps: in {name} keys travel with their statistics in backward; valid: off")
+            raise InputError(f"--set keeps: in {name} rows travel with their statistics in backward; valid: off")
         never = traits.at_once or traits.triangle
         rings = tuple(("ring", keep) for keep in (True, False) if keeps in (None, keep) and not (keep and never))
         gathers = () if impossible or keeps is not None else (("gather", False),)

@@ -125,7 +125,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         why = "partial sums of one panel, merged in a fixed order"
         terms += [
             BufferTerm("row_partials", forward, (2, key_blocks, forward_rows), why),
-            v.has_keys and BufferTerm("key_partials", forward, (2, strips, forward_keys), why),
+            v.both_axes and BufferTerm("key_partials", forward, (2, strips, forward_keys), why),
             BufferTerm("flags", forward, (strips, key_blocks), "strips of wide range", "int32"),
             BufferTerm("references", forward, (key_blocks,), "of each block of keys"),
             BufferTerm("loss_parts", forward, (ceil_div(Max(m, n), LOSS_ROWS),), "partial sums of the loss", "fp64"),
@@ -137,13 +137,13 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         terms += [
             *_gradient_panel(v, backward, row_blocks, key_blocks),
             BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
-            v.has_keys and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
+            v.both_axes and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
         ]
     if v.strategy == "fused":
         own = m if ring else rows  # a ring's hop takes all queries at once
         longer = Max(own, n)
         terms.append(BufferTerm("positive_gradients", backward, (own,), "g of each positive, unrounded"))
-        if v.has_keys:
+        if v.both_axes:
             why = "programs of wide range"
             terms.append(BufferTerm("gradient_flags", backward, (ceil_div(longer, Bu),), why, "int32"))
             terms.append(BufferTerm("ratios", backward, (ceil_div(longer, Ku), Ku + 2), ratios))
@@ -178,7 +178,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         terms += [
             BufferTerm("recorded_features", both, (m + n, D), why, "features"),
             BufferTerm("recorded_query_statistics", both, (2 + v.positive_parts, m), why),
-            v.has_keys and BufferTerm("recorded_key_statistics", both, (2, n), why),
+            v.both_axes and BufferTerm("recorded_key_statistics", both, (2, n), why),
             v.labels and BufferTerm("recorded_labels", both, (m,), why, "int64"),
             v.traits.ids and BufferTerm("recorded_ids", both, (m + n,), why, "int64"),
             # Beside the accumulators, dq and dk, which a call needs that cannot be recorded.
@@ -197,7 +197,7 @@ def _common_terms(v: Choice) -> list[Any]:
     own = len(v.traits.vectors)
     return [
         v.labels and BufferTerm("labels", "both", (m,), "index of each query's positive", "int64"),
-        v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels that name no key"),
+        v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels out of range"),
         v.traits.ids
         and BufferTerm("ids", "both", (m + n,), "of queries and keys, where a call's have strides", "int64"),
         own > 0 and BufferTerm("vectors", "both", (4 * own, m), "queries' own numbers, and their gradients"),
@@ -334,7 +334,8 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
         shape = (*counts, item.columns, keys) if item.across else (*counts, keys, item.columns)
         dtype = dtype_of(choice, item.dtype)
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
-        found.append((Buffer(f"{name} {item.name}", phase, size, shape, dtype, why), pieces))
+        shown = item.name.replace("key", "row") if choice.traits.triangle else item.name
+        found.append((Buffer(f"{name} {shown}", phase, size, shape, dtype, why), pieces))
 
     for phase, item in itertools.product(("forward", "backward"), table.travelling):
         places, stays = places_of(table, phase)[item.name], item.forward == "summed"

@@ -101,11 +101,12 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
     """Levels 0 and 1: how keys reach the queries."""
     model, cluster, way = best.model, best.model.cluster, best.model.choice.transport
     world, nodes, inside = cluster.devices, cluster.nodes, cluster.devices_per_node
-    outer = Reason(0, "one node", "nothing crosses the network")
+    outer, (own, compared) = Reason(0, "one node", "nothing crosses the network"), best.model.choice.traits.sides
     if nodes > 1:
         why = f"the network is crossed at one hop of {inside}, by all {inside} devices of a node at once"
         why = why if inside > 1 else "each device is a node"
-        outer = Reason(0, f"ring of {nodes} nodes; keys visit, queries stay", why)
+        how = "rows visit other devices' rows" if own == compared else f"{compared} visit, {own} stay"
+        outer = Reason(0, f"ring of {nodes} nodes; {how}", why)
     if world == 1:
         return outer, Reason(1, "one device", "a group of one runs without communication")
     exposed = sum(phase.time_s for phase in model.phases(best.sizes) if phase.bound == "link")
@@ -121,8 +122,9 @@ def _transport_reasons(problem: Problem, best: Candidate, candidates: list[Candi
         choice = "a gather exceeds the budget; "
     if way == "gather":
         why = f"{choice}3 batches of messages a step at most, {hidden}"
-        return outer, Reason(1, f"gather among {world} devices: all keys at once", why)
-    why = f"{choice}keys travel beside the work, {model.keys} at a time, and sums after it: {hidden}"
+        return outer, Reason(1, f"gather among {world} devices: all {compared} at once", why)
+    why = f"{choice}{compared} travel beside the work, {model.keys} at a time"
+    why += ("" if own == compared else ", and sums after it") + f": {hidden}"
     return outer, Reason(1, f"ring of {inside} devices, {world} hops in all", why)
 
 

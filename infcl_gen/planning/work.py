@@ -80,7 +80,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     v = choice
     if v.at_once:
         return _terms_at_once(v)
-    share, sides = shares_of(v), 2 if v.has_keys else 1
+    share, sides = shares_of(v), 2 if v.both_axes else 1
     forward_pairs, pairs = m * n * W * share.forward, m * n * W * share.gradient
     panels = ceil_div(m, R) * ceil_div(n, C) * W * share.gradient
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W * share.forward_panels
@@ -108,7 +108,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             *additions,
         )
     rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
-    partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.has_keys else 0))
+    partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.both_axes else 0))
     launches = sides * forward_panels + W + 1 + forward_panels * D / WALK
     terms: list[Any] = [
         TimeTerm(
@@ -155,7 +155,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
                 exponentials=pairs * fraction,
                 efficiency=reached,
-                launches=2 * panels + (once if v.has_keys else 0),
+                launches=2 * panels + (once if v.both_axes else 0),
             )
         )
         if v.stash:  # forward writes it, and hides little of that; backward reads it and overwrites it by g

@@ -35,7 +35,8 @@ def plan_page(
     problem, queued = plan.problem, plan.predicted_queued_s
     devices = f"{plan.world_size} device" + "s" * (plan.world_size > 1) + f" ({model.profile.name})"
     nodes = f" on {problem.nodes} nodes" * (problem.nodes > 1)
-    sizes = f"{problem.batch_size} queries x {problem.total_keys} keys x {problem.dim}, {plan.dtype}"
+    counts = plan.traits.counted(problem.batch_size, problem.total_keys, " x ")
+    sizes = f"{counts} x {problem.dim}, {plan.dtype}"
     return Page(
         title=f"Plan: {problem.loss}, {sizes}",
         lead=(f"Strategy {plan.strategy} on {devices}{nodes}. Times are predicted and simulated; none was measured.",),
@@ -66,7 +67,8 @@ def _tiles(plan: Plan) -> Section:
         figures += [_panels(plan), _blocks(plan)]
     reasons = [(LEVELS[reason.level], reason.decision, reason.why) for reason in plan.reasons]
     table = Table("Decisions and their reasons", ("level", "decision", "why"), reasons)
-    notes = ("Queries go down, keys go across. Rectangles of one figure have one scale.",)
+    own, compared = plan.traits.sides
+    notes = (f"{own.capitalize()} go down, {compared} go across. Rectangles of one figure have one scale.",)
     return Section("Tiles", notes, figures, [table])
 
 
@@ -88,13 +90,14 @@ def _ring(plan: Plan) -> Figure:
             marks += [dot(*at, 3, "t0") for at in _circle(x, y, 12, min(inside, MOST_DRAWN))]
         else:
             marks.append(dot(x, y, 9, "t0", f"device {number}", device=number))
-    who = "all keys to everybody" if plan.gather else "keys go round"
+    _, compared = plan.traits.sides
+    who = f"all {compared} to everybody" if plan.gather else f"{compared} go round"
     marks.append(text(WIDTH / 2, 134, who, "muted", "middle"))
     words = f"{nodes} nodes of {inside} devices each. " if nodes > 1 else f"{inside} devices of one node. "
     words += f"Transport: {plan.transport}."
     if max(outer, inside) > MOST_DRAWN:
         words += f" At most {MOST_DRAWN} of each are drawn."
-    return Figure("Level 0 and 1: who exchanges keys", words, 260, marks)
+    return Figure(f"Level 0 and 1: who exchanges {compared}", words, 260, marks)
 
 
 def _batch(plan: Plan) -> Figure:
@@ -108,7 +111,9 @@ def _batch(plan: Plan) -> Figure:
     ]
     words = f"The matrix of {rows} x {keys} logits, which is never stored."
     if plan.world_size > 1:
-        words += f" A device has {own} queries and meets {visiting} keys at a hop; there are {plan.world_size} hops."
+        names = plan.traits.sides
+        words += f" A device has {own} {names[0]} and meets {visiting} {names[1]} at a hop;"
+        words += f" there are {plan.world_size} hops."
     key = [("soft", "whole matrix"), ("t0 faint", "one device"), ("t0", "one hop")]
     key = key if plan.world_size > 1 else [("t0", "the one device")]
     return Figure("Level 1: the device's share", words, rows * scale + 2, marks, key)
@@ -132,7 +137,8 @@ def _hop(plan: Plan) -> Figure:
     forward = min(plan.forward_rows, rows), min(plan.forward_keys, keys)
     marks.append(_tile(0, 0, *forward, scale, "outline", "forward panel"))
     count = f"{down * across} panels" if down * across > 1 else "one panel"
-    words = f"{rows} queries x {keys} keys in {count} of {height} x {width};"
+    own, compared = plan.traits.sides
+    words = f"{rows} {own} x {keys} {compared} in {count} of {height} x {width};"
     words += f" the outline is the forward panel, {forward[0]} x {forward[1]}."
     words += " The first row and column of panels are drawn." * (len(places) < down * across)
     return Figure("Level 2: panels of a hop", words, rows * scale + 2, marks, key)

@@ -70,11 +70,10 @@ def layout(package: Package, group: Group | None, call: Call, gradients: int) ->
     for rank, (first, last) in enumerate(ranges):
         if last >= count or first < 0:
             where = f" on rank {rank}" if len(ranges) > 1 else ""
-            raise ValueError(f"labels{where} range from {first} to {last}; there are {count} keys (0..{count - 1})")
-    if labels is not None and group is None and package.traits.triangle and ranges[0] != (0, -1):
-        own = torch.arange(len(labels), device=labels.device) == labels  # over ranks such a label gives NaN
-        if bool(own.any()):
-            raise ValueError(f"labels name another row, but that of row {int(own.int().argmax())} is itself")
+            there = f"there are {count} {package.traits.sides[1]} (0..{count - 1})"
+            raise ValueError(f"labels{where} range from {first} to {last}; {there}")
+    if package.traits.triangle and any(each != (0, -1) for each in ranges):
+        _check_other_rows(package, group, call, found, ranges[found.rank])
     if labels is not None and labels.numel() and labels.device.type != "cpu":
         checked.add(package.digest)
     return found
@@ -146,12 +145,14 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
     """Raises ValueError. Uses figures of all ranks only, so that every rank concludes the same."""
     queries, keys, ranks = sum(layout.rows), sum(layout.keys), len(layout.rows)
     if not queries or not keys:
-        raise ValueError(f"the batch needs at least one query and one key; it has {queries} and {keys}")
+        least = f"one query and one key; it has {queries} and {keys}"
+        raise ValueError(f"the batch needs at least {'two rows; it has none' if package.traits.triangle else least}")
     if queries > package.batch_size or keys > package.key_count:
         sizes = {"queries": max(queries, package.batch_size), "keys": max(keys, package.key_count)}
+        counted = package.traits.counted
         raise BatchTooLargeError(
-            f"{package.name} was generated for at most {package.batch_size} queries and {package.key_count} keys, but "
-            f"the batch has {queries} and {keys}; regenerate: {package.regenerate.format(**sizes)}; "
+            f"{package.name} was generated for at most {counted(package.batch_size, package.key_count)}, but "
+            f"the batch has {counted(queries, keys)}; regenerate: {package.regenerate.format(**sizes)}; "
             "a loss without sizes grows by one call outside torch.compile",
             queries,
             keys,
@@ -179,9 +180,10 @@ def _check_sizes(package: Package, layout: Layout, labelling: str) -> None:
     if (over or ranks > planned == 1) and package.digest not in _warned:
         _warned.add(package.digest)
         warnings.warn(
-            f"{package.name} was planned for {planned} rank(s) of at most {package.rows_per_rank} queries "
-            f"and {package.keys_per_rank} keys; {ranks} of up to {max(layout.rows)} and {max(layout.keys)} may take "
-            "more memory than predicted; a plan for as many devices, with the largest rank's rows on each, has room",
+            f"{package.name} was planned for {planned} rank(s) of at most "
+            f"{package.traits.counted(package.rows_per_rank, package.keys_per_rank)}; {ranks} of up to "
+            f"{package.traits.counted(max(layout.rows), max(layout.keys))} may take more memory than predicted; a plan "
+            "for as many devices, with the largest rank's rows on each, has room",
             stacklevel=2,
         )
 
@@ -197,6 +199,27 @@ def _check_pairs(package: Package, layout: Layout, labelling: str) -> None:
                 f"{package.loss_name} takes rows i and i + M/2 of a rank for views of one sample, but {where} {rows} "
                 "rows; labels name the other view of each row"
             )
+
+
+def _check_other_rows(
+    package: Package, group: Group | None, call: Call, layout: Layout, looked_at: tuple[int, int]
+) -> None:
+    """Raises ValueError, on every rank, where a label of a triangle names its own row. Where that is in the batch is
+    known only once the ranks have told their sizes, so they exchange what they find, too."""
+    row, labels = -1, call.labels
+    if labels is not None and looked_at != (0, -1):
+        first = layout.key_offset(layout.rank)
+        own = labels == torch.arange(first, first + len(labels), device=labels.device)
+        row = first + int(own.int().argmax()) if bool(own.any()) else -1
+    found = [row]
+    if group is not None:
+        headers = group.exchange(header(package, call, label_range=(row, row)))
+        compare(headers)
+        found = [each["first label"] for each in headers]
+    for rank, row in enumerate(found):
+        if row >= 0:
+            where = f" on rank {rank}" if group else ""
+            raise ValueError(f"labels name another row, but that of row {row}{where} is itself")
 
 
 def _label_range(package: Package, call: Call, checked: set[str]) -> tuple[int, int]:

@@ -2,7 +2,11 @@
 
     forward     agreement.layout -> _Sweep -> forward_block for each owner's keys -> statistics -> loss_terms
     backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
-    at once     where gradients need no statistics, forward does the work of backward, which only multiplies them
+    at once     where gradients need no statistics, or those of a row of panels alone, forward does the work of
+                backward, which only multiplies what forward has kept (`_at_once`, `_gradients_by_rows`)
+    combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
+    triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
+                (`_of_one_side`); another rank's rows are swept as keys, and nothing is summed for that rank
 
 `gradients` has a bit each for q, k, scale, bias and vectors: a gradient is wanted. Of a side that needs none the
 product with g, its sums and their messages are left out (`package.products`).
@@ -248,7 +252,7 @@ def weighted(package: Package, call: Call, saved: Saved, sums: Sums, upstream: T
         weighting.queries(sums[0], sums[0] if dq is None else dq)
     if sums[1] is not None and dk is not None:
         weighting.keys(sums[1], dk)
-    return dq, dk, *weighting.scalars(_Sweep(package, call, layout, saved).slopes)
+    return dq, dk, *weighting.scalars(_slopes_of_rows(package, saved.of_queries[2:]))
 
 
 def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: int, unrounded: bool = False) -> Saved:
@@ -316,11 +320,8 @@ class _Sweep:
 
     @property
     def slopes(self) -> Tensor | int:
-        """Parts of the sum of M * dL/dx over all pairs; of a combined loss queries' parts of M * dL/dscale and
-        M * dL/dbias (2, m); where the sum is a constant, the number of queries."""
-        if self.sums is not None:
-            return self.sums[1]
-        return self.positive[1:3] if self.package.traits.combined else self.call.q.shape[0]
+        """Parts of the sum of M * dL/dx over all pairs, or what `_slopes_of_rows` has."""
+        return _slopes_of_rows(self.package, self.positive) if self.sums is None else self.sums[1]
 
     def block(self, owner: int, k: Tensor, statistics: Tensor, key_ids: Tensor | None) -> Block:
         keys, first = view(statistics) if self.package.traits.has_keys else None, self.layout.key_offset(owner)
@@ -364,6 +365,12 @@ class _Sweep:
             else:
                 statistics = trip["key statistics"] if traits.has_keys else self.saved.of_keys
                 yield self.block(owner, trip["keys"], statistics, trip["key ids"].view(-1) if traits.ids else None)
+
+
+def _slopes_of_rows(package: Package, positive: Tensor) -> Tensor | int:
+    """Of a combined loss queries' parts of M * dL/dscale and M * dL/dbias (2, m), which `combine` leaves in `positive`
+    (POSITIVE_PARTS, m); of others the number of queries, as the sum of M * dL/dx over a row is a constant."""
+    return positive[1:3] if package.traits.combined else positive.shape[1]
 
 
 def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics | None:

@@ -145,24 +145,35 @@ def rehearsal(made: Made, device: str = "cpu") -> None:
 
     def described(launches: Iterable[Any]) -> set[Any]:
         return {
-            (kernel.fn.__name__, *((name, x) for name, x in given.items() if name.isupper() or name.startswith("num")))
-            for kernel, _, given in launches
-        }
+            (kernel.fn.__name__, *((name, x) for name, x in given.items() if name.isupper() or name.startswith("num")),
+             *((name, x.dtype) for name, x in given.items() if isinstance(x, torch.Tensor)))
+            for kernel, _, given in launches if kernel.fn.__name__ != "copy_inputs"
+        }  # fmt: skip
 
-    call = runtime.Call(inputs.q, inputs.others, one, zero, labels=labels)
-    with mock.patch.object(runtime, "ROWS", 0 if inputs.k is None else runtime.ROWS):
-        noted, made_launches = runtime.rehearsed(package._package, call), []
+    call, made_launches = runtime.Call(inputs.q, inputs.others, one, zero, labels=labels), []
     launched = schedule.launch
 
     def launch(kernel: Any, grid: Any, **given: Any) -> None:
         made_launches.append((kernel, grid, given))
         launched(kernel, grid, **given)
 
-    with mock.patch.object(schedule, "launch", launch):
-        package.loss_and_grads(inputs.q, inputs.k, one, zero, labels=labels)
-    assert made_launches and described(made_launches) == described(noted) - {
-        each for each in described(noted) if each[0] == "copy_inputs"
-    }
+    given = [inputs.q, inputs.k, one, zero]
+    for gradients in sorted(
+        {bits & package._package.gradients for bits in (0b1111, 0b1110, 0b1101, 0b1100, 0b0011, 0)}
+    ):
+        with mock.patch.object(runtime, "ROWS", 0 if inputs.k is None else runtime.ROWS):
+            noted = runtime.rehearsed(package._package, call, gradients)
+        made_launches.clear()
+        leaves = [
+            x if x is None else x.detach().requires_grad_(bool(gradients >> bit & 1)) for bit, x in enumerate(given)
+        ]
+        with mock.patch.object(schedule, "launch", launch):
+            loss = package.contrastive_loss(*leaves, labels=labels)
+            if gradients:
+                loss.backward()
+        assert made_launches and described(made_launches) <= described(noted), f"gradients {gradients:04b}"
+        if gradients == package._package.gradients:
+            assert described(made_launches) == described(noted)
 
 
 def a_later_strip_of_wide_range(made: Made, device: str = "cpu") -> None:

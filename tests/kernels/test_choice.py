@@ -39,7 +39,7 @@ def test_numbers_follow_from_dtype_and_precision(
 def test_a_plan_is_a_choice_with_sizes() -> None:
     plan = plan_flags(dtype="fp32", precision="tf32", devices=2, loss="infonce", set={"transport": "gather"})
     literals = plan.as_dict()
-    assert (plan.transport, plan.world_size, plan.has_keys, plan.labels) == ("gather", 2, False, True)
+    assert (plan.transport, plan.world_size, plan.both_axes, plan.labels) == ("gather", 2, False, True)
     assert (literals["input_precision"], literals["operand_dtype"], literals["split"]) == ("tf32", "fp32", False)
     assert plan.kind == Choice(
         strategy="panel", dim=1, dtype="fp32", precision="tf32", product_by="library",

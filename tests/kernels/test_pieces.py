@@ -48,11 +48,14 @@ def test_cancelling_products() -> None:
         Made("panel", "ntxent"),
         Made("fused"),
         Made("stash"),
+        Made("rows", "infonce"),
+        Made("panel", "siglip"),
         Made("panel", dtype="fp32"),
     ],
 )
 def test_a_rehearsal_notes_the_launches_of_a_step(interpreted: Interpreter, made: Made) -> None:
-    """Planted: a rehearsal without backward, or of other constants."""
+    """Also of a step with fewer gradients. Planted: a rehearsal without backward, of other constants, or of all
+    gradients whatever the call wants."""
     interpreted(pieces.rehearsal, made)
 
 

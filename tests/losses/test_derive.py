@@ -165,6 +165,17 @@ def test_small_shares_keep_their_digits() -> None:
 
 
 NT_XENT = similarity("query", "query")
+MARGIN = scale * (z - is_positive / 5)
+NO_MARGIN = (
+    "^loss mine: a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
+    "alone, and call it once for each direction; "
+)
+
+
+def COLUMNS_OF(logit: sympy.Expr) -> sympy.Expr:
+    return mean_over_keys(logsumexp_over_queries(logit) - positive(logit))
+
+
 ROADMAP = {  # sayable today; each is refused by name until there is a kernel for it
     "siglip with clip": (spec(SIGLIP.formula + CLIP.formula, "diagonal"), "sum_over_pairs beside"),
     "nt_xent_with_itself": (
@@ -207,6 +218,13 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
             "diagonal",
         ),
         "beside mean_over_keys",
+    ),
+    "a margin towards keys": (spec(INFONCE_OF(MARGIN) + COLUMNS_OF(scale * z), "diagonal"), NO_MARGIN),
+    "a margin towards queries": (spec(INFONCE_OF(scale * z) + COLUMNS_OF(MARGIN), "diagonal"), NO_MARGIN),
+    "a margin of both sides": (spec(INFONCE_OF(MARGIN) + COLUMNS_OF(MARGIN), "diagonal"), NO_MARGIN),
+    "a margin in a mask": (
+        spec(mean_over_queries(logsumexp_over_keys(MARGIN, 1 - same_id) - positive(MARGIN))),
+        "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone",
     ),
     "by_id": (spec(INFONCE_OF(X), "id"), "positives='id'"),
     "ids_excluded": (

@@ -503,7 +503,7 @@ BAD_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str
     ("clip", (X, X[:5]), {}, ValueError, "pairs query i with key i.*6 queries and 5 keys"),
     ("clip", (X[:0], X[:0]), {}, ValueError, "at least one query"),
     ("clip", (X.repeat(51, 1), X.repeat(51, 1)), {}, ValueError, "at most 300.*infcl-gen generate.*--batch-size 306"),
-    ("infonce", (X, X.repeat(51, 1)), {}, ValueError, "and 300 keys, but .* 6 and 306.*--keys 306"),
+    ("infonce", (X, X.repeat(51, 1)), {}, ValueError, "and 300 keys, but .* 6 queries and 306 keys.*--keys 306"),
     ("clip", (X, X, "big"), {}, TypeError, "scale must be a number or a tensor of one, not str"),
     ("clip", (X, X, True), {}, TypeError, "scale"),
     ("clip", (X, X, torch.ones(1, 1)), {}, ValueError, r"scale must be a tensor of one .* \(1, 1\)"),

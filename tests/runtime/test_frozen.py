@@ -6,7 +6,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -271,3 +271,34 @@ def test_a_package_planned_for_a_frozen_side(packages: Packages, loss: str, dtyp
     assert meter.peak_bytes <= predicted
     with torch.no_grad():
         package.contrastive_loss(*(x.detach().requires_grad_() for x in inputs[:2]), 2.0)
+
+
+class OnGpu(list):  # type: ignore[type-arg]
+    """Features, to the warm-up."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+
+def test_kernels_are_compiled_once_for_the_gradients_that_calls_want(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen side and an evaluation launch other kernels. Scale and bias are computed together.
+
+    Planted: the planned gradients are compiled for each call; those of an earlier call count for all.
+    """
+    package, compiled = packages("clip"), list[int]()
+    api, warmup = (importlib.import_module(f"{package.__name__}._runtime.{name}") for name in ("api", "warmup"))
+    monkeypatch.setattr(warmup, "_done", set())
+    monkeypatch.setattr(warmup, "rehearsed", lambda package, call, gradients: compiled.append(gradients))
+    monkeypatch.setattr(warmup, "_compile", lambda launches, device: None)
+    monkeypatch.setattr(warmup.replay, "capturing", lambda device: False)
+    record = SimpleNamespace(digest="d", any_device=False)
+    on_gpu = SimpleNamespace(q=OnGpu([0]), k=[0])
+    monkeypatch.setattr(api, "warm_up", lambda package, call, gradients: warmup.warm_up(record, on_gpu, gradients))
+    values = tensors("clip", 5, 5)
+    for wanted in (0b1111, 0b0001, 0b0111, 0b1110, 0b0001, 0):
+        package.contrastive_loss(*leaves_of(values, wanted))
+    with torch.no_grad():
+        package.contrastive_loss(*leaves_of(values, 0b1111))
+    package.loss_and_grads(*values)
+    assert compiled == [0b1111, 0b0001, 0b1110, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from collections.abc import Callable
 from types import ModuleType
@@ -99,6 +100,25 @@ def test_nothing_is_recorded_where_it_is_not_planned_or_not_possible(
     assert on_gpu.replay._recorder(planned, batch(1, labelling="given", check_ranks="always")) is None
     monkeypatch.setattr(on_gpu.replay, "_recordable", lambda device: False)
     assert on_gpu.replay._recorder(planned, plain) is None
+
+
+@pytest.mark.parametrize("loss", ["clip", "infonce", "margin"])
+def test_what_follows_a_recorded_backward_reads_what_forward_saved(
+    packages: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """No sweep is made for it: labels would be copied, and positives counted, for nothing."""
+    module = packages(loss)
+    engine, record = (importlib.import_module(f"{module.__name__}._runtime.{name}") for name in ("engine", "package"))
+    package, draw = module.ContrastiveLoss._package, torch.Generator().manual_seed(0)
+    q, k = (torch.randn(6, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    call, upstream = record.Call(q, k, *torch.tensor([3.0, -1.0], dtype=torch.float64)), torch.tensor(2.0)
+    with torch.no_grad():
+        _, saved = engine.forward(package, call, record.ALL)
+        expected = engine.backward(package, call, saved, upstream, record.ALL)
+        sums = engine.gradient_sums(package, call, saved, record.ALL)
+        monkeypatch.delattr(engine, "_Sweep")
+        found = engine.weighted(package, call, saved, sums, upstream, record.ALL)
+    assert len(found) == 4 and all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("side", ["q", "k"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
+import re
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 import infcl_gen
+from infcl_gen.cli.text import plan_text
 from infcl_gen.errors import InputError
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
@@ -123,8 +126,32 @@ def test_over_ranks_a_rank_without_its_pairs_is_named_on_all() -> None:
     World(module, 2).run(job)
 
 
-def test_over_ranks_a_label_that_names_its_own_row_gives_nan() -> None:
+@pytest.mark.parametrize(
+    ("labels", "why"),
+    [
+        ([1, 0, 3, 2, 4, 4], "^labels name another row, but that of row 4 on rank 1 is itself$"),
+        ([1, 0, 2, 3, 5, 4], "^labels name another row, but that of row 2 on rank 0 is itself$"),
+        ([1, 0, 3, 2, 5, 6], r"^labels on rank 1 range from 5 to 6; there are 6 rows \(0..5\)$"),
+        ([-1, 0, 3, 2, 5, 4], r"^labels on rank 0 range from -1 to 3; there are 6 rows \(0..5\)$"),
+    ],
+)
+def test_over_ranks_a_label_that_names_no_other_row_is_named_on_all(labels: list[int], why: str) -> None:
+    """Labels of the host, as on one device; a rank without rows hears of it, too."""
+    module, shards = package(), [4, 2, 0]
+
+    def job(rank: int) -> None:
+        own = torch.tensor(labels).split(shards)[rank]
+        with pytest.raises(ValueError, match=why):
+            module.contrastive_loss(features(6).split(shards)[rank], None, labels=own)
+
+    World(module, 3).run(job)
+
+
+def test_over_ranks_a_label_on_a_device_that_names_its_own_row_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such labels are looked at once only."""
     module, shards = package(), [4, 2]
+    agreement = importlib.import_module(f"{module.__name__}._runtime.agreement")
+    monkeypatch.setattr(agreement, "_label_range", lambda *_: (0, -1))
 
     def job(rank: int) -> bool:
         labels = torch.tensor([1, 0, 3, 2, 4, 4]).split(shards)[rank]
@@ -139,7 +166,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an odd row": ({"q": Q[:7]}, "takes rows i and i \\+ M/2 of a rank for views of one sample, but there are 7 rows"),
     "one row": ({"q": Q[:1], "labels": torch.tensor([0])}, "compares rows with each other, and there is one"),
     "itself": ({"labels": torch.tensor([1, 0, 3, 2, 4, 6, 5, 6])}, "that of row 4 is itself"),
-    "no row": ({"labels": torch.full((8,), 8)}, "labels range from 8 to 8; there are 8 keys"),
+    "no row": ({"labels": torch.full((8,), 8)}, "^labels range from 8 to 8; there are 8 rows \\(0..7\\)$"),
+    "no rows": ({"q": Q[:0]}, "^the batch needs at least two rows; it has none$"),
+    "too many": (
+        {"q": features(66)},
+        "for at most 64 rows, but the batch has 66 rows; .* --batch-size 66 --loss ntxent",
+    ),
+    "no values": ({"q": Q.to("meta")}, "^q is on the meta device, which holds no values"),
     "ids": ({"query_ids": torch.arange(8)}, "tells no pairs of one id apart"),
 }
 
@@ -168,7 +201,7 @@ def test_problems_and_steps_that_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=why):
             infcl_gen.plan(loss="ntxent", batch_size=64, dim=DIM, device_profile="h200", set=settings)
-    with pytest.raises(InputError, match="keys travel with their statistics in backward; valid: off"):
+    with pytest.raises(InputError, match="rows travel with their statistics in backward; valid: off"):
         infcl_gen.plan(loss="ntxent", batch_size=64, dim=DIM, device_profile="h200", devices=2, set={"keeps": "on"})
     towers = [torch.nn.Linear(4, DIM, device="cpu") for _ in range(2)]
     with pytest.raises(InputError, match=r"loss: ntxent has one side; .*contrastive_loss\(torch.cat\(\[a, b\]\), None"):
@@ -225,6 +258,20 @@ def test_a_loss_of_rows_of_ones_own(name: str, tmp_path: Any) -> None:
         inputs = Inputs(features(rows), None, 14.3, -1.0, labels_of(rows, kind))
         judged = gate(module.loss_and_grads(*inputs[:4], labels=inputs.labels), truth_of(module, inputs))
         assert not failures(judged), failures(judged)
+
+
+@pytest.mark.parametrize("flags", [{}, {"devices": 4}, {"devices": 32, "nodes": 4}], ids=str)
+def test_plans_and_packages_speak_of_rows(flags: dict[str, int]) -> None:
+    """Keys there are in names alone: of arguments, of settings, and of blocks of kernels."""
+    plan = infcl_gen.plan(loss="ntxent", batch_size="64k", dim=768, device_profile="h200", **flags)
+    said = [f"{reason.decision}; {reason.why}" for reason in plan.reasons] + [buffer.why for buffer in plan.buffers]
+    said += [buffer.name for buffer in plan.buffers if not buffer.name.endswith("_partials")]
+    said.append(plan_text(plan).partition("\n")[0])
+    assert not [text for text in said if re.search(r"\bkeys?\b", text.removesuffix("of each block of keys"))]
+    module = package()
+    prose = [module.__doc__, module._loss.__doc__, module._schedule.__doc__, module._loss.reference.__doc__]
+    assert not [text for text in prose if re.search(r"\bkeys?\b", text or "keys")]
+    assert "--keys" not in module.SPEC["regenerate"]
 
 
 def test_a_smaller_budget_makes_smaller_panels_and_no_other_loss() -> None:

@@ -128,11 +128,7 @@ def _twice(name: str) -> RuntimeError:
 
 def differentiable(package: Package, call: Call) -> Tensor:
     """The loss of an accepted call. Features are cast to the package's dtype; gradients have the features' dtype."""
-    gradients = 0
-    if torch.is_grad_enabled():
-        for bit, tensor in enumerate(call.inputs):
-            gradients |= int(tensor.requires_grad) << bit
-        gradients = package.computed(gradients)
+    gradients = wanted(package, call)
     loss: Tensor
     if traced(*call.inputs):
         if not torch.compiler.is_compiling():
@@ -146,6 +142,16 @@ def differentiable(package: Package, call: Call) -> Tensor:
     else:
         loss = replay.forward(package, call.cast(package), gradients)[0]
     return loss
+
+
+def wanted(package: Package, call: Call) -> int:
+    """The bits of the gradients that the loss of an accepted call computes."""
+    gradients = 0
+    if torch.is_grad_enabled():
+        for bit, tensor in enumerate(call.inputs):
+            gradients |= int(tensor.requires_grad) << bit
+        gradients = package.computed(gradients)
+    return gradients
 
 
 def traced(*tensors: Tensor) -> bool:

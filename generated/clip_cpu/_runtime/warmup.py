@@ -1,7 +1,8 @@
 """Kernels of a first step, compiled side by side: one after the other they take 10 s on an H200's host, so 2 to 3 s.
 
 A rehearsal runs forward and backward on a few rows of the call and notes the launches instead of making them. Threads
-then compile what was noted, and build and load what launches it.
+then compile what was noted, and build and load what launches it. A call that wants other gradients than those before
+it, as an evaluation or one with a frozen side, is rehearsed, too: its kernels may have other constants or dtypes.
 """
 
 import logging
@@ -13,7 +14,7 @@ import torch
 
 from . import engine, launch, replay
 from .group import ALONE, Layout
-from .package import Call, Package
+from .package import ALL, SCALARS, Call, Package
 
 # Rows of a rehearsal. They are divisible by what divides the call's rows, up to the largest tile: kernels are compiled
 # for such divisors, and for ragged tiles. 2048 rows have two parts of a loss, as every larger batch.
@@ -21,26 +22,30 @@ ROWS, LARGEST_TILE = 2048, 256
 MOST_THREADS = 16
 
 _LOG = logging.getLogger("infcl_gen")
-_done: set[tuple[str, torch.device]] = set()  # package and device
+_done: set[tuple[str, torch.device, int]] = set()  # package, device and gradients
 _lock = threading.Lock()
 
 
-def warm_up(package: Package, call: Call) -> None:
-    """Compile what a step of this package needs, unless that was done on this device, or a graph is being captured.
+def warm_up(package: Package, call: Call, gradients: int) -> None:
+    """Compile what a step of this package with these gradients needs, unless that was done on this device, or a graph
+    is being captured.
 
     Raises what compiling raises.
     """
-    place = package.digest, call.q.device
+    gradients &= ALL
+    gradients |= SCALARS if gradients & SCALARS else 0  # one kernel computes both
+    place = package.digest, call.q.device, gradients
     if place in _done or not call.q.is_cuda or not (len(call.q) and len(call.k)) or replay.capturing(call.q.device):
         return
     with _lock:  # a second thread waits for the first, instead of compiling the same
         if place not in _done and not package.any_device:
-            _compile(rehearsed(package, call), call.q.device)
+            _compile(rehearsed(package, call, gradients), call.q.device)
         _done.add(place)
 
 
-def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
-    """The launches of a step on some rows of the call, none of which is made. Products of the library run."""
+def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launch]:
+    """The launches of a step with these gradients on some rows of the call, none of which is made. Products of the
+    library run."""
     rows = (min(len(call.q), len(call.k)),) * 2 if package.traits.paired else (len(call.q), len(call.k))
     q, k = (x[: min(count, ROWS + count % LARGEST_TILE)] for x, count in zip(call[:2], rows, strict=True))
     vectors = None if call.vectors is None else call.vectors[:, : len(q)]
@@ -49,8 +54,9 @@ def rehearsed(package: Package, call: Call) -> list[launch.Launch]:
     options = call.options._replace(group_name=ALONE)
     with engine.device_state(package, q.device, "warm-up"), launch.noting() as launches:
         sample = Call(q, k, call.scale, call.bias, vectors, labels, query_ids, key_ids, options).cast(package)
-        _, saved = engine.swept(package, sample, None, Layout.alone(q, k), package.gradients)
-        engine.backward(package, sample, saved, torch.ones((), device=q.device), package.gradients)
+        _, saved = engine.swept(package, sample, None, Layout.alone(q, k), gradients)
+        if gradients:
+            engine.backward(package, sample, saved, torch.ones((), device=q.device), gradients)
         if package.traits.triangle and len(call.q) > len(q):
             engine.sweep_above_diagonal(package, sample, saved)
         if package.replay:

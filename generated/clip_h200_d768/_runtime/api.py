@@ -18,7 +18,7 @@ from .agreement import BatchTooLargeError as BatchTooLargeError
 from .agreement import announce_rejection
 from .group import ALONE, resolve
 from .launch import INTERPRETED
-from .ops import differentiable, register, traced
+from .ops import differentiable, register, traced, wanted
 from .package import Call, Options, Package
 from .selftest import selftest as run_selftest
 from .table import planned_table
@@ -79,7 +79,7 @@ def loss_and_grads(package: Package, *arguments: Any) -> tuple[Tensor | None, ..
     """`loss_and_grads` of a `Call`'s arguments."""
     called = Call(*arguments)
     with torch.no_grad():
-        given = _agreed(package, called)
+        given = _agreed(package, called, package.gradients)
         call = given.cast(package)
         loss, saved = replay.forward(package, call, package.gradients)
         upstream = torch.ones_like(loss)
@@ -181,12 +181,13 @@ class ContrastiveLoss(nn.Module):
             raise ValueError(f"wrong rank: rank={self.rank} was given, but this process has rank {rank}")
 
 
-def _agreed(package: Package, call: Call) -> Call:
-    """`accepted`, with its kernels compiled. The other ranks of a group hear of an error: none waits for this rank."""
+def _agreed(package: Package, call: Call, gradients: int | None = None) -> Call:
+    """`accepted`, with the kernels for these gradients compiled, None: those that autograd wants. The other ranks of a
+    group hear of an error: none waits for this rank."""
     try:
         call = accepted(package, call)
         if not (traced(*call.inputs) or torch._C._are_functorch_transforms_active()):
-            warm_up(package, call)
+            warm_up(package, call, wanted(package, call) if gradients is None else gradients)
         return call
     except Exception:  # also torch's own, such as RuntimeError for lack of memory
         announce_rejection(package, call)
@@ -258,12 +259,12 @@ def _check_features(package: Package, call: Call) -> None:
             )
     if q.device != k.device:
         raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
-    device = q.device.type
+    device, features = q.device.type, "q is" if package.traits.triangle else "q and k are"
     if device == "meta" and not torch.compiler.is_compiling():
-        raise ValueError("q and k are on the meta device, which holds no values: move them to a device that does")
+        raise ValueError(f"{features} on the meta device, which holds no values: move features to one that does")
     if device != "cuda" and not package.any_device:
         raise ValueError(
-            f"{package.name} holds GPU kernels, but q and k are on {device}: generate one for target cpu, or set "
+            f"{package.name} holds GPU kernels, but {features} on {device}: generate one for target cpu, or set "
             "TRITON_INTERPRET=1 before the start, which runs kernels slowly on the CPU"
         )
     for name, x in (("q", q), ("k", k)):
@@ -417,7 +418,7 @@ def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks:
         group = group.get_group()
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, not {type(group).__name__}")
+        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh, \"local\" or None, not {group!r:.60}")
     if outside or dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the process group that was passed as group")
     return Options(group.group_name, grad_sync, reduction, check_ranks)

@@ -63,6 +63,15 @@ class Traits:
         return self.domain == "triangle"
 
     @property
+    def sides(self) -> tuple[str, str]:
+        """What messages call queries, and what they are compared with."""
+        return ("rows", "rows") if self.triangle else ("queries", "keys")
+
+    def counted(self, queries: int, keys: int, between: str = " and ") -> str:
+        """The sizes of a batch as messages say them."""
+        return f"{queries} rows" if self.triangle else f"{queries} queries{between}{keys} keys"
+
+    @property
     def both_axes(self) -> bool:
         """Whether a tile is reduced along its rows and its columns."""
         return self.has_keys or self.triangle
