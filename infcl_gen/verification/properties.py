@@ -195,7 +195,7 @@ def unrepeated(module: ModuleType, inputs: Inputs) -> list[str]:
 
 def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     """Which of (loss, dq, dk, dscale, dbias) are not NaN exactly where the oracle is, with a NaN in the last query. A
-    pair that its log-sum-exp leaves out may be NaN, too."""
+    pair that its log-sum-exp leaves out may be NaN, too, and dbias of a loss without bias."""
     q = inputs.q.clone()
     q[-1, 0] = float("nan")
     spoilt = inputs._replace(q=q)
@@ -203,7 +203,7 @@ def nan_misplaced(module: ModuleType, inputs: Inputs) -> list[str]:
     masked, wrong = Traits(**module.SPEC["loss"]["traits"]).masked, list[str]()
     for name, value, true in compared(found, oracle(module, spoilt)):
         missing, of_both = true.isnan() & ~value.isnan().to(true.device), value.isnan().to(true.device) != true.isnan()
-        if bool((missing if masked else of_both).any()):
+        if bool((missing if masked or name == "dbias" else of_both).any()):
             wrong.append(name)
     return wrong
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import types
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from infcl_gen.verification.properties import (
     autograd_results,
     check_case,
     inputs_of,
+    nan_misplaced,
 )
+from tests.documents import blocks
 
 LOSSES = ("clip", "infonce", "siglip", "siglip_multi")
 LARGEST = 300  # rows of the CPU packages: a panel and some more
@@ -100,6 +103,18 @@ def test_nan_in_nan_out(loss: str) -> None:
         alone = loss.startswith("siglip") and which == 1  # only pairs of key 7 know of it
         assert result[2][7].isnan().all() if alone else result[2].isnan().all()
         assert not alone or not result[2][:7].isnan().any()
+
+
+@pytest.mark.parametrize("code", [code for page, code in blocks("python") if page == "docs/losses.md"])
+def test_losses_of_the_documentation_are_right(code: str, tmp_path: Path) -> None:
+    """As `verify` finds them, also where a NaN leads; planted: a NaN in dbias of a loss without bias was refused."""
+    file = tmp_path / "losses.py"
+    file.write_text(code)
+    for name in re.findall(r"^(\w+) = LossSpec\(", code, re.MULTILINE):
+        module = infcl_gen.load(loss=f"{file}:{name}", batch_size=65, dim=16, dtype="fp32", target="cpu")
+        case = Case(65, 65, 16, "fp32", 3.0, seed=2)
+        checked(module, case, "cpu")
+        assert nan_misplaced(module, inputs_of(module, case)) == []
 
 
 INTERPRETED = [  # strategy, loss, dtype, dim: each kernel, and every dtype that the interpreter can do
