@@ -126,11 +126,6 @@ def _check(problem: Problem, derivation: Derivation, cluster: Cluster) -> None:
         raise InputError(f"--keys: the rows of {problem.loss!r} are keys of each other; leave out --keys")
     if derivation.traits.triangle and problem.frozen != "none":
         raise InputError(f"--frozen: {problem.loss!r} has one side, whose gradient is all there is; leave out --frozen")
-    profile, budget = cluster.profile, problem.memory_budget_bytes
-    if profile.target != "cpu" and budget is not None and budget > profile.memory_bytes:  # a CPU's figure is nominal
-        raise InputError(
-            f"--memory-budget: {bytes_text(budget)} exceeds the {bytes_text(profile.memory_bytes)} of {profile.name}"
-        )
     if problem.dtype == "fp64" and cluster.profile.target != "cpu":
         raise InputError("--dtype: fp64 is supported with --target cpu only; valid here: bf16, fp16, fp32")
     if problem.precision == "tf32" and cluster.profile.vendor != "nvidia":

@@ -196,14 +196,8 @@ def test_settings_that_another_batch_does_not_allow() -> None:
     with pytest.raises(InfeasibleError):
         plan_flags(batch_size=4000, set=chosen, memory_budget="40MiB")
     assert plan_flags(batch_size=700, set=chosen, memory_budget="1GiB").stash_rows == 768
-    plan = plan_flags(loss="infonce", dim=1, set={"strategy": "stash"}, memory_budget="130GiB")
+    plan = plan_flags(loss="infonce", dim=1, set={"strategy": "stash"}, memory_budget="1TiB")
     assert plan.largest_batch <= 2**22  # of keys that a stash can address
-
-
-def test_a_budget_is_at_most_the_memory_of_the_device() -> None:
-    with pytest.raises(InputError, match=r"^--memory-budget: 200 GiB exceeds the 79 GiB of h100$"):
-        plan_flags(memory_budget="200GiB", device_profile="h100")
-    assert plan_flags(memory_budget="200GiB", device_profile="cpu", dtype="fp32").strategy == "torch"
 
 
 def test_the_target_problem_fits_one_gibibyte() -> None:
