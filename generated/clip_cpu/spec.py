@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "89f5d466a0690c3b56baae4eca8fddc1d9c461d8002c18697435bbec2041e0b2",
+    "digest": "a57c661727458682dbe3b020b55417833404f328f4082e1118b921cc276bf29c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

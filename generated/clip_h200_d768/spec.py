@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "0f0d81af35c1fb584c18f90693b7ff2d365affa4b25029a9c79b097933ccba74",
+    "digest": "caf8d4846b49b8d1ac2b8efa66b3c24064c9dd67078a494fbad8d4df949e57fe",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

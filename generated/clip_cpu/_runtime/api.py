@@ -418,7 +418,7 @@ def options_of(group: Any, grad_sync: str, reduction: str = "mean", check_ranks:
         group = group.get_group()
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh, \"local\" or None, not {group!r:.60}")
+        raise TypeError(f'group must be a ProcessGroup, a 1-D DeviceMesh, "local" or None, not {group!r:.60}')
     if outside or dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the process group that was passed as group")
     return Options(group.group_name, grad_sync, reduction, check_ranks)
