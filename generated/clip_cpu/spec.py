@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "5c9ed8a7cddc0c80e0cf8aa4475ff132cfafca8bd4f5ead97d79f6f938b946e5",
+    "digest": "73e49a82f67f8776ffd01683ee9f3225f51fbf8a41ec6e71acc58c016fcf9962",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

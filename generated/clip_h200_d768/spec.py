@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "6dd3c6093646a50b65016af5b36d020d8d3c736b10addb26df20574218f1f21d",
+    "digest": "936374e558090eb3b3e432f6fdca484b8afa39a4e74d7527db9f5856b6789d4e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

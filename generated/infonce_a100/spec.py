@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "8002828e624186581917ea64148eb5f072926e60f180675f757db6e3beb0c2c1",
+    "digest": "416b977f817e3ceeb23319ebb784e52bff8e9b01acfe6ab742e345a7a88df05d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

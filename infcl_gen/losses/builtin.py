@@ -125,6 +125,22 @@ Each similarity is computed once for its two rows, so that a step takes half of 
 Over ranks that holds for the pairs of a rank. A pair of two ranks is computed by both, and no gradients travel.""",
 )
 
+_others = (1 - is_self) * (1 - is_positive)
+
+DCL = LossSpec(
+    name="dcl",
+    formula=mean_over_queries(logsumexp_over_keys(_of_rows, where=_others) - positive(_of_rows)),
+    positives="label",
+    doc="Decoupled contrastive loss: NT-Xent whose sums leave out the positive.",
+    source="Yeh et al., arXiv 2110.06848, equation 6, with a mean for the sum over rows",
+    use="""\
+For two views of each image, above all in small batches: NT-Xent weighs a row by how wrong it is, this one does not.
+`scale` is 1 / temperature. `bias` changes nothing. The loss may be negative.
+
+A call is that of `ntxent`. In a batch of two rows neither has a negative: the loss is then -inf, as log 0 is.
+Its gradients are those of the positives alone. The weights of DCLW are not part of this loss.""",
+)
+
 BUILTIN_LOSSES: dict[str, LossSpec] = {
-    spec.name: spec for spec in (CLIP, INFONCE, RINCE, GEMINI, SIGLIP, SIGLIP_MULTI, NTXENT)
+    spec.name: spec for spec in (CLIP, INFONCE, RINCE, GEMINI, SIGLIP, SIGLIP_MULTI, NTXENT, DCL)
 }

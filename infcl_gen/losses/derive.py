@@ -22,6 +22,9 @@ exponential: shares, sums and scalars are those of
 
     dL/dx_ij + dL/dx_ji = 1/M * (query_share * (exp(x_ij - r_i) + exp(x_ij - r_j))
                                  + positive_share * ([j = positive(i)] + [i = positive(j)]))
+
+and of any other F they are those of a_i * exp(x_ij - r_i) + a_j * exp(x_ij - r_j) + b_i [j = positive(i)] +
+b_j [i = positive(j)]. The positive of i may be left out of r_i and not of r_j: then only a_j has its exp(...).
 """
 
 import functools
@@ -187,10 +190,10 @@ class Derivation:
     @functools.cached_property
     def largest_slope(self) -> float:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
+        sides = 2 if self.form.domain == "triangle" else 1
         if self.form.combined:
-            return _bound(self.query_weight) + _bound(self.positive_slope) + _bound(self.through_z)
+            return sides * (_bound(self.query_weight) + _bound(self.positive_slope) + _bound(self.through_z))
         if self.pair_slope is None:
-            sides = 2 if self.form.domain == "triangle" else 1
             return max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
         slopes = self.pair_slope
         return max(map(_bound, (slopes.other, slopes.same_id, slopes.positive)))

@@ -71,8 +71,11 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i {of_pair}\, q_i",
     }
     if triangle:
-        both = rf"\sum_{{j \ne i}} \left(g_{{ij}} + g_{{ji}}\right){along}\, q_j"
-        gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = {both}"}
+        both = rf"\left(g_{{ij}} + g_{{ji}}\right){along}"
+        if positive_z in by_number:
+            added = r"e_i\, \left[j = \ell_i\right] + e_j\, \left[i = \ell_j\right]"
+            both = rf"\Big( {both} + \frac{{1}}{{M}} \left({added}\right) \Big)"
+        gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_{{j \ne i}} {both}\, q_j"}
     return {
         "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
@@ -116,8 +119,6 @@ def _bracketed(terms: list[str]) -> str:
 
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
-    if derivation.traits.triangle:
-        return {"query_statistic": r"r_i = \log \sum_{j \ne i} e^{x_{ij}}"}
     excluded, positive = derivation.form.excluded, _POSITIVE[derivation.spec.positives]
     found, mask = {}, "w_{ij} " * bool(excluded)
     if mask:
@@ -128,7 +129,8 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         }[excluded]
         found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {left_out}, \text{{ else }} 1"
     if derivation.has_queries:
-        found["query_statistic"] = rf"r_i = \log \sum_j {mask}e^{{x_{{ij}}}}"
+        others = r"{j \ne i}" if derivation.traits.triangle else "j"
+        found["query_statistic"] = rf"r_i = \log \sum_{others} {mask}e^{{x_{{ij}}}}"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
     return found | {f"own_{keyword}": _VECTORS[keyword] for keyword in derivation.form.vectors}

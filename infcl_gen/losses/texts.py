@@ -36,11 +36,15 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     slope, by_number = display(diff(derivation.logit, z), _PAIR), derivation.by_number
     times_slope = "" if slope == "1" else f" * {_wrapped(slope)}"
     of_pair, triangle = f"g_ij{times_slope}", derivation.traits.triangle
-    of_pair = f"({of_pair} + 1/M * e_i * [j = positive(i)])" if positive_z in by_number else of_pair
+    at_positive = " + 1/M * e_i * [j = positive(i)]" * (positive_z in by_number)
+    of_pair = f"({of_pair}{at_positive})" if at_positive else of_pair
     rest = " + 1/M * sum_i f_i" if scale in by_number else f" = {_dscale(derivation)}" * (positive_z not in by_number)
     gradients = {"dq": f"dq_i = sum_j {of_pair} * k_j", "dk": f"dk_j = sum_i {of_pair} * q_i"}
     if triangle:
-        gradients = {"dq": f"dq_i = sum_{{j != i}} (g_ij + g_ji){times_slope} * q_j"}
+        both = f"(g_ij + g_ji){times_slope}"
+        if at_positive:
+            both = f"({both}{at_positive} + 1/M * e_j * [i = positive(j)])"
+        gradients = {"dq": f"dq_i = sum_{{j != i}} {both} * q_j"}
     dx_dscale = display(diff(derivation.logit, scale), _PAIR)
     positive = {
         "diagonal": "p_i = x_ii",
@@ -95,16 +99,21 @@ _LEFT_OUT = {
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
-    if derivation.traits.triangle:
-        return {"query_statistic": "r_i = log sum_{j != i} exp(x_ij)"}
     if excluded:
         found["mask"] = f"w_ij = 0 where {_LEFT_OUT[excluded]}, else 1"
+    if derivation.traits.triangle:
+        mask = "w_ij * " * bool(excluded)
+        return found | {"query_statistic": f"r_i = log sum_{{j != i}} {mask}exp(x_ij)"} | _own_statistics(derivation)
     if derivation.has_queries:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
+    return found | _own_statistics(derivation)
+
+
+def _own_statistics(derivation: Derivation) -> dict[str, str]:
     vectors = {"query_weight": "u_i = the weight of query i", "negatives": "h_i = log sum_l exp(x(q_i . n_il))"}
-    return found | {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
+    return {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
 
 def _terms(derivation: Derivation) -> list[str]:
@@ -181,12 +190,15 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
     }[spec.positives]
     at_positives = "{}.gather(1, labels[:, None]).squeeze(1)" if labels else "{}.diagonal()"
     triangle = traits.triangle
+    itself = "torch.eye(len(x), dtype=torch.bool, device=x.device)"
     left_out = {
-        (): "torch.eye(len(x), dtype=torch.bool, device=x.device)" * triangle,
+        (): "",
         ("same_id",): "same_id & (is_positive == 0)",
         ("positive",): "is_positive == 1",
         ("positive", "same_id"): "same_id | (is_positive == 1)",
     }[excluded]
+    if triangle:
+        left_out = f"{itself} | ({left_out})" if left_out else itself
     summed = "y" if left_out else "x"
     reductions = (
         ("is_positive", form.formula.has(is_positive) or excluded, dense_classes),
@@ -247,6 +259,7 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     own = derivation.form.vectors.values()
     return {
         "of_rows": repr(derivation.of_rows),
+        "share_of_other_side": "KEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,
         "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(

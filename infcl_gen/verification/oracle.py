@@ -206,7 +206,7 @@ def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str]) -> T
     """Logits of the queries at `places` and all keys, -inf where the log-sum-exps leave a pair out: of these classes of
     `Traits`, or a row and itself."""
     if inputs.k is None:
-        return x.masked_fill(places[:, None] == torch.arange(x.shape[1], device=x.device), -torch.inf)
+        x = x.masked_fill(places[:, None] == torch.arange(x.shape[1], device=x.device), -torch.inf)
     if not classes:
         return x
     positive, same_id = inputs.are_positive("label"), inputs.same_id()
