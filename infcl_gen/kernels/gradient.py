@@ -46,7 +46,7 @@ class GradientTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
-        if choice.traits.ids:
+        if choice.traits.ids or (choice.has_keys and choice.traits.combined):  # two exponentials of each pair
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.at_once and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None

@@ -1,9 +1,10 @@
 """Losses of the tests, as a user's file has them."""
 
-from tests.losses.specs import DERIVABLE, spec
+from tests.losses.specs import DERIVABLE, OF_ROWS, spec
 
 clip_without_ids = spec(DERIVABLE["clip_without_ids"].formula, "diagonal", "clip_without_ids")
 infonce_without_ids = spec(DERIVABLE["infonce_without_ids"].formula, "label", "infonce_without_ids")
 margin = spec(DERIVABLE["margin"].formula, "label", "margin")
 decoupled_by_id = spec(DERIVABLE["decoupled_by_id"].formula, "diagonal", "decoupled_by_id")
 hard = spec(DERIVABLE["hard"].formula, "label", "hard")
+rince_of_rows, margin_of_rows, capped_of_rows = OF_ROWS.values()
