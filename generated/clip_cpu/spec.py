@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "73e49a82f67f8776ffd01683ee9f3225f51fbf8a41ec6e71acc58c016fcf9962",
+    "digest": "876e96ec1932b1d668f2537ddf62effbb3167affd7a16c0c2983c7273f801195",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

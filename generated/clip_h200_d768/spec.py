@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "936374e558090eb3b3e432f6fdca484b8afa39a4e74d7527db9f5856b6789d4e",
+    "digest": "43f72ccf6f9b7f61c84dd4bcab2b32015a11e29148608bd539373ab5610a48d8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -21,9 +21,11 @@ from infcl_gen.losses import BUILTIN_LOSSES
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
+from infcl_gen.verification.properties import Case, tensors
 from infcl_gen.verification.worker import averaged
 from tests.kernels.planted import plant
 from tests.runtime.in_process import World
+from tests.runtime.pool import Pool, results
 from tests.runtime.test_triangle import DIM, PANELS, features, labels_of
 from tests.verification.dense import dense
 
@@ -147,6 +149,67 @@ def test_over_ranks(loss: str, transport: str) -> None:
     for shards in SHARDS:
         over_ranks(package(loss), loss, transport, shards, labels_of(sum(shards), "any"))
     over_ranks(package(loss), loss, transport, [6, 4, 2], labels_of(12, "pairs"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[Pool]:
+    pool = Pool(3, folder)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 3], [7, 0, 4]], ids=str)
+@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("loss", ["dcl", "debiased"])
+def test_over_processes(pool: Pool, folder: Path, loss: str, transport: str, rows: list[int]) -> None:
+    """On gloo, with labels of any row: the average of the ranks is the formula by hand."""
+    case, ranks = Case(sum(rows), sum(rows), 8, "fp64", 3.0, -1.0, seed=1), (0, 1, 2)
+    if not (folder / (name := f"{loss}_{transport}")).exists():
+        how = {"batch_size": 12, "dim": 8, "dtype": "fp64", "target": "cpu", "devices": 3}
+        infcl_gen.generate(loss=loss, output=folder / name, **how, set={"transport": transport, "panel_rows": "64"})
+    parts = results(pool.run("own_gradients", ranks, package=name, ranks=ranks, rows=rows, keys=rows, case=case))
+    whole = tensors(case, "label", one_sided=True)
+    truth = [x for x in dense(loss, whole.q, None, 3.0, -1.0, labels=whole.labels) if x is not None]
+    found = [torch.cat(each) / 3 if each[0].dim() else torch.stack(each).mean() for each in zip(*parts, strict=True)]
+    for ours, theirs in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_have_numbers_of_their_own(tmp_path: Path) -> None:
+    """A weight and further negatives of each row, with their gradients."""
+    (tmp_path / "own.py").write_text(OWN_NUMBERS)
+    module = in_panels(
+        infcl_gen.load(loss=f"{tmp_path}/own.py:MINE", batch_size=64, dim=DIM, dtype="fp64", target="cpu")
+    )
+    q, labels, draw = features(22, "fp64"), labels_of(22, "any"), torch.Generator().manual_seed(3)
+    assert labels is not None
+    leaves = [q, torch.rand(22, generator=draw, dtype=torch.float64) - 0.3]
+    leaves += [torch.randn(22, 2, DIM, generator=draw, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64)]
+    q, weight, negatives, scale = (x.requires_grad_() for x in leaves)
+    loss = module.contrastive_loss(q, None, scale, labels=labels, query_weight=weight, negatives=negatives)
+    x = scale * (q @ q.T)
+    sums = (x.exp() - torch.diag(x.exp().diagonal())).sum(1) + (scale * (negatives @ q[:, :, None])[..., 0]).exp().sum(
+        1
+    )
+    truth = (weight * (sums.log() - x[torch.arange(22), labels])).mean()
+    torch.testing.assert_close(loss, truth)
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(truth, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+OWN_NUMBERS = """
+from infcl_gen.losses.language import *
+
+x = scale * similarity("query", "query")
+r = logsumexp_over_keys(x, where=1 - is_self)
+with_own = r + softplus(logsumexp_over_negatives(x) - r)
+MINE = LossSpec("mine", mean_over_queries(query_weight * (with_own - positive(x))), positives="label")
+"""
 
 
 @pytest.mark.parametrize("loss", LOSSES)
