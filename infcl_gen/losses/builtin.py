@@ -145,14 +145,14 @@ Its gradients are those of the positives alone. The weights of DCLW are not part
 
 _alike, _TAU = scale * similarity("query", "query"), Rational(1, 10)
 _p, _s = positive(_alike), logsumexp_over_keys(_alike, where=_others)
-_count = log(maximum(queries - 2, 1e-30))
+_count = queries - 2
 # tau_plus N e^p over S. Below -40 it is beyond 1 for any N, and e^40 leaves no dtype.
-_of_positives = _TAU * exp(_count - maximum(_s - _p, -40))
+_of_positives = _TAU * _count * exp(-maximum(_s - _p, -40))
 _left = _s + log(maximum(1 - _of_positives, 1e-30)) - log(1 - _TAU)
 
 DEBIASED = LossSpec(
     name="debiased",
-    formula=mean_over_queries(softplus(maximum(_left, _count - scale) - _p)),
+    formula=mean_over_queries(softplus(maximum(_left, log(_count) - scale) - _p)),
     positives="label",
     doc="Debiased contrastive loss: a tenth of the other rows is taken for positives (tau_plus = 0.1).",
     source="Chuang et al., arXiv 2007.00224, equation 8 with one positive, and the code of the authors",

@@ -15,7 +15,7 @@ from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "scale": "s", "bias": "b",
+    "scale": "s", "bias": "b", "queries": "M", "keys": "N",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",

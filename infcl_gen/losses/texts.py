@@ -259,7 +259,7 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     own = derivation.form.vectors.values()
     return {
         "of_rows": repr(derivation.of_rows),
-        "share_of_other_side": "KEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,
+        "share_of_other_side": "\nKEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,
         "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(
