@@ -145,7 +145,7 @@ Its gradients are those of the positives alone. The weights of DCLW are not part
 
 _alike, _TAU = scale * similarity("query", "query"), Rational(1, 10)
 _p, _s = positive(_alike), logsumexp_over_keys(_alike, where=_others)
-_count = queries - 2
+_count = maximum(queries - 2, 0)
 # tau_plus N e^p over S. Below -40 it is beyond 1 for any N, and e^40 leaves no dtype.
 _of_positives = _TAU * _count * exp(-maximum(_s - _p, -40))
 _left = _s + log(maximum(1 - _of_positives, 1e-30)) - log(1 - _TAU)

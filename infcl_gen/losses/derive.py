@@ -55,6 +55,7 @@ from infcl_gen.losses.printers import (
 from infcl_gen.runtime.table import Travelling
 from infcl_gen.runtime.traits import Known, Traits
 
+LONG_SLOPES = 60  # operations
 SUPPORTED = (
     "kernels exist for sum_over_pairs(h(x, is_positive, same_id)) / queries, for mean_over_queries of functions of "
     "logsumexp_over_keys(x), positive(x), query_weight and logsumexp_over_negatives(x), and for mean_over_queries and "
@@ -138,6 +139,16 @@ class Derivation:
         """How F changes with the positive's similarity, with scale and with bias, where it does."""
         slopes = {each: _slope_of_query(self.form, each) for each in (positive_z, scale, bias)}
         return {symbol: slope for symbol, slope in slopes.items() if slope != 0}
+
+    @functools.cached_property
+    def slopes_of_query(self) -> tuple[list[tuple[Symbol, Expr]], list[Expr]]:
+        """For people: parts that the slopes of a query's term share, where these are long; then the slopes: a and b of
+        the module docstring, and those of `by_number`."""
+        slopes = [self.query_weight, self.positive_slope, *self.by_number.values()]
+        if sum(map(sympy.count_ops, slopes)) <= LONG_SLOPES:
+            return [], slopes
+        shared, reduced = sympy.cse(slopes, map(temporary, itertools.count()))
+        return shared, reduced
 
     @functools.cached_property
     def of_rows(self) -> tuple[str, ...]:

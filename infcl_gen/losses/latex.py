@@ -1,5 +1,6 @@
 """A derived loss in LaTeX: general form and gradient, by SymPy's printer."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,7 +32,7 @@ class _Printer(LatexPrinter):
     """Terms in the order of formulas for people: the negative ones last."""
 
     def _print_Symbol(self, expr: Symbol, style: str = "plain") -> str:
-        return _NAMES.get(str(expr), str(expr))
+        return _NAMES.get(str(expr)) or re.sub("^t([0-9]+)$", r"t_{\1}", str(expr))
 
     def _as_ordered_terms(self, expr: Expr, order: str | None = None) -> list[Expr]:
         return sorted(expr.args, key=lambda term: (is_negative(term), -len(term.free_symbols), default_sort_key(term)))
@@ -170,12 +171,10 @@ def _of_rows(derivation: Derivation) -> dict[str, str]:
     """The slopes of a query's term."""
     if not derivation.form.combined:
         return {}
-    found = {
-        "query_weight": rf"a_i = {_text(derivation.query_weight)}",
-        "positive_slope": rf"b_i = {_text(derivation.positive_slope)}",
-    }
-    of_numbers = {_SLOPES[symbol]: slope for symbol, slope in derivation.by_number.items()}
-    return found | {name: rf"{letter} = {_text(slope)}" for (name, letter), slope in of_numbers.items()}
+    shared, slopes = derivation.slopes_of_query
+    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(_SLOPES.__getitem__, derivation.by_number)]
+    found = {f"part_{symbol}": f"{_text(symbol)} = {_text(part)}" for symbol, part in shared}
+    return found | {name: f"{letter} = {_text(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
 
 
 def _gradient(derivation: Derivation) -> str:

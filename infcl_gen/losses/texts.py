@@ -72,12 +72,11 @@ def _of_rows(derivation: Derivation) -> dict[str, str]:
     """The slopes of a query's term."""
     if not derivation.form.combined:
         return {}
-    found = {
-        "query_weight": f"a_i = {display(derivation.query_weight, _PAIR)}",
-        "positive_slope": f"b_i = {display(derivation.positive_slope, _PAIR)}",
-    }
-    of_numbers = {_SLOPES[symbol]: slope for symbol, slope in derivation.by_number.items()}
-    return found | {name: f"{letter} = {display(slope, _PAIR)}" for (name, letter), slope in of_numbers.items()}
+    shared, slopes = derivation.slopes_of_query
+    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(_SLOPES.__getitem__, derivation.by_number)]
+    found = {f"part_{symbol}": f"{symbol} = {display(part, _PAIR)}" for symbol, part in shared}
+    of_names = zip(names, slopes, strict=True)
+    return found | {name: f"{letter} = {display(slope, _PAIR)}" for (name, letter), slope in of_names}
 
 
 def _of_vectors(derivation: Derivation) -> dict[str, str]:
