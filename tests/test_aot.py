@@ -82,11 +82,12 @@ def test_forwards_that_read_their_keys_once(dim: int, flags: dict[str, str], tmp
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
-@pytest.mark.parametrize("dim", [40, 96, 768])
-def test_kernels_of_a_triangle(dim: int, tmp_path: Path) -> None:
-    """On the diagonal and above it; those of gradients are clip's."""
-    package = infcl_gen.generate(output=tmp_path / "p", loss="ntxent", batch_size="64k", dim=dim, device_profile="h200")
+@pytest.mark.parametrize(("loss", "dim"), [("ntxent", 40), ("ntxent", 96), ("ntxent", 768), ("dcl", 96), ("dcl", 768)])
+def test_kernels_of_a_triangle(loss: str, dim: int, tmp_path: Path) -> None:
+    """On the diagonal and above it; those of gradients are clip's, but for rows with weights."""
+    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=dim, device_profile="h200")
     kernels = ("references", "forward", "forward_wide", "positives", "gradient_positives")
+    kernels += ("combine", "gradient") * (loss == "dcl")
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 

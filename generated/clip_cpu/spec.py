@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "a57c661727458682dbe3b020b55417833404f328f4082e1118b921cc276bf29c",
+    "digest": "b76ffc647a03f6580bc8ba4b3e28823a96db4cacd44ee507db6be354d8f48511",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "caf8d4846b49b8d1ac2b8efa66b3c24064c9dd67078a494fbad8d4df949e57fe",
+    "digest": "00f87d5cc6ac4de0a9df33a928c58e572661180d0b4703c907a3f2476edc402d",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

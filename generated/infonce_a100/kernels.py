@@ -436,7 +436,8 @@ def shares(query_exponent, query_mantissa, positive_z, own_reference, share, fla
         above = (tl.load(query_exponent + rows, mask=inside, other=0.0)
                  - tl.load(own_reference + rows, mask=inside, other=0.0))
         own = tl.exp2(-above) / mantissa * QUERY_SHARE
-        held = (above < ROW_SPREAD) & (above > -ROW_SPREAD) & (mantissa < 4.0)  # a NaN is not
+        # A NaN is not held.
+        held = (above < ROW_SPREAD) & (above > -ROW_SPREAD) & (mantissa < 4.0)
         beyond = max(beyond, tl.max(tl.where(held, 0, 1)))
         tl.store(share + rows, own, mask=inside)
     if beyond != 0:

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "infonce_a100_d768",
-    "digest": "5c2cc059d9b5a099b8aca3668b952a269348ce8c8f37d7fff2eeae99be261e75",
+    "digest": "78c6b7569fc33bb3c4ecf36d2b91fa437d7b2ce9ddf6f98e748d14df0123e8da",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 32768,

@@ -18,6 +18,11 @@ from infcl_gen.losses import Derivation, formulas_of, left_out, triton_code
 from infcl_gen.losses.printers import p, pair_code, x
 from infcl_gen.planning.planner import Plan
 
+
+def _clamped(places: str) -> str:
+    return f"tl.minimum(tl.maximum({places}, -(2**30)), 2**30).to(tl.int32)"
+
+
 _BIAS_OF_FACTOR = """bias = tl.load(bias_ptr)
     # An affine logit's gradients do not depend on the bias: the last term keeps one that is not finite."""
 _NOWHERE = "tl.full((ROWS,), -(2**30), tl.int32)"
@@ -35,6 +40,7 @@ _NO_WEIGHT = (
     "tl.where(value == 0.0, 1.0, {})",
 )
 _ABOUT_VECTORS = "vectors         the query's own numbers become the derivatives of its part of M * L by them"
+_ABOUT_KEPT_Z = "kept_z          z of the positive, whose row has a term of it in its own sum"
 _REFERENCE = "reference = tl.load(positive_row_reference + i, mask=i < queries, other=0.0)"
 _ROWS_IN_FP64 = {
     "positive_z": "z.to(tl.float64)", "queries": "all_queries.to(tl.float64)", "keys": "all_keys.to(tl.float64)",
@@ -52,6 +58,14 @@ _LEGEND_OF_TRIANGLE = """\
 triangle            k is q on the rank's own rows: z_ij = z_ji is computed once, counts for both rows, and i != j.
                         DIAGONAL: rows and columns of a panel are the same"""
 _BELOW = 'below = tl.where(DIAGONAL & (rows[:, None] >= columns[None, :]), float("-inf"), 0.0)'
+_BELOW_OF_SIDES = f"""{_BELOW}
+of_rows = tl.where(out_of_rows, float("-inf"), below)
+of_columns = tl.where(out_of_columns, float("-inf"), below)"""
+_PLACES_OF_COLUMNS = f"""\
+column_places = tl.load(key_labels + columns, mask=columns < summed_keys, other=-1) - first_query
+column_places = {_clamped("column_places")}"""
+_OWN_SHARE = "lacking({0}s, here, z, {1}, {2}_exponent, {2}_mantissa, slope)"
+_OWN_G = "QUERY_SHARE * tl.load({1} + {0}s, mask=here, other=0.0)"
 LABELLED = "tl.load(labels + rows, mask=rows < queries, other=-1) - first_key"
 
 
@@ -121,6 +135,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         **_header_context(plan),
         **_class_context(plan),
         **_combined_context(plan, derivation),
+        **_sides_of_positives(plan),
         "sums_slopes": plan.traits.sums_slopes,
         "dscale_rest": triton_code(derivation.dscale_rest),
         "dbias_factor": triton_code(derivation.dbias_factor),
@@ -148,10 +163,6 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "visiting_keys": "FUSED_KEYS",
         "described": "DESCRIPTORS",
     }
-
-
-def _clamped(places: str) -> str:
-    return f"tl.minimum(tl.maximum({places}, -(2**30)), 2**30).to(tl.int32)"
 
 
 def _header_context(plan: Plan) -> dict[str, Any]:
@@ -189,12 +200,41 @@ def _class_context(plan: Plan) -> dict[str, Any]:
         "which_are_left_out": left_out(
             plan.traits.classes, "same_id", "is_positive", "(is_positive == 0)", " & ", " | "
         ),
-        "plus_id_mask": " + id_mask" if plan.traits.masked else " + below" * triangle,
+        **_masks_of_sides(plan),
         **{name: text if plan.traits.masked or triangle else ABSENT for name, text in _MASK.items()},
-        **({"id_mask": _BELOW} if triangle else {}),
+        **({"id_mask": _BELOW_OF_SIDES if plan.traits.masked else _BELOW} if triangle else {}),
         # A tile's column of each row's positive, as an int32; any number that is no column where there is none.
         "offset_of_places": ABSENT if plan.labels or not placed else offset,
         "places_of_tile": _clamped(f"{LABELLED} - key0") if plan.labels else "rows + offset" if placed else _NOWHERE,
+    }
+
+
+def _masks_of_sides(plan: Plan) -> dict[str, str]:
+    """The terms of a tile that enter the sums of its rows, and of its columns: of a triangle each has its own mask."""
+    apart = plan.traits.masked and plan.traits.triangle
+    both = " + id_mask" if plan.traits.masked else " + below" * plan.traits.triangle
+    return {
+        "left_out": "left_out_of_sides" if apart else "left_out",
+        "kept_terms": "kept_terms_of_sides" if apart else "kept_terms",
+        "row_terms": "row_terms" if apart else "p",
+        "column_terms": "column_terms" if apart else "p",
+        "plus_row_mask": " + of_rows" if apart else both,
+        "plus_column_mask": " + of_columns" if apart else both,
+        "places_of_columns": _PLACES_OF_COLUMNS if apart else ABSENT,
+        "places_of_rows": LABELLED,
+        "places_as_int32": _clamped("row_places"),
+    }
+
+
+def _sides_of_positives(plan: Plan) -> dict[str, str]:
+    """What a triangle's kernel reads of positives, which are pairs of rows and of columns."""
+    combined = plan.traits.combined
+    share, z = (_OWN_G, "kept_z") if combined else (_OWN_SHARE, "positive_z")
+    noted = ("positive_g", "key_positive_g") if combined else ("positive_row_reference", "key_positive_reference")
+    return {
+        "z_of_rows": z,
+        "share_of_rows": share.format("row", noted[0], "query"),
+        "share_of_columns": share.format("column", noted[1], "key"),
     }
 
 
@@ -289,10 +329,12 @@ def _combined_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "positives_from_sums": False,
         "vectors": list(zip(derivation.form.vectors.values(), places, strict=False)),
         "about_vectors": _ABOUT_VECTORS if plan.traits.vectors else ABSENT,
+        "about_kept_z": _ABOUT_KEPT_Z if plan.traits.triangle else ABSENT,
+        "stored_z": "tl.store(kept_z + i, z, mask=i < queries)" if plan.traits.triangle else ABSENT,
         "statements_of_rows": "\n".join(statements),
         "of_functions": any(f"{name}(" in code for code in statements for name in ("softplus", "sigmoid")),
         **{name: text if without else ABSENT for name, text in nothing.items()},
-        "and_nothing": "; infinite where the sum has no pairs" * without,
+        "and_nothing": "; infinite where it is empty" * without,
         "weighted_mantissa": f'tl.where(mantissa == 0.0, float("inf"), {weighted})' if without else weighted,
         "reference_of_positive": ABSENT if without else _REFERENCE,
         # Of a positive that is in no sum the linear form is exact enough: it has no term there to be the logarithm of.

@@ -16,7 +16,8 @@ _ALL = {
     "scale_ptr": "scale", "bias_ptr": "bias", "queries": "m", "keys": "n",
     "labels": "block.positives", "key_labels": "block.key_labels", "first_query": "block.first_query",
     "key_positive_z": "block.key_positive[0]", "key_positive_reference": "block.key_positive[1]",
-    "DIAGONAL": "block.diagonal",
+    "key_positive_g": "block.key_positive[0]", "kept_z": "positive[4]", "key_kept_z": "block.key_positive[4]",
+    "DIAGONAL": "block.diagonal", "summed_keys": "n if block.own else 0",
     "first_positive": "block.positives", "first_key": "block.first_key",
     "query_ids": "block.query_ids", "key_ids": "block.key_ids",
     "vectors": "block.vectors", "vectors_stride": "block.vectors.stride(0)",
@@ -111,7 +112,10 @@ _LAUNCHES: dict[str, tuple[str, dict[str, str]]] = {  # grid, and values before 
 _OF_ROWS_AND_OWN_COLUMNS = """\
 (cdiv(m, kernels.POSITIVE_ROWS.value)
             + block.own * cdiv(n, kernels.POSITIVE_ROWS.value),)"""
+_ANY_LABELS = {"key_labels": "block.key_labels if block.own else block.positives"}  # where columns have no sums
 _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
+    "forward": ("grid", _LAUNCHES["forward"][1] | _ANY_LABELS),
+    "forward_wide": ("grid", _PARTS | _ANY_LABELS),
     "merge": ("(cdiv(rows, kernels.MERGE_ROWS.value),)", {
         "row_exponent": "exponents", "row_sum": "sums", "query_exponent": "statistics.exponent",
         "query_mantissa": "statistics.mantissa", "queries": "rows", "row_parts": "count",
@@ -119,12 +123,11 @@ _OF_TRIANGLE: dict[str, tuple[str, dict[str, str]]] = {  # where they differ
     }),
     "positives": (_OF_ROWS_AND_OWN_COLUMNS, _PARTS | {
         "strip": "_strip(m, n)",
-        # Any tensors where columns have no programs.
-        "key_labels": "block.key_labels if block.own else block.positives",
+        **_ANY_LABELS,  # and any tensors
         "key_positive_z": "(block.key_positive if block.own else positive)[0]",
         "key_positive_reference": "(block.key_positive if block.own else positive)[1]",
     }),
-    "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), {}),
+    "gradient_positives": (_OF_BOTH.format("kernels.VECTOR_ROWS.value"), _COMBINED),
 }  # fmt: skip
 
 

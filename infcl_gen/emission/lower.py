@@ -40,8 +40,9 @@ def lower(plan: Plan, derivation: Derivation, profile: DeviceProfile) -> list[Fi
     ]
     pairs = "_pairs" if plan.traits.at_once else "_triangle" if plan.traits.triangle else ""
     if plan.strategy == "torch":
-        kind = pairs or "_combined" * plan.traits.combined
-        return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], _torch_context(plan, derivation))]
+        kind = "_combined" if plan.traits.combined else pairs
+        names = _torch_context(plan, derivation) | {"parent": f"torch/schedule{pairs}.py.jinja"}
+        return [*files, File("schedule.py", [f"torch/schedule{kind}.py.jinja"], names)]
     context = kernels_context(name, plan, derivation, profile) | {"kernel": openings(plan)}
     templates, variants = ["triton/header.py.jinja"], []
     for family in families(plan):
@@ -152,7 +153,7 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
     numbers = _OF_ROWS | {str(symbol): f"own[{place}].double()" for place, symbol in own}
     in_place, of_panel = "logits_(z[strip], block.scale, block.bias)", "logits_(z, part.scale, part.bias)"
     x2_of_strip = in_place if affine else "formulas.logit(z[strip], block.scale, block.bias) * LOG2E"
-    if traits.masked:
+    if traits.masked and not traits.triangle:
         of_panel = f"kept_({of_panel}, part)"
         x2_of_strip = f"kept_({x2_of_strip}, block.panel(first, LOGIT_ROWS, 0, len(block.k)))"
     of_plan = ("dim", "both_axes", "labels", "forward_rows", "forward_keys", "panel_rows", "panel_keys")
@@ -185,7 +186,8 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "logit_rows": "PANEL_ROWS" if affine else "STRIP_ROWS",
         "z_after_softmaxes": "becomes x2" if affine else "stays",
         "x2_of_strip": x2_of_strip,
-        "statistics": "LOG2E, Statistics, excess, log, merge" + ", merge_parts" * traits.has_keys,
+        "statistics": f"LOG2E, Statistics, {'' if traits.combined else 'excess, '}log, merge"
+        + ", merge_parts" * traits.has_keys,
         "most_terms": "max(len(block.q), len(block.k))" if traits.has_keys else "len(block.q)",
     }
 
@@ -212,7 +214,7 @@ def _torch_vectors(traits: Traits) -> dict[str, Any]:
 
 def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
     """What depends on which pairs the log-sum-exps leave out, and on how a query's term combines its sum."""
-    without, combined = traits.without_positives, traits.combined
+    without, combined, triangle = traits.without_positives, traits.combined, traits.triangle
     which = left_out(traits.classes, "has the query's id", "is the positive", "is not the positive", " and ", " or ")
     apart = by_z and not traits.affine
     noted = "z, then exponent and term, as a wide float, in each sum that holds it."
@@ -220,11 +222,12 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         "# Of a positive p - 1 = (its term - the sum) / the sum: rounded once, 0 where the sum holds nothing else."
     )
     return {
-        "masked": traits.masked,
+        "masked": traits.masked and not triangle,
         "combined": combined,
+        "apart": apart,
         "without_positives": without,
         "about_left_out": f"a key {which}",
-        "about_parts": noted + " Then what `combine` leaves." * combined,
+        "about_parts": _ABOUT_PARTS if combined else noted,
         "about_positives": ABSENT if combined else included,
         "alone": "own.positive[0]" if combined else _ALONE,
         "nothing": "nothing = mantissa[rows] == 0  # in the sum: the row has no weight" if without else ABSENT,
@@ -233,10 +236,44 @@ def _torch_masks(traits: Traits, by_z: bool) -> dict[str, Any]:
         + " + through_z" * (by_z and traits.affine)
         + " + weight * torch.exp(p - r)" * (not without),
         # An affine logit has one factor; others may have a factor of 0, by which nothing can be divided.
-        "kept_through_z": "positive[4, rows] = through_z" if apart else ABSENT,
-        "positives_by_z": "g[row, column] += own.positive[4, row]" if apart else ABSENT,
-        "and_z": "; of the positive by its z" * apart,
+        "kept_through_z": f"positive[{4 + triangle}, rows] = through_z" if apart else ABSENT,
+        "positives_by_z": (_BY_Z_OF_BOTH if triangle else _BY_Z) if apart else ABSENT,
+        "and_z": "; its z" * triangle + "; of the positive by its z" * apart,
+        "kept_z": "positive[4, rows] = positive[0, rows]" if triangle else ABSENT,
+        **_torch_sides(traits),
         "weighted_mantissa": "(mantissa[rows] / weight)" + ".masked_fill(nothing, torch.inf)" * without,
+    }
+
+
+_BY_Z, _BY_Z_OF_BOTH = "g[row, column] += own.positive[4, row]", "add_by_z_(g, part)"
+_OF_ROWS_ALONE = """\
+of_positives = x2[row, column]
+x2[row, column] = -math.inf"""
+_OF_COLUMNS_ALONE = """\
+x2[row, column] = of_positives
+x2[visible[::-1]] = -math.inf"""
+_G_OF_INCLUDED = """\
+Where j is the positive of i, p_i - 1 = (its term - the sum) / the sum: rounded once, 0 where the sum holds nothing
+    else."""
+_G_OF_COMBINED = """\
+Where j is the positive of i, `combine` has left g of it.
+   """
+_ABOUT_PARTS = "z, and its exponent and term in a sum; then what `combine` leaves."
+
+
+def _torch_sides(traits: Traits) -> dict[str, Any]:
+    """What a triangle's sweeps have of positives, which each axis of a panel has its own."""
+    if not traits.triangle:
+        return {}
+    without, combined = traits.without_positives, traits.combined
+    return {
+        "without_positives_of_rows": _OF_ROWS_ALONE if without else ABSENT,
+        "without_positives_of_columns": _OF_COLUMNS_ALONE if without else ABSENT,
+        "g_of_own_positive": _G_OF_COMBINED if combined else _G_OF_INCLUDED,
+        "part_of_z": 4 if combined else 0,
+        "share_there": "noted_there[0, there]" if combined else "lacking(sums_there, noted_there, there)",
+        "own_sums": "_" if combined else "sums",
+        "own_share": "noted[0, at]" if combined else "lacking(sums, noted, at)",
     }
 
 

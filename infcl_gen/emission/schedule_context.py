@@ -16,7 +16,7 @@ from infcl_gen.kernels.statistics import LOSS_ROWS
 from infcl_gen.planning.planner import Plan
 
 # What the gradients of scale and bias take besides products of features.
-ABOUT_SLOPES = ("parts of the sum of M * dL/dx", "the queries' parts of M * dL/dscale and M * dL/dbias (2, M)")
+ABOUT_SLOPES = ("parts of the sum of M * dL/dx", "what queries add to them (2, M)")
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
 
@@ -60,6 +60,7 @@ def schedule_context(
         "placed": plan.traits.placed,
         "combined": plan.traits.combined,
         "combine_block": "combine(block)" if plan.traits.combined else ABSENT,
+        "read_for_positives": _POSITIVES_ALONE if plan.traits.combined and not triangle else _WITH_NUMBERS,
         "rows_or_slopes": "slopes" if plan.traits.sums_slopes else "rows",
         "and_slopes": f", and {ABOUT_SLOPES[plan.traits.combined]}" * plan.traits.sums_slopes,
         "or_positives": "block.meets_diagonal() or " * plan.traits.placed,
@@ -104,6 +105,8 @@ def schedule_context(
     }
 
 
+_POSITIVES_ALONE = "positive = block.positive.unbind()"
+_WITH_NUMBERS = "scale, bias, positive = block.scale, block.bias, block.positive.unbind()"
 _MERGED = "_merge_sides(part, scratch, fresh_queries and key0 == 0, fresh_queries and row0 == 0)"
 _SECOND_OF_ROWS = "of own rows sum_i g_ij q_i to dq_j, fp32 and contiguous"
 _WHOLE_ON_THE_DIAGONAL = """\

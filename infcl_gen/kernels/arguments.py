@@ -32,7 +32,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "
     "positive_z positive_row_reference positive_key_reference key_positive_z key_positive_reference positive_g "
-    "scale_parts bias_parts query_terms "
+    "scale_parts bias_parts query_terms key_positive_g kept_z key_kept_z "
     "stash_reference own_reference share",
     "*fp64": "part_sums sums",
     "*bf16": "stash",
@@ -43,7 +43,7 @@ _NAMES: dict[str | tuple[str, Multiple], str] = {
     ("i32", "dim"): "q_row_stride k_row_stride x_row_stride x_inner_stride out_stride",
     ("i32", "always"): "g_stride g_row_stride stash_stride",
     "i32": "queries keys rows count queries_written keys_written strip parts row_parts key_parts ranks "
-    "all_queries all_keys",
+    "all_queries all_keys summed_keys",
     "fp32": "weight query_weight key_weight",
     "constexpr": "q_depth_stride k_depth_stride x_depth_stride "  # compiled as 1, for contiguous rows
     "BLOCK DESCRIPTORS DIAGONAL DOTS FRESH KEYS MASKED ROWS SHARE STASH WIDEN",
@@ -116,7 +116,10 @@ def both_labels(choice: Choice) -> str:
 
 
 def classes(choice: Choice) -> str:
-    """What a tile is told of the classes of its pairs: the places of positives, and ids."""
+    """What a tile is told of the classes of its pairs: the places of positives, and ids. Of a triangle it is those of
+    its columns, too, and how many of these have sums: none of another rank's."""
+    if choice.traits.triangle:
+        return f"{both_labels(choice)} summed_keys"
     return " ".join([places(choice)] * choice.traits.placed + [IDS] * choice.traits.ids)
 
 

@@ -62,9 +62,10 @@ class Choice:
     @property
     def positive_parts(self) -> int:
         """Numbers that forward notes of each positive: z, and of each sum with it a reference (torch: and the term). Of
-        a combined loss four then take their place, and a fifth where the logit is not affine."""
+        a combined loss four then take their place, a further one where the logit is not affine, and of a triangle z,
+        too, of which another row's sum has a term."""
         if self.traits.combined:
-            return 4 + (not self.traits.affine)
+            return 4 + (not self.traits.affine) + self.traits.triangle
         sums = 1 + self.traits.has_keys
         return 1 + sums * (2 if self.strategy == "torch" else 1)
 
@@ -127,6 +128,12 @@ class Choice:
     def stash(self) -> bool:
         """Whether the forward keeps its tiles, so that the gradient need not compute them again."""
         return self.strategy == "stash"
+
+    @property
+    def one_exponential(self) -> bool:
+        """Whether the softmaxes of both sides of a pair share one: not those of fp32 features, nor of rows that have
+        weights of any size, beside which a reference for both leaves fp32."""
+        return self.both_axes and not self.exact and not self.traits.combined
 
     @property
     def rows(self) -> bool:

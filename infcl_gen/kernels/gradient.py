@@ -46,7 +46,7 @@ class GradientTile(Tile):
     tuned = described = walks = True
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
-        if choice.traits.ids:
+        if choice.traits.ids or (choice.both_axes and choice.traits.combined):  # two exponentials of each pair
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.traits.at_once and choice.operand_bytes == 2:
             wide = WIDE_PAIR_BLOCKS.get(architecture) if _has_registers(choice) else None
@@ -63,7 +63,7 @@ def _has_registers(choice: Choice) -> bool:
 
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
-    shared = choice.both_axes and not choice.exact  # both softmaxes take one exponential of each element
+    shared = choice.one_exponential
     g = "g" + " g_low" * choice.split
     sizes = "queries keys strip g_stride"
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
@@ -74,6 +74,8 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     template = "gradient_positives"
     if choice.traits.triangle:
         noted, template = f"{positive(choice)} key_positive_z key_positive_reference", "triangle_gradient"
+        if choice.traits.combined:
+            noted = "positive_g key_positive_g kept_z key_kept_z"
         sizes = "queries keys g_stride DIAGONAL"
         positives = arguments(both_labels(choice), noted, SCALARS, statistics(choice), g, sizes)
     return (

@@ -8,9 +8,11 @@ from infcl_gen.losses.language import (
     exp,
     is_positive,
     is_self,
+    log,
     logsumexp_over_keys,
     logsumexp_over_negatives,
     logsumexp_over_queries,
+    maximum,
     mean_over_keys,
     mean_over_queries,
     positive,
@@ -126,6 +128,46 @@ Each similarity is computed once for its two rows, so that a step takes half of 
 Over ranks that holds for the pairs of a rank. A pair of two ranks is computed by both, and no gradients travel.""",
 )
 
+_others = (1 - is_self) * (1 - is_positive)
+
+DCL = LossSpec(
+    name="dcl",
+    formula=mean_over_queries(logsumexp_over_keys(_of_rows, where=_others) - positive(_of_rows)),
+    positives="label",
+    doc="Decoupled contrastive loss: NT-Xent whose sums leave out the positive.",
+    source="Yeh et al., arXiv 2110.06848, equation 6, with a mean for the sum over rows",
+    use="""\
+For two views of each image, above all in small batches: NT-Xent weighs a row by how wrong it is, this one does not.
+`scale` is 1 / temperature. `bias` changes nothing. The loss may be negative.
+
+A call is that of `ntxent`. In a batch of two rows neither has a negative: the loss is then -inf, as log 0 is.
+Its gradients are those of the positives alone. The weights of DCLW are not part of this loss.""",
+)
+
+_alike, _TAU = scale * similarity("query", "query"), Rational(1, 10)
+_p, _s = positive(_alike), logsumexp_over_keys(_alike, where=_others)
+_count = maximum(queries - 2, 0)
+# tau_plus N e^p over S. Below -40 it is beyond 1 for any N, and e^40 leaves no dtype.
+_of_positives = _TAU * _count * exp(-maximum(_s - _p, -40))
+_left = _s + log(maximum(1 - _of_positives, 1e-30)) - log(1 - _TAU)
+
+DEBIASED = LossSpec(
+    name="debiased",
+    formula=mean_over_queries(softplus(maximum(_left, log(_count) - scale) - _p)),
+    positives="label",
+    doc="Debiased contrastive loss: a tenth of the other rows is taken for positives (tau_plus = 0.1).",
+    source="Chuang et al., arXiv 2007.00224, equation 8 with one positive, and the code of the authors",
+    use="""\
+For two views of each image where other rows may be of its class. A loss of one's own with another `tau_plus` is short.
+Of a row with M - 2 = N negatives, S is their sum of e^x, and p the logit of its positive.
+The loss is log(e^p + Ng) - p with Ng = max((S - tau_plus N e^p) / (1 - tau_plus), N e^(-scale)).
+N and tau_plus are those of the authors' code. The lower bound presumes features of norm 1.
+
+`scale` is 1 / temperature: 2 in the authors' code. `bias` has no part in it. A call is that of `ntxent`.
+The formula takes logarithms: neither S nor e^p overflows. Where S - tau_plus N e^p is below 0 the lower bound holds.
+In a batch of two rows there are no negatives, and the loss is 0.""",
+)
+
 BUILTIN_LOSSES: dict[str, LossSpec] = {
-    spec.name: spec for spec in (CLIP, INFONCE, RINCE, GEMINI, SIGLIP, SIGLIP_MULTI, NTXENT)
+    spec.name: spec for spec in (CLIP, INFONCE, RINCE, GEMINI, SIGLIP, SIGLIP_MULTI, NTXENT, DCL, DEBIASED)
 }

@@ -22,6 +22,9 @@ exponential: shares, sums and scalars are those of
 
     dL/dx_ij + dL/dx_ji = 1/M * (query_share * (exp(x_ij - r_i) + exp(x_ij - r_j))
                                  + positive_share * ([j = positive(i)] + [i = positive(j)]))
+
+and of any other F they are those of a_i * exp(x_ij - r_i) + a_j * exp(x_ij - r_j) + b_i [j = positive(i)] +
+b_j [i = positive(j)]. The positive of i may be left out of r_i and not of r_j: then only a_j has its exp(...).
 """
 
 import functools
@@ -52,6 +55,7 @@ from infcl_gen.losses.printers import (
 from infcl_gen.runtime.table import Travelling
 from infcl_gen.runtime.traits import Known, Traits
 
+LONG_SLOPES = 60  # operations
 SUPPORTED = (
     "kernels exist for sum_over_pairs(h(x, is_positive, same_id)) / queries, for mean_over_queries of functions of "
     "logsumexp_over_keys(x), positive(x), query_weight and logsumexp_over_negatives(x), and for mean_over_queries and "
@@ -137,6 +141,16 @@ class Derivation:
         return {symbol: slope for symbol, slope in slopes.items() if slope != 0}
 
     @functools.cached_property
+    def slopes_of_query(self) -> tuple[list[tuple[Symbol, Expr]], list[Expr]]:
+        """For people: parts that the slopes of a query's term share, where these are long; then the slopes: a and b of
+        the module docstring, and those of `by_number`."""
+        slopes = [self.query_weight, self.positive_slope, *self.by_number.values()]
+        if sum(map(sympy.count_ops, slopes)) <= LONG_SLOPES:
+            return [], slopes
+        shared, reduced = sympy.cse(slopes, map(temporary, itertools.count()))
+        return shared, reduced
+
+    @functools.cached_property
     def of_rows(self) -> tuple[str, ...]:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
@@ -187,10 +201,10 @@ class Derivation:
     @functools.cached_property
     def largest_slope(self) -> float:
         """A bound on M * |dL/dx|, or on what a triangle has for it; infinite where no bound is found."""
+        sides = 2 if self.form.domain == "triangle" else 1
         if self.form.combined:
-            return _bound(self.query_weight) + _bound(self.positive_slope) + _bound(self.through_z)
+            return sides * (_bound(self.query_weight) + _bound(self.positive_slope) + _bound(self.through_z))
         if self.pair_slope is None:
-            sides = 2 if self.form.domain == "triangle" else 1
             return max(abs(self.query_share) + abs(self.key_share), sides * abs(self.positive_share))
         slopes = self.pair_slope
         return max(map(_bound, (slopes.other, slopes.same_id, slopes.positive)))

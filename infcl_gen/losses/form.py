@@ -123,7 +123,7 @@ def form_of(spec: LossSpec) -> Form:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
     refuse((spec.positives == "id", "positives='id', by which a query has any number of positives, needs "
                                     "sum_over_pairs"))  # fmt: skip
-    whole = _without_classes_in_logits(written)
+    whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, logit = _excluded(statistics, domain), _logit(statistics)
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
@@ -141,9 +141,6 @@ def form_of(spec: LossSpec) -> Form:
     query_term, key_term = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
-        (domain == "triangle" and not _is_linear(query_term, r),
-         f"mean_over_queries of {display(query_term)} is not a sum of constant multiples of its statistics (r: "
-         "logsumexp_over_keys, p: positive), which it must be over similarity('query', 'query')"),
         (key_term != 0 and not _is_linear(query_term, r),
          f"mean_over_queries of {display(query_term)} is not a sum of constant multiples of its statistics (r: "
          "logsumexp_over_keys, p: positive), which it must be beside mean_over_keys"),
@@ -177,9 +174,10 @@ def refuse(*checks: tuple[object, str]) -> None:
             raise LossError(why)
 
 
-def _without_classes_in_logits(formula: Expr) -> Expr:
+def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
     """The formula without is_positive in its logits: a log-sum-exp over such a logit is that of the negatives and the
-    positive, log(e^a + e^b) = b + softplus(a - b), which loses no digits where b is subtracted."""
+    positive, log(e^a + e^b) = b + softplus(a - b), which loses no digits where b is subtracted. `mask`: of the pairs
+    that the domain has."""
 
     def apart(sums: Expr) -> Expr:
         logit = sums.args[0]
@@ -189,11 +187,14 @@ def _without_classes_in_logits(formula: Expr) -> Expr:
             (formula.has(language.mean_over_keys),
              "a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
              "alone, and call it once for each direction"),
-            (sums.args[1:] not in ((), (1,)) or isinstance(sums, language.logsumexp_over_queries),
-             "a logit that depends on is_positive has a kernel in logsumexp_over_keys without where= alone"),
+            (sympy.expand(math.prod(sums.args[1:], start=Integer(1)) - mask) != 0
+             or isinstance(sums, language.logsumexp_over_queries),
+             "a logit that depends on is_positive has a kernel in logsumexp_over_keys "
+             + ("without where= alone" if mask == 1 else f"where={display(mask)} alone")),
         )  # fmt: skip
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
-        negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=1 - is_positive)
+        others = mask * (1 - is_positive)
+        negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=others)
         return own + language.softplus(negatives - own)
 
     found = formula.replace(lambda e: isinstance(e, _SUMS), apart)
@@ -246,16 +247,20 @@ def left_out(excluded: tuple[str, ...], same_id: str, positive: str, negative: s
 
 
 def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
-    """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel; that of a
-    triangle is part of its domain."""
+    """The classes of pairs that the log-sum-exps leave out. Raises LossError for a mask that has no kernel; a row and
+    itself are no pair of a triangle, and every mask of one must leave them out."""
     sums = [each for each in statistics if isinstance(each, _SUMS)]
     masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
     refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
     mask = masks.pop() if masks else Integer(1)
     if domain == "triangle":
+        of_others = sympy.expand(mask.xreplace({is_self: Integer(0)}))  # a row is no positive of its own
+        known = {Integer(1): (), 1 - is_positive: ("positive",)}
+        itself = sympy.expand(mask.xreplace({is_self: Integer(1), is_positive: Integer(0)}))
         why = f"the mask where={display(mask)} of similarity('query', 'query') has no kernel yet: where=1 - is_self"
-        refuse((sympy.expand(mask - 1 + is_self) != 0, f"{why} leaves out the row itself"))
-        return ()
+        more = "where=(1 - is_self) * (1 - is_positive) its positive, too"
+        refuse((itself != 0 or of_others not in known, f"{why} leaves out the row itself, and {more}"))
+        return known[of_others]
     corners = itertools.product((0, 1), repeat=2)
     kept = tuple(sympy.expand(mask.xreplace({is_positive: Integer(a), same_id: Integer(b)})) for a, b in corners)
     if kept not in _MASKS:

@@ -1,5 +1,6 @@
 """A derived loss in LaTeX: general form and gradient, by SymPy's printer."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "scale": "s", "bias": "b",
+    "scale": "s", "bias": "b", "queries": "M", "keys": "N",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -32,7 +33,7 @@ class _Printer(LatexPrinter):
     """Terms in the order of formulas for people: the negative ones last."""
 
     def _print_Symbol(self, expr: Symbol, style: str = "plain") -> str:
-        return _NAMES.get(str(expr), str(expr))
+        return _NAMES.get(str(expr)) or re.sub("^t([0-9]+)$", r"t_{\1}", str(expr))
 
     def _as_ordered_terms(self, expr: Expr, order: str | None = None) -> list[Expr]:
         return sorted(expr.args, key=lambda term: (is_negative(term), -len(term.free_symbols), default_sort_key(term)))
@@ -72,8 +73,11 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i {of_pair}\, q_i",
     }
     if triangle:
-        both = rf"\sum_{{j \ne i}} \left(g_{{ij}} + g_{{ji}}\right){along}\, q_j"
-        gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = {both}"}
+        both = rf"\left(g_{{ij}} + g_{{ji}}\right){along}"
+        if positive_z in by_number:
+            added = r"e_i\, \left[j = \ell_i\right] + e_j\, \left[i = \ell_j\right]"
+            both = rf"\Big( {both} + \frac{{1}}{{M}} \left({added}\right) \Big)"
+        gradients = {"dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_{{j \ne i}} {both}\, q_j"}
     return {
         "logit": rf"x_{{ij}} = {_text(derivation.logit)}, \quad z_{{ij}} = q_i \cdot {'q_j' if triangle else 'k_j'}",
         **_statistics(derivation),
@@ -117,8 +121,6 @@ def _bracketed(terms: list[str]) -> str:
 
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
-    if derivation.traits.triangle:
-        return {"query_statistic": r"r_i = \log \sum_{j \ne i} e^{x_{ij}}"}
     excluded, positive = derivation.form.excluded, _POSITIVE[derivation.spec.positives]
     found, mask = {}, "w_{ij} " * bool(excluded)
     if mask:
@@ -126,7 +128,8 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         where = left_out(excluded, _SAME_ID, positive, negative, r" \text{ and } ", r" \text{ or } ")
         found["mask"] = rf"w_{{ij}} = 0 \text{{ where }} {where}, \text{{ else }} 1"
     if derivation.has_queries:
-        found["query_statistic"] = rf"r_i = \log \sum_j {mask}e^{{x_{{ij}}}}"
+        others = r"{j \ne i}" if derivation.traits.triangle else "j"
+        found["query_statistic"] = rf"r_i = \log \sum_{others} {mask}e^{{x_{{ij}}}}"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
     return found | {f"own_{keyword}": _VECTORS[keyword] for keyword in derivation.form.vectors}
@@ -166,12 +169,10 @@ def _of_rows(derivation: Derivation) -> dict[str, str]:
     """The slopes of a query's term."""
     if not derivation.form.combined:
         return {}
-    found = {
-        "query_weight": rf"a_i = {_text(derivation.query_weight)}",
-        "positive_slope": rf"b_i = {_text(derivation.positive_slope)}",
-    }
-    of_numbers = {_SLOPES[symbol]: slope for symbol, slope in derivation.by_number.items()}
-    return found | {name: rf"{letter} = {_text(slope)}" for (name, letter), slope in of_numbers.items()}
+    shared, slopes = derivation.slopes_of_query
+    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(_SLOPES.__getitem__, derivation.by_number)]
+    found = {f"part_{symbol}": f"{_text(symbol)} = {_text(part)}" for symbol, part in shared}
+    return found | {name: f"{letter} = {_text(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
 
 
 def _gradient(derivation: Derivation) -> str:

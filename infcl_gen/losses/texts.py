@@ -37,11 +37,15 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     slope, by_number = display(diff(derivation.logit, z), _PAIR), derivation.by_number
     times_slope = "" if slope == "1" else f" * {_wrapped(slope)}"
     of_pair, triangle = f"g_ij{times_slope}", derivation.traits.triangle
-    of_pair = f"({of_pair} + 1/M * e_i * [j = positive(i)])" if positive_z in by_number else of_pair
+    at_positive = " + 1/M * e_i * [j = positive(i)]" * (positive_z in by_number)
+    of_pair = f"({of_pair}{at_positive})" if at_positive else of_pair
     rest = " + 1/M * sum_i f_i" if scale in by_number else f" = {_dscale(derivation)}" * (positive_z not in by_number)
     gradients = {"dq": f"dq_i = sum_j {of_pair} * k_j", "dk": f"dk_j = sum_i {of_pair} * q_i"}
     if triangle:
-        gradients = {"dq": f"dq_i = sum_{{j != i}} (g_ij + g_ji){times_slope} * q_j"}
+        both = f"(g_ij + g_ji){times_slope}"
+        if at_positive:
+            both = f"({both}{at_positive} + 1/M * e_j * [i = positive(j)])"
+        gradients = {"dq": f"dq_i = sum_{{j != i}} {both} * q_j"}
     dx_dscale = display(diff(derivation.logit, scale), _PAIR)
     positive = {
         "diagonal": "p_i = x_ii",
@@ -69,12 +73,11 @@ def _of_rows(derivation: Derivation) -> dict[str, str]:
     """The slopes of a query's term."""
     if not derivation.form.combined:
         return {}
-    found = {
-        "query_weight": f"a_i = {display(derivation.query_weight, _PAIR)}",
-        "positive_slope": f"b_i = {display(derivation.positive_slope, _PAIR)}",
-    }
-    of_numbers = {_SLOPES[symbol]: slope for symbol, slope in derivation.by_number.items()}
-    return found | {name: f"{letter} = {display(slope, _PAIR)}" for (name, letter), slope in of_numbers.items()}
+    shared, slopes = derivation.slopes_of_query
+    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(_SLOPES.__getitem__, derivation.by_number)]
+    found = {f"part_{symbol}": f"{symbol} = {display(part, _PAIR)}" for symbol, part in shared}
+    of_names = zip(names, slopes, strict=True)
+    return found | {name: f"{letter} = {display(slope, _PAIR)}" for (name, letter), slope in of_names}
 
 
 def _of_vectors(derivation: Derivation) -> dict[str, str]:
@@ -89,17 +92,22 @@ def _of_vectors(derivation: Derivation) -> dict[str, str]:
 
 def _statistics(derivation: Derivation) -> dict[str, str]:
     found, excluded = {}, derivation.form.excluded
-    if derivation.traits.triangle:
-        return {"query_statistic": "r_i = log sum_{j != i} exp(x_ij)"}
     if excluded:
         where = left_out(excluded, "id_j = id_i", "j = positive(i)", "j != positive(i)", " and ", " or ")
         found["mask"] = f"w_ij = 0 where {where}, else 1"
+    if derivation.traits.triangle:
+        mask = "w_ij * " * bool(excluded)
+        return found | {"query_statistic": f"r_i = log sum_{{j != i}} {mask}exp(x_ij)"} | _own_statistics(derivation)
     if derivation.has_queries:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
+    return found | _own_statistics(derivation)
+
+
+def _own_statistics(derivation: Derivation) -> dict[str, str]:
     vectors = {"query_weight": "u_i = the weight of query i", "negatives": "h_i = log sum_l exp(x(q_i . n_il))"}
-    return found | {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
+    return {f"own_{keyword}": vectors[keyword] for keyword in derivation.form.vectors}
 
 
 def _terms(derivation: Derivation) -> list[str]:
@@ -243,6 +251,7 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     own = derivation.form.vectors.values()
     return {
         "of_rows": repr(derivation.of_rows),
+        "share_of_other_side": "\nKEY_SHARE = 1.0  # of dL/dx_ji, likewise" * derivation.traits.triangle,
         "row_arguments": f"r: Tensor, p: Tensor{_arguments(derivation.of_rows)}",
         "and_own": "".join(f" and {symbol}" for symbol in own),
         "about_vectors": "".join(

@@ -137,7 +137,7 @@ def buffer_terms(choice: Choice) -> tuple[BufferTerm, ...]:
         terms += [
             *_gradient_panel(v, backward, row_blocks, key_blocks),
             BufferTerm("gradient_flags", backward, (Min(row_blocks, V), key_blocks), "strips of wide range", "int32"),
-            v.both_axes and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
+            v.both_axes and not v.traits.combined and BufferTerm("ratios", backward, (ceil_div(n, Kg), Kg + 2), ratios),
         ]
     if v.strategy == "fused":
         own = m if ring else rows  # a ring's hop takes all queries at once

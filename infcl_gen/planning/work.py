@@ -153,7 +153,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
                 part="first",
                 flops=2 * rows * keys * W * P * fraction * share.gradient,
                 bytes=e * pairs * fraction + D * e * W * (m * ceil_div(n, C) + n * ceil_div(m, R)),
-                exponentials=pairs * fraction,
+                exponentials=pairs * fraction * (sides if v.traits.combined else 1),
                 efficiency=reached,
                 launches=2 * panels + (once if v.both_axes else 0),
             )

@@ -158,8 +158,8 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
     r = torch.cat(by_query)
     if hasattr(mathematics, "of_queries"):
         own = inputs.vectors(mathematics, q, factor, bias)
-        at_positive_z = (q * k[labels]).sum(1)
-        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(k), own)
+        at_positive_z = (q * others[labels]).sum(1)
+        rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q), leaves)
     loss = mathematics.query_term(r, p).sum()
     if mathematics.HAS_KEYS:
@@ -206,10 +206,11 @@ def kept(x: Tensor, inputs: Inputs, places: Tensor, classes: Sequence[str]) -> T
     """Logits of the queries at `places` and all keys, -inf where the log-sum-exps leave a pair out: of these classes of
     `Traits`, or a row and itself."""
     if inputs.k is None:
-        return x.masked_fill(places[:, None] == torch.arange(x.shape[1], device=x.device), -torch.inf)
+        x = x.masked_fill(places[:, None] == torch.arange(x.shape[1], device=x.device), -torch.inf)
     if not classes:
         return x
-    positive, same_id = inputs.are_positive("label"), inputs.same_id()
+    positive = inputs.positives()[:, None] == torch.arange(x.shape[1], device=x.device)
+    same_id = inputs.same_id()
     left_out = torch.zeros_like(positive) if same_id is None else same_id & ~positive
     return x.masked_fill(left_out | positive if "positive" in classes else left_out, -torch.inf)
 

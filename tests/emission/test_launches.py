@@ -18,6 +18,7 @@ PROBLEMS = {
     "rows": {"loss": "infonce", "settings": {"strategy": "rows"}},
     "fused in parts": {"dim": 96, "settings": {"strategy": "fused"}},
     "triangle": {"loss": "ntxent"},
+    "combined triangle": {"loss": "dcl"},
     "triangle of halves": {"loss": "ntxent", "dtype": "fp32"},
     "pairs": {"loss": "siglip"},
     "pairs of halves": {"loss": "siglip", "dtype": "fp32"},

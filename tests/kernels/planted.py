@@ -56,6 +56,8 @@ BY_ID, LEFT_OUT = Made("panel", "siglip_multi"), Made("panel", "clip_without_ids
 ROWS_OF_A_GATHER = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
 POINTERS = Made("panel", settings=(("descriptors", "off"),))
 TRIANGLE, MANY_COLUMNS = Made("panel", "ntxent"), Made("panel", "ntxent", dim=384)
+DECOUPLED_ROWS, ROOTS_OF_ROWS = Made("panel", "dcl"), Made("panel", "rince_of_rows")
+MARGINS_OF_ROWS = Made("panel", "margin_of_rows")
 TRIANGLES_OF_A_RING = Made("panel", "ntxent", devices=4, settings=(("transport", "ring"),))
 TRIANGLES_OF_A_GATHER = Made("panel", "ntxent", devices=4, settings=(("transport", "gather"),))
 IN_A_RING = Made("panel", devices=4, settings=(("transport", "ring"),))
@@ -840,6 +842,48 @@ BUGS: dict[str, Bug] = {
         ),
         checks.over_ranks,
         RANKS,
+    ),
+    "columns leave out the positives of rows": Bug(
+        DECOUPLED_ROWS,
+        (("kernels.py", "rows[:, None] == column_places[None, :]", "columns[None, :] == row_places[:, None]"),),
+        checks.numerics,
+        (case(),),
+        "loss",
+    ),
+    "columns leave out nothing": Bug(
+        DECOUPLED_ROWS,
+        (("schedule.py", "n if block.own else 0", "0"),),
+        checks.numerics,
+        (case(features="matched", rows=128),),
+        "loss",
+    ),
+    "columns that are computed again leave out the positives of rows": Bug(
+        DECOUPLED_ROWS,
+        (("kernels.py", "of_columns = tl.where(out_of_columns,", "of_columns = tl.where(out_of_rows,"),),
+        checks.numerics,
+        (case(scale=1000.0, features="unnormalised"),),
+        "dq",
+    ),
+    "a row has the g of the other at its positive": Bug(
+        MARGINS_OF_ROWS,
+        (("kernels.py", "tl.load(key_positive_g + columns, mask=here", "tl.load(positive_g + rows, mask=here"),),
+        checks.numerics,
+        (case(scale=1.0, features="unnormalised", rows=128),),
+        "dq",
+    ),
+    "columns have no weights": Bug(
+        ROOTS_OF_ROWS,
+        (("kernels.py", "KEY_SHARE / tl.load(key_mantissa + visiting_keys)", "KEY_SHARE + tl.zeros_like(key_e)"),),
+        checks.numerics,
+        (case(),),
+        "dq",
+    ),
+    "g stands where another row looks for z": Bug(
+        ROOTS_OF_ROWS,
+        (("schedule.py", "key_kept_z=block.key_positive[4]", "key_kept_z=block.key_positive[0]"),),
+        checks.numerics,
+        (case(),),
+        "dq",
     ),
     # ---- queries' own numbers
     "the weight of a query is taken for its sum over negatives": Bug(

@@ -18,7 +18,7 @@ from tests.kernels.tiers import INTERPRETED_DIMS, examples
 from tests.kernels.worker import Interpreter
 
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
-OVERFLOWING = ("rince", "hard")  # in fp16
+OVERFLOWING = ("rince", "hard", "debiased", "rince_of_rows")  # in fp16
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
 
@@ -52,6 +52,7 @@ CASES = st.builds(
         *itertools.product(["panel", "fused", "stash"], ["clip", "infonce"]),
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard")),
+        *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows")),
         *(("rows", loss) for loss in ("infonce", "rince", "hard")),
     ],
 )
@@ -65,7 +66,14 @@ def test_as_accurate_as_the_dtypes_allow(
 
 @pytest.mark.parametrize(
     ("strategy", "loss"),
-    [("panel", "clip"), ("fused", "clip"), ("stash", "clip"), ("rows", "infonce"), ("panel", "ntxent")],
+    [
+        ("panel", "clip"),
+        ("fused", "clip"),
+        ("stash", "clip"),
+        ("rows", "infonce"),
+        ("panel", "ntxent"),
+        ("panel", "dcl"),
+    ],
 )
 @pytest.mark.parametrize(
     ("scale", "features"),
@@ -115,6 +123,7 @@ RANKS = [
     ("panel", "ntxent", "bf16", "ring"), ("panel", "ntxent", "fp32", "gather"),
     ("panel", "rince", "bf16", "ring"), ("panel", "rince", "fp32", "gather"), ("rows", "rince", "bf16", "gather"),
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
+    ("panel", "dcl", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
 ]  # fmt: skip
 
@@ -161,6 +170,7 @@ SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
     ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"), ("panel", "ntxent", "bf16"),
+    ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
     ("rows", "infonce", "bf16"),
 ]  # fmt: skip

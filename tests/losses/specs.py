@@ -9,6 +9,7 @@ from infcl_gen.losses.language import (
     bias,
     exp,
     is_positive,
+    is_self,
     keys,
     log,
     logsumexp_over_keys,
@@ -23,6 +24,7 @@ from infcl_gen.losses.language import (
     same_id,
     scale,
     sigmoid,
+    similarity,
     softplus,
     sum_over_pairs,
     tanh,
@@ -99,4 +101,21 @@ DERIVABLE = {
     "weighted": spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))),
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
+}
+
+# Of one side: the positive in the sum, with weights that grow, and a margin, by which it is a term of its own.
+X_OF_ROWS = scale * similarity("query", "query") + bias
+_R, _P = logsumexp_over_keys(X_OF_ROWS, where=1 - is_self), positive(X_OF_ROWS)
+_FARTHER = X_OF_ROWS - 0.3 * is_positive
+_CAPPED = logsumexp_over_keys(
+    20 * tanh(scale * similarity("query", "query") / 20) + bias, where=(1 - is_self) * (1 - is_positive)
+)
+OF_ROWS = {
+    "rince_of_rows": spec(mean_over_queries(exp(_R / 2) / 5 - 2 * exp(_P / 2)), name="rince_of_rows"),
+    "margin_of_rows": spec(
+        mean_over_queries(logsumexp_over_keys(_FARTHER, where=1 - is_self) - positive(_FARTHER)), name="margin_of_rows"
+    ),
+    "capped_of_rows": spec(
+        mean_over_queries(softplus(_CAPPED - positive(scale * similarity("query", "query")))), name="capped_of_rows"
+    ),
 }

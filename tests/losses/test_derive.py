@@ -182,6 +182,27 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT) - positive(scale * NT_XENT))),
         "where=1 - is_self leaves out the row itself",
     ),
+    "nt_xent_by_id": (
+        spec(
+            mean_over_queries(
+                logsumexp_over_keys(scale * NT_XENT, (1 - is_self) * (1 - same_id)) - positive(scale * NT_XENT)
+            )
+        ),
+        r"where=\(1 - is_self\) \* \(1 - is_positive\) its positive, too",
+    ),
+    "nt_xent_without_positives_alone": (
+        spec(mean_over_queries(logsumexp_over_keys(scale * NT_XENT, 1 - is_positive) - positive(scale * NT_XENT))),
+        "where=1 - is_self leaves out the row itself",
+    ),
+    "nt_xent_of_two_masks": (
+        spec(
+            mean_over_queries(
+                logsumexp_over_keys(scale * NT_XENT, 1 - is_self)
+                - logsumexp_over_keys(scale * NT_XENT, (1 - is_self) * (1 - is_positive))
+            )
+        ),
+        "differ in their masks",
+    ),
     "nt_xent_with_keys": (
         spec(mean_over_queries(logsumexp_over_keys(X, 1 - is_self) - positive(scale * NT_XENT))),
         "has no keys beside it",

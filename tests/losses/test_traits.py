@@ -2,7 +2,7 @@
 
 import pytest
 
-from infcl_gen.losses import NTXENT, derive
+from infcl_gen.losses import BUILTIN_LOSSES, derive
 from infcl_gen.runtime.traits import Traits
 from tests.losses.specs import DERIVABLE
 
@@ -25,10 +25,16 @@ EXPECTED = {
     ),
     "clip_without_ids": Traits(classes=IDS, strips=1),
     "ntxent": Traits(key_statistics=NONE, positives="label", domain="triangle"),
+    "dcl": Traits(
+        key_statistics=NONE, positives="label", combined=True, held=14, classes=("positive",), domain="triangle"
+    ),
+    "debiased": Traits(
+        key_statistics=NONE, positives="label", combined=True, held=24, classes=("positive",), domain="triangle"
+    ),
     "infonce_without_ids": Traits(key_statistics=NONE, known="row", positives="label", classes=IDS, strips=1),
 }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_traits_follow_from_the_formula(name: str) -> None:
-    assert derive({**DERIVABLE, "ntxent": NTXENT}[name]).traits == EXPECTED[name]
+    assert derive({**DERIVABLE, **BUILTIN_LOSSES}[name]).traits == EXPECTED[name]

@@ -38,15 +38,11 @@ def dense_loss(
     to the angle of each positive and logits capped at 20; "debiased_keys" takes a tenth of the keys for positives.
     "ntxent" is equation 1 of arXiv 2002.05709: rows against all other rows, of which half the batch on is the other
     view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
-    sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum.
+    sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. Losses of one side follow in
+    `_dense_of_rows`.
     """
     if k is None:
-        assert name == "ntxent"
-        rows = torch.arange(len(q), device=q.device)
-        own = rows.roll(len(q) // 2) if labels is None else labels
-        similarities = scale * (q @ q.T) + bias
-        others = similarities[rows[:, None] != rows].view(len(q), len(q) - 1)  # 1 where k != i
-        return (others.logsumexp(1) - similarities[rows, own]).mean()
+        return _dense_of_rows(name, q @ q.T, scale, bias, labels)
     own = torch.arange(len(q), device=q.device) if labels is None else labels
     logits = scale * (q @ k.T)
     logits = (20.0 * torch.tanh(logits / 20.0) if name == "soft" else logits) + bias
@@ -87,6 +83,41 @@ def dense_loss(
         return by_query
     assert name in ("clip", "soft") and labels is None
     return (by_query + torch.nn.functional.cross_entropy(logits.T, own)) / 2.0
+
+
+def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | float, labels: Tensor | None) -> Tensor:
+    """A loss of one side from its similarities (M, M).
+
+    "dcl" is equation 6 of arXiv 2110.06848, with a mean. "debiased" is `criterion` of the authors' code of
+    arXiv 2007.00224 with tau_plus = 0.1, each row's exponentials over that of its largest logit. "rince_of_rows" has
+    the square roots of the sum and of the positive; "margin_of_rows" is ntxent with 0.3 taken from each positive.
+    "capped_of_rows" caps the logits of negatives at 20, and takes the positive's similarity as it is.
+    """
+    count, rows = len(z), torch.arange(len(z), device=z.device)
+    own = rows.roll(count // 2) if labels is None else labels
+    x = scale * z + bias
+    p = x[rows, own]
+    not_itself = rows[:, None] != rows
+    is_negative = not_itself & (own[:, None] != rows)
+    others, negatives = x[not_itself].view(count, count - 1), x[is_negative].view(count, count - 2)  # 1 where k != i
+    if name == "ntxent":
+        return (others.logsumexp(1) - p).mean()
+    if name == "dcl":
+        return (negatives.logsumexp(1) - p).mean()
+    if name == "rince_of_rows":
+        return (others.exp().sum(1).sqrt() / 5 - 2 * p.exp().sqrt()).mean()
+    if name == "margin_of_rows":
+        return torch.log(1 + (negatives - p[:, None] + 0.3).exp().sum(1)).mean()
+    if name == "capped_of_rows":
+        capped = 20 * torch.tanh(scale * z / 20) + bias
+        return torch.log(
+            1 + (capped[is_negative].view(count, count - 2) - scale * z[rows, own, None]).exp().sum(1)
+        ).mean()
+    assert name == "debiased"
+    largest, tau_plus, n = (others - bias).detach().amax(1), 0.1, count - 2
+    pos, neg = (p - bias - largest).exp(), (negatives - bias - largest[:, None]).exp().sum(1)
+    ng = torch.maximum((-tau_plus * n * pos + neg) / (1 - tau_plus), n * torch.exp(-scale - largest))
+    return (torch.log(pos + ng) - (p - bias - largest)).mean()
 
 
 def dense(

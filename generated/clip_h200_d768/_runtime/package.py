@@ -173,8 +173,8 @@ class Block(NamedTuple):
     first_key           global index of k's first row
     queries, keys       statistics (m,) and (n,), merged in place; None if the loss has none
     positive            (POSITIVE_PARTS, m): z of each query's positive, and further parts. After `combine`: g of the
-                        positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L; a fifth, of g by z,
-                        where the logit is not affine
+                        positive, and the query's parts of M * dL/dscale, M * dL/dbias and M * L; of a triangle z of
+                        the positive; a last one, of g by z, where the logit is not affine
     query_ids, key_ids  int64 (m,) and (n,), contiguous; None if the loss has no ids
     vectors             (V, m): the queries' own numbers, after `combine` the derivatives of M * L by them; None if the
                         loss has none
