@@ -28,7 +28,7 @@ from torch import Tensor
 
 from infcl_gen.emission import load_cached
 from infcl_gen.errors import InfeasibleError, InputError, ToolchainError, in_python_words
-from infcl_gen.inputs.problem import TORCH_DTYPES, Problem, make_problem
+from infcl_gen.inputs.problem import TORCH_DTYPES, Formula, Problem, make_problem
 from infcl_gen.inputs.text import parse_bytes
 from infcl_gen.runtime import api
 from infcl_gen.runtime.agreement import UNPAIRED, compare, header
@@ -314,7 +314,8 @@ def _check(kind: tuple[Any, ...] | None, q: Any, k: Any) -> Kind:
     assert kind is not None
     found = Kind(*kind)
     if not isinstance(found.loss, str):
-        raise TypeError(f"loss must be a name or FILE.py:NAME, not {type(found.loss).__name__}")
+        taken = ", which infcl_gen.load takes" * isinstance(found.loss, Formula)
+        raise TypeError(f"loss must be a name or FILE.py:NAME, not {type(found.loss).__name__}{taken}")
     if not isinstance(found.memory_budget, str | int):
         raise TypeError(f"memory_budget must be a number or text, not {type(found.memory_budget).__name__}")
     return found

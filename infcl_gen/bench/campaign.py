@@ -74,7 +74,7 @@ class Place:
         problem = self.problem
         precision = row_precision(problem.precision, problem.dtype, self.features)
         sizes = (problem.batch_size, problem.total_keys, problem.dim, problem.dtype, precision, problem.devices)
-        return (problem.loss.rpartition(":")[2], *sizes, self.scale, problem.frozen)
+        return (problem.loss_name, *sizes, self.scale, problem.frozen)
 
     def packages(self, folder: Path) -> list[Path]:
         """A package for each distinct plan, in a folder named by strategy and problem."""

@@ -133,7 +133,7 @@ def import_package(folder: Path, name: str | None = None, edited: bool = False) 
 def cache_key(problem: Problem) -> str:
     """The digest of what decides the text: problem, device, a loss of the user's own, tuning records, the generator."""
     profile, loss, formula = resolve_cluster(problem).profile, problem.loss, None
-    if ":" in loss:  # a built-in loss is part of the generator
+    if not isinstance(loss, str) or ":" in loss:  # a built-in loss is part of the generator
         from infcl_gen.losses import load_loss, spec_as_dict
 
         own = load_loss(loss)

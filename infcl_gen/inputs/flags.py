@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from infcl_gen.errors import in_python_words
+from infcl_gen.inputs.problem import Formula
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -14,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Flags(TypedDict, total=False):
     """What `make_problem` takes; sizes are global, budgets per device. `batch_size` and `dim` are required."""
 
-    loss: str | os.PathLike[str]  # a built-in loss, or FILE.py:NAME
+    loss: str | os.PathLike[str] | Formula  # a built-in loss, FILE.py:NAME, or a LossSpec
     batch_size: int | str  # 65536, "64k"
     keys: int | str | None
     dim: int

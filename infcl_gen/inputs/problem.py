@@ -7,7 +7,7 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from infcl_gen.errors import InputError
 from infcl_gen.inputs import text
@@ -32,12 +32,24 @@ _WORDS = {
 }
 
 
+@runtime_checkable
+class Formula(Protocol):
+    """A `LossSpec`, whose module needs SymPy."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def formula(self) -> Any: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One problem: sizes are global (over all devices), the memory budget is per device.
 
     batch_size           number of queries, M.
     keys                 number of keys, N; None: as many as queries. A count equal to `batch_size` becomes None.
+    loss                 the name of a built-in loss, FILE.py:NAME, or a LossSpec.
     frozen               the side that needs no gradient: nothing is planned for it.
     memory_budget_bytes  None lets the planner take what helps, up to 1/8 of the device's memory.
     device_profile       a name, the path of a TOML file, or "auto".
@@ -48,7 +60,7 @@ class Problem:
 
     batch_size: int
     dim: int
-    loss: str = "clip"
+    loss: str | Formula = "clip"
     keys: int | None = None
     devices: int = 1
     nodes: int = 1
@@ -74,7 +86,8 @@ class Problem:
             raise InputError(f"--nodes: {uneven}; --devices (the total) must be a multiple of --nodes")
         if self.precision != "default" and self.dtype != "fp32":
             raise InputError(f"--precision: {self.precision} is for --dtype fp32, not {self.dtype}; give 'default'")
-        path, colon, name = check_text("--loss", self.loss).rpartition(":")
+        named = self.loss.name if isinstance(self.loss, Formula) else self.loss
+        path, colon, name = check_text("--loss", named).rpartition(":")
         if (colon and Path(path).suffix != ".py") or not (name.isascii() and name.isidentifier()):
             raise InputError(f"--loss: {show(self.loss)} must be a name or FILE.py:NAME, with NAME an ASCII identifier")
         check_text("--device-profile", self.device_profile)
@@ -91,6 +104,11 @@ class Problem:
         if self.links is None:
             del fields["links"]
         return fields
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the loss, without its file."""
+        return self.loss.name if isinstance(self.loss, Formula) else self.loss.rpartition(":")[2]
 
     @property
     def total_keys(self) -> int:

@@ -21,12 +21,14 @@ _LARGEST_NUMBER = 1e300
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def load_loss(name: str) -> LossSpec:
-    """The built-in loss `name`, or the LossSpec called NAME in FILE.py for `FILE.py:NAME`.
+def load_loss(name: object) -> LossSpec:
+    """The built-in loss `name`, or the LossSpec called NAME in FILE.py for `FILE.py:NAME`; a LossSpec is itself.
 
     The file is executed; nothing is written beside it, and it does not stay importable.
     Raises LossError of one line for an unknown name, an unreadable file, and any exception while the file runs.
     """
+    if isinstance(name, LossSpec):
+        return name
     if not isinstance(name, str):
         raise LossError(f"--loss: expected a name or FILE.py:NAME, not {type(name).__name__}")
     if name in BUILTIN_LOSSES:

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+import infcl_gen
 from infcl_gen.errors import InputError
 from infcl_gen.losses import BUILTIN_LOSSES, derive, load_loss, spec_as_dict, spec_from_dict
 from infcl_gen.losses.language import LossError
@@ -37,6 +39,21 @@ def test_a_loss_from_a_file(file: Path) -> None:
     spec = load_loss(f"{file}:MINE")
     assert spec.name == "mine" and not derive(spec).has_keys
     assert [path.name for path in file.parent.iterdir()] == [file.name]  # no bytecode beside it
+
+
+def test_a_loss_is_given_itself(file: Path) -> None:
+    """The package is that of the file, from one entry of the cache."""
+    flags = {"batch_size": 64, "dim": 16, "target": "cpu", "dtype": "fp32"}
+    module = infcl_gen.load(loss=load_loss(f"{file}:MINE"), **flags)
+    assert module is infcl_gen.load(loss=f"{file}:MINE", **flags)
+    assert module.SPEC["loss"]["name"] == module.SPEC["problem"]["loss"] == "mine"
+    assert infcl_gen.load(loss=BUILTIN_LOSSES["clip"], **flags).SPEC == infcl_gen.load(**flags).SPEC
+    problem = infcl_gen.Problem(batch_size=64, dim=16, loss=load_loss(f"{file}:MINE"))
+    assert problem.loss_name == "mine" and hash(problem) == hash(problem)
+    with pytest.raises(infcl_gen.InputError, match=r"loss: expected text, got \[1\]"):
+        infcl_gen.load(loss=[1], **flags)
+    with pytest.raises(TypeError, match=r"not LossSpec, which infcl_gen\.load takes"):
+        infcl_gen.contrastive_loss(torch.ones(2, 4), torch.ones(2, 4), 1.0, loss=load_loss(f"{file}:MINE"))
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_LOSSES))
