@@ -134,7 +134,6 @@ def form_of(spec: LossSpec) -> Form:
         raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
     own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
     refuse(
-        (own and domain == "triangle", f"{' and '.join(own)} has no kernel yet over similarity('query', 'query')"),
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
          "write mean_over_queries alone, and call it once for each direction"),
     )  # fmt: skip

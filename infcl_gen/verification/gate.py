@@ -232,7 +232,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     of_q = terms @ k.abs() / len(q)
     if inputs.negatives is not None:
         added, size = _of_negatives(_OfQueries(mathematics, x, dx, dz, inputs, statistics), inputs, u, reference)
-        bound, of_q = LossAndGrads(*(a + b for a, b in zip(bound, added, strict=True))), of_q + size
+        more = {name: getattr(bound, name) + error for name, error in added.items()}
+        bound, of_q = bound._replace(**more), of_q + size
     sizes: list[Any] = [each if each is None else each.abs() for each in reference]
     magnitude = LossAndGrads(*sizes)._replace(
         dq=of_q, dscale=factor * product.abs().sum() / len(q),
@@ -352,8 +353,10 @@ def _of_combined(
     return _Errors(g, smooth, dloss, dg, of_scale.sum(), of_bias.sum(), *by_z)
 
 
-def _of_negatives(of: "_OfQueries", inputs: Inputs, u: float, reference: LossAndGrads) -> tuple[LossAndGrads, Tensor]:
-    """What queries' own negatives add to the bound, and to the magnitude of dq.
+def _of_negatives(
+    of: "_OfQueries", inputs: Inputs, u: float, reference: LossAndGrads
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What queries' own negatives add to the bound, by result, and to the magnitude of dq.
 
     Their part of dq is rounded to the features' dtype, as is that of the sweep, and then their sum.
     """
@@ -372,10 +375,9 @@ def _of_negatives(of: "_OfQueries", inputs: Inputs, u: float, reference: LossAnd
     long_sum = of.v * min(count, 4 * math.sqrt(count))
     size = torch.einsum("il,ild->id", of.slope * g.abs(), n.abs())
     dq = torch.einsum("il,ild->id", of.slope * dg, n.abs()) + 2 * u * size
-    zero = torch.zeros_like(reference.dk)
     dscale, dbias = (((dg + long_sum * g.abs()) * each).sum() for each in (by_scale, by_bias))
-    bound = LossAndGrads(zero.sum(), dq / count + u * reference.dq.abs(), zero, dscale / count, dbias / count)
-    return bound, size / count
+    added = {"dq": dq / count + u * reference.dq.abs(), "dscale": dscale / count, "dbias": dbias / count}
+    return added, size / count
 
 
 def _of_pairs(mathematics: Any, x: Tensor, dx: Tensor, inputs: Inputs, statistics: torch.finfo, dz: Tensor) -> _Errors:

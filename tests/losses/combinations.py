@@ -161,14 +161,14 @@ _TERMS: dict[str, Any] = {
 
 def _total(one: Combination, own: Expr, other: Expr) -> Expr:
     """The log-sum-exp of a query's keys."""
-    if one.form == "triangle":
-        return logsumexp_over_keys(other, (1 - is_self) * _MASKS[one.mask])
+    others = 1 - is_self if one.form == "triangle" else sympy.Integer(1)
+    where = (others * _MASKS[one.mask],) if one.mask or one.form == "triangle" else ()
     if one.margin and not one.apart:
-        return logsumexp_over_keys(is_positive * own + (1 - is_positive) * other, *_where(one.mask))
+        return logsumexp_over_keys(is_positive * own + (1 - is_positive) * other, *where)
     if one.margin and one.mask in ("", "same_id"):
-        rest = logsumexp_over_keys(other, _MASKS["both" if one.mask else "positive"])
+        rest = logsumexp_over_keys(other, others * _MASKS["both" if one.mask else "positive"])
         return positive(own) + softplus(rest - positive(own))
-    return logsumexp_over_keys(other, *_where(one.mask))
+    return logsumexp_over_keys(other, *where)
 
 
 def _where(mask: str) -> tuple[Any, ...]:
@@ -183,17 +183,16 @@ def refusals(one: Combination) -> list[str]:
         "scale occurs in a non-affine logit other than as scale * z": one.capped
         and one.temperature != "factor"
         and (one.bias or not pairs),
-        "a logit that depends on is_positive": of_keys and one.margin and not one.apart and (one.mask or both),
+        "a logit that depends on is_positive": not pairs and one.margin and not one.apart and (one.mask or both),
         "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs": pairs and one.margin,
         "the log-sum-exps differ in their masks": both and one.margin and one.apart,
         "positives='id'": one.positives == "id" and of_keys,
         "positives='diagonal'": both and one.positives != "diagonal",
         "needs positives='label'": triangle and one.positives not in ("label", "own"),
         "beside mean_over_keys": both and (one.term != "plain" or one.mask in ("positive", "both") or one.margin),
-        "which it must be over similarity('query', 'query')": triangle and (one.term != "plain" or one.margin),
-        "where=1 - is_self": triangle and one.mask,
-        "query_weight": (both or triangle or pairs) and one.weighted,
-        "logsumexp_over_negatives": (both or triangle or pairs) and one.hard,
+        "where=1 - is_self": triangle and one.mask in ("same_id", "both"),
+        "query_weight": (both or pairs) and one.weighted,
+        "logsumexp_over_negatives": (both or pairs) and one.hard,
     }
     if any(reasons.values()):
         reasons["at most 1000 parts"] = one.term == "focal"
@@ -256,9 +255,9 @@ def _are_positive(one: Combination, given: Inputs) -> Tensor:
 
 def _dense_mask(one: Combination, given: Inputs, is_own: Tensor) -> Tensor:
     """Which pairs count."""
-    if one.form == "triangle":
-        return ~torch.eye(len(is_own), dtype=torch.bool, device=is_own.device)
     kept = torch.ones_like(is_own)
+    if one.form == "triangle":
+        kept.fill_diagonal_(False)
     if one.mask in ("same_id", "both"):
         kept &= is_own | (given.query_ids[:, None] != given.key_ids[None, :])
     return kept & ~is_own if one.mask in ("positive", "both") else kept
@@ -300,13 +299,13 @@ def _likely(one: Combination) -> Combination:
     one = dataclasses.replace(one, temperature=temperature, apart=one.apart or bool(one.mask))
     if one.form == "queries":
         return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives)
+    if one.form == "triangle":
+        positives, mask = "own" if one.positives == "diagonal" else "label", "positive" if one.mask else ""
+        return dataclasses.replace(one, positives=positives, mask=mask)
     one = dataclasses.replace(one, margin="", weighted=False, hard=False)
     if one.form == "pairs":
         return one
-    if one.form == "both":
-        return dataclasses.replace(one, term="plain", positives="diagonal", mask="same_id" if one.mask else "")
-    positives = "own" if one.positives == "diagonal" else "label"
-    return dataclasses.replace(one, term="plain", positives=positives, mask="")
+    return dataclasses.replace(one, term="plain", positives="diagonal", mask="same_id" if one.mask else "")
 
 
 def _plain(one: Combination) -> Combination:
@@ -323,6 +322,8 @@ def _plain(one: Combination) -> Combination:
         changes |= {"margin": "", "apart": False, "mask": "positive" if one.mask in ("positive", "both") else ""}
     if one.form == "triangle" and one.frozen == "k":
         changes["frozen"] = ""
+    if one.form == "triangle" and one.margin == "angular":  # a row and itself are the angle's tie in the dense truth
+        changes["margin"] = "additive"
     return dataclasses.replace(one, **changes)
 
 

@@ -216,10 +216,6 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         "a row is not its own positive",
     ),
     "siglip_of_one_side": (spec(sum_over_pairs(softplus(NT_XENT)) / queries), "sum_over_pairs in a loss over"),
-    "weights of one side": (
-        spec(mean_over_queries(query_weight * (logsumexp_over_keys(NT_XENT, 1 - is_self) - positive(NT_XENT)))),
-        r"query_weight has no kernel yet over similarity\('query', 'query'\)",
-    ),
     "margins of both sides": (
         spec(INFONCE_OF(X - is_positive) + mean_over_keys(logsumexp_over_queries(X) - positive(X)), "diagonal"),
         "a logit that depends on is_positive has no kernel yet beside mean_over_keys",
