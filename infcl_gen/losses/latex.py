@@ -13,6 +13,7 @@ from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, scale, z
 from infcl_gen.losses.printers import c, is_negative, p, positive_z, r, x
+from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 
 # Other symbols are named by their LaTeX.
 _NAMES = {
@@ -67,7 +68,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
     if positive_z in by_number:
         at_positive = rf"\left[{_POSITIVE[derivation.spec.positives]}\right]"
         of_pair = rf"\Big( {of_pair} + \frac{{1}}{{M}} e_i\, {at_positive} \Big)"
-    rest = {each: rf" + \frac{{1}}{{M}} \sum_i {_SLOPES[each][1]}" * (each in by_number) for each in (scale, bias)}
+    rest = {each: rf" + \frac{{1}}{{M}} \sum_i {SLOPES[each][1]}" * (each in by_number) for each in (scale, bias)}
     gradients = {
         "dq": rf"\frac{{\partial L}}{{\partial q_i}} = \sum_j {of_pair}\, k_j",
         "dk": rf"\frac{{\partial L}}{{\partial k_j}} = \sum_i {of_pair}\, q_i",
@@ -83,7 +84,7 @@ def latex_of(derivation: Derivation) -> dict[str, str]:
         **_statistics(derivation),
         **({"positive": positive} if positive and derivation.form.formula.has(p) else {}),
         "loss": rf"L = \frac{{1}}{{M}} {_bracketed(_terms(derivation))}",
-        **_of_rows(derivation),
+        **slopes_of_rows(derivation, _text),
         "dL/dx": rf"g_{{ij}} = \frac{{\partial L}}{{\partial x_{{ij}}}} = {_gradient(derivation)}"
         + r", \quad j \ne i" * triangle,
         **gradients,
@@ -160,19 +161,6 @@ def _terms(derivation: Derivation) -> list[str]:
             below = rf"\substack{{{where}}}" if apart and which else where
             terms.append(rf"\sum_{{{below}}} {_factor(term)}")
     return terms
-
-
-_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "f_i"), bias: ("bias_slope", "v_i")}
-
-
-def _of_rows(derivation: Derivation) -> dict[str, str]:
-    """The slopes of a query's term."""
-    if not derivation.form.combined:
-        return {}
-    shared, slopes = derivation.slopes_of_query
-    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(_SLOPES.__getitem__, derivation.by_number)]
-    found = {f"part_{symbol}": f"{_text(symbol)} = {_text(part)}" for symbol, part in shared}
-    return found | {name: f"{letter} = {_text(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
 
 
 def _gradient(derivation: Derivation) -> str:

@@ -1,6 +1,6 @@
 """A derived loss as text: formulas for people, and what the templates of loss.py read."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sympy import Expr, diff
@@ -57,7 +57,7 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
         **_statistics(derivation),
         "positive": positive[derivation.spec.positives],
         "loss": f"L = 1/M * ({' + '.join(_terms(derivation))})",
-        **_of_rows(derivation),
+        **slopes_of_rows(derivation, lambda part: display(part, _PAIR)),
         "dL/dx": f"g_ij = 1/M * ({_gradient(derivation)})" + ", j != i" * triangle,
         **gradients,
         "dscale": f"dscale = sum_ij g_ij * {_wrapped(dx_dscale)}{rest}",
@@ -66,18 +66,18 @@ def formulas_of(derivation: Derivation) -> dict[str, str]:
     }
 
 
-_SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "f_i"), bias: ("bias_slope", "v_i")}
+# By number that a query's term changes with: the name of its slope, and its letter.
+SLOPES = {positive_z: ("positive_z_slope", "e_i"), scale: ("scale_slope", "f_i"), bias: ("bias_slope", "v_i")}
 
 
-def _of_rows(derivation: Derivation) -> dict[str, str]:
-    """The slopes of a query's term."""
+def slopes_of_rows(derivation: Derivation, write: Callable[[Expr], str]) -> dict[str, str]:
+    """The slopes of a query's term by name, as equations; `write` gives the text of an expression."""
     if not derivation.form.combined:
         return {}
     shared, slopes = derivation.slopes_of_query
-    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(_SLOPES.__getitem__, derivation.by_number)]
-    found = {f"part_{symbol}": f"{symbol} = {display(part, _PAIR)}" for symbol, part in shared}
-    of_names = zip(names, slopes, strict=True)
-    return found | {name: f"{letter} = {display(slope, _PAIR)}" for (name, letter), slope in of_names}
+    names = [("query_weight", "a_i"), ("positive_slope", "b_i"), *map(SLOPES.__getitem__, derivation.by_number)]
+    found = {f"part_{symbol}": f"{write(symbol)} = {write(part)}" for symbol, part in shared}
+    return found | {name: f"{letter} = {write(slope)}" for (name, letter), slope in zip(names, slopes, strict=True)}
 
 
 def _of_vectors(derivation: Derivation) -> dict[str, str]:

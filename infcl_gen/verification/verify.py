@@ -20,7 +20,7 @@ EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 49}, "ring": {"cpu
 MOST_PROCESSES = 8
 LARGEST_RANKS = 64
 TIMEOUT_S = 900.0
-HELD = {"repeats": "the same bits twice", "NaN": "where the reference has it, and nowhere else"}
+HELD = {"repeats": "the same bits twice", "NaN": "where it leads in the reference"}
 MEMORY_WORK = {"cpu": 2e11, "cuda": 2e15}  # FLOPs beyond which the planned size is not run
 MEMORY_INPUTS_BYTES = 4 << 30
 
@@ -39,7 +39,7 @@ def verify_package(
     1. The files against their manifest, and against what SPEC generates today. If these differ, nothing is run, except
        with `edited`: the further rows are then marked `"edited": True`.
     2. The numerics gate over random inputs, on a GPU if there is one for the target, else on the interpreting CPU. The
-       same inputs give the same bits twice, and a NaN in one query is where the reference has it, nowhere else.
+       same inputs give the same bits twice, and a NaN in one query is where the reference has it.
     3. The memory peak at the planned size, where that is affordable.
     4. `ranks`: the gate on a ring of so many processes, by NCCL if there are as many GPUs, else by gloo.
     5. `aot`: the kernels compiled for these targets, without a GPU.
