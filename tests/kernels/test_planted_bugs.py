@@ -24,7 +24,7 @@ def test_a_planted_bug_is_noticed(interpreted: Interpreter, shared_folder: Path,
         interpreted(bug.check, bug.made, *bug.arguments)
         passes.touch()
     with pytest.raises(AssertionError) as caught:
-        interpreted(bug.check, planted, *bug.arguments)
+        interpreted.apart(bug.check, planted, *bug.arguments)
     assert re.search(bug.says, str(caught.value)), caught.value
 
 
