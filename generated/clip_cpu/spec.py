@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b76ffc647a03f6580bc8ba4b3e28823a96db4cacd44ee507db6be354d8f48511",
+    "digest": "f2f6955a5ba6172d2d67b08d57f8ea835d047178ea70437c381631a82575cfcd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "00f87d5cc6ac4de0a9df33a928c58e572661180d0b4703c907a3f2476edc402d",
+    "digest": "4eaa2df1d9266fcf4d004e08ede0016b779929e38d885457f4fd30f5dc2e9d1a",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
