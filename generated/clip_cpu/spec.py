@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "f2f6955a5ba6172d2d67b08d57f8ea835d047178ea70437c381631a82575cfcd",
+    "digest": "19118c0339023fb9f4d8f18e0c94ab328719b1bc5476da030b0029098f0a081f",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "4eaa2df1d9266fcf4d004e08ede0016b779929e38d885457f4fd30f5dc2e9d1a",
+    "digest": "1194e969e5a82a7c45c85a49693486d0b6ee3b6a90137e9a506d045a7c6a44d5",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -264,7 +264,8 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
     vectors = q.new_empty((len(package.traits.vectors), q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
     if package.at_once(ranks):
-        return Saved(*_new_gradients(package, q, k, gradients, unrounded), vectors, sizes)
+        dq, dk, scalars, ids = _new_gradients(package, q, k, gradients, unrounded)
+        return Saved(dq, dk, scalars, ids, vectors, sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
