@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "19118c0339023fb9f4d8f18e0c94ab328719b1bc5476da030b0029098f0a081f",
+    "digest": "8576a01ee9bafdb396072032338cbba7fd00eb18cc6f6748fb4747ace074270b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "1194e969e5a82a7c45c85a49693486d0b6ee3b6a90137e9a506d045a7c6a44d5",
+    "digest": "70e07b4e5c00fcddf23c4b013a79c987e9cf8ff5f4379fcd71d8825a2529b3cd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

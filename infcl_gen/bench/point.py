@@ -41,7 +41,8 @@ class Inputs:
     @property
     def frozen(self) -> str:
         """The side that requires no gradient, or "none"."""
-        return "none" if self.q.requires_grad and self.k.requires_grad else "key" if self.q.requires_grad else "query"
+        frozen = [side for side, x in (("query", self.q), ("key", self.k)) if x is not None and not x.requires_grad]
+        return frozen[0] if frozen else "none"
 
     @property
     def leaves(self) -> tuple[Any, Any, Any]:
@@ -199,7 +200,7 @@ def training_step(module: ModuleType, q: Any, k: Any, scale: Any, autocast: Any 
 def own_keywords(classes: Sequence[str], vectors: Sequence[str], q: Any, k: Any, first: int = 0) -> dict[str, Any]:
     """What a loss of these `Traits` takes besides features: ids, weights of queries, and one negative of each, the key
     behind its own. `first`: of this rank's rows."""
-    found = own_ids(q, k, first) if classes else {}
+    found = own_ids(q, k, first) if "same_id" in classes else {}
     behind = torch.arange(1, len(q) + 1, device=q.device)
     if "query_weight" in vectors:
         found["query_weight"] = behind / len(q)

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import platform
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ from infcl_gen.errors import InfclError
 from infcl_gen.hardware.detection import detect, find_device
 from infcl_gen.hardware.links import LinkRates, measure
 from infcl_gen.inputs.text import one_line
-from infcl_gen.version import installed
+from infcl_gen.version import installed, interpreter_defect, older
 
 _MINIMUM = {"torch": ((2, 11), "runs packages"), "triton": ((3, 6), "compiles kernels for GPUs")}
 
@@ -52,7 +51,7 @@ def _version(name: str) -> Finding:
     advice, version = f"install {name} {major}.{minor} or newer", installed(name).get(name)
     if version is None:
         return Finding(name, "missing", f"{name} {use}", advice)
-    if tuple(map(int, re.findall(r"[0-9]+", version)[:2])) < (major, minor):
+    if older(version, major, minor):
         return Finding(name, "old", version, advice)
     return Finding(name, "ok", version)
 
@@ -118,7 +117,8 @@ def _triton(gpu: bool) -> Iterator[Finding]:
         yield Finding("triton backends", "broken", f"{type(error).__name__}: {error}", "reinstall triton")
         return
     yield Finding("ahead of time", "ok", f"infcl-gen verify --aot can compile for: {', '.join(sorted(backends))}")
-    if importlib.util.find_spec("numpy") is None:
-        yield Finding("interpreter", "missing", "kernels on the CPU, for tests", "install numpy")
+    if defect := interpreter_defect():
+        reason, advice = defect.split(": ")
+        yield Finding("interpreter", "missing", reason, advice)
     elif not gpu:
         yield Finding("interpreter", "ok", "TRITON_INTERPRET=1 runs kernels on the CPU, slowly, for tests")

@@ -12,7 +12,7 @@ from infcl_gen.errors import InfclError, InputError, ToolchainError
 from infcl_gen.inputs.text import check_word
 from infcl_gen.processes import ProcessError, run_ranks
 from infcl_gen.verification.aot import SHARED_BYTES, aot_checks
-from infcl_gen.version import __version__
+from infcl_gen.version import __version__, interpreter_defect
 
 EXAMPLES = {"numerics": {"cpu": 28, "interpreter": 7, "cuda": 49}, "ring": {"cpu": 14, "interpreter": 3, "cuda": 21}}
 # Triton compiles kernels anew for an input's sizes and strides: about 3 for each input of a panel package, 5 of a fused
@@ -110,7 +110,11 @@ def _place(spec: dict[str, Any], gpus: int) -> str:
         raise ToolchainError("torch is missing: packages can be generated here, not run or verified") from error
     if torch.cuda.is_available() and torch.cuda.device_count() >= gpus and spec["problem"]["target"] != "cpu":
         return "cuda"
-    return "cpu" if spec["plan"]["strategy"] == "torch" else "interpreter"
+    if spec["plan"]["strategy"] == "torch":
+        return "cpu"
+    if defect := interpreter_defect():
+        raise ToolchainError(f"without {'a GPU' if gpus == 1 else f'{gpus} GPUs'} kernels are interpreted: {defect}")
+    return "interpreter"
 
 
 def _memory_is_affordable(spec: dict[str, Any], place: str) -> bool:

@@ -694,3 +694,12 @@ def test_every_run_begins_on_a_cold_cache(how: str, monkeypatch: pytest.MonkeyPa
             timer.idle_ms(lambda: done.append("run"))
             assert done == ["flush", *(timed if how == "on the CPU" else ["wait", "event", *timed, "event", "wait"])]
     assert timing.FLUSH_BYTES >= 4 * 50 << 20  # the L2 cache of an H200 has 50 MB
+
+
+@pytest.mark.parametrize("loss", BUILTIN_LOSSES)
+def test_every_built_in_loss_is_measured(tmp_path: Path, loss: str) -> None:
+    """Also one without keys, and one whose tiles tell apart pairs. Planted: ids of keys that there are not."""
+    package = infcl_gen.generate(output=tmp_path / "package", loss=loss, **SMALL)
+    rows, _ = measured(package, rounds=2, errors=True)
+    assert rows["infcl"]["error"] is None, rows["infcl"]["error"]
+    assert rows["infcl"]["err"]["dq"] < 1e-6

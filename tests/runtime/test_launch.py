@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from infcl_gen.runtime import launch
 from infcl_gen.runtime.launch import descriptor, descriptor_legal, library_legal, operands, strip_blocks
+from infcl_gen.runtime.warmup import key_functions
 
 pytest.importorskip("triton")
 
@@ -238,3 +241,23 @@ def test_no_block_of_keys_gets_more_strips_than_there_is_room_for() -> None:
             for key_blocks, programs in ((1, 1), (5, 132), (64, 264)):
                 strip = strip_blocks(row_blocks, key_blocks, most, programs)
                 assert 1 <= strip <= row_blocks and -(-row_blocks // strip) <= most
+
+
+def test_keys_of_kernels_do_not_depend_on_which_thread_is_first() -> None:
+    """Else a second process compiles again. Planted: kernels asked for their keys without an order."""
+    from triton.runtime.jit import JITFunction
+
+    path = Path(__file__).parents[2] / "generated" / "clip_h200_d768" / "kernels.py"
+
+    def keys(ordered: bool, reverse: bool) -> dict[str, str]:
+        spec = importlib.util.spec_from_file_location("infcl_kernels_of_a_process", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if ordered:
+            key_functions(vars(module))
+        kernels = [name for name, value in vars(module).items() if isinstance(value, JITFunction)]
+        return {name: getattr(module, name).cache_key for name in sorted(kernels, reverse=reverse)}
+
+    assert keys(ordered=True, reverse=True) == keys(ordered=True, reverse=False)
+    assert keys(ordered=False, reverse=True) != keys(ordered=False, reverse=False)

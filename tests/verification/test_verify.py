@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import infcl_gen
+from infcl_gen import version
 from infcl_gen.emission.package import manifest_text, read_package
 from infcl_gen.emission.render import content_digest
-from infcl_gen.errors import InputError
+from infcl_gen.errors import InputError, ToolchainError
+from infcl_gen.hardware import doctor
 from infcl_gen.inputs.problem import make_problem
 from infcl_gen.verification import verify
 from infcl_gen.verification.verify import verify_package
@@ -201,3 +203,30 @@ def test_a_ring_that_hangs_or_dies_is_ended(copy: Path, how: str, monkeypatch: p
     assert time.monotonic() - started < limit_s + 10
     assert not row["passed"]
     assert ("not finished after 12 s" if how == "hang" else "rank 1 of 2: exit code 3") in row["detail"]
+
+
+@pytest.mark.parametrize(
+    ("numpy", "triton", "says"),
+    [
+        ("2.3.5", "3.6.0", None),
+        ("2.4.0", "3.7.1", None),
+        ("3.0.1", "3.6.0", "install 'numpy<2.4', or Triton 3.7"),
+        ("2.4.0rc1", "3.6.0+git", "NumPy 2.4.0rc1"),
+        (None, "3.7.1", "install numpy"),
+    ],
+)
+def test_an_interpreter_that_cannot_run_is_named(
+    monkeypatch: pytest.MonkeyPatch, numpy: str | None, triton: str, says: str | None
+) -> None:
+    found = {"triton": triton} | ({} if numpy is None else {"numpy": numpy})
+    monkeypatch.setattr(version, "installed", lambda *names: {name: found[name] for name in names if name in found})
+    spec = {"problem": {"target": "cuda"}, "plan": {"strategy": "panel"}}
+    assert verify._place({**spec, "plan": {"strategy": "torch"}}, 1) == "cpu"
+    interpreter = {row.subject: row for row in doctor.examine().findings}["interpreter"]
+    if says is None:
+        assert verify._place(spec, 2) == "interpreter" and interpreter.state == "ok"
+        return
+    with pytest.raises(ToolchainError, match="without 2 GPUs kernels are interpreted") as error:
+        verify._place(spec, 2)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert interpreter.state == "missing" and str(error.value).endswith(interpreter.advice)

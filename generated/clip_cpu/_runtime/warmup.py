@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -64,6 +65,16 @@ def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launc
     return launches
 
 
+def key_functions(module: dict[str, Any]) -> None:
+    """Give the functions of a module their keys in Triton's cache, those first that others call.
+
+    A key depends on which of the functions that it calls have theirs by then. The order of threads changes, and a second
+    process would compile again what the first one has compiled.
+    """
+    for function in [*module.values()]:
+        getattr(function, "cache_key", None)
+
+
 def _compile(launches: list[launch.Launch], device: torch.device) -> None:
     """One thread for each kernel: Triton's tables of a kernel are not made for several."""
     from triton.runtime import driver
@@ -79,6 +90,8 @@ def _compile(launches: list[launch.Launch], device: torch.device) -> None:
                 # `run` builds the launcher with a C compiler (0.4 s) and loads the kernel.
                 _ = kernel.warmup(grid=grid, **given).run
 
+    for module in {id(each.kernel.fn.__globals__): each.kernel.fn.__globals__ for each in launches}.values():
+        key_functions(module)
     _LOG.info("compiling or loading %d kernels for %s", len(kernels), device)
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(compile_all, kernels.values()))
