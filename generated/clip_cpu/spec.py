@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "8576a01ee9bafdb396072032338cbba7fd00eb18cc6f6748fb4747ace074270b",
+    "digest": "b09cd1cf85f8354fa69f60b143492dc1744fbdcfc077fb22a8cba2b0a6713a14",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

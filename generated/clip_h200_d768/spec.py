@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "70e07b4e5c00fcddf23c4b013a79c987e9cf8ff5f4379fcd71d8825a2529b3cd",
+    "digest": "c8b34e9713c5dbc7be1307c45866f8a12cd7b8d413c13ed68eaeb779d95c5ecf",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -254,11 +254,10 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
     returned = "statistics" if v.wider else "features"
     of_queries, of_keys, dotted = int(v.of_queries), int(v.of_keys), _dotted(v)
     both_sides = m * of_queries + room * of_keys
-    terms = [
-        *_common_terms(v),
-        of_queries and BufferTerm("kept_dq", both, (m, D), unit, kept),
-        of_keys and BufferTerm("kept_dk", both, (room, D), unit, kept),
-    ]
+    # On one device dk is made after the sweep, where the sums are not dk itself.
+    later, kept_dk = not in_place and not ring, BufferTerm("kept_dk", both, (room, D), unit, kept)
+    terms = [*_common_terms(v), of_queries and BufferTerm("kept_dq", both, (m, D), unit, kept)]
+    terms += [of_keys and kept_dk._replace(phase=phase) for phase in ((finish, backward) if later else (both,))]
     if v.strategy == "torch":
         terms += _torch_panel(v, forward, rows, keys)
         strip = (1 + v.separate, Min(STRIP_ROWS, R, dotted), D)
@@ -289,13 +288,15 @@ def _buffers_at_once(v: Choice) -> tuple[BufferTerm, ...]:
         terms.append(BufferTerm("term_sums", forward, (2, parts), "terms and slopes, a part of each program", "fp64"))
     if not in_place:
         # Unrounded gradients are twice as long as rounded ones, and their own sums.
-        least = ceil_div(both_sides, 2) if v.wider else 0
-        why = "dk over all query panels, and dq of the panel in work"
-        sums = BufferTerm("accumulators", forward, (Max(room * of_keys + rows * of_queries, least), D), why)
+        own, why = ceil_div(both_sides, 2), "dk over all query panels, and dq of the panel in work"
+        least = {finish: own, forward: both_sides - ceil_div(m * of_queries, 2) if later else own}
+        held = rows * of_queries + room * of_keys
+        name = "accumulators"
         if ring:
             held, why = (rows, "dq of the panel in work") if v.rows else (m, "dq over all hops")
-            sums = BufferTerm("dq_accumulator", forward, (Max(held * of_queries, least), D), why)
-        terms += [sums, sums._replace(phase=finish)]
+            held, name = held * of_queries, "dq_accumulator"
+        for phase in (forward, finish):
+            terms.append(BufferTerm(name, phase, (Max(held, least[phase]) if v.wider else held, D), why))
         if v.wider:
             why = "kept for wider features, which are not rounded"
             terms.append(BufferTerm("wider_gradients", backward, (both_sides, D), why, "features"))

@@ -62,17 +62,17 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         else:
             each = zip(layout.rows, layout.keys, [group.trips] * group.size, strict=True)
             sizes = torch.tensor(list(each), dtype=torch.int64)
-        saved = new_saved(package, call.q, call.k, sizes, gradients, call.options.unrounded)
+        saved = new_saved(package, call.q, call.k, sizes, gradients, call.options.unrounded, later=group is None)
         if call.vectors is not None:
             saved.of_vectors.copy_(call.vectors)
         sweep = _Sweep(package, call, layout, saved)
         if package.traits.at_once:
-            return _at_once(sweep, group, gradients), saved
+            return _at_once(sweep, group, gradients)
         if package.traits.labels:
             sweep.positive.fill_(math.nan)
         keys, by_rows = None, gradients and package.at_once(len(layout.rows))
         if by_rows:
-            _gradients_by_rows(sweep, group, gradients)
+            saved = _gradients_by_rows(sweep, group, gradients)
         else:
             keys = _forward(sweep, group, gradients)
         if package.traits.labels:
@@ -118,8 +118,8 @@ def _of_vectors(package: Package, saved: Saved, upstream: Tensor) -> list[Tensor
     return [saved.of_vectors * upstream.to(saved.of_vectors.dtype)] if package.traits.vectors else []
 
 
-def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor:
-    """The loss of a sum over pairs; writes the gradients for an upstream gradient of 1 to `Saved`."""
+def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> tuple[Tensor, Saved]:
+    """The loss of a sum over pairs, and `Saved` with the gradients for an upstream gradient of 1."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     upstream = _valid(sweep)
     if not gradients:
@@ -127,14 +127,20 @@ def _at_once(sweep: _Sweep, group: Group | None, gradients: int) -> Tensor:
     else:
         weighting = _Weighting(package, call, layout, upstream, gradients, saved.of_queries.dtype)
         if group is None:
-            _backward_alone(sweep, weighting, *weighting.kept(saved))
+            saved = _kept_alone(sweep, weighting)
         else:
             table = _table(package, layout, gradients)
             begin = lambda: Trip(group, table, "forward", layout, _tensors(sweep, table))  # noqa: E731
             _finished(sweep, weighting, begin, *weighting.kept(saved))
         _keep_scalars(saved, weighting.scalars(sweep.slopes))
     loss: Tensor = package.schedule.loss_terms(sweep.own_block(), _weight(layout, call.options))
-    return loss.mul_(upstream) if package.traits.labels else loss
+    return loss.mul_(upstream) if package.traits.labels else loss, saved
+
+
+def _kept_alone(sweep: _Sweep, weighting: _Weighting) -> Saved:
+    """`Saved` of one device with dq and dk, which is made last: during the sweep its memory is for a panel."""
+    dk = _backward_alone(sweep, weighting, *weighting.kept(sweep.saved))[1]
+    return sweep.saved if dk is None else sweep.saved._replace(of_keys=dk)
 
 
 def _keep_scalars(saved: Saved, scalars: tuple[Tensor | None, Tensor | None]) -> None:
@@ -143,15 +149,16 @@ def _keep_scalars(saved: Saved, scalars: tuple[Tensor | None, Tensor | None]) ->
         torch.stack((dscale, dbias), out=saved.stash)
 
 
-def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> None:
-    """Completes the statistics of all queries; writes the gradients for an upstream gradient of 1 to `Saved`."""
+def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> Saved:
+    """Completes the statistics of all queries; `Saved` with the gradients for an upstream gradient of 1."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
     weighting = _Weighting(package, call, layout, call.scale.new_ones(()), gradients, saved.of_queries.dtype)
     if group is None:
-        _backward_alone(sweep, weighting, *weighting.kept(saved))
+        saved = _kept_alone(sweep, weighting)
     else:
         _rows_over(sweep, weighting, group)
     _keep_scalars(saved, weighting.scalars(sweep.slopes))
+    return saved
 
 
 def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
@@ -255,8 +262,12 @@ def weighted(package: Package, call: Call, saved: Saved, sums: Sums, upstream: T
     return dq, dk, *weighting.scalars(_slopes_of_rows(package, saved.of_queries[2:]))
 
 
-def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: int, unrounded: bool = False) -> Saved:
+def new_saved(
+    package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: int, unrounded: bool = False, later: bool = False
+) -> Saved:
     """`Saved` with its tensors not yet written; `sizes` is its layout, `unrounded` that of `Options`.
+
+    With `later` a dk that holds no sums has no rows yet.
 
     A traced graph does not know the sizes of other ranks. There is room for the planned keys: of all ranks in a gather,
     of one rank in a ring.
@@ -264,7 +275,7 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
     vectors = q.new_empty((len(package.traits.vectors), q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
     if package.at_once(ranks):
-        dq, dk, scalars, ids = _new_gradients(package, q, k, gradients, unrounded)
+        dq, dk, scalars, ids = _new_gradients(package, q, k, gradients, unrounded, later)
         return Saved(dq, dk, scalars, ids, vectors, sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
@@ -285,14 +296,16 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     )
 
 
-def _new_gradients(package: Package, q: Tensor, k: Tensor, gradients: int, unrounded: bool) -> list[Tensor]:
+def _new_gradients(
+    package: Package, q: Tensor, k: Tensor, gradients: int, unrounded: bool, later: bool
+) -> list[Tensor]:
     """The first parts of `Saved` where forward has the gradients: dq, dk, scalars, and no ids."""
     # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
     rounds, sums = package.dtype == torch.bfloat16 and not unrounded, package.schedule.STATISTICS_DTYPE
-    dtype = package.dtype if rounds else sums
+    dtype, room = package.dtype if rounds else sums, 0 if later and rounds else _key_room(package, k.shape[0])
     return [
         q.new_empty(q.shape if gradients & QUERIES else (0,), dtype=dtype),
-        q.new_empty((_key_room(package, k.shape[0]), k.shape[1]) if gradients & KEYS else (0,), dtype=dtype),
+        q.new_empty((room, k.shape[1]) if gradients & KEYS else (0,), dtype=dtype),
         q.new_empty(2 if gradients & SCALARS else 0, dtype=sums),
         q.new_empty((0, 1), dtype=torch.int64),
     ]
@@ -403,12 +416,16 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
 
 
 def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = None, sums: Tensor | None = None) -> Sums:
-    """dq and dk on one device, in the tensors given or in new ones. The sums for dq hold PANEL_ROWS rows at a time."""
+    """dq and dk on one device, in the tensors given or in new ones. The sums for dq hold PANEL_ROWS rows at a time.
+
+    With `sums` of no rows dk is made after the sweep, and has room behind it.
+    """
     if sweep.package.traits.triangle:
         return _of_one_side(sweep, weighting)
     schedule, tiles, (q, k, *_) = sweep.package.schedule, sweep.tiles, sweep.call
     rows, keys, room = q.shape[0], k.shape[0], _key_room(sweep.package, k.shape[0])
     step, in_place, wanted = min(schedule.PANEL_ROWS, rows), weighting.in_place, weighting.products
+    later = sums is not None and not len(sums)
     # Not `empty_like`: results are contiguous, inputs need not be.
     if weighting.gradients & QUERIES and dq is None:
         dq = q.new_empty(q.shape, dtype=weighting.dtype)
@@ -431,8 +448,10 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = No
             how = {"fresh_dq": True, "fresh_dk": start == 0, "stash": kept}
             schedule.backward_block(part, own, sums, scratch, **how)
     del scratch  # its memory is for the results
+    if later:
+        dk = k.new_empty((_key_room(sweep.package, keys), k.shape[1]), dtype=weighting.dtype)
     if sums is not None and dk is not None:
-        weighting.keys(panel(sums, 0, keys), dk)
+        weighting.keys(panel(sums, 0, keys), panel(dk, 0, keys))
     return dq, dk
 
 

@@ -6,6 +6,7 @@ What is planned counts here without the slack of a GPU's allocator, and without 
 from __future__ import annotations
 
 import contextlib
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,21 +44,37 @@ def features(made: Made, rows: int, keys: int, dtype: torch.dtype) -> list[torch
 
 
 def check_step(made: Made) -> None:
+    """Of features in the package's dtype, or of wider ones beyond their casts, where the plan has room for them."""
     package = module(made)
     package._schedule.launch = lambda *arguments, **options: None
-    rows = made.rows // made.devices
-    q, k = features(made, rows, rows, DTYPES[made.dtype])
-    scale = torch.tensor(3.0, requires_grad=True)
-    kept: list[Any] = []
+    rows, dtype, plan = made.rows // made.devices, DTYPES[made.dtype], package.SPEC["plan"]
+    found = []
     with Echo([rows] * made.devices).attached(package) if made.devices > 1 else contextlib.nullcontext():
-        package.contrastive_loss(q, k, scale).backward()  # the constants of the first call stay
-        q.grad = k.grad = scale.grad = None
-        forward = measured_peak_bytes(lambda: kept.append(package.contrastive_loss(q, k, scale)))
-        kept.clear()
-        step = measured_peak_bytes(lambda: package.contrastive_loss(q, k, scale).backward())
-    bounds = planned_bytes(package.SPEC["plan"]["buffers"])
-    for name, measured, bound in zip(("forward", "step"), (forward, step), bounds, strict=True):
+        for wider in (False, True)[: 1 + plan["wider"]]:
+            q, k = features(made, rows, rows, torch.float32 if wider else dtype)
+            casts = 2 * dtype.itemsize * rows * made.dim if wider else 0
+            found.append([measured - casts for measured in peaks(package, q, k, dtype if wider else None)])
+    for name, measured, bound in zip(
+        ("forward", "step"), map(max, *found, (0, 0)), planned_bytes(plan["buffers"]), strict=True
+    ):
         assert bound - SLACK_BYTES <= measured <= bound, (name, measured, bound, measured - bound)
+
+
+def peaks(package: ModuleType, q: torch.Tensor, k: torch.Tensor, autocast: torch.dtype | None) -> tuple[int, int]:
+    """Of a forward alone, and of a step."""
+    scale, kept = torch.tensor(3.0, requires_grad=True), []
+    casting = torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext()
+
+    def forward() -> torch.Tensor:
+        with casting:
+            loss: torch.Tensor = package.contrastive_loss(q, k, scale)
+        return loss
+
+    forward().backward()  # the constants of the first call stay
+    q.grad = k.grad = scale.grad = None
+    alone = measured_peak_bytes(lambda: kept.append(forward()))
+    kept.clear()
+    return alone, measured_peak_bytes(lambda: forward().backward())
 
 
 def check_wider_features(made: Made, keys: int) -> None:
@@ -85,13 +102,14 @@ def check_passes(made: Made, rows: int, keys: int) -> None:
     plan = infcl_gen.plan(batch_size=made.rows, dim=made.dim, dtype=made.dtype, **flags, set=settings)
     buffers = [buffer for buffer in plan.buffers if buffer.name != "workspace"]
     forward_bytes, _ = planned_bytes([buffer._asdict() for buffer in buffers])
-    held = sum(buffer.bytes for buffer in buffers if buffer.phase in ("both", "backward"))
+    behind = [buffer for buffer in buffers if buffer.phase in ("both", "backward")]
+    held = sum(buffer.bytes for buffer in behind)
     forward()  # the constants of the first call stay
     kept.pop().backward()
     q.grad = k.grad = None
     first = measured_peak_bytes(forward) - 2 * made.dim * (rows + keys)
     assert first <= forward_bytes, (first, forward_bytes)
-    saved = sum(buffer.bytes for buffer in buffers if buffer.name in ("kept_dq", "kept_dk", "wider_gradients"))
+    saved = sum(buffer.bytes for buffer in behind if buffer.name in ("kept_dq", "kept_dk", "wider_gradients"))
     second = measured_peak_bytes(lambda: kept.pop().backward()) + saved
     assert held - SLACK_BYTES <= second <= held, (second, held)
 

@@ -68,8 +68,8 @@ def rehearsed(package: Package, call: Call, gradients: int) -> list[launch.Launc
 def key_functions(module: dict[str, Any]) -> None:
     """Give the functions of a module their keys in Triton's cache, those first that others call.
 
-    A key depends on which of the functions that it calls have theirs by then. The order of threads changes, and a second
-    process would compile again what the first one has compiled.
+    A key depends on which of the functions that it calls have theirs by then. The order of threads changes, and a
+    second process would compile again what the first one has compiled.
     """
     for function in [*module.values()]:
         getattr(function, "cache_key", None)
