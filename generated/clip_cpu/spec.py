@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b76ffc647a03f6580bc8ba4b3e28823a96db4cacd44ee507db6be354d8f48511",
+    "digest": "56595be683428ac9296171f61202fa2c54f0d1fab6e0e32aad317da395549a26",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

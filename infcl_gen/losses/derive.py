@@ -10,6 +10,9 @@ at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
+With a multiple a of the mean of all logits dL/dx_ij also has 1/M * a/N. No tile computes that part. The logit is
+affine: it adds slope * a * (mean of all k) to M * dq_i, and slope * a/N * (sum of all q) to M * dk_j.
+
 The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
 
@@ -43,6 +46,8 @@ from infcl_gen.losses.printers import (
     Printer,
     c,
     display,
+    m,
+    n,
     p,
     positive_z,
     r,
@@ -74,6 +79,7 @@ class Derivation:
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
     query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); 1, 0 and 0 for any other F, whose
                      factors are a and b.
+    mean_share       what multiplies the mean of all logits in L; 0.0 for none.
     query_weight, positive_slope   a and b of any other F; 0 for constants.
     vector_slopes    dF/du and dF/dh, those that F has.
     through_z        dF/dz of the positive, over `gradient_factor`.
@@ -93,6 +99,7 @@ class Derivation:
     query_share: float
     key_share: float
     positive_share: float
+    mean_share: float
     query_weight: Expr
     positive_slope: Expr
     through_z: Expr
@@ -123,6 +130,16 @@ class Derivation:
     def key_term(self) -> Expr:
         """0 without a key reduction."""
         return self.form.key_term
+
+    @property
+    def terms_with_means(self) -> tuple[Expr, Expr]:
+        """Both terms with the means of logits that they have: for people."""
+        means = zip((self.query_term, self.key_term), self.form.of_means, (m, n), strict=True)
+        of_query, of_key = (
+            sympy.factor_terms(sympy.expand_mul(term) + factor * mean) if factor != 0 else term
+            for term, factor, mean in means
+        )
+        return of_query, of_key
 
     @property
     def has_queries(self) -> bool:
@@ -267,10 +284,12 @@ class Derivation:
             softplus=self.softplus_sign != 0,
             strips=self._strips,
             domain=self.form.domain,
+            means=self.mean_share != 0,
         )
 
     def travelling(self, dim: int, of_query: int) -> tuple[Travelling, ...]:
-        """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient.
+        """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient. Keys
+        whose gradient has the mean of all queries collect the sum of these, once for each rank.
 
         Of a triangle nobody sums for others: rows take along what forward noted of them, `of_query` numbers, and their
         labels.
@@ -290,7 +309,9 @@ class Derivation:
             return (*read, Travelling("key gradients", dim, "statistics", forward="summed"))
         statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
-        return (*read, statistics, gradients) if self.has_keys else (*read, gradients)
+        found = (*read, statistics, gradients) if self.has_keys else (*read, gradients)
+        queries = Travelling("query sums", dim, "statistics", backward="summed", once=True)
+        return (*found, queries) if self.traits.means else found
 
 
 @functools.lru_cache(maxsize=64)
@@ -306,7 +327,8 @@ def _derived(form: Form) -> Derivation:
     logit, pair_term, triangle = form.logit, form.pair_term, form.domain == "triangle"
     shares = _shares(form)
     # sum_ij dL/dx_ij, the gradient by a constant that is added to the logit, where that is a constant
-    total = None if form.combined or pair_term else sum(shares, Integer(0))
+    mean_share = sum(form.of_means, Integer(0))
+    total = None if form.combined or pair_term else sum(shares, mean_share)
     dx_dz = diff(logit, z)
     if dx_dz == 0:
         raise LossError(f"the logit {display(logit)} does not depend on z")
@@ -325,6 +347,7 @@ def _derived(form: Form) -> Derivation:
         query_share=float(shares[0]),
         key_share=float(shares[0 if triangle else 1]),
         positive_share=float(shares[2]),
+        mean_share=float(mean_share),
         query_weight=weight,
         positive_slope=of_p,
         vector_slopes=tuple(_slope_of_query(form, each) for each in form.vectors.values()),

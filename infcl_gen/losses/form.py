@@ -7,8 +7,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 
 p is the logit of the positive, and v are a query's own numbers, which a call gives. F may also depend on the positive's
 similarity, scale, bias, and the numbers of queries and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a
-row is no key of its own: the form is that of i != j over z, and its domain a triangle. `form_of` reads formulas, and
-nothing else does.
+row is no key of its own: the form is that of i != j over z, and its domain a triangle. To F and G may be added
+constants times the mean of a query's logits, m_i, and of a key's, n_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -16,13 +16,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, display, h, p, positive_z, r, u, x
+from infcl_gen.losses.printers import c, display, h, m, n, p, positive_z, r, u, x
 from infcl_gen.runtime.traits import Domain
 
 
@@ -57,6 +58,7 @@ class Form:
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
+    of_means    what multiplies m_i in M * L beside F, and n_j beside G: constants
     pair_term   h, times M; None without one
     excluded    the classes of pairs that are left out of the log-sum-exps: "positive", and "same_id", pairs of one id
                 but no positive
@@ -72,6 +74,7 @@ class Form:
     pair_term: PairTerm | None
     excluded: tuple[str, ...] = ()
     domain: Domain = "rectangle"
+    of_means: tuple[Expr, Expr] = (Integer(0), Integer(0))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -97,13 +100,16 @@ _CLASSES = {is_positive, same_id}
 OWN = {"query_weight": u, "negatives": h}
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _OF_LOGITS = (*_SUMS, language.logsumexp_over_negatives)
-_STATISTICS = (*_OF_LOGITS, language.positive)
+_OF_ALL = (language.mean_of_keys, language.mean_of_queries)
+_STATISTICS = (*_OF_LOGITS, language.positive, *_OF_ALL)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
 _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {
     language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
-    language.logsumexp_over_negatives(x): h, language.query_weight: u,
+    language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
+    language.mean_of_queries(x): n,
 }  # fmt: skip
+_WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
 _KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c)}
 
 
@@ -126,6 +132,9 @@ def form_of(spec: LossSpec) -> Form:
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, logit = _excluded(statistics, domain), _logit(statistics)
+    means = sorted(each.func.__name__ for each in statistics if isinstance(each, _OF_ALL))
+    refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
+            f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
     outside = sorted(
         map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys, language.query_weight})
@@ -137,7 +146,7 @@ def form_of(spec: LossSpec) -> Form:
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
          "write mean_over_queries alone, and call it once for each direction"),
     )  # fmt: skip
-    query_term, key_term = _terms(formula)
+    query_term, key_term, of_means = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
         (key_term != 0 and not _is_linear(query_term, r),
@@ -149,9 +158,12 @@ def form_of(spec: LossSpec) -> Form:
          "key reductions need positives='diagonal' (as many keys as queries)"),
         (key_term != 0 and not key_term.has(c),
          "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
+        (of_means[1] != 0 and spec.positives != "diagonal",
+         "mean_of_queries(x) needs positives='diagonal': write mean_of_keys(x) in mean_over_queries, the same number"),
         (not found, "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
     )  # fmt: skip
-    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None, excluded, domain)
+    over_symbols = formula.xreplace(_REDUCED)
+    return Form(spec, logit, over_symbols, found, query_term, key_term, None, excluded, domain, of_means)
 
 
 def _check_triangle(spec: LossSpec) -> None:
@@ -163,6 +175,7 @@ def _check_triangle(spec: LossSpec) -> None:
         (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
          f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
         (spec.positives != "label", f"{one} needs positives='label': a row is not its own positive"),
+        (any(map(has, _OF_ALL)), f"mean_of_keys(x) in {one} has no kernel yet: give both sides, and write z"),
     )  # fmt: skip
 
 
@@ -196,6 +209,10 @@ def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
         negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=others)
         return own + language.softplus(negatives - own)
 
+    for mean in sorted(formula.atoms(*_OF_ALL), key=sympy.default_sort_key):
+        name, inside = mean.func.__name__, mean.args[0]
+        rest = display(sympy.expand(inside.xreplace({is_positive: Integer(0)})))
+        refuse((inside.has(is_positive), f"{name} of a logit that depends on is_positive: write {name}({rest})"))
     found = formula.replace(lambda e: isinstance(e, _SUMS), apart)
     of_positives = lambda e: e.xreplace({is_positive: Integer(1)})  # noqa: E731
     return found.replace(lambda e: isinstance(e, language.positive), of_positives)
@@ -203,12 +220,14 @@ def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
 
 def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     """A statistic over x instead of the logit. The positive of another expression becomes that of the two that it
-    depends on, the positive's logit and similarity."""
+    depends on, the positive's logit and similarity; a mean of one may differ from the logit by what pairs share."""
     inside = statistic.args[0]
-    if not isinstance(statistic, language.positive) or inside == logit:
+    if not isinstance(statistic, (language.positive, *_OF_ALL)) or inside == logit:
         return statistic.func(x)
-    refuse((inside.atoms(*_REDUCTIONS), f"positive({display(inside)}) is not of a logit of z, scale and bias"))
-    own, rest = language.positive(x), sympy.expand(inside - logit)
+    refuse((inside.atoms(*_REDUCTIONS), f"{display(statistic)} is not of a logit of z, scale and bias"))
+    own, rest = statistic.func(x), sympy.expand(inside - logit)
+    refuse((isinstance(statistic, _OF_ALL) and rest.has(z),
+            f"{display(statistic)} is not of the one logit: write {display(statistic.func(logit))}"))  # fmt: skip
     return inside.xreplace({logit: own, z: positive_z}) if rest.has(z) else own + rest
 
 
@@ -285,8 +304,8 @@ def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]
         raise LossError("something stands outside the means, or a mean is not multiplied by a constant")
 
 
-def _terms(formula: Expr) -> tuple[Expr, Expr]:
-    """query_term(r, p, u, h) and key_term(c, p), with the coefficients of their means."""
+def _terms(formula: Expr) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
+    """query_term(r, p, u, h) and key_term(c, p), with the coefficients of their means; and `Form.of_means`."""
     terms = dict.fromkeys(_MEANS, Integer(0))
     for mean, coefficient in _linear(formula, sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)):
         refuse(
@@ -294,7 +313,7 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
             (not coefficient.is_number, "the loss is not a sum of constant multiples of means"),
         )
         terms[mean.func] += coefficient * mean.args[0].xreplace(_REDUCED)
-    query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in _MEANS)
+    (query_term, of_m), (key_term, of_n) = (_without_mean(sympy.expand_mul(terms[mean]), mean) for mean in _MEANS)
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
             raise LossError(f"mean_over_{side} of what is not one value for each of the {side}: {display(term)}")
@@ -303,7 +322,19 @@ def _terms(formula: Expr) -> tuple[Expr, Expr]:
                 f"mean_over_{side} of {display(term)}, which multiplies statistics (r: logsumexp_over_keys, c: "
                 "logsumexp_over_queries, p: positive): terms may only add constant multiples of them"
             )
-    return sympy.factor_terms(query_term), sympy.factor_terms(key_term)  # F over constants, as people write it
+    return sympy.factor_terms(query_term), sympy.factor_terms(key_term), (of_m, of_n)  # F as people write it
+
+
+def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
+    """F or G without the mean of the logits, and the constant that multiplies that."""
+    over = mean.__name__
+    own, other = (m, n) if mean == language.mean_over_queries else (n, m)
+    word, wrong = (each.func.__name__ for each in (_WORD_OF[own], _WORD_OF[other]))
+    refuse((term.has(other), f"{wrong}(x) has no value in {over}: write {word}(x)"))
+    factor = diff(term, own)
+    refuse((not factor.is_number, f"{word}(x) has kernels only as a constant multiple in a sum, not in "
+            f"{display(term.xreplace(_WORD_OF))}"))  # fmt: skip
+    return sympy.expand_mul(term - factor * own), factor
 
 
 def _is_linear(term: Expr, statistic: Symbol) -> bool:

@@ -331,7 +331,8 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
     found, ranks = list[tuple[Buffer, int]](), table.world_size
 
     def add(name: str, phase: str, why: str, *counts: int, pieces: int = 1) -> None:
-        shape = (*counts, item.columns, keys) if item.across else (*counts, keys, item.columns)
+        rows = 1 if item.once else keys
+        shape = (*counts, item.columns, rows) if item.across else (*counts, rows, item.columns)
         dtype = dtype_of(choice, item.dtype)
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         shown = item.name.replace("key", "row") if choice.traits.triangle else item.name

@@ -23,6 +23,7 @@ from infcl_gen.losses.language import (
     logsumexp_over_negatives,
     logsumexp_over_queries,
     mean_of_keys,
+    mean_of_queries,
     mean_over_keys,
     mean_over_positives,
     mean_over_queries,
@@ -39,7 +40,7 @@ from infcl_gen.losses.language import (
     z,
 )
 from infcl_gen.losses.printers import c, p, r, x
-from infcl_gen.verification.oracle import numbers_of_rows
+from infcl_gen.verification.oracle import mean_share, numbers_of_rows
 from tests.calls import calls
 from tests.losses.specs import DERIVABLE, INFONCE_OF, KEPT, X, spec
 from tests.verification.dense import dense_package
@@ -94,7 +95,7 @@ def derived(
         total = sum(term[which == kind].sum() for kind, term in enumerate(terms))
         g = sum(slope * (which == kind) for kind, slope in enumerate(slopes))
         return total, g, loss.dbias_factor(scale, bias) * g.sum() / len(x), loss.dscale_rest(scale, bias) * g.sum(), 0.0
-    p = x.diagonal()
+    p, of_all = x.diagonal(), mean_share(loss) * x.mean() * len(x)
     x = x if same_id is None else torch.where(same_id & (eye == 0), -torch.inf, x)
     if hasattr(loss, "of_queries"):
         x = torch.where(eye == 1, -torch.inf, x) if "positive" in loss.CLASSES else x
@@ -104,11 +105,12 @@ def derived(
         weight = torch.where(r == -torch.inf, 0.0, weight)
         g = weight[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + slope[:, None] * eye
         of_scale, of_bias = (torch.as_tensor(part).expand(len(x)).sum() for part in parts[:2])
+        g = g + mean_share(loss) / x.shape[1]
         of_bias += loss.dbias_factor(scale, bias) * g.sum()
-        return term.sum(), g, of_bias / len(x), of_scale + loss.dscale_rest(scale, bias) * g.sum(), through_z
+        return term.sum() + of_all, g, of_bias / len(x), of_scale + loss.dscale_rest(scale, bias) * g.sum(), through_z
     r, c = x.logsumexp(1), x.logsumexp(0)
-    total = loss.query_term(r, p).sum() + (loss.key_term(c, p).sum() if loss.HAS_KEYS else 0.0)
-    g = loss.QUERY_SHARE * (x - r[:, None]).exp() + loss.POSITIVE_SHARE * eye
+    total = of_all + loss.query_term(r, p).sum() + (loss.key_term(c, p).sum() if loss.HAS_KEYS else 0.0)
+    g = loss.QUERY_SHARE * (x - r[:, None]).exp() + loss.POSITIVE_SHARE * eye + mean_share(loss) / x.shape[1]
     if loss.HAS_KEYS:
         g = g + loss.KEY_SHARE * (x - c).exp()
     return total, g, torch.tensor(loss.DBIAS, dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0.0
@@ -248,9 +250,41 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(X, is_positive + (1 - same_id)) - positive(X))),
         "the mask where=",
     ),
-    "label_smoothing": (
-        spec(mean_over_queries(logsumexp_over_keys(X) - sympy.Rational(9, 10) * positive(X) - mean_of_keys(X) / 10)),
-        "mean_of_keys",
+    "smoothing of a capped logit": (
+        spec(INFONCE_OF(tanh(z)) + mean_over_queries(mean_of_keys(tanh(z)))),
+        r"mean_of_keys has kernels for logits affine in z, not for tanh\(z\): leave it out, or write",
+    ),
+    "smoothing of one side": (
+        spec(mean_over_queries(logsumexp_over_keys(NT_XENT, 1 - is_self) - mean_of_keys(NT_XENT))),
+        "has no kernel yet: give both sides, and write z",
+    ),
+    "smoothing beside a margin": (
+        spec(INFONCE_OF(MARGIN) + mean_over_queries(mean_of_keys(MARGIN))),
+        r"mean_of_keys of a logit that depends on is_positive: write mean_of_keys\(scale \* z\)",
+    ),
+    "smoothing of another logit": (
+        spec(INFONCE_OF(X) + mean_over_queries(mean_of_keys(2 * z))),
+        r"mean_of_keys\(2 \* z\) is not of the one logit: write mean_of_keys\(scale \* z \+ bias\)",
+    ),
+    "smoothing by a weight": (
+        spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - mean_of_keys(X)))),
+        r"mean_of_keys\(x\) has kernels only as a constant multiple in a sum, not in .*query_weight",
+    ),
+    "smoothing in a function": (
+        spec(mean_over_queries(softplus(logsumexp_over_keys(X) - mean_of_keys(X)))),
+        r"mean_of_keys\(x\) has kernels only as a constant multiple in a sum, not in softplus",
+    ),
+    "smoothing of the wrong side": (
+        spec(INFONCE_OF(X) + mean_over_keys(mean_of_keys(X)), "diagonal"),
+        r"mean_of_keys\(x\) has no value in mean_over_keys: write mean_of_queries\(x\)",
+    ),
+    "smoothing of keys by labels": (
+        spec(INFONCE_OF(X) + mean_over_keys(mean_of_queries(X))),
+        r"needs positives='diagonal': write mean_of_keys\(x\) in mean_over_queries, the same number",
+    ),
+    "smoothing of pairs": (
+        spec(sum_over_pairs(softplus(X)) / queries + mean_over_queries(mean_of_keys(X))),
+        "sum_over_pairs beside mean_of_keys, mean_over_queries has no kernel yet",
     ),
     "weights of keys": (spec(mean_over_queries(key_weight * (logsumexp_over_keys(X) - positive(X)))), "key_weight"),
     "weights of both sides": (
