@@ -198,7 +198,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign. So have those of a triangle
     # where its similarities have, whose sum is the square of a sum.
     cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
-    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and (traits.combined or one_sided)) else 1
+    one_sign = traits.combined or one_sided or traits.means
+    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and one_sign) else 1
     rounded, tiny = max(u * times, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg += underflow

@@ -14,8 +14,8 @@ from tests.kernels.worker import Interpreter
 EACH = [Made(strategy, loss) for strategy in ("panel", "fused", "stash") for loss in ("clip", "infonce")] + [
     Made("rows", "infonce")
 ]
-EACH.append(Made("panel", dtype="fp32"))
-CPU = [Made("torch", loss, dtype) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
+EACH += [Made("panel", dtype="fp32"), Made("rows", "smooth"), Made("panel", "smooth_clip")]
+CPU = [Made("torch", loss, dtype) for loss in ("clip", "infonce", "smooth") for dtype in ("bf16", "fp32", "fp64")]
 
 
 def named(made: Made) -> str:

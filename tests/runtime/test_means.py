@@ -106,12 +106,12 @@ def test_as_accurate_as_the_dtypes_allow(packages: Packages, loss: str, dtype: s
 
 
 def test_the_gate_has_little_room_for_a_wrong_mean(packages: Packages) -> None:
-    """A mean that is off by a thousandth is beyond what fp32 may cost."""
+    """A mean that is off by a hundredth is beyond what fp32 may cost."""
     package = packages("smooth", "fp32")
     inputs = inputs_of(package, Case(129, 129, 8, "fp32", 1.0, -1.0, "matched"))
     found, truth = package.loss_and_grads(*inputs[:4], labels=inputs.labels), truth_of(package, inputs)
     assert not failures(gate(found, truth))
-    off = 1e-3 * 0.1 * inputs.k.mean(0) / len(inputs.q)
+    off = 1e-2 * 0.1 * inputs.k.mean(0) / len(inputs.q)
     assert "dq" in failures(gate((found[0], found[1] + off, *found[2:]), truth))
 
 
