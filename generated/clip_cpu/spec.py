@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "56595be683428ac9296171f61202fa2c54f0d1fab6e0e32aad317da395549a26",
+    "digest": "58f21a1c68d889d37521ac8ed5168b7fde748c051874c1160929c957450579ea",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

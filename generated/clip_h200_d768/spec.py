@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "cc3a6fd56344773bd1883d23c18445956d6a9a00fd04a3931a9093eb49941720",
+    "digest": "2600daabf3ff93e4cc383fd9ef2663b6dc9e6da5cde5dc8b6f838f26df4d2634",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -14,17 +14,21 @@ from torch import Tensor
 from .package import Call, Package
 from .transport import Trip
 
-EACH = 256  # rows that are added up in the statistics dtype, before their sums are in fp64
+EACH = 256  # rows that a GPU adds up in the statistics dtype, before their sums are in fp64
+STRIP_ROWS = 32  # at a time elsewhere, where torch copies features to the dtype of their sum
 
 
 def sum_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of the rows of x (rows, D), of any strides: fp64 (D,), in a fixed order. `dtype`: of the statistics."""
     total, whole = x.new_zeros(x.shape[1], dtype=torch.float64), x.shape[0] // EACH * EACH
-    if x.is_cuda and whole:  # read in place; elsewhere torch would copy features to the wider dtype
+    if not x.is_cuda:
+        for part in x.split(STRIP_ROWS):
+            total += part.sum(0, dtype=torch.float64)
+        return total
+    if whole:
         total += x[:whole].unflatten(0, (-1, EACH)).sum(1, dtype=dtype).sum(0, dtype=torch.float64)
-        x = x[whole:]
-    for part in x.split(EACH):
-        total += part.sum(0, dtype=torch.float64)
+    if whole < x.shape[0]:
+        total += x[whole:].sum(0, dtype=dtype)
     return total
 
 

@@ -106,7 +106,14 @@ def test_sums_of_several_ranks_of_the_cpu_target() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "loss"),
-    [("panel", "clip"), ("fused", "clip"), ("stash", "clip"), ("panel", "rince"), ("panel", "margin")],
+    [
+        ("panel", "clip"),
+        ("fused", "clip"),
+        ("stash", "clip"),
+        ("panel", "rince"),
+        ("panel", "margin"),
+        ("panel", "smooth_clip"),
+    ],
 )
 def test_a_backward_finds_its_own_forward_in_a_recording(interpreted: Interpreter, strategy: str, loss: str) -> None:
     interpreted(checks.found_in_a_recording, Made(strategy, loss))

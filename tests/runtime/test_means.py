@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infcl_gen.runtime.means import EACH, sum_of
+from infcl_gen.runtime.means import STRIP_ROWS, sum_of
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
@@ -127,7 +127,7 @@ def test_nan_in_nan_out(packages: Packages, loss: str, which: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [0, 1, EACH, 3 * EACH + 5])
+@pytest.mark.parametrize("rows", [0, 1, STRIP_ROWS, 3 * STRIP_ROWS + 5])
 def test_sums_of_rows(rows: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, 20).to(dtype) + 1
     truth = x.double().sum(0)
@@ -211,7 +211,7 @@ ALONE: dict[str, tuple[str, Edit]] = {
     "dk takes the mean of queries": ("smooth", (MEANS, "self.queries if", "self.queries * 93 / 70 if")),
     "dq takes the mean of queries": ("smooth", (ENGINE, "self._means.of_keys", "self._means.of_queries")),
     "the gradient of bias lacks the mean": ("smooth_rince", (SCHEDULE, " + formulas.MEAN_SHARE", "")),
-    "rows behind whole strips are left out": ("smooth", (MEANS, "in x.split(EACH)", "in x.split(EACH)[:-1]")),
+    "rows behind whole strips are left out": ("smooth", (MEANS, "x.split(STRIP_ROWS)", "x.split(STRIP_ROWS)[:-1]")),
     "keys are seen twice": ("smooth", (ENGINE, SEEN, f"sweep.means.see(block.k)\n        {SEEN}")),
 }
 OVER_RANKS: dict[str, Edit] = {
