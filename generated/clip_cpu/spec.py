@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "58f21a1c68d889d37521ac8ed5168b7fde748c051874c1160929c957450579ea",
+    "digest": "becb3dd85bd9cb52b40a29bf1e973db10f93e5b52216dbd776223aaf3da0ecc6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "2600daabf3ff93e4cc383fd9ef2663b6dc9e6da5cde5dc8b6f838f26df4d2634",
+    "digest": "2032fb18c80d7cad8ad7727ce3cba5deaf3f6b0d161c412d126adeeaa405c7ed",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -20,11 +20,17 @@ STRIP_ROWS = 32  # at a time elsewhere, where torch copies features to the dtype
 
 def sum_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of the rows of x (rows, D), of any strides: fp64 (D,), in a fixed order. `dtype`: of the statistics."""
+    if x.is_cuda:
+        return _by_parts(x, dtype)
+    total = x.new_zeros(x.shape[1], dtype=torch.float64)
+    for part in x.split(STRIP_ROWS):
+        total += part.sum(0, dtype=torch.float64)
+    return total
+
+
+def _by_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in few launches, which read features in place."""
     total, whole = x.new_zeros(x.shape[1], dtype=torch.float64), x.shape[0] // EACH * EACH
-    if not x.is_cuda:
-        for part in x.split(STRIP_ROWS):
-            total += part.sum(0, dtype=torch.float64)
-        return total
     if whole:
         total += x[:whole].unflatten(0, (-1, EACH)).sum(1, dtype=dtype).sum(0, dtype=torch.float64)
     if whole < x.shape[0]:

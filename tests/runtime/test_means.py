@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infcl_gen.runtime.means import STRIP_ROWS, sum_of
+from infcl_gen.runtime.means import EACH, STRIP_ROWS, _by_parts, sum_of
 from infcl_gen.runtime.table import Table
 from infcl_gen.verification.gate import failures, gate, truth_of
 from infcl_gen.verification.oracle import Inputs
@@ -127,12 +127,14 @@ def test_nan_in_nan_out(packages: Packages, loss: str, which: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [0, 1, STRIP_ROWS, 3 * STRIP_ROWS + 5])
+@pytest.mark.parametrize("rows", [0, 1, STRIP_ROWS, EACH, 3 * EACH + 5])
 def test_sums_of_rows(rows: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, 20).to(dtype) + 1
     truth = x.double().sum(0)
     for each in (x, x.T.contiguous().T, torch.stack((x, x), 2)[:, :, 0]):
         torch.testing.assert_close(sum_of(each, torch.float64), truth, rtol=1e-13, atol=1e-13)
+        for statistics, error in ((torch.float64, 1e-13), (torch.float32, 1e-6)):  # as on a GPU
+            torch.testing.assert_close(_by_parts(each, statistics), truth, rtol=error, atol=error)
 
 
 def test_a_compiled_step(packages: Packages) -> None:
