@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "becb3dd85bd9cb52b40a29bf1e973db10f93e5b52216dbd776223aaf3da0ecc6",
+    "digest": "73c2a6060be1bec06891f92575852e37c69881385ee88938d25cf9d28530e108",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "2032fb18c80d7cad8ad7727ce3cba5deaf3f6b0d161c412d126adeeaa405c7ed",
+    "digest": "9dfa7a46b2129913c24291cc87defc36837100dbce2bc3fd681c36dec75f32c6",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

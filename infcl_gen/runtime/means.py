@@ -30,12 +30,11 @@ def sum_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _by_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same in few launches, which read features in place."""
-    total, whole = x.new_zeros(x.shape[1], dtype=torch.float64), x.shape[0] // EACH * EACH
-    if whole:
-        total += x[:whole].unflatten(0, (-1, EACH)).sum(1, dtype=dtype).sum(0, dtype=torch.float64)
-    if whole < x.shape[0]:
-        total += x[whole:].sum(0, dtype=dtype)
-    return total
+    whole = x.shape[0] // EACH * EACH
+    if not whole:
+        return x.sum(0, dtype=dtype).double()
+    total: Tensor = x[:whole].unflatten(0, (-1, EACH)).sum(1, dtype=dtype).sum(0, dtype=torch.float64)
+    return total if whole == x.shape[0] else total.add_(x[whole:].sum(0, dtype=dtype))
 
 
 class Means:
@@ -47,12 +46,13 @@ class Means:
     def __init__(self, package: Package, call: Call, keys: int) -> None:
         """`keys`: their number in the whole batch."""
         self._package, self._call, self._count = package, call, keys
-        self._keys = call.q.new_zeros(call.q.shape[1], dtype=torch.float64)
+        self._seen: Tensor | None = None
         self._arrived: Tensor | None = None
 
     def see(self, k: Tensor) -> None:
         """Adds keys of the batch, each of which is seen once."""
-        self._keys += sum_of(k, self._package.schedule.STATISTICS_DTYPE)
+        total = sum_of(k, self._package.schedule.STATISTICS_DTYPE)
+        self._seen = total if self._seen is None else self._seen.add_(total)
 
     @functools.cached_property
     def queries(self) -> Tensor:
@@ -72,7 +72,8 @@ class Means:
     @functools.cached_property
     def of_keys(self) -> Tensor:
         """The mean of all keys (D,), once they are seen: times MEAN_SHARE it is part of a sum for dq."""
-        return self._rounded(self._keys)
+        assert self._seen is not None
+        return self._rounded(self._seen)
 
     @functools.cached_property
     def of_queries(self) -> Tensor:
@@ -87,7 +88,8 @@ class Means:
         rows, formulas = self._call.q.shape[0], self._package.loss
         if not rows:
             return loss
-        z = torch.dot(self.queries, self._keys) / (rows * self._count)
+        assert self._seen is not None
+        z = torch.dot(self.queries, self._seen) / (rows * self._count)
         mean = formulas.logit(z, self._call.scale.double(), self._call.bias.double())
         added: Tensor = mean.mul_(weight * formulas.MEAN_SHARE * rows).add_(loss)
         return added.to(loss.dtype)
