@@ -61,12 +61,6 @@ from infcl_gen.runtime.table import Travelling
 from infcl_gen.runtime.traits import Known, Traits
 
 LONG_SLOPES = 60  # operations
-SUPPORTED = (
-    "kernels exist for sum_over_pairs(h(x, is_positive, same_id)) / queries, for mean_over_queries of functions of "
-    "logsumexp_over_keys(x), positive(x), query_weight and logsumexp_over_negatives(x), and for mean_over_queries and "
-    "mean_over_keys of constant multiples of logsumexp_over_keys(x), logsumexp_over_queries(x) and positive(x), of one "
-    "logit x of z, or of similarity('query', 'query') where=1 - is_self"
-)
 
 
 @dataclass(frozen=True)
@@ -316,11 +310,12 @@ class Derivation:
 
 @functools.lru_cache(maxsize=64)
 def derive(spec: LossSpec) -> Derivation:
-    """The derivation of a loss. Raises LossError, in one sentence, for a loss that no kernel implements."""
+    """The derivation of a loss. Raises LossError for a loss that no kernel implements, in one sentence: what has no
+    kernel, and what to write instead."""
     try:
         return _derived(form_of(spec))
     except LossError as refusal:
-        raise LossError(f"loss {spec.name}: {refusal}; {SUPPORTED}") from None
+        raise LossError(f"loss {spec.name}: {refusal}") from None
 
 
 def _derived(form: Form) -> Derivation:
@@ -331,7 +326,7 @@ def _derived(form: Form) -> Derivation:
     total = None if form.combined or pair_term else sum(shares, mean_share)
     dx_dz = diff(logit, z)
     if dx_dz == 0:
-        raise LossError(f"the logit {display(logit)} does not depend on z")
+        raise LossError(f"the logit {display(logit)} does not depend on z: write one that does, as scale * z + bias")
     affine = not dx_dz.has(z)
     slope = dx_dz if affine else None
     shift = sympy.expand(logit - dx_dz * z) if affine else None
@@ -413,10 +408,15 @@ def _shares(form: Form) -> tuple[Expr, Expr, Expr]:
     if form.combined:
         return Integer(1), Integer(0), Integer(0)
     shares = diff(form.query_term, r), diff(form.key_term, c), diff(form.query_term + form.key_term, p)
-    refuse((not all(share.is_finite and share.is_real for share in shares), "its shares are not finite numbers"))
+    refuse(
+        (
+            not all(share.is_finite and share.is_real for share in shares),
+            "a weight of a mean is no finite number: write one",
+        )
+    )
     least, most = language.SMALLEST_NUMBER, language.LARGEST_NUMBER
     if any(share != 0 and not least <= abs(share) <= most for share in shares):
-        raise LossError(f"a weight below {least:g} or above {most:g} leaves the range of fp32")
+        raise LossError(f"a weight below {least:g} or above {most:g} leaves the range of fp32: multiply the loss later")
     return shares
 
 
@@ -427,12 +427,13 @@ def _dscale_factor(logit: Expr, slope: Expr | None, shift: Expr | None, total: E
     if slope is not None and shift is not None:
         # dx/dscale = slope' z + shift'; the sum over pairs multiplies shift' by `total`, 0 for a proper loss.
         if shift.has(scale) and total is not None and total != 0:
-            raise LossError("the part of the logit without z depends on scale, and the shares do not sum to 0")
+            part = f"{display(shift)}, the logit's part without z,"
+            raise LossError(f"{part} depends on scale, and shares do not cancel: write a logit without it")
         return diff(slope, scale)
     # f(scale * z): dx/dscale = z * dx/dz / scale
     u = Symbol("u", real=True)
     if sympy.expand(logit.subs(z, u / scale)).has(scale):
-        raise LossError("scale occurs in a non-affine logit other than as scale * z")
+        raise LossError(f"scale occurs in {display(logit)} other than as scale * z: write it as a function of that")
     return Integer(1)
 
 
@@ -445,4 +446,4 @@ def _dbias(logit: Expr, total: Expr | None) -> Expr:
         return Integer(0)
     if total is not None and slope.is_number:
         return total * slope
-    raise LossError("dL/dbias is not a constant (bias must be added to the logit)")
+    raise LossError(f"bias is not just added in the logit {display(logit)}: write it as a last term of the logit")

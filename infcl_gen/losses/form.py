@@ -109,6 +109,15 @@ _REDUCED = {
     language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
     language.mean_of_queries(x): n,
 }  # fmt: skip
+# Where what stands outside of log-sum-exps and positives belongs.
+_OUTSIDE = {
+    "z": "z stands outside of log-sum-exps and positive: write positive(z), or mean_of_keys(x) of the logit x",
+    "is_positive": "is_positive stands outside of log-sum-exps: write it in their logit or where=, or write positive",
+    "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
+    "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
+    "key_weight": "key_weight has no kernel yet: exchange queries and keys, and write query_weight",
+    "positives_of_query": "positives_of_query has no kernel yet: pass its reciprocal as query_weight",
+}
 _WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
 _KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c)}
 
@@ -123,12 +132,12 @@ def form_of(spec: LossSpec) -> Form:
     reductions = written.atoms(*_REDUCTIONS)
     known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
-    refuse((foreign, f"{', '.join(foreign)} has no kernel yet"))
+    refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
     if of_pairs:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
-    refuse((spec.positives == "id", "positives='id', by which a query has any number of positives, needs "
-                                    "sum_over_pairs"))  # fmt: skip
+    refuse((spec.positives == "id", "positives='id' has kernels in sum_over_pairs(...) / queries alone: write that, or "
+                                    "positives='label'"))  # fmt: skip
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, logit = _excluded(statistics, domain), _logit(statistics)
@@ -140,7 +149,7 @@ def form_of(spec: LossSpec) -> Form:
         map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys, language.query_weight})
     )
     if outside:
-        raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
+        raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
     own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
     refuse(
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
@@ -150,17 +159,18 @@ def form_of(spec: LossSpec) -> Form:
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
         (key_term != 0 and not _is_linear(query_term, r),
-         f"mean_over_queries of {display(query_term)} is not a sum of constant multiples of its statistics (r: "
-         "logsumexp_over_keys, p: positive), which it must be beside mean_over_keys"),
+         f"mean_over_queries({display(query_term.xreplace(_WORD_OF))}) has no kernel yet beside mean_over_keys: write "
+         "it alone, and call it once for each direction"),
         (key_term != 0 and "positive" in excluded,
-         "where= that leaves out positives has no kernel yet beside mean_over_keys"),
+         "where= that leaves out positives has no kernel yet beside mean_over_keys: write mean_over_queries alone, and "
+         "call it once for each direction"),
         (key_term.has(c) and spec.positives != "diagonal",
-         "key reductions need positives='diagonal' (as many keys as queries)"),
+         "logsumexp_over_queries needs positives='diagonal': write that, or mean_over_queries without mean_over_keys"),
         (key_term != 0 and not key_term.has(c),
          "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
         (of_means[1] != 0 and spec.positives != "diagonal",
          "mean_of_queries(x) needs positives='diagonal': write mean_of_keys(x) in mean_over_queries, the same number"),
-        (not found, "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
+        (not found, "a mean without log-sum-exps has no kernel: write sum_over_pairs(is_positive * x) / queries"),
     )  # fmt: skip
     over_symbols = formula.xreplace(_REDUCED)
     return Form(spec, logit, over_symbols, found, query_term, key_term, None, excluded, domain, of_means)
@@ -171,7 +181,7 @@ def _check_triangle(spec: LossSpec) -> None:
     has, one = spec.formula.has, "a loss over similarity('query', 'query')"
     refuse(
         (has(z), f"{one} has no keys beside it: z has to go"),
-        (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet"),
+        (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet: write mean_over_queries"),
         (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
          f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
         (spec.positives != "label", f"{one} needs positives='label': a row is not its own positive"),
@@ -202,7 +212,8 @@ def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
             (sympy.expand(math.prod(sums.args[1:], start=Integer(1)) - mask) != 0
              or isinstance(sums, language.logsumexp_over_queries),
              "a logit that depends on is_positive has a kernel in logsumexp_over_keys "
-             + ("without where= alone" if mask == 1 else f"where={display(mask)} alone")),
+             + ("without where= alone" if mask == 1 else f"where={display(mask)} alone")
+             + ": write positive(a) + softplus(logsumexp_over_keys(b, where=...) - positive(a))"),
         )  # fmt: skip
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
         others = mask * (1 - is_positive)
@@ -224,7 +235,7 @@ def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     inside = statistic.args[0]
     if not isinstance(statistic, (language.positive, *_OF_ALL)) or inside == logit:
         return statistic.func(x)
-    refuse((inside.atoms(*_REDUCTIONS), f"{display(statistic)} is not of a logit of z, scale and bias"))
+    refuse((inside.atoms(*_REDUCTIONS), f"{display(statistic)} is not of a logit: write reductions beside positive"))
     own, rest = statistic.func(x), sympy.expand(inside - logit)
     refuse((isinstance(statistic, _OF_ALL) and rest.has(z),
             f"{display(statistic)} is not of the one logit: write {display(statistic.func(logit))}"))  # fmt: skip
@@ -236,13 +247,14 @@ def _logit(statistics: list[Expr]) -> Expr:
     sums = [each for each in statistics if isinstance(each, _OF_LOGITS)]
     logits = sorted({each.args[0] for each in sums or statistics}, key=sympy.default_sort_key)
     if len(logits) != 1:
-        listed = "; ".join(map(str, logits)) or "none"
-        raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed})")
+        listed = "; ".join(map(display, logits)) or "none"
+        how = "write one of them in all log-sum-exps" if logits else "write logsumexp_over_keys(x) of a logit x of z"
+        raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed}): {how}")
     (logit,) = logits
     unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
     if unknown or logit.atoms(*_REDUCTIONS):
         inside = ", ".join(unknown) or "another reduction"
-        raise LossError(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
+        raise LossError(f"the logit {display(logit)} has {inside} in it: write it with z, scale and bias alone")
     return logit
 
 
@@ -269,7 +281,7 @@ def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
     itself are no pair of a triangle, and every mask of one must leave them out."""
     sums = [each for each in statistics if isinstance(each, _SUMS)]
     masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
-    refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
+    refuse((len(masks) > 1, "the log-sum-exps differ in their masks: give all of them one where="))
     mask = masks.pop() if masks else Integer(1)
     if domain == "triangle":
         of_others = sympy.expand(mask.xreplace({is_self: Integer(0)}))  # a row is no positive of its own
@@ -281,6 +293,8 @@ def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
         return known[of_others]
     corners = itertools.product((0, 1), repeat=2)
     kept = tuple(sympy.expand(mask.xreplace({is_positive: Integer(a), same_id: Integer(b)})) for a, b in corners)
+    refuse((mask.has(is_self), "is_self has no value where queries and keys are two sides: write it beside "
+                               "similarity('query', 'query')"))  # fmt: skip
     if kept not in _MASKS:
         raise LossError(
             f"the mask where={display(mask)} has no kernel yet: where=1 - is_positive leaves out positives, "
@@ -297,11 +311,13 @@ def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]
     for reduction, dummy in dummies.items():
         coefficient = diff(linear, dummy)
         if coefficient.has(*dummies.values()):
-            raise LossError("the loss is not a sum of constant multiples of means")
+            raise LossError(f"{display(reduction)} stands in a product or a function: write a sum of such terms")
         yield reduction, coefficient
         rest -= coefficient * dummy
-    if sympy.expand(rest) != 0:
-        raise LossError("something stands outside the means, or a mean is not multiplied by a constant")
+    rest = sympy.expand(rest)
+    if rest != 0:
+        raise LossError(f"{display(rest.xreplace({dummy: each for each, dummy in dummies.items()}))} stands outside of "
+                        "means: write it inside of one")  # fmt: skip
 
 
 def _terms(formula: Expr) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
@@ -309,19 +325,21 @@ def _terms(formula: Expr) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
     terms = dict.fromkeys(_MEANS, Integer(0))
     for mean, coefficient in _linear(formula, sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)):
         refuse(
-            (mean.args[0].atoms(*_MEANS), "a mean of a mean"),
-            (not coefficient.is_number, "the loss is not a sum of constant multiples of means"),
+            (mean.args[0].atoms(*_MEANS), f"{display(mean)} is the mean of a mean: write one of the two"),
+            (
+                not coefficient.is_number,
+                f"{mean.func.__name__} is multiplied by {display(coefficient)}: write that factor inside of the mean",
+            ),
         )
         terms[mean.func] += coefficient * mean.args[0].xreplace(_REDUCED)
     (query_term, of_m), (key_term, of_n) = (_without_mean(sympy.expand_mul(terms[mean]), mean) for mean in _MEANS)
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
-            raise LossError(f"mean_over_{side} of what is not one value for each of the {side}: {display(term)}")
+            words = {r: "logsumexp_over_keys(x)", c: "logsumexp_over_queries(x)"}
+            raise LossError(f"{words[other]} has no value in mean_over_{side}: write {words[own]}")
         if side == "keys" and not _is_linear(term, own):
-            raise LossError(
-                f"mean_over_{side} of {display(term)}, which multiplies statistics (r: logsumexp_over_keys, c: "
-                "logsumexp_over_queries, p: positive): terms may only add constant multiples of them"
-            )
+            raise LossError(f"mean_over_keys({display(term.xreplace(_WORD_OF))}) is not a sum of constant multiples of "
+                            "its parts: exchange queries and keys, and write mean_over_queries")  # fmt: skip
     return sympy.factor_terms(query_term), sympy.factor_terms(key_term), (of_m, of_n)  # F as people write it
 
 
@@ -332,7 +350,7 @@ def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
     word, wrong = (each.func.__name__ for each in (_WORD_OF[own], _WORD_OF[other]))
     refuse((term.has(other), f"{wrong}(x) has no value in {over}: write {word}(x)"))
     factor = diff(term, own)
-    refuse((not factor.is_number, f"{word}(x) has kernels only as a constant multiple in a sum, not in "
+    refuse((not factor.is_number, f"{word}(x) has kernels only as a constant multiple in a sum: take it out of "
             f"{display(term.xreplace(_WORD_OF))}"))  # fmt: skip
     return sympy.expand_mul(term - factor * own), factor
 
@@ -345,7 +363,7 @@ def _is_linear(term: Expr, statistic: Symbol) -> bool:
 def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
     """The form of a loss that is a sum over pairs alone."""
     inside = sorted({each.func.__name__ for each in spec.formula.atoms(*_REDUCTIONS)} - {"sum_over_pairs"})
-    refuse((inside, f"sum_over_pairs beside {', '.join(inside)} has no kernel yet"))
+    refuse((inside, f"sum_over_pairs beside {', '.join(inside)} has no kernel yet: write two losses, and add them"))
     square = {keys: queries} if spec.positives == "diagonal" else {}
     total: Expr = Integer(0)
     for each, coefficient in _linear(spec.formula, sums):
@@ -360,8 +378,8 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
     refuse(("query_weight" in unknown, "query_weight has no kernel yet in sum_over_pairs: write it in "
             "mean_over_queries"))  # fmt: skip
     if unknown:
-        raise LossError(f"sum_over_pairs of what depends on {', '.join(unknown)}, not only on z, scale, bias, and the "
-                        "classes is_positive and same_id")  # fmt: skip
+        raise LossError(f"{', '.join(unknown)} has no kernel yet in sum_over_pairs: write terms of z, scale, bias, "
+                        "is_positive and same_id")  # fmt: skip
     if spec.positives == "id":  # the two are one class
         total = total.xreplace({is_positive: same_id})
     of_others = False  # whether terms of other pairs depend on one logit, which those of positives do not
@@ -377,8 +395,9 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
             formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
             return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, same, both))
         of_others |= terms[0].free_symbols == {x}
-    refuse((of_others, "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs"))
-    raise LossError("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
+    refuse((of_others, "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs: write one "
+                       "logit x, and h(x) by class"))  # fmt: skip
+    raise LossError(f"{display(total)} is no function of one logit x of z, scale and bias: write it as h(x) by class")
 
 
 def _candidates(total: Expr) -> list[Expr]:

@@ -189,9 +189,7 @@ def refusals(one: Combination) -> list[str]:
     triangle, pairs, both = (one.form == form for form in ("triangle", "pairs", "both"))
     of_keys = not (triangle or pairs)
     reasons = {
-        "scale occurs in a non-affine logit other than as scale * z": one.capped
-        and one.temperature != "factor"
-        and (one.bias or not pairs),
+        "other than as scale * z": one.capped and one.temperature != "factor" and (one.bias or not pairs),
         "a logit that depends on is_positive": not pairs and one.margin and not one.apart and (one.mask or both),
         "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs": pairs and one.margin,
         "the log-sum-exps differ in their masks": both and one.margin and one.apart,
