@@ -324,6 +324,8 @@ def _derived(form: Form) -> Derivation:
     # sum_ij dL/dx_ij, the gradient by a constant that is added to the logit, where that is a constant
     mean_share = sum(form.of_means, Integer(0))
     total = None if form.combined or pair_term else sum(shares, mean_share)
+    if mean_share != 0 and total is not None and abs(total) < 1e-12 * max(map(abs, shares)):
+        total = Integer(0)  # of 1, -0.9 and -0.1 a rounding is left
     dx_dz = diff(logit, z)
     if dx_dz == 0:
         raise LossError(f"the logit {display(logit)} does not depend on z: write one that does, as scale * z + bias")

@@ -63,6 +63,16 @@ def test_infonce() -> None:
     assert derivation.key_term == 0 and not derivation.has_keys
 
 
+def test_shares_of_label_smoothing_cancel() -> None:
+    """As people write them: of 1 - 0.9 - 0.1 a rounding is left, by which bias would have a gradient."""
+    logit = scale * (z - 1) + bias
+    share = 0.1
+    terms = logsumexp_over_keys(logit) - (1 - share) * positive(logit) - share * mean_of_keys(logit)
+    derivation = derive(spec(mean_over_queries(terms)))
+    assert (derivation.dbias, derivation.mean_share) == (0, -0.1)
+    assert formulas_of(derivation)["dL/dx"] == "g_ij = 1/M * (exp(x_ij - r_i) - 0.9 * [j = positive(i)] - 0.1 / N)"
+
+
 def test_slopes_by_the_similarity_count_in_the_bound() -> None:
     """fp16 is refused where there is none."""
     assert derive(DERIVABLE["margin"]).largest_slope == 2.0
