@@ -45,9 +45,9 @@ from infcl_gen.losses.language import LossError, LossSpec, bias, scale, z
 from infcl_gen.losses.printers import (
     Printer,
     c,
+    d,
     display,
     m,
-    n,
     p,
     positive_z,
     r,
@@ -128,7 +128,7 @@ class Derivation:
     @property
     def terms_with_means(self) -> tuple[Expr, Expr]:
         """Both terms with the means of logits that they have: for people."""
-        means = zip((self.query_term, self.key_term), self.form.of_means, (m, n), strict=True)
+        means = zip((self.query_term, self.key_term), self.form.of_means, (m, d), strict=True)
         of_query, of_key = (
             sympy.factor_terms(sympy.expand_mul(term) + factor * mean) if factor != 0 else term
             for term, factor, mean in means

@@ -8,7 +8,7 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 p is the logit of the positive, and v are a query's own numbers, which a call gives. F may also depend on the positive's
 similarity, scale, bias, and the numbers of queries and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a
 row is no key of its own: the form is that of i != j over z, and its domain a triangle. To F and G may be added
-constants times the mean of a query's logits, m_i, and of a key's, n_j. `form_of` reads formulas, and nothing else does.
+constants times the mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -23,7 +23,7 @@ from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, display, h, m, n, p, positive_z, r, u, x
+from infcl_gen.losses.printers import c, d, display, h, m, p, positive_z, r, u, x
 from infcl_gen.runtime.traits import Domain
 
 
@@ -58,7 +58,7 @@ class Form:
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
-    of_means    what multiplies m_i in M * L beside F, and n_j beside G: constants
+    of_means    what multiplies m_i in M * L beside F, and d_j beside G: constants
     pair_term   h, times M; None without one
     excluded    the classes of pairs that are left out of the log-sum-exps: "positive", and "same_id", pairs of one id
                 but no positive
@@ -107,7 +107,7 @@ _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {
     language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
     language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
-    language.mean_of_queries(x): n,
+    language.mean_of_queries(x): d,
 }  # fmt: skip
 # Where what stands outside of log-sum-exps and positives belongs.
 _OUTSIDE = {
@@ -346,7 +346,7 @@ def _terms(formula: Expr) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
 def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
     """F or G without the mean of the logits, and the constant that multiplies that."""
     over = mean.__name__
-    own, other = (m, n) if mean == language.mean_over_queries else (n, m)
+    own, other = (m, d) if mean == language.mean_over_queries else (d, m)
     word, wrong = (each.func.__name__ for each in (_WORD_OF[own], _WORD_OF[other]))
     refuse((term.has(other), f"{wrong}(x) has no value in {over}: write {word}(x)"))
     factor = diff(term, own)

@@ -19,7 +19,7 @@ from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "m": "m_i", "n": "n_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N",
+    "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -136,7 +136,7 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
     of_queries, of_keys = derivation.form.of_means
     found |= {"query_mean": r"m_i = \frac{1}{N} \sum_j x_{ij}"} if of_queries != 0 else {}
-    found |= {"key_mean": r"n_j = \frac{1}{M} \sum_i x_{ij}"} if of_keys != 0 else {}
+    found |= {"key_mean": r"d_j = \frac{1}{M} \sum_i x_{ij}"} if of_keys != 0 else {}
     return found | {f"own_{keyword}": _VECTORS[keyword] for keyword in derivation.form.vectors}
 
 

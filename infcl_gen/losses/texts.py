@@ -8,7 +8,7 @@ from sympy import Expr, diff
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, is_positive, same_id, scale, z
-from infcl_gen.losses.printers import dense_code, display, m, n, p, positive_z, torch_code
+from infcl_gen.losses.printers import d, dense_code, display, m, p, positive_z, torch_code
 
 _NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])"}
 _PAIR = {
@@ -21,7 +21,7 @@ _PAIR = {
     "u": "u_i",
     "h": "h_i",
     "m": "m_i",
-    "n": "n_j",
+    "d": "d_j",
     "queries": "M",
     "keys": "N",
 }
@@ -106,7 +106,7 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
     of_queries, of_keys = derivation.form.of_means
     found |= {"query_mean": "m_i = 1/N * sum_j x_ij"} if of_queries != 0 else {}
-    found |= {"key_mean": "n_j = 1/M * sum_i x_ij"} if of_keys != 0 else {}
+    found |= {"key_mean": "d_j = 1/M * sum_i x_ij"} if of_keys != 0 else {}
     return found | _own_statistics(derivation)
 
 
@@ -213,7 +213,7 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p), at_positives.format("x")),
         ("m", form.formula.has(m), "x.mean(1)"),
-        ("n", form.formula.has(n), "x.mean(0)"),
+        ("d", form.formula.has(d), "x.mean(0)"),
         ("positive_z", form.formula.has(positive_z), at_positives.format("z")),
     )
     literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")
