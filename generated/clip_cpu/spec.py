@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "73c2a6060be1bec06891f92575852e37c69881385ee88938d25cf9d28530e108",
+    "digest": "f9e002a2d1f09d79822bffda407c5713247257a4dd4fbf96b8661efd4aab3f12",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "9dfa7a46b2129913c24291cc87defc36837100dbce2bc3fd681c36dec75f32c6",
+    "digest": "794afabb98ce68c5e6ce30f802f382265143097f505511a5e9c12f3c7e54cc7c",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -278,13 +278,8 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
     schedule, stash, columns, ranks = package.schedule, None, k.shape[0], sizes.shape[0] or 1
     vectors = q.new_empty((len(package.traits.vectors), q.shape[0]), dtype=schedule.STATISTICS_DTYPE)
     if package.at_once(ranks):
-        # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
-        rounds = package.dtype == torch.bfloat16 and not unrounded
-        dtype = package.dtype if rounds else schedule.STATISTICS_DTYPE
-        dq = q.new_empty(q.shape if gradients & QUERIES else (0,), dtype=dtype)
-        dk = q.new_empty((_key_room(package, columns), k.shape[1]) if gradients & KEYS else (0,), dtype=dtype)
-        scalars = q.new_empty(2 if gradients & SCALARS else 0, dtype=schedule.STATISTICS_DTYPE)
-        return Saved(dq, dk, scalars, q.new_empty((0, 1), dtype=torch.int64), vectors, sizes)
+        dq, dk, scalars, ids = _new_gradients(package, q, k, gradients, unrounded)
+        return Saved(dq, dk, scalars, ids, vectors, sizes)
     if gradients and ranks == 1:
         stash = schedule.stash_shape(q.shape[0], columns)
     elif gradients:
@@ -302,6 +297,19 @@ def new_saved(package: Package, q: Tensor, k: Tensor, sizes: Tensor, gradients: 
         vectors,
         sizes,
     )
+
+
+def _new_gradients(package: Package, q: Tensor, k: Tensor, gradients: int, unrounded: bool) -> list[Tensor]:
+    """The first parts of `Saved` where forward has the gradients: dq, dk, scalars, and no ids."""
+    # bf16 has the range of fp32. fp16 has not, and how far a loss is scaled up is known in backward only.
+    rounds, sums = package.dtype == torch.bfloat16 and not unrounded, package.schedule.STATISTICS_DTYPE
+    dtype = package.dtype if rounds else sums
+    return [
+        q.new_empty(q.shape if gradients & QUERIES else (0,), dtype=dtype),
+        q.new_empty((_key_room(package, k.shape[0]), k.shape[1]) if gradients & KEYS else (0,), dtype=dtype),
+        q.new_empty(2 if gradients & SCALARS else 0, dtype=sums),
+        q.new_empty((0, 1), dtype=torch.int64),
+    ]
 
 
 def _new_statistics(package: Package, q: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Measures what towers cost, on the device and in the process that will train: seconds, and nothing is changed.
 
-Micro-batches double in size until larger ones are no faster or would not fit. Parameters, gradients, buffers and random
-numbers are afterwards what they were before.
+Micro-batches double in size until larger ones are no faster or would not fit; the last one nearly fills the memory.
+Parameters, gradients, buffers and random numbers are afterwards what they were before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from infcl_gen.verification.memory import PeakMeter, give_workspaces_back
 SMALLEST = 16  # samples of the first micro-batch: 32 of ViT-B/16 take no longer on an H200, 5 ms
 REPEATS = 3  # of a timed pass, whose median counts
 WORTH_GROWING = 0.98  # a larger micro-batch is tried if the last one took less than this of the time per sample before
-MOST_MEMORY = 0.8  # of what is free: for the next micro-batch, which is predicted from the last one
+MOST_MEMORY = 0.9  # that the next micro-batch may take, as predicted from the last one
 COPY_BYTES = 64 << 20  # of a timed copy: its start takes 10 us, its way at 50 GB/s 1.3 ms
 LARGEST_LOSS = 2048  # samples for which a loss of the user is measured; logits take 16 MiB in fp32
 
@@ -159,16 +159,18 @@ class Probe:
         return sum(value.nbytes for _, value in changed) + drawn
 
     def costs(self, backward: bool) -> PassCosts:
-        """The costs of micro-batches of SMALLEST samples, twice as many, and so on."""
+        """The costs of micro-batches of SMALLEST samples, twice as many, and so on; where twice as many do not fit, of
+        the most quarters more that do."""
         rows: list[tuple[int, float, int, int, float, int]] = []
-        for size in _doubling(SMALLEST, self.limits.micro_batch):
-            if rows and not self.limits.agree(self.worth_trying(rows, size)):
+        size, limit, agree = min(SMALLEST, self.limits.micro_batch), self.limits.micro_batch, self.limits.agree
+        while self._measured(rows, size, backward) and size < limit and agree(self.worth_growing(rows)):
+            wanted = [min(2 * size, limit), *(size * quarters // 4 for quarters in (7, 6, 5))]
+            larger = next((each for each in wanted if size < each <= limit and agree(self.fits(rows, each))), size)
+            if larger != wanted[0]:
+                if larger > size:
+                    self._measured(rows, larger, backward)
                 break
-            with contextlib.suppress(torch.OutOfMemoryError):
-                rows.append((size, *self.row(size, backward)))
-            if not self.limits.agree(bool(rows) and rows[-1][0] == size):
-                rows = [row for row in rows if row[0] < size]
-                break
+            size = larger
         if len(rows) == 1 and rows[0][0] > 1:  # what a pass takes whatever its size shows between two sizes
             rows.insert(0, (rows[0][0] // 2, *self.row(rows[0][0] // 2, backward)))
         if not rows:
@@ -177,11 +179,22 @@ class Probe:
         behind = (backward_s, backward_peak) if backward else ((), ())
         return PassCosts(sizes, forward_s, forward_peak, kept, *behind)
 
-    def worth_trying(self, rows: list[Any], size: int) -> bool:
-        peaks = [max(row[2], row[5]) for row in rows]
+    def _measured(self, rows: list[Any], size: int, backward: bool) -> bool:
+        """Whether a micro-batch fits on all ranks; then `rows` has its costs."""
+        found = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            found.append((size, *self.row(size, backward)))
+        fits = self.limits.agree(bool(found))
+        rows += found if fits else []
+        return fits
+
+    def fits(self, rows: list[Any], size: int) -> bool:
+        """Whether a micro-batch is predicted to fit, from the last one."""
         used = torch.cuda.memory_allocated(self.model.device) if self.model.device.type == "cuda" else 0
-        if used + peaks[-1] * size / rows[-1][0] > MOST_MEMORY * self.limits.memory_bytes:
-            return False
+        last, _, forward_peak, _, _, backward_peak = rows[-1]
+        return bool(used + max(forward_peak, backward_peak) * size / last <= MOST_MEMORY * self.limits.memory_bytes)
+
+    def worth_growing(self, rows: list[Any]) -> bool:
         rates = [(row[1] + row[4]) / row[0] for row in rows]
         return len(rates) < 3 or min(rates[-2:]) < WORTH_GROWING * min(rates[:-2])
 
@@ -229,14 +242,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _doubling(first: int, largest: int) -> Iterator[int]:
-    size = min(first, largest)
-    while size < largest:
-        yield size
-        size *= 2
-    yield largest
 
 
 @contextlib.contextmanager

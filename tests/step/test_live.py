@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from infcl_gen.hardware.profile import load_profile
 from infcl_gen.processes import run_ranks
 from infcl_gen.step.account import account
 from infcl_gen.step.costs import write_costs
+from infcl_gen.step.measure import MOST_MEMORY, Limits, Probe
 from infcl_gen.step.plan import Part, TowerPlan
 from infcl_gen.step.planner import StepPlan
 from infcl_gen.verification.memory import PeakMeter
@@ -446,3 +449,51 @@ def test_ranks_plan_together(wrapper: str, package_cache: str) -> None:
     assert first["plan"] == second["plan"] and first["plan"]["wrapper"] == {"ddp": "ddp", "fsdp": "fsdp2"}[wrapper]
     assert max(first["error"], second["error"]) < 1e-12
     assert "static_graph=True of DistributedDataParallel allows one pass per step" in first["refused"]
+
+
+class Linear(Probe):
+    """A pass of a sample takes 100 bytes, and a micro-batch 10 s and 1 s a sample; 200 samples do not fit."""
+
+    def __init__(self, memory_bytes: int, largest: int = 1000, agree: Any = bool) -> None:
+        self.limits, self.sizes = Limits(largest, memory_bytes, agree), []
+        self.model: Any = types.SimpleNamespace(device=torch.device("cpu"))
+
+    def row(self, size: int, backward: bool) -> tuple[float, int, int, float, int]:
+        self.sizes.append(size)
+        if size > 200:
+            raise torch.OutOfMemoryError("too large")
+        return 10.0 + size, 100 * size, 50 * size, 0.0, 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "largest", "sizes"),
+    [
+        (9_000 / MOST_MEMORY, 1000, [16, 32, 64, 80]),
+        (11_200 / MOST_MEMORY, 1000, [16, 32, 64, 112]),
+        (12_799 / MOST_MEMORY, 1000, [16, 32, 64, 112]),
+        (12_800 / MOST_MEMORY, 1000, [16, 32, 64, 128]),
+        (6_400 / MOST_MEMORY, 1000, [16, 32, 64]),
+        (1e9, 100, [16, 32, 64, 100]),
+        (1e9, 10, [5, 10]),
+    ],
+)
+def test_the_largest_micro_batch_that_is_measured_nearly_fills_the_memory(
+    memory: float, largest: int, sizes: list[int]
+) -> None:
+    """Planted: only doubled sizes, of which the largest may take half of it."""
+    assert Linear(math.ceil(memory), largest).costs(backward=True).sizes == tuple(sizes)
+
+
+def test_a_micro_batch_that_did_not_fit_is_not_among_the_sizes() -> None:
+    probe = Linear(10**9)
+    assert probe.costs(backward=True).sizes == (16, 32, 64, 128) and probe.sizes[-1] == 256
+
+
+def test_a_size_that_another_rank_cannot_pass_is_not_among_the_sizes() -> None:
+    asked: list[bool] = []
+
+    def agree(mine: bool) -> bool:
+        asked.append(mine)
+        return mine and len(asked) <= 3  # 16 fits, larger ones are faster, 32 is predicted to fit; then no more
+
+    assert Linear(10**9, agree=agree).costs(backward=True).sizes == (8, 16)
