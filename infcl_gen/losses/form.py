@@ -180,7 +180,7 @@ def _check_triangle(spec: LossSpec) -> None:
     """Raises LossError for what a loss of one side cannot have."""
     has, one = spec.formula.has, "a loss over similarity('query', 'query')"
     refuse(
-        (has(z), f"{one} has no keys beside it: z has to go"),
+        (has(z), f"{one} has no keys beside it: write that in place of z, too"),
         (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet: write mean_over_queries"),
         (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
          f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
@@ -297,9 +297,8 @@ def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
                                "similarity('query', 'query')"))  # fmt: skip
     if kept not in _MASKS:
         raise LossError(
-            f"the mask where={display(mask)} has no kernel yet: where=1 - is_positive leaves out positives, "
-            "where=1 - same_id * (1 - is_positive) pairs of one id but no positive, and "
-            "where=(1 - is_positive) * (1 - same_id) both"
+            f"the mask where={display(mask)} has no kernel yet: write 1 - is_positive, "
+            "1 - same_id * (1 - is_positive), or the product of both"
         )
     return _MASKS[kept]
 

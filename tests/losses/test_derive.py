@@ -436,6 +436,14 @@ OFFERED = {  # refused, and what the message says to write instead
         mean_over_queries(logsumexp_over_keys(X, where=1 - is_self) - positive(X)), "write it beside similarity",
         mean_over_queries(logsumexp_over_keys(NT_XENT, where=1 - is_self) - positive(NT_XENT)),
     ),
+    "another mask": (
+        mean_over_queries(logsumexp_over_keys(X, is_positive + (1 - same_id)) - positive(X)),
+        r"write 1 - is_positive, 1 - same_id \* \(1 - is_positive\), or the product of both",
+        mean_over_queries(logsumexp_over_keys(X, (1 - is_positive) * (1 - same_id * (1 - is_positive))) - positive(X)),
+    ),
+    "a power in a derivative": (
+        INFONCE_OF(1 / (scale * z) ** 4), "write lower powers", INFONCE_OF(1 / (scale * z) ** 3)
+    ),
     "a number beside means": (INFONCE_OF(X) + 3, "3 stands outside", INFONCE_OF(X) + mean_over_queries(3)),
     "smoothing by a weight": (
         mean_over_queries(query_weight * (logsumexp_over_keys(X) - mean_of_keys(X))), "take it out of",
