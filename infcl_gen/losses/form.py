@@ -129,6 +129,8 @@ def form_of(spec: LossSpec) -> Form:
     if domain == "triangle":
         _check_triangle(spec)
         written = written.xreplace({_OF_QUERIES: z})
+    by_id = "mean_of_keys(x) has no kernel yet beside positives='id': leave it out, or write positives='label'"
+    refuse((spec.positives == "id" and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
     known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})

@@ -269,6 +269,10 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(NT_XENT, 1 - is_self) - mean_of_keys(NT_XENT))),
         "has no kernel yet: give both sides, and write z",
     ),
+    "smoothing by id": (
+        spec(INFONCE_OF(X) - mean_over_queries(mean_of_keys(X)), "id"),
+        r"mean_of_keys\(x\) has no kernel yet beside positives='id': leave it out, or write positives='label'",
+    ),
     "smoothing beside a margin": (
         spec(INFONCE_OF(MARGIN) + mean_over_queries(mean_of_keys(MARGIN))),
         r"mean_of_keys of a logit that depends on is_positive: write mean_of_keys\(scale \* z\)",
