@@ -125,6 +125,13 @@ def test_fused_programs_that_blackwell_computes_again(dim: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_gradients_that_get_the_mean_of_all_logits(target: str, tmp_path: Path) -> None:
+    loss = f"{ROOT / 'tests' / 'kernels' / 'losses.py'}:smooth_rince"
+    package = clip(tmp_path, target, loss=loss, settings=(("strategy", "panel"),))
+    check(resources(package, target, "finish", "combine"), package, target, "finish", "combine")
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_what_a_gather_adds_up(target: str, tmp_path: Path) -> None:
     package = clip(tmp_path, target, devices=4, settings=(("transport", "gather"),))
     check(resources(package, target, "merge_ranks"), package, target, "merge_ranks")

@@ -25,6 +25,8 @@ def _clamped(places: str) -> str:
 
 _BIAS_OF_FACTOR = """bias = tl.load(bias_ptr)
     # An affine logit's gradients do not depend on the bias: the last term keeps one that is not finite."""
+_ABOUT_MEAN = "Before that `mean` (D,) times its share is added to each row of total."
+_ADDED_MEAN = "value += {} * tl.load(mean + d, mask=d < DIM, other=0.0)[None, :]"
 _NOWHERE = "tl.full((ROWS,), -(2**30), tl.int32)"
 # A row or column of which a tile leaves out all has a sum of 0, and a reference that is a number.
 _MASK = {
@@ -125,6 +127,9 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "scale_of_dscale_factor": load_scale if "scale" in dscale_factor else ABSENT,
         "bias_of_factor": ABSENT if at_once else _BIAS_OF_FACTOR,
         "plus_bias": "" if at_once else " + bias * 0.0",
+        "plus_mean": f" {'-' if derivation.mean_share < 0 else '+'} {abs(derivation.mean_share)}" * plan.traits.means,
+        "about_mean": _ABOUT_MEAN if plan.traits.means else ABSENT,
+        "added_mean": _ADDED_MEAN.format(derivation.mean_share * unit) if plan.traits.means else ABSENT,
         "undo_exponent": "" if unit == 1 else f" * {1 / unit}",
         "dbias": float(derivation.dbias),
         "query_term": triton_code(derivation.query_term),  # in `r`, `p`

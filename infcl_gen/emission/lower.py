@@ -15,13 +15,13 @@ from infcl_gen.emission.kernel_context import gradient_exponent, kernels_context
 from infcl_gen.emission.launches import openings
 from infcl_gen.emission.package import SCHEMA_VERSION
 from infcl_gen.emission.render import ABSENT, File
-from infcl_gen.emission.schedule_context import ABOUT_SLOPES, schedule_context
+from infcl_gen.emission.schedule_context import ABOUT_MEAN, ABOUT_SLOPES, schedule_context
 from infcl_gen.hardware import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.problem import TORCH_DTYPES, Problem
 from infcl_gen.kernels import TILES, families
 from infcl_gen.losses import Derivation, formulas_of, is_builtin, left_out, loss_context, spec_as_dict
 from infcl_gen.planning.memory import STRIP_ROWS
-from infcl_gen.planning.planner import Plan
+from infcl_gen.planning.planner import Plan, literals_of
 from infcl_gen.planning.records import own_settings
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.version import __version__
@@ -73,7 +73,7 @@ def spec_literals(plan: Plan, derivation: Derivation, profile: DeviceProfile, na
         "positives": derivation.spec.positives,
         "gradient_exponent": gradient_exponent(plan, derivation),
         "descriptors": plan.descriptors,
-        "loss": {**spec_as_dict(derivation.spec), "traits": dataclasses.asdict(derivation.traits)},
+        "loss": {**spec_as_dict(derivation.spec), "traits": literals_of(derivation.traits)},
         "device": dataclasses.asdict(profile),
         "regenerate": _regenerate(plan.problem, derivation, profile),
         "derivation": formulas_of(derivation),
@@ -171,6 +171,10 @@ def _torch_context(plan: Plan, derivation: Derivation) -> dict[str, Any]:
         "sums_of_keys": traits.has_keys,
         "times_slope": "" if affine else " * dx/dz",
         **_torch_vectors(traits),
+        "and_mean": " *, mean: Tensor," * traits.means,
+        "about_mean": ABOUT_MEAN.replace("total", "acc") if traits.means else ABSENT,
+        "added_mean": "acc.add_(mean, alpha=formulas.MEAN_SHARE)" if traits.means else ABSENT,
+        "plus_mean": " + formulas.MEAN_SHARE" * traits.means,
         "strip_of_mask": _ABOUT_MASK if traits.ids and affine and not traits.at_once else ABSENT,
         **_torch_classes(traits),
         **_torch_masks(traits, derivation.through_z != 0),

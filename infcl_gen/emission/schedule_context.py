@@ -17,6 +17,7 @@ from infcl_gen.planning.planner import Plan
 
 # What the gradients of scale and bias take besides products of features.
 ABOUT_SLOPES = ("parts of the sum of M * dL/dx", "what queries add to them (2, M)")
+ABOUT_MEAN = "mean (D,) is added to each row of total, times the share of the mean of all logits."
 RING_WAVES = 4  # of programs with several ranks: communication occupies SMs, and one wave takes 1.2 to 1.6 % longer
 
 
@@ -63,6 +64,8 @@ def schedule_context(
         "read_for_positives": _POSITIVES_ALONE if plan.traits.combined and not triangle else _WITH_NUMBERS,
         "rows_or_slopes": "slopes" if plan.traits.sums_slopes else "rows",
         "and_slopes": f", and {ABOUT_SLOPES[plan.traits.combined]}" * plan.traits.sums_slopes,
+        "and_mean": ", *, mean" * plan.traits.means,
+        "about_mean": ABOUT_MEAN if plan.traits.means else ABSENT,
         "or_positives": "block.meets_diagonal() or " * plan.traits.placed,
         "rows_of_positives": f"rows = {_ROWS}" if plan.traits.placed else ABSENT,
         "and_rows": "rows," if plan.traits.placed else ABSENT,

@@ -27,7 +27,7 @@ class Argument:
 _NAMES: dict[str | tuple[str, Multiple], str] = {
     "*{operands}": "q k x g g_low out",
     "*{inputs}": "q_out k_out",
-    "*fp32": "vectors scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total "
+    "*fp32": "vectors scale_ptr bias_ptr scale_out bias_out upstream dots dscale dbias loss total mean "
     "row_exponent row_sum key_sum part_exponent part_sum key_totals_exponent key_totals_mantissa "
     "exponent mantissa ratio reference lowest query_exponent query_mantissa query_ratio query_reference query_lowest "
     "key_exponent key_mantissa key_ratio key_reference key_lowest "

@@ -68,10 +68,8 @@ class FinishTile(Tile):
 
 
 _PRODUCT = arguments("g x total rows inner g_row_stride g_inner_stride x_inner_stride x_depth_stride FRESH WIDEN")
-_FINISH = arguments("total", X, OUT, "dots", SCALARS, "upstream weight rows x_row_stride x_depth_stride DOTS")
 _COPY_INPUTS = arguments(Q, K, SCALARS, "q_out k_out scale_out bias_out queries keys", STRIDES)
 PRODUCT = Kernel("product", _PRODUCT, "product")
-FINISH = Kernel("finish", _FINISH, "finish")
 SPLIT = Kernel("split", arguments(X, "out rows x_row_stride x_depth_stride out_stride KEYS"), "finish")
 COPY_INPUTS = Kernel("copy_inputs", _COPY_INPUTS, "finish")
 MERGE_RANKS = Kernel("merge_ranks", arguments("part_exponent part_sum exponent mantissa keys ranks part_stride"))
@@ -90,7 +88,10 @@ def finish_kernels(choice: Choice) -> tuple[Kernel, ...]:
     if choice.traits.sums_slopes:
         rest = (Argument("slopes", "*fp64") if choice.traits.at_once else "scale_parts bias_parts", "count")
     scalars = Kernel("scalars", arguments("dots", "dscale dbias", SCALARS, "upstream weight parts", *rest, "BLOCK"))
-    return (FINISH, scalars, *[rescale] * choice.at_once)
+    dots = "dots mean" if choice.traits.means else "dots"
+    strides = "upstream weight rows x_row_stride x_depth_stride DOTS"
+    finish = Kernel("finish", arguments("total", X, OUT, dots, SCALARS, strides), "finish")
+    return (finish, scalars, *[rescale] * choice.at_once)
 
 
 FAMILIES = (

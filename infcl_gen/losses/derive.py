@@ -10,6 +10,9 @@ at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
+With a multiple a of the mean of all logits dL/dx_ij also has 1/M * a/N. No tile computes that part. The logit is
+affine: it adds slope * a * (mean of all k) to M * dq_i, and slope * a/N * (sum of all q) to M * dk_j.
+
 The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
 
@@ -42,7 +45,9 @@ from infcl_gen.losses.language import LossError, LossSpec, bias, scale, z
 from infcl_gen.losses.printers import (
     Printer,
     c,
+    d,
     display,
+    m,
     p,
     positive_z,
     r,
@@ -56,12 +61,6 @@ from infcl_gen.runtime.table import Travelling
 from infcl_gen.runtime.traits import Known, Traits
 
 LONG_SLOPES = 60  # operations
-SUPPORTED = (
-    "kernels exist for sum_over_pairs(h(x, is_positive, same_id)) / queries, for mean_over_queries of functions of "
-    "logsumexp_over_keys(x), positive(x), query_weight and logsumexp_over_negatives(x), and for mean_over_queries and "
-    "mean_over_keys of constant multiples of logsumexp_over_keys(x), logsumexp_over_queries(x) and positive(x), of one "
-    "logit x of z, or of similarity('query', 'query') where=1 - is_self"
-)
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,7 @@ class Derivation:
     dlogit_dz        dx/dz / gradient_factor, so 1 if affine.
     query_share, key_share, positive_share   constants of dL/dx_ij (module docstring); 1, 0 and 0 for any other F, whose
                      factors are a and b.
+    mean_share       what multiplies the mean of all logits in L; 0.0 for none.
     query_weight, positive_slope   a and b of any other F; 0 for constants.
     vector_slopes    dF/du and dF/dh, those that F has.
     through_z        dF/dz of the positive, over `gradient_factor`.
@@ -93,6 +93,7 @@ class Derivation:
     query_share: float
     key_share: float
     positive_share: float
+    mean_share: float
     query_weight: Expr
     positive_slope: Expr
     through_z: Expr
@@ -123,6 +124,16 @@ class Derivation:
     def key_term(self) -> Expr:
         """0 without a key reduction."""
         return self.form.key_term
+
+    @property
+    def terms_with_means(self) -> tuple[Expr, Expr]:
+        """Both terms with the means of logits that they have: for people."""
+        means = zip((self.query_term, self.key_term), self.form.of_means, (m, d), strict=True)
+        of_query, of_key = (
+            sympy.factor_terms(sympy.expand_mul(term) + factor * mean) if factor != 0 else term
+            for term, factor, mean in means
+        )
+        return of_query, of_key
 
     @property
     def has_queries(self) -> bool:
@@ -267,10 +278,12 @@ class Derivation:
             softplus=self.softplus_sign != 0,
             strips=self._strips,
             domain=self.form.domain,
+            means=self.mean_share != 0,
         )
 
     def travelling(self, dim: int, of_query: int) -> tuple[Travelling, ...]:
-        """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient.
+        """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient. Keys
+        whose gradient has the mean of all queries collect the sum of these, once for each rank.
 
         Of a triangle nobody sums for others: rows take along what forward noted of them, `of_query` numbers, and their
         labels.
@@ -290,26 +303,32 @@ class Derivation:
             return (*read, Travelling("key gradients", dim, "statistics", forward="summed"))
         statistics = Travelling("key statistics", 2, "statistics", "summed", "unchanged", across=True)
         gradients = Travelling("key gradients", dim, "statistics", backward="summed")
-        return (*read, statistics, gradients) if self.has_keys else (*read, gradients)
+        found = (*read, statistics, gradients) if self.has_keys else (*read, gradients)
+        queries = Travelling("query sums", dim, "statistics", backward="summed", once=True)
+        return (*found, queries) if self.traits.means else found
 
 
 @functools.lru_cache(maxsize=64)
 def derive(spec: LossSpec) -> Derivation:
-    """The derivation of a loss. Raises LossError, in one sentence, for a loss that no kernel implements."""
+    """The derivation of a loss. Raises LossError for a loss that no kernel implements, in one sentence: what has no
+    kernel, and what to write instead."""
     try:
         return _derived(form_of(spec))
     except LossError as refusal:
-        raise LossError(f"loss {spec.name}: {refusal}; {SUPPORTED}") from None
+        raise LossError(f"loss {spec.name}: {refusal}") from None
 
 
 def _derived(form: Form) -> Derivation:
     logit, pair_term, triangle = form.logit, form.pair_term, form.domain == "triangle"
     shares = _shares(form)
     # sum_ij dL/dx_ij, the gradient by a constant that is added to the logit, where that is a constant
-    total = None if form.combined or pair_term else sum(shares, Integer(0))
+    mean_share = sum(form.of_means, Integer(0))
+    total = None if form.combined or pair_term else sum(shares, mean_share)
+    if mean_share != 0 and total is not None and abs(total) < 1e-12 * max(map(abs, shares)):
+        total = Integer(0)  # of 1, -0.9 and -0.1 a rounding is left
     dx_dz = diff(logit, z)
     if dx_dz == 0:
-        raise LossError(f"the logit {display(logit)} does not depend on z")
+        raise LossError(f"the logit {display(logit)} does not depend on z: write one that does, as scale * z + bias")
     affine = not dx_dz.has(z)
     slope = dx_dz if affine else None
     shift = sympy.expand(logit - dx_dz * z) if affine else None
@@ -325,6 +344,7 @@ def _derived(form: Form) -> Derivation:
         query_share=float(shares[0]),
         key_share=float(shares[0 if triangle else 1]),
         positive_share=float(shares[2]),
+        mean_share=float(mean_share),
         query_weight=weight,
         positive_slope=of_p,
         vector_slopes=tuple(_slope_of_query(form, each) for each in form.vectors.values()),
@@ -344,7 +364,8 @@ def _derived(form: Form) -> Derivation:
             triton_code(expression)
             torch_code(expression)
     except LossError as error:
-        raise LossError(f"its derivative has what kernels cannot compute: {error}") from None
+        how = "write lower powers, or fewer functions inside of functions"
+        raise LossError(f"its derivative has what kernels cannot compute: {error}; {how}") from None
     return derivation
 
 
@@ -390,10 +411,15 @@ def _shares(form: Form) -> tuple[Expr, Expr, Expr]:
     if form.combined:
         return Integer(1), Integer(0), Integer(0)
     shares = diff(form.query_term, r), diff(form.key_term, c), diff(form.query_term + form.key_term, p)
-    refuse((not all(share.is_finite and share.is_real for share in shares), "its shares are not finite numbers"))
+    refuse(
+        (
+            not all(share.is_finite and share.is_real for share in shares),
+            "a weight of a mean is no finite number: write one",
+        )
+    )
     least, most = language.SMALLEST_NUMBER, language.LARGEST_NUMBER
     if any(share != 0 and not least <= abs(share) <= most for share in shares):
-        raise LossError(f"a weight below {least:g} or above {most:g} leaves the range of fp32")
+        raise LossError(f"a weight below {least:g} or above {most:g} leaves the range of fp32: multiply the loss later")
     return shares
 
 
@@ -404,12 +430,13 @@ def _dscale_factor(logit: Expr, slope: Expr | None, shift: Expr | None, total: E
     if slope is not None and shift is not None:
         # dx/dscale = slope' z + shift'; the sum over pairs multiplies shift' by `total`, 0 for a proper loss.
         if shift.has(scale) and total is not None and total != 0:
-            raise LossError("the part of the logit without z depends on scale, and the shares do not sum to 0")
+            part = f"{display(shift)}, the logit's part without z,"
+            raise LossError(f"{part} depends on scale, and shares do not cancel: write a logit without it")
         return diff(slope, scale)
     # f(scale * z): dx/dscale = z * dx/dz / scale
     u = Symbol("u", real=True)
     if sympy.expand(logit.subs(z, u / scale)).has(scale):
-        raise LossError("scale occurs in a non-affine logit other than as scale * z")
+        raise LossError(f"scale occurs in {display(logit)} other than as scale * z: write it as a function of that")
     return Integer(1)
 
 
@@ -422,4 +449,4 @@ def _dbias(logit: Expr, total: Expr | None) -> Expr:
         return Integer(0)
     if total is not None and slope.is_number:
         return total * slope
-    raise LossError("dL/dbias is not a constant (bias must be added to the logit)")
+    raise LossError(f"bias is not just added in the logit {display(logit)}: write it as a last term of the logit")

@@ -7,8 +7,8 @@ With z_ij = q_i . k_j, one logit x_ij = f(z_ij, scale, bias), and M queries,
 
 p is the logit of the positive, and v are a query's own numbers, which a call gives. F may also depend on the positive's
 similarity, scale, bias, and the numbers of queries and keys. Of similarity("query", "query") z_ij = q_i . q_j, and a
-row is no key of its own: the form is that of i != j over z, and its domain a triangle. `form_of` reads formulas, and
-nothing else does.
+row is no key of its own: the form is that of i != j over z, and its domain a triangle. To F and G may be added
+constants times the mean of a query's logits, m_i, and of a key's, d_j. `form_of` reads formulas, and nothing else does.
 """
 
 import functools
@@ -16,13 +16,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 from sympy import Dummy, Expr, Integer, Symbol, diff
 
 from infcl_gen.losses import language
 from infcl_gen.losses.language import LossError, LossSpec, bias, is_positive, is_self, keys, queries, same_id, scale, z
-from infcl_gen.losses.printers import c, display, h, p, positive_z, r, u, x
+from infcl_gen.losses.printers import c, d, display, h, m, p, positive_z, r, u, x
 from infcl_gen.runtime.traits import Domain
 
 
@@ -57,6 +58,7 @@ class Form:
 
     formula     the loss over x, as it was written: its reductions are those of the language
     query_term  F, and `key_term` G, times M and with the weights of their means; 0 without such a mean
+    of_means    what multiplies m_i in M * L beside F, and d_j beside G: constants
     pair_term   h, times M; None without one
     excluded    the classes of pairs that are left out of the log-sum-exps: "positive", and "same_id", pairs of one id
                 but no positive
@@ -72,6 +74,7 @@ class Form:
     pair_term: PairTerm | None
     excluded: tuple[str, ...] = ()
     domain: Domain = "rectangle"
+    of_means: tuple[Expr, Expr] = (Integer(0), Integer(0))
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -97,13 +100,25 @@ _CLASSES = {is_positive, same_id}
 OWN = {"query_weight": u, "negatives": h}
 _SUMS = (language.logsumexp_over_keys, language.logsumexp_over_queries)
 _OF_LOGITS = (*_SUMS, language.logsumexp_over_negatives)
-_STATISTICS = (*_OF_LOGITS, language.positive)
+_OF_ALL = (language.mean_of_keys, language.mean_of_queries)
+_STATISTICS = (*_OF_LOGITS, language.positive, *_OF_ALL)
 _MEANS = (language.mean_over_queries, language.mean_over_keys)
 _REDUCTIONS = (*language.ROW_FUNCTIONS, *language.LOSS_FUNCTIONS)
 _REDUCED = {
     language.logsumexp_over_keys(x): r, language.logsumexp_over_queries(x): c, language.positive(x): p,
-    language.logsumexp_over_negatives(x): h, language.query_weight: u,
+    language.logsumexp_over_negatives(x): h, language.query_weight: u, language.mean_of_keys(x): m,
+    language.mean_of_queries(x): d,
 }  # fmt: skip
+# Where what stands outside of log-sum-exps and positives belongs.
+_OUTSIDE = {
+    "z": "z stands outside of log-sum-exps and positive: write positive(z), or mean_of_keys(x) of the logit x",
+    "is_positive": "is_positive stands outside of log-sum-exps: write it in their logit or where=, or write positive",
+    "same_id": "same_id stands outside of log-sum-exps: write it in their where=",
+    "is_self": "is_self stands outside of log-sum-exps: write it in their where=, of similarity('query', 'query')",
+    "key_weight": "key_weight has no kernel yet: exchange queries and keys, and write query_weight",
+    "positives_of_query": "positives_of_query has no kernel yet: pass its reciprocal as query_weight",
+}
+_WORD_OF = {symbol: word for word, symbol in _REDUCED.items()}
 _KNOWN = {r: Statistic("query", "logsumexp", r), c: Statistic("key", "logsumexp", c)}
 
 
@@ -114,55 +129,65 @@ def form_of(spec: LossSpec) -> Form:
     if domain == "triangle":
         _check_triangle(spec)
         written = written.xreplace({_OF_QUERIES: z})
+    by_id = "mean_of_keys(x) has no kernel yet beside positives='id': leave it out, or write positives='label'"
+    refuse((spec.positives == "id" and any(map(written.has, _OF_ALL)), by_id))
     reductions = written.atoms(*_REDUCTIONS)
     known = (*_STATISTICS, *_MEANS, language.sum_over_pairs)
     foreign = sorted({each.func.__name__ for each in reductions if not isinstance(each, known)})
-    refuse((foreign, f"{', '.join(foreign)} has no kernel yet"))
+    refuse((foreign, f"{', '.join(foreign)} has no kernel yet: write positive(x), or sum_over_pairs by positives='id'"))
     of_pairs = written.atoms(language.sum_over_pairs)
     if of_pairs:
         return _pointwise(spec, sorted(of_pairs, key=sympy.default_sort_key))
-    refuse((spec.positives == "id", "positives='id', by which a query has any number of positives, needs "
-                                    "sum_over_pairs"))  # fmt: skip
+    refuse((spec.positives == "id", "positives='id' has kernels in sum_over_pairs(...) / queries alone: write that, or "
+                                    "positives='label'"))  # fmt: skip
     whole = _without_classes_in_logits(written, 1 - is_self if domain == "triangle" else Integer(1))
     statistics = [each for each in whole.atoms(*_STATISTICS)]
     excluded, logit = _excluded(statistics, domain), _logit(statistics)
+    means = sorted(each.func.__name__ for each in statistics if isinstance(each, _OF_ALL))
+    refuse((means and diff(logit, z).has(z), f"{''.join(means[:1])} has kernels for logits affine in z, not for "
+            f"{display(logit)}: leave it out, or write a logit such as scale * z + bias"))  # fmt: skip
     formula = whole.replace(lambda e: isinstance(e, _STATISTICS), lambda e: _over_logit(e, logit))
     outside = sorted(
         map(str, formula.free_symbols - {x, positive_z, scale, bias, queries, keys, language.query_weight})
     )
     if outside:
-        raise LossError(f"{', '.join(outside)} stands outside logsumexp_over_keys, logsumexp_over_queries and positive")
+        raise LossError(_OUTSIDE.get(outside[0], f"{', '.join(outside)} has no kernel yet in means: leave it out"))
     own = [display(each) for each in (language.query_weight, language.logsumexp_over_negatives(x)) if formula.has(each)]
     refuse(
         (own and formula.has(language.mean_over_keys), f"{' and '.join(own)} has no kernel yet beside mean_over_keys: "
          "write mean_over_queries alone, and call it once for each direction"),
     )  # fmt: skip
-    query_term, key_term = _terms(formula)
+    query_term, key_term, of_means = _terms(formula)
     found = tuple(each for symbol, each in _KNOWN.items() if query_term.has(symbol) or key_term.has(symbol))
     refuse(
         (key_term != 0 and not _is_linear(query_term, r),
-         f"mean_over_queries of {display(query_term)} is not a sum of constant multiples of its statistics (r: "
-         "logsumexp_over_keys, p: positive), which it must be beside mean_over_keys"),
+         f"mean_over_queries({display(query_term.xreplace(_WORD_OF))}) has no kernel yet beside mean_over_keys: write "
+         "it alone, and call it once for each direction"),
         (key_term != 0 and "positive" in excluded,
-         "where= that leaves out positives has no kernel yet beside mean_over_keys"),
+         "where= that leaves out positives has no kernel yet beside mean_over_keys: write mean_over_queries alone, and "
+         "call it once for each direction"),
         (key_term.has(c) and spec.positives != "diagonal",
-         "key reductions need positives='diagonal' (as many keys as queries)"),
+         "logsumexp_over_queries needs positives='diagonal': write that, or mean_over_queries without mean_over_keys"),
         (key_term != 0 and not key_term.has(c),
          "mean_over_keys without logsumexp_over_queries: use mean_over_queries"),
-        (not found, "neither logsumexp_over_keys nor logsumexp_over_queries occurs"),
+        (of_means[1] != 0 and spec.positives != "diagonal",
+         "mean_of_queries(x) needs positives='diagonal': write mean_of_keys(x) in mean_over_queries, the same number"),
+        (not found, "a mean without log-sum-exps has no kernel: write sum_over_pairs(is_positive * x) / queries"),
     )  # fmt: skip
-    return Form(spec, logit, formula.xreplace(_REDUCED), found, query_term, key_term, None, excluded, domain)
+    over_symbols = formula.xreplace(_REDUCED)
+    return Form(spec, logit, over_symbols, found, query_term, key_term, None, excluded, domain, of_means)
 
 
 def _check_triangle(spec: LossSpec) -> None:
     """Raises LossError for what a loss of one side cannot have."""
     has, one = spec.formula.has, "a loss over similarity('query', 'query')"
     refuse(
-        (has(z), f"{one} has no keys beside it: z has to go"),
-        (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet"),
+        (has(z), f"{one} has no keys beside it: write that in place of z, too"),
+        (has(language.sum_over_pairs), f"sum_over_pairs in {one} has no kernel yet: write mean_over_queries"),
         (has(language.logsumexp_over_queries) or has(language.mean_over_keys),
          f"{one} is symmetric: write logsumexp_over_keys and mean_over_queries"),
         (spec.positives != "label", f"{one} needs positives='label': a row is not its own positive"),
+        (any(map(has, _OF_ALL)), f"mean_of_keys(x) in {one} has no kernel yet: give both sides, and write z"),
     )  # fmt: skip
 
 
@@ -189,13 +214,18 @@ def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
             (sympy.expand(math.prod(sums.args[1:], start=Integer(1)) - mask) != 0
              or isinstance(sums, language.logsumexp_over_queries),
              "a logit that depends on is_positive has a kernel in logsumexp_over_keys "
-             + ("without where= alone" if mask == 1 else f"where={display(mask)} alone")),
+             + ("without where= alone" if mask == 1 else f"where={display(mask)} alone")
+             + ": write positive(a) + softplus(logsumexp_over_keys(b, where=...) - positive(a))"),
         )  # fmt: skip
         own = language.positive(logit.xreplace({is_positive: Integer(1)}))
         others = mask * (1 - is_positive)
         negatives = language.logsumexp_over_keys(logit.xreplace({is_positive: Integer(0)}), where=others)
         return own + language.softplus(negatives - own)
 
+    for mean in sorted(formula.atoms(*_OF_ALL), key=sympy.default_sort_key):
+        name, inside = mean.func.__name__, mean.args[0]
+        rest = display(sympy.expand(inside.xreplace({is_positive: Integer(0)})))
+        refuse((inside.has(is_positive), f"{name} of a logit that depends on is_positive: write {name}({rest})"))
     found = formula.replace(lambda e: isinstance(e, _SUMS), apart)
     of_positives = lambda e: e.xreplace({is_positive: Integer(1)})  # noqa: E731
     return found.replace(lambda e: isinstance(e, language.positive), of_positives)
@@ -203,12 +233,14 @@ def _without_classes_in_logits(formula: Expr, mask: Expr) -> Expr:
 
 def _over_logit(statistic: Expr, logit: Expr) -> Expr:
     """A statistic over x instead of the logit. The positive of another expression becomes that of the two that it
-    depends on, the positive's logit and similarity."""
+    depends on, the positive's logit and similarity; a mean of one may differ from the logit by what pairs share."""
     inside = statistic.args[0]
-    if not isinstance(statistic, language.positive) or inside == logit:
+    if not isinstance(statistic, (language.positive, *_OF_ALL)) or inside == logit:
         return statistic.func(x)
-    refuse((inside.atoms(*_REDUCTIONS), f"positive({display(inside)}) is not of a logit of z, scale and bias"))
-    own, rest = language.positive(x), sympy.expand(inside - logit)
+    refuse((inside.atoms(*_REDUCTIONS), f"{display(statistic)} is not of a logit: write reductions beside positive"))
+    own, rest = statistic.func(x), sympy.expand(inside - logit)
+    refuse((isinstance(statistic, _OF_ALL) and rest.has(z),
+            f"{display(statistic)} is not of the one logit: write {display(statistic.func(logit))}"))  # fmt: skip
     return inside.xreplace({logit: own, z: positive_z}) if rest.has(z) else own + rest
 
 
@@ -217,13 +249,14 @@ def _logit(statistics: list[Expr]) -> Expr:
     sums = [each for each in statistics if isinstance(each, _OF_LOGITS)]
     logits = sorted({each.args[0] for each in sums or statistics}, key=sympy.default_sort_key)
     if len(logits) != 1:
-        listed = "; ".join(map(str, logits)) or "none"
-        raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed})")
+        listed = "; ".join(map(display, logits)) or "none"
+        how = "write one of them in all log-sum-exps" if logits else "write logsumexp_over_keys(x) of a logit x of z"
+        raise LossError(f"a loss needs exactly one logit, and this one has {len(logits)} ({listed}): {how}")
     (logit,) = logits
     unknown = sorted(map(str, logit.free_symbols - {z, scale, bias}))
     if unknown or logit.atoms(*_REDUCTIONS):
         inside = ", ".join(unknown) or "another reduction"
-        raise LossError(f"the logit {logit} depends on {inside}, not only on z, scale and bias")
+        raise LossError(f"the logit {display(logit)} has {inside} in it: write it with z, scale and bias alone")
     return logit
 
 
@@ -250,7 +283,7 @@ def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
     itself are no pair of a triangle, and every mask of one must leave them out."""
     sums = [each for each in statistics if isinstance(each, _SUMS)]
     masks = {math.prod(each.args[1:], start=Integer(1)) for each in sums}
-    refuse((len(masks) > 1, "the log-sum-exps differ in their masks (where=)"))
+    refuse((len(masks) > 1, "the log-sum-exps differ in their masks: give all of them one where="))
     mask = masks.pop() if masks else Integer(1)
     if domain == "triangle":
         of_others = sympy.expand(mask.xreplace({is_self: Integer(0)}))  # a row is no positive of its own
@@ -262,11 +295,12 @@ def _excluded(statistics: list[Expr], domain: Domain) -> tuple[str, ...]:
         return known[of_others]
     corners = itertools.product((0, 1), repeat=2)
     kept = tuple(sympy.expand(mask.xreplace({is_positive: Integer(a), same_id: Integer(b)})) for a, b in corners)
+    refuse((mask.has(is_self), "is_self has no value where queries and keys are two sides: write it beside "
+                               "similarity('query', 'query')"))  # fmt: skip
     if kept not in _MASKS:
         raise LossError(
-            f"the mask where={display(mask)} has no kernel yet: where=1 - is_positive leaves out positives, "
-            "where=1 - same_id * (1 - is_positive) pairs of one id but no positive, and "
-            "where=(1 - is_positive) * (1 - same_id) both"
+            f"the mask where={display(mask)} has no kernel yet: write 1 - is_positive, "
+            "1 - same_id * (1 - is_positive), or the product of both"
         )
     return _MASKS[kept]
 
@@ -278,32 +312,48 @@ def _linear(formula: Expr, reductions: list[Expr]) -> Iterator[tuple[Expr, Expr]
     for reduction, dummy in dummies.items():
         coefficient = diff(linear, dummy)
         if coefficient.has(*dummies.values()):
-            raise LossError("the loss is not a sum of constant multiples of means")
+            raise LossError(f"{display(reduction)} stands in a product or a function: write a sum of such terms")
         yield reduction, coefficient
         rest -= coefficient * dummy
-    if sympy.expand(rest) != 0:
-        raise LossError("something stands outside the means, or a mean is not multiplied by a constant")
+    rest = sympy.expand(rest)
+    if rest != 0:
+        raise LossError(f"{display(rest.xreplace({dummy: each for each, dummy in dummies.items()}))} stands outside of "
+                        "means: write it inside of one")  # fmt: skip
 
 
-def _terms(formula: Expr) -> tuple[Expr, Expr]:
-    """query_term(r, p, u, h) and key_term(c, p), with the coefficients of their means."""
+def _terms(formula: Expr) -> tuple[Expr, Expr, tuple[Expr, Expr]]:
+    """query_term(r, p, u, h) and key_term(c, p), with the coefficients of their means; and `Form.of_means`."""
     terms = dict.fromkeys(_MEANS, Integer(0))
     for mean, coefficient in _linear(formula, sorted(formula.atoms(*_MEANS), key=sympy.default_sort_key)):
         refuse(
-            (mean.args[0].atoms(*_MEANS), "a mean of a mean"),
-            (not coefficient.is_number, "the loss is not a sum of constant multiples of means"),
+            (mean.args[0].atoms(*_MEANS), f"{display(mean)} is the mean of a mean: write one of the two"),
+            (
+                not coefficient.is_number,
+                f"{mean.func.__name__} is multiplied by {display(coefficient)}: write that factor inside of the mean",
+            ),
         )
         terms[mean.func] += coefficient * mean.args[0].xreplace(_REDUCED)
-    query_term, key_term = (sympy.expand_mul(terms[mean]) for mean in _MEANS)
+    (query_term, of_m), (key_term, of_n) = (_without_mean(sympy.expand_mul(terms[mean]), mean) for mean in _MEANS)
     for term, own, other, side in ((query_term, r, c, "queries"), (key_term, c, r, "keys")):
         if term.has(other) or term.has(x):
-            raise LossError(f"mean_over_{side} of what is not one value for each of the {side}: {display(term)}")
+            words = {r: "logsumexp_over_keys(x)", c: "logsumexp_over_queries(x)"}
+            raise LossError(f"{words[other]} has no value in mean_over_{side}: write {words[own]}")
         if side == "keys" and not _is_linear(term, own):
-            raise LossError(
-                f"mean_over_{side} of {display(term)}, which multiplies statistics (r: logsumexp_over_keys, c: "
-                "logsumexp_over_queries, p: positive): terms may only add constant multiples of them"
-            )
-    return sympy.factor_terms(query_term), sympy.factor_terms(key_term)  # F over constants, as people write it
+            raise LossError(f"mean_over_keys({display(term.xreplace(_WORD_OF))}) is not a sum of constant multiples of "
+                            "its parts: exchange queries and keys, and write mean_over_queries")  # fmt: skip
+    return sympy.factor_terms(query_term), sympy.factor_terms(key_term), (of_m, of_n)  # F as people write it
+
+
+def _without_mean(term: Expr, mean: Any) -> tuple[Expr, Expr]:
+    """F or G without the mean of the logits, and the constant that multiplies that."""
+    over = mean.__name__
+    own, other = (m, d) if mean == language.mean_over_queries else (d, m)
+    word, wrong = (each.func.__name__ for each in (_WORD_OF[own], _WORD_OF[other]))
+    refuse((term.has(other), f"{wrong}(x) has no value in {over}: write {word}(x)"))
+    factor = diff(term, own)
+    refuse((not factor.is_number, f"{word}(x) has kernels only as a constant multiple in a sum: take it out of "
+            f"{display(term.xreplace(_WORD_OF))}"))  # fmt: skip
+    return sympy.expand_mul(term - factor * own), factor
 
 
 def _is_linear(term: Expr, statistic: Symbol) -> bool:
@@ -314,7 +364,7 @@ def _is_linear(term: Expr, statistic: Symbol) -> bool:
 def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
     """The form of a loss that is a sum over pairs alone."""
     inside = sorted({each.func.__name__ for each in spec.formula.atoms(*_REDUCTIONS)} - {"sum_over_pairs"})
-    refuse((inside, f"sum_over_pairs beside {', '.join(inside)} has no kernel yet"))
+    refuse((inside, f"sum_over_pairs beside {', '.join(inside)} has no kernel yet: write two losses, and add them"))
     square = {keys: queries} if spec.positives == "diagonal" else {}
     total: Expr = Integer(0)
     for each, coefficient in _linear(spec.formula, sums):
@@ -329,8 +379,8 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
     refuse(("query_weight" in unknown, "query_weight has no kernel yet in sum_over_pairs: write it in "
             "mean_over_queries"))  # fmt: skip
     if unknown:
-        raise LossError(f"sum_over_pairs of what depends on {', '.join(unknown)}, not only on z, scale, bias, and the "
-                        "classes is_positive and same_id")  # fmt: skip
+        raise LossError(f"{', '.join(unknown)} has no kernel yet in sum_over_pairs: write terms of z, scale, bias, "
+                        "is_positive and same_id")  # fmt: skip
     if spec.positives == "id":  # the two are one class
         total = total.xreplace({is_positive: same_id})
     of_others = False  # whether terms of other pairs depend on one logit, which those of positives do not
@@ -346,8 +396,9 @@ def _pointwise(spec: LossSpec, sums: list[Expr]) -> Form:
             formula = language.sum_over_pairs(_of_logit(total, logit)) / queries
             return Form(spec, logit, formula, (), Integer(0), Integer(0), PairTerm(other, same, both))
         of_others |= terms[0].free_symbols == {x}
-    refuse((of_others, "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs"))
-    raise LossError("the terms of the pairs depend on scale and bias other than through one logit of z, scale and bias")
+    refuse((of_others, "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs: write one "
+                       "logit x, and h(x) by class"))  # fmt: skip
+    raise LossError(f"{display(total)} is no function of one logit x of z, scale and bias: write it as h(x) by class")
 
 
 def _candidates(total: Expr) -> list[Expr]:

@@ -17,6 +17,7 @@ form exp(x_ij - r_i).
 | `positive(x)`                        | query or key  | x at the positive                                            |
 | `mean_over_positives(x)`             | query         | mean of x over a query's positives                           |
 | `mean_of_keys(x)`                    | query         | mean of x over all keys                                      |
+| `mean_of_queries(x)`                 | key           | mean of x over all queries                                   |
 | `mean_over_queries(e)`               | loss          | 1/M sum_i e_i                                                |
 | `mean_over_keys(e)`                  | loss          | 1/N sum_j e_j                                                |
 | `sum_over_pairs(e)`                  | loss          | sum_ij e_ij                                                  |
@@ -49,8 +50,9 @@ from infcl_gen.errors import InputError
 __all__ = [
     "FUNCTIONS", "SYMBOLS", "LossError", "LossSpec", "bias", "exp", "is_positive", "is_self", "key_weight", "keys",
     "log", "logsumexp_over_keys", "logsumexp_over_negatives", "logsumexp_over_queries", "maximum", "mean_of_keys",
-    "mean_over_keys", "mean_over_positives", "mean_over_queries", "positive", "positives_of_query", "queries",
-    "query_weight", "same_id", "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs", "tanh", "z",
+    "mean_of_queries", "mean_over_keys", "mean_over_positives", "mean_over_queries", "positive", "positives_of_query",
+    "queries", "query_weight", "same_id", "scale", "sigmoid", "similarity", "softplus", "step", "sum_over_pairs",
+    "tanh", "z",
 ]  # fmt: skip
 
 Positives = Literal["diagonal", "label", "id"]
@@ -227,6 +229,7 @@ logsumexp_over_negatives = _opaque("logsumexp_over_negatives", lambda h, x: 0)  
 positive = _opaque("positive", lambda f, x: is_positive)
 mean_over_positives = _opaque("mean_over_positives", lambda f, x: is_positive / positives_of_query)
 mean_of_keys = _opaque("mean_of_keys", lambda f, x: 1 / keys)
+mean_of_queries = _opaque("mean_of_queries", lambda f, x: 1 / queries)
 mean_over_queries = _opaque("mean_over_queries", lambda f, e: 1 / queries)
 mean_over_keys = _opaque("mean_over_keys", lambda f, e: 1 / keys)
 sum_over_pairs = _opaque("sum_over_pairs", lambda f, e: 1)
@@ -254,6 +257,7 @@ exp, log, tanh = (partial(_sized, function) for function in (sympy.exp, sympy.lo
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (
     logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, mean_over_positives, mean_of_keys,
+    mean_of_queries,
 )  # fmt: skip
 FUNCTIONS: dict[str, Any] = {
     function.__name__: function

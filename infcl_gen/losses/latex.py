@@ -9,6 +9,7 @@ from sympy import Expr, Symbol, diff
 from sympy.core.sorting import default_sort_key
 from sympy.printing.latex import LatexPrinter
 
+from infcl_gen.losses import language
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, scale, z
@@ -18,7 +19,7 @@ from infcl_gen.losses.texts import SLOPES, slopes_of_rows
 # Other symbols are named by their LaTeX.
 _NAMES = {
     "z": "z_{ij}", "x": "x_{ij}", "r": "r_i", "c": "c_j", "p": "p_i", "positive_z": "z_i", "u": "u_i", "h": "h_i",
-    "scale": "s", "bias": "b", "queries": "M", "keys": "N",
+    "m": "m_i", "d": "d_j", "scale": "s", "bias": "b", "queries": "M", "keys": "N",
 }  # fmt: skip
 _VECTORS = {
     "query_weight": r"u_i = \text{the weight of query } i",
@@ -133,16 +134,19 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["query_statistic"] = rf"r_i = \log \sum_{others} {mask}e^{{x_{{ij}}}}"
     if derivation.has_keys:
         found["key_statistic"] = rf"c_j = \log \sum_i {mask}e^{{x_{{ij}}}}"
+    of_queries, of_keys = derivation.form.of_means
+    found |= {"query_mean": r"m_i = \frac{1}{N} \sum_j x_{ij}"} if of_queries != 0 else {}
+    found |= {"key_mean": r"d_j = \frac{1}{M} \sum_i x_{ij}"} if of_keys != 0 else {}
     return found | {f"own_{keyword}": _VECTORS[keyword] for keyword in derivation.form.vectors}
 
 
 def _terms(derivation: Derivation) -> list[str]:
     form, pair, traits = derivation.form, derivation.form.pair_term, derivation.traits
-    terms = []
-    if derivation.has_queries:
-        terms.append(rf"\sum_i {_factor(form.query_term)}")
-    if derivation.has_keys:
-        terms.append(rf"\sum_j {_factor(sympy.factor_terms(form.key_term.xreplace(_OF_KEYS)))}")
+    terms, (of_query, of_key) = [], derivation.terms_with_means
+    if of_query != 0:
+        terms.append(rf"\sum_i {_factor(of_query)}")
+    if of_key != 0:
+        terms.append(rf"\sum_j {_factor(sympy.factor_terms(of_key.xreplace(_OF_KEYS)))}")
     if pair is None:
         return terms
     positive = _POSITIVE[form.spec.positives]
@@ -168,15 +172,18 @@ def _gradient(derivation: Derivation) -> str:
     if slopes is None:
         form, kept = derivation.form, _KEPT if derivation.form.excluded else 1
         placed = Symbol(rf"\left[{positive}\right]", real=True)
+        share = sum(form.of_means, sympy.Integer(0))
+        of_means = [_text(share / language.keys)] if share != 0 else []
         if form.combined:
             mask = "w_{ij} " * bool(form.excluded)
-            return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + b_i {_text(placed)} \Big)"
+            ends = " + ".join(["", *of_means]).replace("+ -", "- ")
+            return rf"\frac{{1}}{{M}} \Big( a_i {mask}e^{{x_{{ij}} - r_i}} + b_i {_text(placed)}{ends} \Big)"
         parts = (
             diff(form.query_term, r) * kept * sympy.exp(x - r),
             diff(form.key_term, c) * kept * sympy.exp(x - c),
             diff(form.query_term + form.key_term, p) * placed,
         )
-        return rf"\frac{{1}}{{M}} {_bracketed([_text(part) for part in parts if part != 0])}"
+        return rf"\frac{{1}}{{M}} {_bracketed([*(_text(part) for part in parts if part != 0), *of_means])}"
     cases = [(positive, slopes.positive)] if traits.placed and slopes.positive != slopes.other else []
     cases += [(_SAME_ID, slopes.same_id)] if traits.ids else []
     if not cases:

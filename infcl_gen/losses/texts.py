@@ -8,7 +8,7 @@ from sympy import Expr, diff
 from infcl_gen.losses.derive import Derivation
 from infcl_gen.losses.form import left_out
 from infcl_gen.losses.language import bias, is_positive, same_id, scale, z
-from infcl_gen.losses.printers import dense_code, display, p, positive_z, torch_code
+from infcl_gen.losses.printers import d, dense_code, display, m, p, positive_z, torch_code
 
 _NUMBERS = {"queries": "x.new_tensor(len(x))", "keys": "x.new_tensor(x.shape[1])"}
 _PAIR = {
@@ -20,6 +20,8 @@ _PAIR = {
     "positive_z": "z_ip",
     "u": "u_i",
     "h": "h_i",
+    "m": "m_i",
+    "d": "d_j",
     "queries": "M",
     "keys": "N",
 }
@@ -102,6 +104,9 @@ def _statistics(derivation: Derivation) -> dict[str, str]:
         found["query_statistic"] = "r_i = log sum_j w_ij * exp(x_ij)" if excluded else "r_i = logsumexp_j x_ij"
     if derivation.has_keys:
         found["key_statistic"] = "c_j = log sum_i w_ij * exp(x_ij)" if excluded else "c_j = logsumexp_i x_ij"
+    of_queries, of_keys = derivation.form.of_means
+    found |= {"query_mean": "m_i = 1/N * sum_j x_ij"} if of_queries != 0 else {}
+    found |= {"key_mean": "d_j = 1/M * sum_i x_ij"} if of_keys != 0 else {}
     return found | _own_statistics(derivation)
 
 
@@ -112,10 +117,11 @@ def _own_statistics(derivation: Derivation) -> dict[str, str]:
 
 def _terms(derivation: Derivation) -> list[str]:
     terms, pair = [], derivation.form.pair_term
-    if derivation.has_queries:
-        terms.append(f"sum_i ({display(derivation.query_term, _PAIR)})")
-    if derivation.has_keys:
-        terms.append(f"sum_j ({display(derivation.key_term, {**_PAIR, 'p': 'p_j'})})")
+    of_query, of_key = derivation.terms_with_means
+    if of_query != 0:
+        terms.append(f"sum_i ({display(of_query, _PAIR)})")
+    if of_key != 0:
+        terms.append(f"sum_j ({display(of_key, {**_PAIR, 'p': 'p_j'})})")
     if pair and pair.other == pair.same_id == pair.positive:
         terms.append(f"sum_ij {display(pair.other, _PAIR)}")
     elif pair:
@@ -144,7 +150,7 @@ def _gradient(derivation: Derivation) -> str:
         return found
     mask = "w_ij * " * bool(derivation.form.excluded)
     if derivation.form.combined:
-        return f"a_i * {mask}exp(x_ij - r_i) + b_i * [j = positive(i)]"
+        return f"a_i * {mask}exp(x_ij - r_i) + b_i * [j = positive(i)]" + _of_means(derivation)
     shares = {
         f"{mask}exp(x_ij - r_i)": derivation.query_share,
         f"{mask}exp(x_ij - c_j)": derivation.key_share * derivation.has_keys,
@@ -152,10 +158,21 @@ def _gradient(derivation: Derivation) -> str:
     }
     g = ""
     for text, share in shares.items():
-        if share:
-            sign = (" - " if share < 0 else " + ") if g else ("-" if share < 0 else "")
-            g += sign + text if abs(share) == 1 else f"{sign}{abs(share)!r} * {text}"
-    return g
+        g += _signed(share, text, first=not g)
+    return g + _of_means(derivation)
+
+
+def _of_means(derivation: Derivation) -> str:
+    share = derivation.mean_share
+    return f" {'-' if share < 0 else '+'} {abs(share)!r} / N" * (share != 0)
+
+
+def _signed(share: float, text: str, first: bool = False) -> str:
+    """A term of a sum."""
+    if not share:
+        return ""
+    sign = ("-" if share < 0 else "") if first else (" - " if share < 0 else " + ")
+    return sign + text if abs(share) == 1 else f"{sign}{abs(share)!r} * {text}"
 
 
 def _dscale(derivation: Derivation) -> str:
@@ -195,6 +212,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         ("r", derivation.has_queries, f"torch.logsumexp({summed}, dim=1)"),
         ("c", derivation.has_keys, f"torch.logsumexp({summed}, dim=0)"),
         ("p", form.formula.has(p), at_positives.format("x")),
+        ("m", form.formula.has(m), "x.mean(1)"),
+        ("d", form.formula.has(d), "x.mean(0)"),
         ("positive_z", form.formula.has(positive_z), at_positives.format("z")),
     )
     literals = ("has_queries", "has_keys", "query_share", "key_share", "positive_share", "positive_rest")
@@ -215,6 +234,8 @@ def loss_context(derivation: Derivation) -> dict[str, Any]:
         "legend_of_pair": f"z_ij  similarity of {'rows i and j' if triangle else 'query i and key j'}".ljust(46),
         "legend_of_counts": "M     number of rows" if triangle else "M, N  numbers of queries and keys",
         "own_side": traits.sides[0],
+        "mean_share": f"\nMEAN_SHARE = {derivation.mean_share}  # of the mean of all logits in L" * traits.means,
+        "but_means": ", but for the mean of its logits" * traits.means,
         "shape": "(M, M)" if triangle else "(M, N)",
         "legend_of_positives": "p_i   logit of the positive                   " * traits.placed,
         "about_labels": _ABOUT_PAIRS if triangle else _ABOUT_LABELS[spec.positives],

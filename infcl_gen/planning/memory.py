@@ -21,6 +21,8 @@ from infcl_gen.runtime.table import ALL, KEPT, OWN, RECEIVED, Copy, Place, Table
 
 MIB = 2**20
 ELEMENT_BYTES: dict[str, int] = {**DTYPE_BYTES, "int32": 4, "int64": 8, "uint8": 1}
+# Rows that a GPU adds up at a time for sums of features, and rows of fp32 that a strip takes elsewhere.
+MEAN_ROWS, MEAN_STRIP = 256, 64
 STRIP_ROWS = 64  # rows at a time where the torch strategy needs temporaries
 # In the order of `CostModel._values`.
 LEGEND = {
@@ -200,6 +202,13 @@ def _common_terms(v: Choice) -> list[Any]:
         v.labels and BufferTerm("label check", "forward", (m,), "NaN for labels out of range"),
         v.traits.ids
         and BufferTerm("ids", "both", (m + n,), "of queries and keys, where a call's have strides", "int64"),
+        v.traits.means
+        and BufferTerm(
+            "means",
+            "both",
+            (Max(MEAN_STRIP, ceil_div(Max(m, n * W), MEAN_ROWS)), D),
+            "sums of features, and of parts of them",
+        ),
         own > 0 and BufferTerm("vectors", "both", (4 * own, m), "queries' own numbers, and their gradients"),
         *_of_negatives() * ("negatives" in v.traits.vectors),
         BufferTerm("scalars", "both", (64, 512), "scale, bias, loss, weights and their gradients", "uint8"),
@@ -332,7 +341,8 @@ def travelling_buffers(table: Table, choice: Choice, keys: int) -> list[tuple[Bu
     found, ranks = list[tuple[Buffer, int]](), table.world_size
 
     def add(name: str, phase: str, why: str, *counts: int, pieces: int = 1) -> None:
-        shape = (*counts, item.columns, keys) if item.across else (*counts, keys, item.columns)
+        rows = 1 if item.once else keys
+        shape = (*counts, item.columns, rows) if item.across else (*counts, rows, item.columns)
         dtype = dtype_of(choice, item.dtype)
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         shown = item.name.replace("key", "row") if choice.traits.triangle else item.name

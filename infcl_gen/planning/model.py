@@ -178,7 +178,11 @@ class CostModel:
     def sent_bytes(self, name: str) -> int:
         """Bytes of the travelling tensor `name` of one rank's keys."""
         item = next(item for item in self.table.travelling if item.name == name)
-        return self.keys * item.columns * memory.ELEMENT_BYTES[memory.dtype_of(self.choice, item.dtype)]
+        return (
+            (1 if item.once else self.keys)
+            * item.columns
+            * memory.ELEMENT_BYTES[memory.dtype_of(self.choice, item.dtype)]
+        )
 
     def transfer_bytes(self, sent: Transfer) -> int:
         return self.sent_bytes(sent.name) * (self.table.world_size if sent.of is None else 1)

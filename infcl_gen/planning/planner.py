@@ -59,13 +59,23 @@ class Plan(Choice, Sizes):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as literals: dictionaries, lists, text and numbers."""
-        fields = dataclasses.asdict(self) | {"problem": self.problem.as_dict(), "products": self.products}
+        fields = literals_of(self) | {"problem": self.problem.as_dict(), "products": self.products}
         fields |= {name: getattr(self, name) for name in ("split", "operand_dtype", "input_precision")}
         for name in ("buffers", "phases", "reasons"):
             fields[name] = [each._asdict() for each in getattr(self, name)]
         literals: dict[str, Any] = json.loads(json.dumps(fields))
         del literals["arch"]  # part of the device's profile, which SPEC holds beside the plan
         return literals
+
+
+def literals_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass and of those in it; what few losses have is not told of the others."""
+    return dataclasses.asdict(
+        record, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not False or k not in _SELDOM}
+    )
+
+
+_SELDOM = ("means", "once")  # fields whose default is False
 
 
 def plan(problem: Problem, derivation: Derivation, cluster: Cluster) -> Plan:

@@ -79,12 +79,12 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     """The work of one forward and one backward sweep, without communication."""
     v = choice
     if v.at_once:
-        return _terms_at_once(v)
+        return (*_terms_at_once(v), *_means(v, "forward"))
     share, sides = shares_of(v), 2 if v.both_axes else 1
     forward_pairs, pairs = m * n * W * share.forward, m * n * W * share.gradient
     panels = ceil_div(m, R) * ceil_div(n, C) * W * share.gradient
     forward_panels = ceil_div(m, F) * ceil_div(n, G) * W * share.forward_panels
-    additions, finished = _additions(v, "backward"), _finished(v)
+    additions, finished, means = _additions(v, "backward"), _finished(v), _means(v, "forward", "backward")
     if v.strategy == "torch":
         product = {"flops": 2 * pairs * D, "efficiency": EFFICIENCY["torch"], "launches": panels}
         # A panel of z is passed over for its maximum, the difference, and the exponentials and sum of each side; in
@@ -106,6 +106,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             ),
             TimeTerm("finish", part="end", bytes=finished * D * (2 * s + e), launches=4),
             *additions,
+            *means,
         )
     rows, keys, hopper = ceil_div(m, Bf) * Bf, ceil_div(n, Kf) * Kf, "hopper " * (v.hopper_stages > 0)
     partials = 2 * s * W * (m * ceil_div(n, Kf) + (n * ceil_div(m, F) * Min(ceil_div(F, Bf), T) if v.both_axes else 0))
@@ -162,7 +163,7 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
             terms.append(TimeTerm("stash", bytes=3 * e * kept * n))
         terms += _products(v, "backward")
     finish = finished * D * (2 * s + e) + (m if v.of_queries else n) * D * e
-    terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions]
+    terms += [TimeTerm("finish", part="end", bytes=finish, launches=2 * ceil_div(m, R) + 2), *additions, *means]
     if v.split:  # queries once, keys once for each row of panels
         sweeps = ceil_div(m, F) + ceil_div(m, R)
         launches = W * sweeps + forward_panels + panels
@@ -170,6 +171,12 @@ def time_terms(choice: Choice) -> tuple[TimeTerm, ...]:
     if v.replay:
         terms.append(TimeTerm("copies", bytes=2 * (m + n) * D * e, launches=2))
     return tuple(terms)
+
+
+def _means(v: Choice, *phases: str) -> list[TimeTerm]:
+    """Of sums of features, where the mean of all logits is part of the loss: each phase reads all that it meets."""
+    found = [TimeTerm(f"means {phase}", phase, bytes=(m + n * W) * D * e, launches=3 * W + 12) for phase in phases]
+    return found * v.traits.means
 
 
 def _additions(v: Choice, phase: str) -> list[TimeTerm]:

@@ -141,6 +141,8 @@ def _rounded(package: Package, exact: Results, q: Tensor, k: Tensor | None, scal
     times = 2 if package.rows or package.schedule.stash_shape(rows, keys) else 1
     q, k = q.double(), k.double()
     g, _ = _gradients_of_logits(package, q, None if given is None else k, scale)
+    if package.traits.means:  # is added to rounded gradients, with which it may cancel
+        g = g - package.loss.MEAN_SHARE * package.loss.gradient_factor(scale, BIAS) / g.numel()
     squares, z, parts = g.square(), q @ k.T, []
     if INTERPRETED and package.dtype == torch.bfloat16:
         others = g.clone()

@@ -39,7 +39,10 @@ RECEIVED = "received"  # one buffer per sender
 
 @dataclasses.dataclass(frozen=True)
 class Travelling:
-    """A tensor with `columns` numbers for each key: (keys, columns), or (columns, keys) if it lies `across`."""
+    """A tensor with `columns` numbers for each key: (keys, columns), or (columns, keys) if it lies `across`.
+
+    One that is there `once` has one row for all keys of a rank.
+    """
 
     name: str
     columns: int
@@ -47,6 +50,7 @@ class Travelling:
     forward: str = "absent"  # its role: "unchanged", "summed" or "absent"
     backward: str = "absent"
     across: bool = False
+    once: bool = False
 
     def role(self, phase: str) -> str:
         return self.forward if phase == "forward" else self.backward

@@ -29,6 +29,7 @@ the mean of dx_ij over the row,
     dg_ij = |a| P_ij (dx_ij + dr_i) + da P_ij + [j = positive(i)] db + v * all its terms
 
 where da, db, and the bound on the loss's terms, are the largest changes at r +- dr, p +- dp, v +- dv.
+The mean of all logits adds the rounding of means of features, (4 + 16) v of their absolute values.
 Own negatives add the same with the products of a query and its own, to dq, dscale and dbias.
 
 Gradients that forward computes are rounded once more where backward multiplies them: 2 u |dq_i|. The square roots are
@@ -57,6 +58,7 @@ import torch
 from torch import Tensor
 
 from infcl_gen.runtime.launch import INTERPRETED
+from infcl_gen.runtime.means import EACH
 from infcl_gen.runtime.selftest import compared, product_roundoff
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.oracle import (
@@ -64,6 +66,7 @@ from infcl_gen.verification.oracle import (
     LossAndGrads,
     kept,
     loss_module,
+    mean_share,
     numbers_of_rows,
     oracle,
     pair_values,
@@ -73,6 +76,7 @@ from infcl_gen.verification.oracle import (
 PLAIN_FACTOR = 2.0
 BOUND_FACTOR = 2.0
 PLAIN_CREDIT = 1 / 8
+MEAN_ROUNDINGS = 4  # of the mean of features, of its share, and of what it is added to
 LARGEST_BATCH = 2**20
 LARGEST_LOSS = 1e150  # whose square fp64 holds
 FUNCTION_ROUNDINGS = 4.0  # of the functions in the term of a pair, relative to its value
@@ -194,7 +198,8 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
     # Triton's interpreter cuts bf16: by up to 2 u, and all errors of a stash have one sign. So have those of a triangle
     # where its similarities have, whose sum is the square of a sum.
     cut, by_rows = INTERPRETED and dtype == torch.bfloat16, plan["strategy"] == "rows"
-    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and (traits.combined or one_sided)) else 1
+    one_sign = traits.combined or one_sided or traits.means
+    times = (4 if cut else 2) if plan["stash_rows"] else 2 if by_rows or (cut and one_sign) else 1
     rounded, tiny = max(u * times, w), out.smallest_normal * u
     underflow = statistics.smallest_normal + tiny * (2.0**-14 if dtype == torch.float16 else 1.0)  # g is stored scaled
     dg += underflow
@@ -228,6 +233,9 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         dscale=dscale / len(q) + v * reference.dscale.abs(),
         dbias=dbias / len(q) + v * reference.dbias.abs(),
     )
+    if traits.means:
+        more = _of_means(mathematics, q, k, x, of_logit, factor, v)
+        bound = bound._replace(**{name: getattr(bound, name) + error for name, error in more.items()})
     terms = of_logit * of_z.abs()
     of_q = terms @ k.abs() / len(q)
     if inputs.negatives is not None:
@@ -240,6 +248,24 @@ def _error_bound(module: ModuleType, inputs: Inputs, reference: LossAndGrads) ->
         dk=None if one_sided else terms.T @ q.abs() / len(q),
     )  # fmt: skip
     return bound, magnitude
+
+
+def _of_means(
+    mathematics: Any, q: Tensor, k: Tensor, x: Tensor, of_logit: float, of_scale: float, v: float
+) -> dict[str, Tensor]:
+    """What a multiple of the mean of all logits adds to the bound, by result. Features are added up in the statistics'
+    dtype, at most EACH at a time; then sums and products are in fp64, and rounded MEAN_ROUNDINGS times."""
+    share, width = abs(mean_share(mathematics)), 1 + math.sqrt(q.shape[1]) / 4
+    error = v * (MEAN_ROUNDINGS + math.sqrt(min(EACH, max(x.shape))))
+    of_q, of_k = q.abs().mean(0), k.abs().mean(0)
+    of_pairs = of_q @ of_k
+    return {
+        "loss": share * (of_logit * error * of_pairs + MEAN_ROUNDINGS * v * x.abs().mean()),
+        "dq": share * of_logit * error * of_k / len(q),
+        "dk": share * of_logit * error * of_q / len(k),
+        "dscale": share * of_scale * error * width * of_pairs,
+        "dbias": x.new_tensor(share * MEAN_ROUNDINGS * v),
+    }
 
 
 class _Errors(NamedTuple):

@@ -155,16 +155,24 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
         return _gradients(torch.stack(found).sum() / len(q), leaves)
     by_query, by_key, at_positive = zip(*found, strict=True)
     c, p = torch.stack(by_key).logsumexp(0), torch.cat(at_positive)
-    r = torch.cat(by_query)
+    r, of_all = (
+        torch.cat(by_query),
+        mathematics.logit(q.mean(0) @ others.mean(0), factor, bias) * mean_share(mathematics),
+    )
     if hasattr(mathematics, "of_queries"):
         own = inputs.vectors(mathematics, q, factor, bias)
         at_positive_z = (q * others[labels]).sum(1)
         rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own)
-        return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q), leaves)
+        return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
     loss = mathematics.query_term(r, p).sum()
     if mathematics.HAS_KEYS:
         loss = loss + mathematics.key_term(c, p).sum()
-    return _gradients(loss / len(q), leaves)
+    return _gradients(loss / len(q) + of_all, leaves)
+
+
+def mean_share(mathematics: Any) -> float:
+    """What multiplies the mean of all logits in L."""
+    return float(getattr(mathematics, "MEAN_SHARE", 0.0))
 
 
 def dense_numbers(mathematics: Any, z: Tensor, scale: Tensor, bias: Tensor) -> dict[str, Tensor]:

@@ -231,6 +231,22 @@ def solved(made: Made, device: str = "cpu") -> None:
             assert error <= allowed, f"{name} of {rows} rows at scale {scale}: {error:.1e}, not {allowed:.1e}"
 
 
+def smoothed(made: Made, device: str = "cpu") -> None:
+    """Label smoothing of a tenth is solved where a positive has the probability 0.9 + 0.1 / N and all others share the
+    rest: the parts of the gradient cancel. The gate holds there, beyond it, and for a pair that sees nobody else."""
+    package = module(made)
+    dtype = DTYPES[package.SPEC["problem"]["dtype"]]
+    for rows, beyond in ((70, 0.0), (70, 1.0), (70, 20.0), (1, 0.0), (1, 40.0)):
+        x = torch.eye(rows, package.SPEC["problem"]["dim"], dtype=torch.float64).to(device, dtype)
+        solved = math.log((0.9 * rows + 0.1) / 0.1) if rows > 1 else 1.0
+        inputs = Inputs(x, x.clone(), solved + beyond)
+        found, truth = package.loss_and_grads(*inputs[:3]), truth_of(package, inputs)
+        judged = gate(found, truth)
+        assert not failures(judged), f"{rows} rows, {beyond} beyond: {failures(judged)}"
+        if rows > 1 and not beyond:
+            assert float(truth.reference.dq.norm()) < 1e-2 * solved * math.sqrt(0.1 / rows), "it is not solved"
+
+
 def large_logits(made: Made, device: str = "cpu", layout: str = "contiguous") -> None:
     """Logits up to 1e9: fp32 rounds them by up to 64, and all kernels must round them alike."""
     package = module(made)

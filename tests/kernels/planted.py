@@ -242,6 +242,25 @@ BUGS: dict[str, Bug] = {
         (case(layout="sliced"),),
         "dscale",
     ),
+    "the mean of all logits has no gradient": Bug(
+        Made("panel", "smooth_clip", dim=72), (("kernels.py", "value += -0.1", "value += 0.0"),), checks.smoothed
+    ),
+    "the mean of all logits is not kept as fp16's gradients are": Bug(
+        Made("panel", "smooth", "fp16", dim=72), (("kernels.py", "value += -1638.4", "value += -0.1"),), checks.smoothed
+    ),
+    "the mean of another part of the embedding": Bug(
+        Made("panel", "smooth", dim=384),
+        (("kernels.py", "tl.load(mean + d,", "tl.load(mean + d % FINISH_DEPTH,"),),
+        checks.numerics,
+        (case(features="negative"),),
+    ),
+    "the sum of a query's gradients lacks the mean": Bug(
+        Made("panel", "smooth_rince"),
+        (("kernels.py", "positive_slope - 0.2", "positive_slope"),),
+        checks.numerics,
+        (case(1.0),),
+        "dbias",
+    ),
     "the stride along the embedding is ignored": Bug(
         FUSED,
         (("kernels.py", "d.to(tl.int64)[None, :] * depth_stride", "d.to(tl.int64)[None, :]"),),

@@ -58,13 +58,15 @@ def test_draws_cover_the_options() -> None:
     """Also the ten of CI; what is refused is counted apart from the forty."""
     assert (len(COMBINATIONS), len(REFUSED)) == (40, 20)
     assert all(map(refusals, REFUSED)) and not any(map(refusals, COMBINATIONS.values()))
+    assert len({one.form for one in COMBINATIONS.values() if one.smoothed}) == 2
     for drawn in (NAMES[:10], NAMES):
+        assert any(COMBINATIONS[name].smoothed for name in drawn)
         ones = [COMBINATIONS[name] for name in drawn]
         assert len({one.form for one in ones}) == 4 and len({one.temperature for one in ones}) == 3
         assert len({one.mask for one in ones}) >= 3 and len({one.term for one in ones}) >= 3
         assert any(one.margin for one in ones) and any(one.weighted for one in ones) and any(one.hard for one in ones)
     every = [dataclasses.astuple(one) for one in COMBINATIONS.values()]
-    assert [len(set(values)) for values in zip(*every, strict=True)] == [4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4]
+    assert [len(set(values)) for values in zip(*every, strict=True)] == [4, 4, 3, 2, 2, 3, 4, 2, 4, 2, 2, 2, 2, 4, 2]
 
 
 @pytest.mark.parametrize("one", REFUSED, ids=lambda one: one.form)

@@ -11,6 +11,7 @@ from tests.kernels.worker import Interpreter
 MADE = [
     *(Made("panel"), Made("panel", dtype="fp32"), Made("panel", "siglip"), Made("panel", "infonce", "fp16")),
     *(Made("fused"), Made("fused", "infonce"), Made("stash"), Made("rows", "infonce")),
+    *(Made("panel", "smooth_clip"), Made("rows", "smooth")),
 ]
 
 

@@ -18,7 +18,7 @@ from tests.kernels.tiers import INTERPRETED_DIMS, examples
 from tests.kernels.worker import Interpreter
 
 DTYPES_OF = {"panel": ("bf16", "fp16", "fp32"), "fused": ("bf16", "fp16"), "stash": ("bf16",), "rows": ("bf16",)}
-OVERFLOWING = ("rince", "hard", "debiased", "rince_of_rows")  # in fp16
+OVERFLOWING = ("rince", "hard", "debiased", "rince_of_rows", "smooth_rince")  # in fp16
 ROWS = (1, 63, 64, 65, 100, 127, 129)
 
 
@@ -53,7 +53,9 @@ CASES = st.builds(
         *(("panel", loss) for loss in ("siglip", "siglip_multi", "clip_without_ids", "infonce_without_ids")),
         *(("panel", loss) for loss in ("rince", "margin", "decoupled_by_id", "ntxent", "hard")),
         *(("panel", loss) for loss in ("dcl", "debiased", "rince_of_rows", "margin_of_rows")),
-        *(("rows", loss) for loss in ("infonce", "rince", "hard")),
+        *(("rows", loss) for loss in ("infonce", "rince", "hard", "smooth", "smooth_rince")),
+        *((strategy, "smooth_clip") for strategy in ("panel", "fused", "stash")),
+        *(("panel", loss) for loss in ("smooth", "smooth_rince")),
     ],
 )
 @examples(ci=12, long=300)
@@ -90,6 +92,13 @@ SOLVED = [
     Made("stash", dim=72), Made("panel", "infonce", "fp16"), Made("panel", "infonce", "fp32"),
     Made("rows", "infonce", dim=72),
 ]  # fmt: skip
+SMOOTHED = [
+    Made("rows", "smooth", dim=72), Made("panel", "smooth", "fp16", dim=72), Made("panel", "smooth", "bf16", dim=72),
+    Made("panel", "smooth_clip", "fp32", dim=72), Made("stash", "smooth_clip", dim=72),
+]  # fmt: skip
+SMOOTHED_CPU = [
+    Made("torch", loss, dtype, dim=72) for loss in ("smooth", "smooth_clip") for dtype in ("bf16", "fp32", "fp64")
+]
 SOLVED_CPU = [Made("torch", loss, dtype, dim=72) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
 
 
@@ -105,6 +114,16 @@ def test_solved_batches(interpreted: Interpreter, made: Made) -> None:
 @pytest.mark.parametrize("made", SOLVED_CPU, ids=named)
 def test_solved_batches_of_the_cpu_target(made: Made) -> None:
     checks.solved(made)
+
+
+@pytest.mark.parametrize("made", SMOOTHED, ids=named)
+def test_solved_batches_with_label_smoothing(interpreted: Interpreter, made: Made) -> None:
+    interpreted(checks.smoothed, made)
+
+
+@pytest.mark.parametrize("made", SMOOTHED_CPU, ids=named)
+def test_solved_batches_with_label_smoothing_of_the_cpu_target(made: Made) -> None:
+    checks.smoothed(made)
 
 
 @pytest.mark.parametrize("made", SOLVED[:3], ids=named)
@@ -125,6 +144,8 @@ RANKS = [
     ("panel", "decoupled_by_id", "bf16", "ring"), ("panel", "hard", "bf16", "ring"), ("rows", "hard", "bf16", "gather"),
     ("panel", "dcl", "bf16", "ring"), ("panel", "rince_of_rows", "fp32", "gather"),
     ("rows", "infonce", "bf16", "gather"), ("fused", "clip", "bf16", "gather"), ("fused", "infonce", "bf16", "ring"),
+    ("panel", "smooth", "bf16", "ring"), ("panel", "smooth_clip", "fp32", "gather"),
+    ("rows", "smooth", "bf16", "gather"), ("panel", "smooth_clip", "fp16", "ring"),
 ]  # fmt: skip
 
 
@@ -172,7 +193,7 @@ SELFTESTS = [
     ("panel", "siglip_multi", "bf16"), ("panel", "clip_without_ids", "bf16"), ("panel", "ntxent", "bf16"),
     ("panel", "dcl", "bf16"), ("panel", "debiased", "fp32"),
     ("fused", "clip", "bf16"), ("fused", "infonce", "bf16"), ("stash", "clip", "bf16"), ("stash", "infonce", "bf16"),
-    ("rows", "infonce", "bf16"),
+    ("rows", "infonce", "bf16"), ("rows", "smooth", "bf16"), ("panel", "smooth_clip", "fp32"),
 ]  # fmt: skip
 
 

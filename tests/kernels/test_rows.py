@@ -23,16 +23,18 @@ def test_rows_of_panels(interpreted: Interpreter, check: Callable[..., None]) ->
 
 
 @pytest.mark.parametrize("check", [checks.rows_of_panels, checks.gradients_in_a_recording])
-def test_rows_of_panels_with_weights(interpreted: Interpreter, check: Callable[..., None]) -> None:
-    interpreted(check, Made("rows", "rince"))
+@pytest.mark.parametrize("loss", ["rince", "smooth"])
+def test_rows_of_panels_with_weights_or_means(interpreted: Interpreter, check: Callable[..., None], loss: str) -> None:
+    interpreted(check, Made("rows", loss))
 
 
 def test_over_ranks_backward_has_the_gradients(interpreted: Interpreter) -> None:
     interpreted(checks.over_ranks, ROWS, 3, [[70, 10, 60], [0, 100, 3]])
 
 
-def test_a_gather_without_gradients_and_with_wider_features(interpreted: Interpreter) -> None:
-    made = Made("rows", "infonce", devices=4, settings=(("transport", "gather"),))
+@pytest.mark.parametrize("loss", ["infonce", "smooth"])
+def test_a_gather_without_gradients_and_with_wider_features(interpreted: Interpreter, loss: str) -> None:
+    made = Made("rows", loss, devices=4, settings=(("transport", "gather"),))
     interpreted(checks.forward_with_gradients_over_ranks, made, [70, 0, 30])
 
 

@@ -14,8 +14,8 @@ from tests.kernels.worker import Interpreter
 EACH = [Made(strategy, loss) for strategy in ("panel", "fused", "stash") for loss in ("clip", "infonce")] + [
     Made("rows", "infonce")
 ]
-EACH.append(Made("panel", dtype="fp32"))
-CPU = [Made("torch", loss, dtype) for loss in ("clip", "infonce") for dtype in ("bf16", "fp32", "fp64")]
+EACH += [Made("panel", dtype="fp32"), Made("rows", "smooth"), Made("panel", "smooth_clip")]
+CPU = [Made("torch", loss, dtype) for loss in ("clip", "infonce", "smooth") for dtype in ("bf16", "fp32", "fp64")]
 
 
 def named(made: Made) -> str:
@@ -106,7 +106,14 @@ def test_sums_of_several_ranks_of_the_cpu_target() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "loss"),
-    [("panel", "clip"), ("fused", "clip"), ("stash", "clip"), ("panel", "rince"), ("panel", "margin")],
+    [
+        ("panel", "clip"),
+        ("fused", "clip"),
+        ("stash", "clip"),
+        ("panel", "rince"),
+        ("panel", "margin"),
+        ("panel", "smooth_clip"),
+    ],
 )
 def test_a_backward_finds_its_own_forward_in_a_recording(interpreted: Interpreter, strategy: str, loss: str) -> None:
     interpreted(checks.found_in_a_recording, Made(strategy, loss))

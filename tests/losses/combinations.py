@@ -27,6 +27,8 @@ from infcl_gen.losses.language import (
     logsumexp_over_negatives,
     logsumexp_over_queries,
     maximum,
+    mean_of_keys,
+    mean_of_queries,
     mean_over_keys,
     mean_over_queries,
     positive,
@@ -48,6 +50,7 @@ REFUSALS = 20
 SHARP = 5.0  # what all temperatures multiply similarities with
 CAP, MARGIN, ANGLE = 4.0, 0.25, 0.3
 SHARE_OF_KEYS = 0.75  # of the mean over keys, beside 0.5 of that over queries
+SMOOTHING = 0.375  # of the mean of all logits
 CHOICES: dict[str, tuple[Any, ...]] = {
     "form": ("queries", "queries", "queries", "both", "triangle", "pairs"),
     "positives": ("diagonal", "label", "own", "id"),
@@ -77,6 +80,7 @@ class Combination:
     apart        a margin is written as the positive beside the sum of the others, not as a logit of the sum
     term         F(total, positive) of a query, or for "focal" h of a pair
     weighted     terms have query_weight; `hard`: queries have negatives of their own
+    smoothed     less SMOOTHING times the mean of all logits without margins; drawn apart from the others
     """
 
     form: str
@@ -93,6 +97,7 @@ class Combination:
     reduction: str
     grad_sync: str
     frozen: str
+    smoothed: bool = False
 
     @property
     def ids(self) -> bool:
@@ -128,6 +133,10 @@ def spec_of(one: Combination, name: str) -> LossSpec:
     if one.form == "both":
         of_keys = mean_over_keys(logsumexp_over_queries(other, *_where(one.mask)) - at_positive)
         formula = formula / 2 + sympy.Rational(SHARE_OF_KEYS) * of_keys
+    if one.smoothed:
+        share = sympy.Rational(SMOOTHING) / (2 if one.form == "both" else 1)
+        formula -= share * mean_over_queries(mean_of_keys(other))
+        formula -= share * mean_over_keys(mean_of_queries(other)) if one.form == "both" else 0
     return LossSpec(name, formula, positives)
 
 
@@ -180,9 +189,7 @@ def refusals(one: Combination) -> list[str]:
     triangle, pairs, both = (one.form == form for form in ("triangle", "pairs", "both"))
     of_keys = not (triangle or pairs)
     reasons = {
-        "scale occurs in a non-affine logit other than as scale * z": one.capped
-        and one.temperature != "factor"
-        and (one.bias or not pairs),
+        "other than as scale * z": one.capped and one.temperature != "factor" and (one.bias or not pairs),
         "a logit that depends on is_positive": not pairs and one.margin and not one.apart and (one.mask or both),
         "a logit that depends on is_positive or same_id has no kernel yet in sum_over_pairs": pairs and one.margin,
         "the log-sum-exps differ in their masks": both and one.margin and one.apart,
@@ -191,6 +198,8 @@ def refusals(one: Combination) -> list[str]:
         "needs positives='label'": triangle and one.positives not in ("label", "own"),
         "beside mean_over_keys": both and (one.term != "plain" or one.mask in ("positive", "both") or one.margin),
         "where=1 - is_self": triangle and one.mask in ("same_id", "both"),
+        "kernels for logits affine in z": one.smoothed and one.capped,
+        "give both sides": one.smoothed and triangle,
         "query_weight": (both or pairs) and one.weighted,
         "logsumexp_over_negatives": (both or pairs) and one.hard,
     }
@@ -214,7 +223,7 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
         pairs = torch.cat((pairs, torch.einsum("id,ild->il", q, given.negatives.to(q))), 1)
     similarities, keys = pairs.to(number), len(k)
     other = _dense_logit(one, similarities, given)
-    is_own = _are_positive(one, given)
+    is_own, smoothing = _are_positive(one, given), other[:, :keys].mean() * SMOOTHING if one.smoothed else 0.0
     if one.margin:
         own = _dense_logit(one, _dense_margin(one, similarities), given)
         other = torch.cat((torch.where(is_own, own[:, :keys], other[:, :keys]), other[:, keys:]), 1)
@@ -228,7 +237,7 @@ def dense(one: Combination, given: Inputs, products: torch.dtype | None = None) 
     loss = (terms if given.query_weight is None else given.query_weight.to(number) * terms).mean()
     if one.form == "both":
         loss = loss / 2 + SHARE_OF_KEYS * (_log(torch.where(kept, x.exp(), 0.0).sum(0)) - p).mean()
-    return loss
+    return loss - smoothing
 
 
 def _dense_logit(one: Combination, similarities: Tensor, given: Inputs) -> Tensor:
@@ -287,16 +296,18 @@ def _dense_term(one: Combination, total: Tensor, p: Tensor) -> Tensor:
 
 def draws() -> Iterator[Combination]:
     """Endless, and always the same."""
-    chance = random.Random(0)
+    chance, smoothing = random.Random(0), random.Random(2)
     while True:
         one = Combination(**{name: chance.choice(values) for name, values in CHOICES.items()})
+        one = dataclasses.replace(one, smoothed=smoothing.random() < 0.5)
         yield _plain(_likely(one) if chance.random() < 0.8 else one)  # else most would be refused
 
 
 def _likely(one: Combination) -> Combination:
     """Without most of what the form has no kernel for."""
     temperature = "factor" if one.capped else one.temperature
-    one = dataclasses.replace(one, temperature=temperature, apart=one.apart or bool(one.mask))
+    smoothed = one.smoothed and not one.capped and one.form != "triangle"
+    one = dataclasses.replace(one, temperature=temperature, apart=one.apart or bool(one.mask), smoothed=smoothed)
     if one.form == "queries":
         return dataclasses.replace(one, positives="label" if one.positives == "id" else one.positives)
     if one.form == "triangle":
@@ -313,7 +324,7 @@ def _plain(one: Combination) -> Combination:
     which counts its terms when multiplied out."""
     pairs, changes = one.form == "pairs", dict[str, Any](apart=bool(one.margin) and one.apart)
     if pairs:
-        changes |= {"term": "focal" if one.term == "focal" else "plain", "apart": False}
+        changes |= {"term": "focal" if one.term == "focal" else "plain", "apart": False, "smoothed": False}
     if pairs and one.mask in ("positive", "both"):
         changes["margin"] = ""
     if pairs and one.positives == "id":  # where the two classes are one

@@ -16,6 +16,8 @@ from infcl_gen.losses.language import (
     logsumexp_over_negatives,
     logsumexp_over_queries,
     maximum,
+    mean_of_keys,
+    mean_of_queries,
     mean_over_keys,
     mean_over_queries,
     positive,
@@ -48,6 +50,14 @@ def spec(formula: sympy.Expr, positives: str = "label", name: str = "mine") -> L
     return LossSpec(name, formula, positives)
 
 
+EPS = sympy.Rational(1, 10)  # of label smoothing: shared by all keys of a query, or all queries of a key
+_SMOOTH = logsumexp_over_keys(X) - (1 - EPS) * positive(X) - EPS * mean_of_keys(X)
+_SMOOTH_KEYS = logsumexp_over_queries(X) - (1 - EPS) * positive(X) - EPS * mean_of_queries(X)
+SMOOTH = {
+    "smooth": spec(mean_over_queries(_SMOOTH), name="smooth"),
+    "smooth_clip": spec((mean_over_queries(_SMOOTH) + mean_over_keys(_SMOOTH_KEYS)) / 2, "diagonal", "smooth_clip"),
+    "smooth_rince": spec(BUILTIN_LOSSES["rince"].formula - mean_over_queries(mean_of_keys(X)) / 5, name="smooth_rince"),
+}
 _WITH_HARD = logsumexp_over_keys(X) + softplus(logsumexp_over_negatives(X) - logsumexp_over_keys(X))
 DERIVABLE = {
     "clip": CLIP,
@@ -100,6 +110,12 @@ DERIVABLE = {
     ),
     "weighted": spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - positive(X)))),
     "hard": spec(mean_over_queries(query_weight * (_WITH_HARD - positive(X)))),
+    **SMOOTH,
+    "smooth_keys_only": spec(mean_over_keys(_SMOOTH_KEYS), "diagonal"),
+    "smooth_of_a_shifted_logit": spec(mean_over_queries(_SMOOTH) + mean_over_queries(mean_of_keys(X - scale))),
+    "means_that_do_not_balance": spec(
+        mean_over_queries(logsumexp_over_keys(X, where=1 - is_positive) - positive(X) + 2 * mean_of_keys(X) / 3)
+    ),
     "irrational": spec(INFONCE_OF(sympy.sqrt(scale) * z * sympy.pi)),
 }
 

@@ -23,10 +23,12 @@ from infcl_gen.losses.language import (
     logsumexp_over_negatives,
     logsumexp_over_queries,
     mean_of_keys,
+    mean_of_queries,
     mean_over_keys,
     mean_over_positives,
     mean_over_queries,
     positive,
+    positives_of_query,
     queries,
     query_weight,
     same_id,
@@ -39,7 +41,7 @@ from infcl_gen.losses.language import (
     z,
 )
 from infcl_gen.losses.printers import c, p, r, x
-from infcl_gen.verification.oracle import numbers_of_rows
+from infcl_gen.verification.oracle import mean_share, numbers_of_rows
 from tests.calls import calls
 from tests.losses.specs import DERIVABLE, INFONCE_OF, KEPT, X, spec
 from tests.verification.dense import dense_package
@@ -59,6 +61,16 @@ def test_infonce() -> None:
     derivation = derive(INFONCE)
     assert (derivation.query_share, derivation.key_share, derivation.positive_share) == (1.0, 0.0, -1.0)
     assert derivation.key_term == 0 and not derivation.has_keys
+
+
+def test_shares_of_label_smoothing_cancel() -> None:
+    """As people write them: of 1 - 0.9 - 0.1 a rounding is left, by which bias would have a gradient."""
+    logit = scale * (z - 1) + bias
+    share = 0.1
+    terms = logsumexp_over_keys(logit) - (1 - share) * positive(logit) - share * mean_of_keys(logit)
+    derivation = derive(spec(mean_over_queries(terms)))
+    assert (derivation.dbias, derivation.mean_share) == (0, -0.1)
+    assert formulas_of(derivation)["dL/dx"] == "g_ij = 1/M * (exp(x_ij - r_i) - 0.9 * [j = positive(i)] - 0.1 / N)"
 
 
 def test_slopes_by_the_similarity_count_in_the_bound() -> None:
@@ -94,7 +106,7 @@ def derived(
         total = sum(term[which == kind].sum() for kind, term in enumerate(terms))
         g = sum(slope * (which == kind) for kind, slope in enumerate(slopes))
         return total, g, loss.dbias_factor(scale, bias) * g.sum() / len(x), loss.dscale_rest(scale, bias) * g.sum(), 0.0
-    p = x.diagonal()
+    p, of_all = x.diagonal(), mean_share(loss) * x.mean() * len(x)
     x = x if same_id is None else torch.where(same_id & (eye == 0), -torch.inf, x)
     if hasattr(loss, "of_queries"):
         x = torch.where(eye == 1, -torch.inf, x) if "positive" in loss.CLASSES else x
@@ -104,11 +116,12 @@ def derived(
         weight = torch.where(r == -torch.inf, 0.0, weight)
         g = weight[:, None] * (x - r[:, None]).exp().nan_to_num(0.0) + slope[:, None] * eye
         of_scale, of_bias = (torch.as_tensor(part).expand(len(x)).sum() for part in parts[:2])
+        g = g + mean_share(loss) / x.shape[1]
         of_bias += loss.dbias_factor(scale, bias) * g.sum()
-        return term.sum(), g, of_bias / len(x), of_scale + loss.dscale_rest(scale, bias) * g.sum(), through_z
+        return term.sum() + of_all, g, of_bias / len(x), of_scale + loss.dscale_rest(scale, bias) * g.sum(), through_z
     r, c = x.logsumexp(1), x.logsumexp(0)
-    total = loss.query_term(r, p).sum() + (loss.key_term(c, p).sum() if loss.HAS_KEYS else 0.0)
-    g = loss.QUERY_SHARE * (x - r[:, None]).exp() + loss.POSITIVE_SHARE * eye
+    total = of_all + loss.query_term(r, p).sum() + (loss.key_term(c, p).sum() if loss.HAS_KEYS else 0.0)
+    g = loss.QUERY_SHARE * (x - r[:, None]).exp() + loss.POSITIVE_SHARE * eye + mean_share(loss) / x.shape[1]
     if loss.HAS_KEYS:
         g = g + loss.KEY_SHARE * (x - c).exp()
     return total, g, torch.tensor(loss.DBIAS, dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0.0
@@ -168,7 +181,7 @@ NT_XENT = similarity("query", "query")
 MARGIN = scale * (z - is_positive / 5)
 NO_MARGIN = (
     "^loss mine: a logit that depends on is_positive has no kernel yet beside mean_over_keys: write mean_over_queries "
-    "alone, and call it once for each direction; "
+    "alone, and call it once for each direction$"
 )
 
 
@@ -248,9 +261,45 @@ ROADMAP = {  # sayable today; each is refused by name until there is a kernel fo
         spec(mean_over_queries(logsumexp_over_keys(X, is_positive + (1 - same_id)) - positive(X))),
         "the mask where=",
     ),
-    "label_smoothing": (
-        spec(mean_over_queries(logsumexp_over_keys(X) - sympy.Rational(9, 10) * positive(X) - mean_of_keys(X) / 10)),
-        "mean_of_keys",
+    "smoothing of a capped logit": (
+        spec(INFONCE_OF(tanh(z)) + mean_over_queries(mean_of_keys(tanh(z)))),
+        r"mean_of_keys has kernels for logits affine in z, not for tanh\(z\): leave it out, or write",
+    ),
+    "smoothing of one side": (
+        spec(mean_over_queries(logsumexp_over_keys(NT_XENT, 1 - is_self) - mean_of_keys(NT_XENT))),
+        "has no kernel yet: give both sides, and write z",
+    ),
+    "smoothing by id": (
+        spec(INFONCE_OF(X) - mean_over_queries(mean_of_keys(X)), "id"),
+        r"mean_of_keys\(x\) has no kernel yet beside positives='id': leave it out, or write positives='label'",
+    ),
+    "smoothing beside a margin": (
+        spec(INFONCE_OF(MARGIN) + mean_over_queries(mean_of_keys(MARGIN))),
+        r"mean_of_keys of a logit that depends on is_positive: write mean_of_keys\(scale \* z\)",
+    ),
+    "smoothing of another logit": (
+        spec(INFONCE_OF(X) + mean_over_queries(mean_of_keys(2 * z))),
+        r"mean_of_keys\(2 \* z\) is not of the one logit: write mean_of_keys\(scale \* z \+ bias\)",
+    ),
+    "smoothing by a weight": (
+        spec(mean_over_queries(query_weight * (logsumexp_over_keys(X) - mean_of_keys(X)))),
+        r"mean_of_keys\(x\) has kernels only as a constant multiple in a sum: take it out of query_weight",
+    ),
+    "smoothing in a function": (
+        spec(mean_over_queries(softplus(logsumexp_over_keys(X) - mean_of_keys(X)))),
+        r"mean_of_keys\(x\) has kernels only as a constant multiple in a sum: take it out of softplus",
+    ),
+    "smoothing of the wrong side": (
+        spec(INFONCE_OF(X) + mean_over_keys(mean_of_keys(X)), "diagonal"),
+        r"mean_of_keys\(x\) has no value in mean_over_keys: write mean_of_queries\(x\)",
+    ),
+    "smoothing of keys by labels": (
+        spec(INFONCE_OF(X) + mean_over_keys(mean_of_queries(X))),
+        r"needs positives='diagonal': write mean_of_keys\(x\) in mean_over_queries, the same number",
+    ),
+    "smoothing of pairs": (
+        spec(sum_over_pairs(softplus(X)) / queries + mean_over_queries(mean_of_keys(X))),
+        "sum_over_pairs beside mean_of_keys, mean_over_queries has no kernel yet",
     ),
     "weights of keys": (spec(mean_over_queries(key_weight * (logsumexp_over_keys(X) - positive(X)))), "key_weight"),
     "weights of both sides": (
@@ -289,8 +338,9 @@ def test_the_language_carries_the_roadmap(name: str) -> None:
     loss, reason = ROADMAP[name]
     with pytest.raises(LossError, match=reason) as error:
         derive(loss)
-    assert "kernels exist for" in str(error.value) and isinstance(error.value, InputError)
-    assert "\n" not in str(error.value)
+    assert isinstance(error.value, InputError)
+    said = str(error.value).removeprefix("loss mine: ")
+    assert "\n" not in said and ": " in said and len(said.split()) <= 40, said
     if z in loss.formula.free_symbols:
         assert loss.formula.diff(z) != 0
 
@@ -356,7 +406,69 @@ OUTSIDE = {
 def test_refused_with_one_sentence(name: str) -> None:
     with pytest.raises(LossError) as error:
         derive(REFUSED[name])
-    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+    said = str(error.value).removeprefix("loss mine: ")
+    assert "\n" not in said and ": " in said and len(said.split()) <= 32, said
+
+
+_FAR = logsumexp_over_keys(scale * z, where=(1 - same_id) * (1 - is_positive))
+_NEAR = positive(scale * z - scale / 5)
+OFFERED = {  # refused, and what the message says to write instead
+    "z alone": (INFONCE_OF(X) - mean_over_queries(z), "write positive", INFONCE_OF(X) - mean_over_queries(positive(z))),
+    "positives alone": (
+        mean_over_queries(positive(X)), r"write sum_over_pairs\(is_positive \* x\) / queries",
+        sum_over_pairs(is_positive * X) / queries,
+    ),
+    "a function of z and scale": (
+        sum_over_pairs(z * softplus(scale * z)) / queries, r"scale occurs in z \* softplus\(scale \* z\) other than as",
+        sum_over_pairs(scale * z * softplus(scale * z)) / queries,
+    ),
+    "a weight of a mean": (
+        scale * INFONCE_OF(X), "multiplied by scale: write that factor inside",
+        mean_over_queries(scale * (logsumexp_over_keys(X) - positive(X))),
+    ),
+    "bias in a cap": (INFONCE_OF(tanh(scale * z + bias)), "as a last term", INFONCE_OF(tanh(scale * z) + bias)),
+    "a margin in a mask": (
+        mean_over_queries(logsumexp_over_keys(MARGIN, 1 - same_id * (1 - is_positive)) - positive(MARGIN)),
+        r"write positive\(a\) \+ softplus",
+        mean_over_queries(_NEAR + softplus(_FAR - _NEAR) - _NEAR),
+    ),
+    "numbers of positives": (
+        mean_over_queries((logsumexp_over_keys(X) - positive(X)) / positives_of_query), "as query_weight",
+        mean_over_queries((logsumexp_over_keys(X) - positive(X)) * query_weight),
+    ),
+    "a row and itself of two sides": (
+        mean_over_queries(logsumexp_over_keys(X, where=1 - is_self) - positive(X)), "write it beside similarity",
+        mean_over_queries(logsumexp_over_keys(NT_XENT, where=1 - is_self) - positive(NT_XENT)),
+    ),
+    "another mask": (
+        mean_over_queries(logsumexp_over_keys(X, is_positive + (1 - same_id)) - positive(X)),
+        r"write 1 - is_positive, 1 - same_id \* \(1 - is_positive\), or the product of both",
+        mean_over_queries(logsumexp_over_keys(X, (1 - is_positive) * (1 - same_id * (1 - is_positive))) - positive(X)),
+    ),
+    "a power in a derivative": (
+        INFONCE_OF(1 / (scale * z) ** 4), "write lower powers", INFONCE_OF(1 / (scale * z) ** 3)
+    ),
+    "a number beside means": (INFONCE_OF(X) + 3, "3 stands outside", INFONCE_OF(X) + mean_over_queries(3)),
+    "smoothing by a weight": (
+        mean_over_queries(query_weight * (logsumexp_over_keys(X) - mean_of_keys(X))), "take it out of",
+        mean_over_queries(query_weight * logsumexp_over_keys(X) - mean_of_keys(X)),
+    ),
+    "smoothing of keys": (
+        INFONCE_OF(X) - mean_over_keys(mean_of_queries(X)), r"write mean_of_keys\(x\) in mean_over_queries",
+        INFONCE_OF(X) - mean_over_queries(mean_of_keys(X)),
+    ),
+    "a logit with a number of queries": (
+        INFONCE_OF(scale * z / queries), "has queries in it: write it with z, scale and bias", INFONCE_OF(scale * z)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(OFFERED))
+def test_what_a_refusal_offers_has_kernels(name: str) -> None:
+    refused, says, offered = OFFERED[name]
+    with pytest.raises(LossError, match=says):
+        derive(spec(refused))
+    assert derive(spec(offered)).spec.formula == offered
 
 
 @pytest.mark.parametrize("name", sorted(OUTSIDE))

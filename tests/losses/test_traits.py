@@ -15,6 +15,8 @@ EXPECTED = {
     "soft_capped": Traits(key_statistics=NONE, known="row", positives="label", affine=False, strips=2),
     "squared": Traits(key_statistics=NONE, known="row", positives="label", affine=False, strips=3),
     "no_scale": Traits(key_statistics=NONE, known="row", positives="label"),
+    "smooth": Traits(key_statistics=NONE, known="row", positives="label", means=True),
+    "smooth_clip": Traits(means=True),
     "siglip": Traits(query_statistics=NONE, key_statistics=NONE, known="before", softplus=True, strips=4),
     "siglip_focal": Traits(query_statistics=NONE, key_statistics=NONE, known="before", strips=5),
     "siglip_multi": Traits(

@@ -65,11 +65,26 @@ WEIGHTED = LossSpec("weighted", mean_over_queries(query_weight * apart), positiv
 harder = softplus(logsumexp_over_negatives(x) - logsumexp_over_keys(x))
 HARD = LossSpec("hard", mean_over_queries(query_weight * (apart + harder)), positives="label")
 """
+SMOOTH = """
+from infcl_gen.losses.language import *
+
+x = scale * z + bias
+towards_keys = mean_over_queries(logsumexp_over_keys(x) - 0.9 * positive(x) - 0.1 * mean_of_keys(x))
+towards_queries = mean_over_keys(logsumexp_over_queries(x) - 0.9 * positive(x) - 0.1 * mean_of_queries(x))
+INFONCE = LossSpec("smooth", towards_keys, positives="label")
+CLIP = LossSpec("smooth_clip", (towards_keys + towards_queries) / 2)
+RINCE = LossSpec(
+    "smooth_rince",
+    mean_over_queries(exp(logsumexp_over_keys(x) / 2) / 5 - 2 * exp(positive(x) / 2) - mean_of_keys(x) / 5),
+    positives="label",
+)
+"""
 FILES = {
     "soft": "soft.py:SOFT", "clip_ids": "ids.py:CLIP", "infonce_ids": "ids.py:INFONCE",
     "decoupled_ids": "ids.py:DECOUPLED", "margin": "combined.py:MARGIN", "decoupled": "combined.py:DECOUPLED",
     "angular": "combined.py:ANGULAR", "debiased_keys": "combined.py:DEBIASED",
     "weighted": "own.py:WEIGHTED", "hard": "own.py:HARD",
+    "smooth": "smooth.py:INFONCE", "smooth_clip": "smooth.py:CLIP", "smooth_rince": "smooth.py:RINCE",
 }  # fmt: skip
 
 
@@ -81,6 +96,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
     (folder / "ids.py").write_text(WITHOUT_IDS)
     (folder / "combined.py").write_text(COMBINED)
     (folder / "own.py").write_text(OWN)
+    (folder / "smooth.py").write_text(SMOOTH)
     sys.path.insert(0, str(folder))
 
     def get(

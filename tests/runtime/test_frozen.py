@@ -66,9 +66,9 @@ def counted(package: ModuleType) -> Iterator[list[str]]:
         noted.append("product")
         product(*given)
 
-    def finishing(*given: Any, dots: Tensor | None = None) -> None:
+    def finishing(*given: Any, dots: Tensor | None = None, **more: Any) -> None:
         noted.append("finish" if dots is None else "dots")
-        finish(*given, dots=dots)
+        finish(*given, dots=dots, **more)
 
     products = mock.patch.object(schedule.Panels, "add_product", add_product)
     with products, mock.patch.object(schedule, "finish", finishing):

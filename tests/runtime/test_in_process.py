@@ -707,8 +707,8 @@ MORE_BUGS = {
         ((GROUP, "self.keys[:owner]", "self.keys[: owner + 1]"),), loss="infonce"
     ),
     "every shard is taken to be as long as the own": Bug(
-        ((TRANSPORT, "self._slot(name, place), self._layout.keys[owner]",
-          "self._slot(name, place), self._layout.keys[self._layout.rank]"),)
+        ((TRANSPORT, "self._slot(name, place), self._count(name, owner)",
+          "self._slot(name, place), self._count(name, self._layout.rank)"),)
     ),
     "an empty rank does not take part in backward": Bug(
         ((ENGINE, "    table = _table(package, layout, weighting.gradients, kept)\n    if",
@@ -770,8 +770,8 @@ MORE_BUGS = {
     ),
     "keys are worked on before they have come": Bug((KEYS_ARE_THERE,), nodes=0),
     "a rank without queries keeps what its memory held": Bug(
-        ((TRANSPORT, "own = self._new(name, layout.keys[here], zero=not layout.rows[here])",
-          "own = self._new(name, layout.keys[here])"),),
+        ((TRANSPORT, "own = self._new(name, self._count(name, here), zero=not layout.rows[here])",
+          "own = self._new(name, self._count(name, here))"),),
         rows=(5, 0, 9), keys=(5, 5, 4), nodes=0,
     ),
     "a rank of a ring without queries passes on what its memory held": Bug(

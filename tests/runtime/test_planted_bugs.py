@@ -59,7 +59,7 @@ BUGS = {
         breaks=True,
     ),
     "padding of a short shard is computed": Bug(
-        ((TRANSPORT, "self._slot(name, place), self._layout.keys[owner])",
+        ((TRANSPORT, "self._slot(name, place), self._count(name, owner))",
           "self._slot(name, place), self._largest if owner != self._layout.rank else self._layout.keys[owner])"),),
         (0, 1),
         (3, 8),

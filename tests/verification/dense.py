@@ -38,8 +38,9 @@ def dense_loss(
     to the angle of each positive and logits capped at 20; "debiased_keys" takes a tenth of the keys for positives.
     "ntxent" is equation 1 of arXiv 2002.05709: rows against all other rows, of which half the batch on is the other
     view. "weighted" is infonce with a weight for each query; "hard" is the same with further keys of each query in its
-    sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. Losses of one side follow in
-    `_dense_of_rows`.
+    sum; "gemini" is the equation of arXiv 2503.07891 with the positive in its sum. "smooth" is infonce with torch's
+    label_smoothing of 0.1, "smooth_clip" clip with that of both sides; "smooth_rince" is rince less a fifth of the mean
+    logit. Losses of one side follow in `_dense_of_rows`.
     """
     if k is None:
         return _dense_of_rows(name, q @ q.T, scale, bias, labels)
@@ -65,8 +66,9 @@ def dense_loss(
         negatives = logits.exp().scatter(1, own[:, None], 0.0).sum(1)
         rest = torch.maximum((negatives - tau * count * p.exp()) / (1 - tau), count * torch.exp(-scale))
         return -torch.log(p.exp() / (p.exp() + rest)).mean()
-    if name == "rince":
-        return (-(p.exp() ** 0.5) / 0.5 + (0.01 * logits.exp().sum(1)) ** 0.5 / 0.5).mean()
+    if name in ("rince", "smooth_rince"):
+        rince = (-(p.exp() ** 0.5) / 0.5 + (0.01 * logits.exp().sum(1)) ** 0.5 / 0.5).mean()
+        return rince - logits.mean() / 5 if name == "smooth_rince" else rince
     if name == "margin":
         return torch.nn.functional.cross_entropy(logits.scatter_add(1, own[:, None], -0.3 + 0 * p[:, None]), own)
     if name in ("weighted", "hard", "gemini"):
@@ -78,11 +80,12 @@ def dense_loss(
     if name == "decoupled":
         negatives = logits.scatter(1, own[:, None], -torch.inf).logsumexp(1)
         return (torch.logaddexp(negatives, p) - p if query_ids is not None else negatives - p).mean()
-    by_query = torch.nn.functional.cross_entropy(logits, own)
-    if name == "infonce":
+    smoothing = 0.1 if name.startswith("smooth") else 0.0
+    by_query = torch.nn.functional.cross_entropy(logits, own, label_smoothing=smoothing)
+    if name in ("infonce", "smooth"):
         return by_query
-    assert name in ("clip", "soft") and labels is None
-    return (by_query + torch.nn.functional.cross_entropy(logits.T, own)) / 2.0
+    assert name in ("clip", "soft", "smooth_clip") and labels is None
+    return (by_query + torch.nn.functional.cross_entropy(logits.T, own, label_smoothing=smoothing)) / 2.0
 
 
 def _dense_of_rows(name: str, z: Tensor, scale: Tensor | float, bias: Tensor | float, labels: Tensor | None) -> Tensor:

@@ -7,10 +7,11 @@ from infcl_gen.losses import BUILTIN_LOSSES, derive
 from infcl_gen.runtime.selftest import compared
 from infcl_gen.verification import oracle
 from infcl_gen.verification.properties import DTYPES, Case, tensors
-from tests.losses.specs import DERIVABLE
+from tests.losses.specs import DERIVABLE, SMOOTH
 from tests.verification.dense import dense, dense_package
 
 SPECS = BUILTIN_LOSSES | {f"{name}_ids": DERIVABLE[f"{name}_without_ids"] for name in ("clip", "infonce")}
+SPECS |= SMOOTH
 SPECS |= {name: DERIVABLE[name] for name in ("margin", "decoupled", "weighted", "hard")} | {
     "decoupled_ids": DERIVABLE["decoupled_by_id"]
 }

@@ -4,6 +4,7 @@
     backward    _Sweep -> backward_block for each owner's keys -> sums -> _Weighting -> gradients
     at once     where gradients need no statistics, or those of a row of panels alone, forward does the work of
                 backward, which only multiplies what forward has kept (`_at_once`, `_gradients_by_rows`)
+    means       a multiple of the mean of all logits is no part of any sweep: sums of features make it (means.py)
     combined    before loss_terms `combine` makes the weight and the parts of each query from its sum and its positive
     triangle    queries are keys of each other: a block of own rows sees each pair once and adds to dq alone
                 (`_of_one_side`); another rank's rows are swept as keys, and nothing is summed for that rank
@@ -35,6 +36,7 @@ from torch.autograd import profiler
 from . import agreement
 from .group import Group, Layout, find_group
 from .launch import panel, panel_columns
+from .means import Means
 from .package import ALL, KEYS, QUERIES, SCALARS, Block, Call, Options, Package, Saved, products
 from .statistics import Statistics, view
 from .table import Table
@@ -85,7 +87,8 @@ def swept(package: Package, call: Call, group: Group | None, layout: Layout, gra
         weight = _weight(layout, call.options)
         if package.traits.vectors:
             saved.of_vectors.mul_(weight)
-        return package.schedule.loss_terms(ours, weight), saved
+        loss = package.schedule.loss_terms(ours, weight)
+        return loss if sweep.means is None else sweep.means.added(loss, weight), saved
 
 
 def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradients: int) -> Gradients:
@@ -107,8 +110,8 @@ def backward(package: Package, call: Call, saved: Saved, upstream: Tensor, gradi
         rows, keys, _ = zip(*saved.layout.tolist(), strict=True)
         layout = Layout(group.rank, rows, keys)
     with device_state(package, call.q.device, "backward"):
-        weighting = _Weighting(package, call, layout, upstream, gradients)
         sweep = _Sweep(package, call, layout, saved)
+        weighting = _Weighting(package, call, layout, upstream, gradients, means=sweep.means)
         dq, dk = _backward_alone(sweep, weighting) if group is None else _backward_over(sweep, weighting, group)
         return dq, dk, *weighting.scalars(sweep.slopes), *_of_vectors(package, saved, upstream)
 
@@ -152,7 +155,8 @@ def _keep_scalars(saved: Saved, scalars: tuple[Tensor | None, Tensor | None]) ->
 def _gradients_by_rows(sweep: _Sweep, group: Group | None, gradients: int) -> Saved:
     """Completes the statistics of all queries; `Saved` with the gradients for an upstream gradient of 1."""
     package, call, layout, saved = sweep.package, sweep.call, sweep.layout, sweep.saved
-    weighting = _Weighting(package, call, layout, call.scale.new_ones(()), gradients, saved.of_queries.dtype)
+    upstream, dtype = call.scale.new_ones(()), saved.of_queries.dtype
+    weighting = _Weighting(package, call, layout, upstream, gradients, dtype, sweep.means)
     if group is None:
         saved = _kept_alone(sweep, weighting)
     else:
@@ -166,12 +170,17 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
     package, layout, saved, q = sweep.package, sweep.layout, sweep.saved, sweep.call.q
     table, schedule, (dq, dk) = _table(package, layout, weighting.gradients), package.schedule, weighting.kept(saved)
     tensors, sums, of_keys = _tensors(sweep, table), dict[int, Tensor | None](), weighting.products.of_keys
+    means = sweep.means
     trip = Trip(group, table, "forward", layout, tensors)
     for owner in trip:
         sums[owner] = trip["key gradients"] if of_keys else None
+        if means is not None and of_keys and q.shape[0]:
+            means.leave(trip["query sums"], fresh=True)
         if len(sums) < group.size or not q.shape[0]:
             continue
         step, keys = min(schedule.PANEL_ROWS, q.shape[0]), sum(layout.keys)
+        if means is not None:
+            means.see(panel(tensors.kept["keys"], 0, keys))
         total = weighting.query_sums(dq, step)
         block = sweep.block(0, tensors.kept["keys"], saved.of_keys, None)
         scratch = schedule.rows_scratch(step, keys, q.device)
@@ -181,6 +190,8 @@ def _rows_over(sweep: _Sweep, weighting: _Weighting, group: Group) -> None:
             schedule.rows_block(part, own, of_ranks, scratch, fresh_dk=start == 0)
         del scratch  # its memory is for the sums of other ranks
     if dk is not None:
+        if means is not None:
+            means.arrived(trip)
         weighting.keys(trip.home("key gradients"), panel(dk, 0, sweep.call.k.shape[0]))
 
 
@@ -252,8 +263,11 @@ def gradient_sums(package: Package, call: Call, saved: Saved, gradients: int) ->
 
 def weighted(package: Package, call: Call, saved: Saved, sums: Sums, upstream: Tensor, gradients: int) -> Gradients:
     """Second part of `backward`: its results, in fresh tensors, from the `gradient_sums` of the same inputs."""
-    layout = Layout.alone(call.q, call.k)
-    weighting = _Weighting(package, call, layout, upstream, gradients)
+    layout, means = Layout.alone(call.q, call.k), None
+    if package.traits.means:
+        means = Means(package, call, call.k.shape[0])
+        means.see(call.k)
+    weighting = _Weighting(package, call, layout, upstream, gradients, means=means)
     dq, dk = _results(call, gradients, weighting.dtype)
     if sums[0] is not None:
         weighting.queries(sums[0], sums[0] if dq is None else dq)
@@ -337,6 +351,7 @@ class _Sweep:
             self.queries, self.positive, self.stash = view(statistics), statistics[2:], call.q.new_empty(0)
         else:
             self.queries, self.positive, self.stash = view(statistics), statistics[2:], saved.stash
+        self.means = Means(package, call, sum(layout.keys)) if package.traits.means else None
         self.tiles = self.stash if self.stash.numel() else None  # of one device; over ranks the stash holds keys
 
     @property
@@ -381,6 +396,8 @@ class _Sweep:
         for owner in trip:
             if not (self.call.q.shape[0] and self.layout.keys[owner]):
                 continue
+            if self.means is not None:
+                self.means.see(trip["keys"])
             if traits.triangle:
                 yield self.own_block() if owner == self.layout.rank else self.block_of_rows(owner, trip)
             else:
@@ -400,6 +417,8 @@ def _forward(sweep: _Sweep, group: Group | None, gradients: int) -> Statistics |
     scratch, fresh = schedule.forward_scratch(call.q, max(layout.keys)), True
     if group is None:
         block = sweep.own_block()
+        if sweep.means is not None:
+            sweep.means.see(block.k)
         schedule.forward_block(block, scratch, fresh_queries=True, fresh_keys=True, stash=sweep.tiles)
         return block.keys
     table = _table(sweep.package, layout, gradients)
@@ -438,6 +457,8 @@ def _backward_alone(sweep: _Sweep, weighting: _Weighting, dq: Tensor | None = No
         both = q.new_empty((room + step_room, q.shape[1]), dtype=schedule.STATISTICS_DTYPE)
         sums, total = both[:room] if room else None, both[room:] if step_room else None
     block, by_rows = sweep.own_block(), sweep.package.rows
+    if sweep.means is not None:
+        sweep.means.see(block.k)
     scratch = (schedule.rows_scratch if by_rows else schedule.backward_scratch)(step, keys, q.device)
     for start, count, own in _rows_of_panels(sweep, weighting, total, dq):
         kept = None if tiles is None or start >= len(tiles) else panel(tiles, start, count)
@@ -504,6 +525,8 @@ def _finished(
             scratch = schedule.backward_scratch(q.shape[0], max(layout.keys), q.device)
         how = {"fresh_dq": fresh, "fresh_dk": trip.fresh, "arrive": trip.arrive}
         schedule.backward_block(block, dq_sum, trip["key gradients"] if of_keys else None, scratch, **how)
+        if sweep.means is not None and of_keys:
+            sweep.means.leave(trip["query sums"], trip.fresh)
         fresh = False
     del scratch  # its memory is for the results
     if dq_sum is not None:
@@ -514,6 +537,8 @@ def _finished(
         return dq, None
     del dq_sum
     dk_sum = trip.home("key gradients")
+    if sweep.means is not None:
+        sweep.means.arrived(trip)
     del trip
     if dk is None:
         dk = dk_sum if in_place else k.new_empty(k.shape)
@@ -528,7 +553,8 @@ def _key_room(package: Package, keys: int) -> int:
 
 
 class _Weighting:
-    """Turns sums over pairs into gradients: the weight of a term, the upstream gradient and the logit's factor.
+    """Turns sums over pairs into gradients: the weight of a term, the upstream gradient and the logit's factor; before
+    that each gets the part that `means` has of it.
 
     `dtype` is that of dq and dk. In the statistics dtype they may overwrite the sums.
     """
@@ -541,7 +567,9 @@ class _Weighting:
         upstream: Tensor,
         gradients: int,
         result: torch.dtype | None = None,
+        means: Means | None = None,
     ) -> None:
+        self._means = means
         schedule, self.gradients, self.products = package.schedule, gradients, products(gradients)
         self._schedule, self._q, self._k, dtype = schedule, call.q, call.k, schedule.STATISTICS_DTYPE
         self._factors = call.scale, call.bias, upstream.to(dtype).contiguous(), _weight(layout, call.options)
@@ -568,12 +596,14 @@ class _Weighting:
         rows, each = total.shape[0], self._schedule.FINISH_ROWS
         if rows:
             dots = None if self._dots is None else panel(self._dots, start // each, -(-rows // each))
-            self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots)
+            more = {} if self._means is None else {"mean": self._means.of_keys}
+            self._schedule.finish(total, panel(self._q, start, rows), *self._factors, out, dots=dots, **more)
 
     def keys(self, total: Tensor, out: Tensor) -> None:
         if total.shape[0]:
             dots = None if self.products.of_queries else self._dots
-            self._schedule.finish(total, self._k, *self._factors, out, dots=dots)
+            more = {} if self._means is None else {"mean": self._means.of_queries}
+            self._schedule.finish(total, self._k, *self._factors, out, dots=dots, **more)
 
     def scalars(self, slopes: Tensor | int) -> tuple[Tensor | None, Tensor | None]:
         """(dscale, dbias), after all sums; `slopes` are those of the sweep."""

@@ -35,6 +35,7 @@ class Traits:
     affine            whether the logit is slope * z + shift
     softplus          whether the terms of a tile are one multiple of softplus(x) or softplus(-x)
     strips            tensors that torch holds at most while it computes the terms of a strip of pairs; 0: in place
+    means             whether a multiple of the mean of all logits is part of the loss
     domain            "rectangle": queries and keys; "triangle": queries are keys of each other, but not of themselves,
                       and z_ij = z_ji is computed once
     """
@@ -51,6 +52,7 @@ class Traits:
     softplus: bool = False
     strips: int = 0
     domain: Domain = "rectangle"
+    means: bool = False
 
     @property
     def has_keys(self) -> bool:

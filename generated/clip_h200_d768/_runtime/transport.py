@@ -149,6 +149,10 @@ class _Rooms:
         shape = each if ranks is None else (ranks, *each)
         return (like.new_zeros if zero else like.new_empty)(shape, dtype=self._dtype(name))
 
+    def _count(self, name: str, owner: int) -> int:
+        """Rows of the tensor of the owner's keys."""
+        return 1 if self._items[name].once else self._layout.keys[owner]
+
     def _dtype(self, name: str) -> torch.dtype:
         dtype = self._items[name].dtype
         found: torch.dtype = self._tensors.dtypes.get(dtype) or getattr(torch, dtype)
@@ -167,10 +171,10 @@ class _Slots(_Rooms):
         self._slots: dict[tuple[str, Place], Tensor] = {}
 
     def of(self, name: str, place: Place, owner: int) -> Tensor:
-        return self._first(name, self._slot(name, place), self._layout.keys[owner])
+        return self._first(name, self._slot(name, place), self._count(name, owner))
 
     def size(self, name: str) -> int:
-        return self._largest * self._items[name].columns * self._dtype(name).itemsize
+        return self._most(name) * self._items[name].columns * self._dtype(name).itemsize
 
     def ends(self, sent: Transfer) -> tuple[Message, Message]:
         here, tag = self._layout.rank, self._tags[sent.name]
@@ -185,6 +189,9 @@ class _Slots(_Rooms):
         read = {item.name for item in self._table.named("unchanged", self._phase)}
         self._slots = {key: slot for key, slot in self._slots.items() if key[0] not in read and key[1] == place}
 
+    def _most(self, name: str) -> int:
+        return 1 if self._items[name].once else self._largest
+
     def _slot(self, name: str, place: Place, whole: bool = False) -> Tensor:
         """`whole`: contiguous, to be sent."""
         slot = self._slots.get((name, place))
@@ -193,7 +200,7 @@ class _Slots(_Rooms):
         elif slot is None and place == KEPT:
             slot = self._tensors.kept.get(name)  # None where backward does not read it
         if slot is None:  # zeros where no work of this rank overwrites them, for want of queries
-            slot = self._new(name, self._largest, zero=not self._layout.rows[self._layout.rank])
+            slot = self._new(name, self._most(name), zero=not self._layout.rows[self._layout.rank])
         self._slots[name, place] = slot.contiguous() if whole else slot
         return self._slots[name, place]
 
@@ -287,8 +294,11 @@ class _Shards(_Rooms):
                 added = self._parts(name)[self._workers.index(here)] if layout.rows[here] else self._new(name, 0)
                 self._sums[name] = self._split(name, added)
             else:  # the own sums are apart: they outlive those that are sent
-                own = self._new(name, layout.keys[here], zero=not layout.rows[here])
-                counts = [count if layout.rows[here] and rank != here else 0 for rank, count in enumerate(layout.keys)]
+                own = self._new(name, self._count(name, here), zero=not layout.rows[here])
+                counts = [
+                    self._count(name, rank) if layout.rows[here] and rank != here else 0
+                    for rank in range(len(layout.keys))
+                ]
                 shards = self._new(name, sum(counts)).split(counts)
                 self._sums[name] = (*shards[:here], own, *shards[here + 1 :])
         return self._sums[name]
@@ -296,7 +306,7 @@ class _Shards(_Rooms):
     def _parts(self, name: str) -> Tensor:
         """Room for the sums of each contributing rank: of all keys if all ranks get them, else of the own keys."""
         if name not in self._received:
-            keys, ranks = self._layout.keys[self._layout.rank], self._guests
+            keys, ranks = self._count(name, self._layout.rank), self._guests
             if name in self._shared:
                 keys, ranks = sum(self._layout.keys), self._workers
             self._received[name] = self._new(name, keys, len(ranks))
