@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b09cd1cf85f8354fa69f60b143492dc1744fbdcfc077fb22a8cba2b0a6713a14",
+    "digest": "739864302671c14073ea4d2b667aec9f80cce5a74a89301bf1a2ac6e3a5115eb",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

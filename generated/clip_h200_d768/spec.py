@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "c8b34e9713c5dbc7be1307c45866f8a12cd7b8d413c13ed68eaeb779d95c5ecf",
+    "digest": "aa68bfe8a7d63b0423100fdd98f2a8eea1378f151415bc748fa7392a953350f8",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
