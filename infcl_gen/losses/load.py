@@ -12,7 +12,7 @@ from typing import Any
 from sympy import Expr, Number, sqrt, sympify
 
 from infcl_gen.files import checksum
-from infcl_gen.inputs.text import one_line
+from infcl_gen.inputs.text import one_line, suggestion
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
 from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
 from infcl_gen.losses.printers import LONGEST_TEXT, display
@@ -35,10 +35,8 @@ def load_loss(name: object) -> LossSpec:
         return BUILTIN_LOSSES[name]
     file, colon, attribute = name.rpartition(":")
     if not colon:
-        raise LossError(
-            f"--loss: unknown loss {name!r}; built in are {', '.join(sorted(BUILTIN_LOSSES))}; "
-            "a loss of your own is given as FILE.py:NAME"
-        )
+        near = suggestion(name, sorted(BUILTIN_LOSSES))
+        raise LossError(f"--loss: {name!r} is neither a built-in loss nor FILE.py:NAME{near}")
     if not is_identifier(attribute):
         raise LossError(f"--loss: {attribute!r} in {name!r} is not an ASCII identifier; expected FILE.py:NAME")
     defined = _executed(file)
