@@ -290,9 +290,7 @@ def _text(loss: Any) -> Any:
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
     if not isinstance(text, str) and isinstance(text, Formula):
         if torch.compiler.is_compiling():
-            raise TypeError(
-                "under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, which is made before"
-            )
+            raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
         with contextlib.suppress(InputError):  # `_check` raises it, and tells the other ranks
             return _literals(loss)
     if not isinstance(text, str) or ":" not in text:
@@ -349,9 +347,10 @@ def _shelf(group: Group | None) -> _Shelf:
     return _alone if group is None else _shelves.setdefault(group, _Shelf())
 
 
-def _check(kind: tuple[Any, ...] | None, q: Any, k: Any) -> Kind:
-    """The kind of a call. Raises TypeError or ValueError for what is no batch of features."""
-    for name, x in (("q", q), ("k", k)):
+def _check(kind: tuple[Any, ...] | None, q: Any, k: Any, names: Sequence[str]) -> Kind:
+    """The kind of a call. Raises TypeError or ValueError for what is no batch of features, which has these names."""
+    features = (names[0], q), (names[1], k)
+    for name, x in features:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
         if x.dim() != 2 or x.dtype not in _DTYPES:
@@ -360,8 +359,8 @@ def _check(kind: tuple[Any, ...] | None, q: Any, k: Any) -> Kind:
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} is on the {x.device} device: move it to a CPU or a GPU")
     if q.device != k.device or q.shape[1] != k.shape[1]:
-        what = ", ".join(f"{name} has D = {x.shape[1]} on {x.device}" for name, x in (("q", q), ("k", k)))
-        raise ValueError(f"q and k must have one embedding dimension and be on one device; {what}")
+        what = ", ".join(f"{name} has D = {x.shape[1]} on {x.device}" for name, x in features)
+        raise ValueError(f"{names[0]} and {names[1]} must have one embedding dimension and be on one device; {what}")
     assert kind is not None
     found = Kind(*kind)
     if isinstance(found.loss, Formula):
@@ -382,7 +381,7 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
     group = find_group(options.group_name)
     k = q if k is None else k  # a loss with two sides refuses that in its package
     try:
-        kind = _check(given, q, k)
+        kind = _check(given, q, k, options.names)
     except Exception:
         if group is not None:
             group.exchange(_header(None, q, k, accepted=False))

@@ -117,6 +117,15 @@ def test_wrong_arguments_say_what_is_right() -> None:
         infcl_gen.contrastive_loss(q, other)
     with pytest.raises(ValueError, match=r"q and k must have one embedding dimension .* q has D = 24 .* k has D = 16"):
         infcl_gen.contrastive_loss(other, k)
+    criterion = infcl_gen.ContrastiveLoss()
+    with pytest.raises(TypeError, match=r"^image_features must be a tensor, not list$"):
+        criterion([1.0], k, 1.0)
+    with pytest.raises(
+        ValueError, match=r"^image_features and text_features must have one embedding dimension .* has D"
+    ):
+        criterion(other, k, 1.0)
+    with pytest.raises(TypeError, match=r"^logit_scale must be a number"):
+        criterion(q, k, "big")
 
 
 def own_loss(factor: float = 1.0) -> LossSpec:

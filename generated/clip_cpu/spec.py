@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b76ffc647a03f6580bc8ba4b3e28823a96db4cacd44ee507db6be354d8f48511",
+    "digest": "0e2827469e0eda9898b160c5bdc4a11daf1dfefd57f58a1ca3790a49fdfb5fe3",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

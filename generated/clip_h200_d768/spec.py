@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "00f87d5cc6ac4de0a9df33a928c58e572661180d0b4703c907a3f2476edc402d",
+    "digest": "3cc91a2d8bab772d9281214711e508c3463661e41a76fa9cb08b287e916ed8cd",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,
