@@ -29,9 +29,10 @@ from infcl_gen.verification.properties import (
     unrepeated,
 )
 
-ORACLE_WORK = {"cpu": 4e10, "cuda": 5e13}  # FLOPs in fp64, beyond which no numbers of the planned size are compared
-ORACLE_BYTES = 4 << 30  # on the host
-ORACLE_SLICES, ORACLE_FEATURES = 8, 8  # matrices that it holds at once
+# Beyond these no numbers of the planned size are compared: FLOPs in fp64, where the functions of a pair count as the
+# products of so many features; bytes of the host, where so many matrices are held at once.
+ORACLE_WORK, FUNCTIONS_OF_PAIR = {"cpu": 1e11, "cuda": 5e13}, 400
+ORACLE_BYTES, ORACLE_MATRICES = 4 << 30, 24
 
 Job = dict[str, Any]  # package (a folder), whether it is edited, place (of SIZES), examples, timeout_s
 Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed), failure (one line, or "")
@@ -62,8 +63,8 @@ def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:
     detail = f"measured {meter.peak_bytes / 2**20:.2f} MiB, predicted {predicted / 2**20:.2f} MiB"
     rows = [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
     room = torch.cuda.mem_get_info()[0] if device == "cuda" else ORACLE_BYTES
-    needed = 8 * (ORACLE_SLICES * min(queries, SLICE_ROWS) * keys + ORACLE_FEATURES * (queries + keys) * dim)
-    if 8.0 * queries * keys * dim <= ORACLE_WORK[device] and needed <= room:
+    needed = 8 * ORACLE_MATRICES * (min(queries, SLICE_ROWS) * keys + (queries + keys) * dim)
+    if 8.0 * queries * keys * (dim + FUNCTIONS_OF_PAIR) <= ORACLE_WORK[device] and needed <= room:
         judged = [row for row in gate(result, truth_by_slices(module, inputs)) if row.quantity in ("loss", "dq", "dk")]
         error = f"largest error {max(row.ratio for row in judged):.2f} of what is allowed"
         detail = failures(judged) or f"loss, dq and dk of {queries} x {keys} on {device}, {error}"
