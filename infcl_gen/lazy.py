@@ -121,9 +121,10 @@ class ContrastiveLoss(api.ContrastiveLoss):
             given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
             Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget))
             if given != "clip":  # known without SymPy
-                from infcl_gen.losses import derive, load_loss
+                from infcl_gen.losses import derive, is_being_read, load_loss
 
-                _literals(derive(load_loss(given)).spec)
+                if not is_being_read(given):  # a file that makes a module of its own loss
+                    _literals(derive(load_loss(given)).spec)
 
     def extra_repr(self) -> str:
         return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"

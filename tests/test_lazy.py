@@ -162,6 +162,19 @@ def test_a_module_is_refused_where_it_is_made() -> None:
             infcl_gen.ContrastiveLoss(**given)
 
 
+def test_a_file_may_make_the_module_of_its_own_loss(tmp_path: Path) -> None:
+    """Also where that is not kept from who reads the file for its loss."""
+    lines = (
+        "import torch, infcl_gen", "from infcl_gen.losses.language import *",
+        "row = logsumexp_over_keys(scale * z) - positive(scale * z)", "own = LossSpec('own', mean_over_queries(row))",
+        "criterion = infcl_gen.ContrastiveLoss(f'{__file__}:own')", "if __name__ == '__main__':",
+        "    print(criterion(torch.ones(4, 8), torch.ones(4, 8), 1.0).exp().item())",
+    )  # fmt: skip
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, check=False)
+    assert float(done.stdout or 0) == pytest.approx(4), done.stderr
+
+
 def test_a_loss_is_given_itself(tmp_path: Path) -> None:
     """Planted: a LossSpec in the fields by which compiled code is guarded."""
     q, k = features(7)
