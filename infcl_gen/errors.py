@@ -65,10 +65,15 @@ def in_python_words() -> Iterator[None]:
     try:
         yield
     except InfclError as error:
-        if not on_command_line.get() and error.args:
-            words = re.sub(r"infcl-gen [^;,]*|(?<![\w-])--([a-z][a-z-]*)", _keyword, str(error.args[0]))
-            error.args = (words, *error.args[1:])
+        if error.args:
+            error.args = (in_readers_words(str(error.args[0])), *error.args[1:])
         raise
+
+
+def in_readers_words(text: str) -> str:
+    """A message that names flags, for who reads it."""
+    flags = r"infcl-gen [^;,]*|(?<![\w-])--([a-z][a-z-]*)"
+    return text if on_command_line.get() else re.sub(flags, _keyword, text)
 
 
 def _keyword(found: re.Match[str]) -> str:

@@ -7,8 +7,10 @@ The ranks of a group load together. They exchange their sizes, rank 0 plans for 
 and nobody goes on unless everybody has the package.
 """
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import operator
@@ -29,7 +31,7 @@ from torch import Tensor
 from infcl_gen.emission import load_cached
 from infcl_gen.errors import InfeasibleError, InputError, ToolchainError, in_python_words
 from infcl_gen.inputs.problem import TORCH_DTYPES, Formula, Problem, make_problem
-from infcl_gen.inputs.text import parse_bytes
+from infcl_gen.inputs.text import parse_bytes, suggestion
 from infcl_gen.runtime import api
 from infcl_gen.runtime.agreement import UNPAIRED, compare, header
 from infcl_gen.runtime.group import Group, find_group
@@ -42,7 +44,7 @@ _LOG = logging.getLogger("infcl_gen")
 class Kind(NamedTuple):
     """Calls of one kind in one group share a package."""
 
-    loss: str
+    loss: str  # as `_text` writes it
     memory_budget: str | int
     dim: int
     dtype: torch.dtype
@@ -82,7 +84,7 @@ class ContrastiveLoss(api.ContrastiveLoss):
     `ContrastiveLoss()(image_features, text_features, logit_scale, logit_bias=None, output_dict=False, *, labels=None,
     query_ids=None, key_ids=None, query_weight=None, negatives=None)`.
 
-    loss           a built-in loss, or FILE.py:NAME as text or path
+    loss           a built-in loss, FILE.py:NAME as text or path, or a LossSpec, which is pickled as its formula
     memory_budget  bytes per device that the loss may take beyond its inputs: "1GiB", a number, or "auto"
     group, grad_sync, check_ranks   as for `contrastive_loss`
     open_clip      arguments of open_clip's ClipLoss: local_loss, gather_with_grad, cache_labels, rank, world_size,
@@ -90,12 +92,13 @@ class ContrastiveLoss(api.ContrastiveLoss):
     The result is the loss (0-dim), or {"contrastive_loss": loss} with output_dict. Over ranks it is this rank's share:
     the mean over ranks is the loss, see `global_value`.
 
-    Raises what `infcl_gen.load` raises, on every rank, where there is no package for the batch.
+    Raises InputError for a loss that is unknown or has no kernels; a call raises what `infcl_gen.load` raises, on every
+    rank, where there is no package for the batch.
     """
 
     def __init__(
         self,
-        loss: str = "clip",
+        loss: str | os.PathLike[str] | Formula = "clip",
         *positional: Any,
         memory_budget: str | int = "auto",
         group: Any = None,
@@ -107,14 +110,24 @@ class ContrastiveLoss(api.ContrastiveLoss):
             raise TypeError(
                 "ContrastiveLoss(loss) takes open_clip's arguments by name: ContrastiveLoss(local_loss=True)"
             )
+        known = [*inspect.signature(api.ContrastiveLoss).parameters, "loss", "memory_budget"]
+        for name in open_clip:
+            if name not in known:
+                raise TypeError(f"ContrastiveLoss has no argument {name!r}{suggestion(name, known)}")
         super().__init__(group=group, grad_sync=grad_sync, check_ranks=check_ranks, **open_clip)
         self.loss, self.memory_budget = _text(loss), memory_budget
         self._taken: _Taken | None = None
-        if isinstance(self.loss, str) and ":" in self.loss and not os.path.isfile(self.loss.rpartition(":")[0]):
-            raise InputError(f"loss: no Python file {self.loss.rpartition(':')[0]!r}")
+        with in_python_words():
+            given = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
+            Problem(batch_size=1, dim=1, loss=given, memory_budget_bytes=_budget(memory_budget))
+            if given != "clip":  # known without SymPy
+                from infcl_gen.losses import derive, is_being_read, load_loss
+
+                if not is_being_read(given):  # a file that makes a module of its own loss
+                    _literals(derive(load_loss(given)).spec)
 
     def extra_repr(self) -> str:
-        return f"{self.loss!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
+        return f"{_shown(self.loss)!r}, memory_budget={self.memory_budget!r}, grad_sync={self.options.grad_sync!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_taken": None}
@@ -150,7 +163,7 @@ def contrastive_loss(
     scale: Tensor | float = 1.0,
     bias: Tensor | float | None = None,
     *,
-    loss: str = "clip",
+    loss: str | os.PathLike[str] | Formula = "clip",
     labels: Tensor | str | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
@@ -167,7 +180,7 @@ def contrastive_loss(
     q, k           (M, D) queries and (N, D) keys of this rank, of any sizes, in bf16, fp16, fp32 or (on CPUs) fp64.
                    k is None for a loss that compares the rows of q with each other
     scale, bias    numbers, or tensors of one; gradients are exact
-    loss           a built-in loss, or FILE.py:NAME as text or path
+    loss           a built-in loss, FILE.py:NAME as text or path, or (not under torch.compile) a LossSpec
     labels         of a loss with labels: int64 (M,), the index of each query's positive among the keys of all ranks, in
                    the order of the ranks; "own": this rank's first M keys; None: query i of the batch and key i. Of
                    rows that are compared with each other: the index of another row of all ranks' rows; None and "own"
@@ -227,7 +240,7 @@ def _kind(loss: str, memory_budget: str | int, q: Any) -> tuple[Any, ...] | None
     try:
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        return loss, memory_budget, operator.index(q.shape[1]), dtype, device
+        return loss if isinstance(loss, str) else _text(loss), memory_budget, operator.index(q.shape[1]), dtype, device
     except (AttributeError, IndexError, RuntimeError):
         return None
 
@@ -271,12 +284,49 @@ def _untraced() -> Callable[..., Tensor]:
 
 
 def _text(loss: Any) -> Any:
-    """The loss as text; a file by its absolute path, since the process may change its folder before the first call."""
+    """The loss as text, which compiled code is guarded by; a LossSpec as its literals.
+
+    A file by its absolute path, since the process may change its folder before the first call.
+    """
     text = os.fspath(loss) if isinstance(loss, os.PathLike) else loss
+    if not isinstance(text, str) and isinstance(text, Formula):
+        if torch.compiler.is_compiling():
+            raise TypeError("under torch.compile a LossSpec is given to infcl_gen.ContrastiveLoss, made outside")
+        with contextlib.suppress(InputError):  # `_check` raises it, and tells the other ranks
+            return _literals(loss)
     if not isinstance(text, str) or ":" not in text:
         return text
     file, _, name = text.rpartition(":")
     return f"{os.path.abspath(file)}:{name}"
+
+
+@functools.lru_cache(maxsize=64)
+def _literals(loss: Any) -> str:
+    """A LossSpec as JSON. Raises LossError for a formula that is too long to be written."""
+    from infcl_gen.losses import load_loss, spec_as_dict
+
+    return json.dumps(spec_as_dict(load_loss(loss)))
+
+
+@functools.lru_cache(maxsize=64)
+def _given(text: str) -> str | Formula:
+    """The loss that `_text` wrote."""
+    if text.startswith("{"):
+        from infcl_gen.losses import spec_from_dict
+
+        with contextlib.suppress(ValueError, InputError):  # a text of the user's: `Problem` refuses it
+            return spec_from_dict(json.loads(text))
+    return text
+
+
+def _shown(text: str) -> str:
+    """The loss that `_text` wrote, for people: a LossSpec by its name."""
+    given = _given(text)
+    return given if isinstance(given, str) else given.name
+
+
+def _budget(memory_budget: str | int) -> int | None:
+    return None if memory_budget == "auto" else parse_bytes(memory_budget, "memory_budget")
 
 
 def _apply(package: ModuleType, arguments: tuple[Any, ...]) -> Tensor:
@@ -298,9 +348,10 @@ def _shelf(group: Group | None) -> _Shelf:
     return _alone if group is None else _shelves.setdefault(group, _Shelf())
 
 
-def _check(kind: tuple[Any, ...] | None, q: Any, k: Any) -> Kind:
-    """The kind of a call. Raises TypeError or ValueError for what is no batch of features."""
-    for name, x in (("q", q), ("k", k)):
+def _check(kind: tuple[Any, ...] | None, q: Any, k: Any, names: Sequence[str]) -> Kind:
+    """The kind of a call. Raises TypeError or ValueError for what is no batch of features, which has these names."""
+    features = (names[0], q), (names[1], k)
+    for name, x in features:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
         if x.dim() != 2 or x.dtype not in _DTYPES:
@@ -309,13 +360,14 @@ def _check(kind: tuple[Any, ...] | None, q: Any, k: Any) -> Kind:
         if x.device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} is on the {x.device} device: move it to a CPU or a GPU")
     if q.device != k.device or q.shape[1] != k.shape[1]:
-        what = ", ".join(f"{name} has D = {x.shape[1]} on {x.device}" for name, x in (("q", q), ("k", k)))
-        raise ValueError(f"q and k must have one embedding dimension and be on one device; {what}")
+        what = ", ".join(f"{name} has D = {x.shape[1]} on {x.device}" for name, x in features)
+        raise ValueError(f"{names[0]} and {names[1]} must have one embedding dimension and be on one device; {what}")
     assert kind is not None
     found = Kind(*kind)
+    if isinstance(found.loss, Formula):
+        _literals(found.loss)  # raises
     if not isinstance(found.loss, str):
-        taken = ", which infcl_gen.load takes" * isinstance(found.loss, Formula)
-        raise TypeError(f"loss must be a name or FILE.py:NAME, not {type(found.loss).__name__}{taken}")
+        raise TypeError(f"loss must be a name, FILE.py:NAME or a LossSpec, not {type(found.loss).__name__}")
     if not isinstance(found.memory_budget, str | int):
         raise TypeError(f"memory_budget must be a number or text, not {type(found.memory_budget).__name__}")
     return found
@@ -330,7 +382,7 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
     group = find_group(options.group_name)
     k = q if k is None else k  # a loss with two sides refuses that in its package
     try:
-        kind = _check(given, q, k)
+        kind = _check(given, q, k, options.names)
     except Exception:
         if group is not None:
             group.exchange(_header(None, q, k, accepted=False))
@@ -350,7 +402,7 @@ def _load(given: Any, q: Any, k: Any, options: Options, queries: int = 0, keys: 
     problem = package.SPEC["problem"]
     _LOG.info(
         "%s: batches of up to %d, D = %d, %s, on %d device(s); loaded in %.1f s from %s",
-        kind.loss, problem["batch_size"], kind.dim, problem["dtype"], problem["devices"],
+        _shown(kind.loss), problem["batch_size"], kind.dim, problem["dtype"], problem["devices"],
         time.perf_counter() - began_s, package.__path__[0],
     )  # fmt: skip
     return package
@@ -404,18 +456,17 @@ def _decided(group: Group, kind: Kind, decide: Callable[[], Problem]) -> Problem
     for name, own in _asked(kind).items():
         if own != told["asked"][name]:
             raise RuntimeError(f"ranks disagree: {name} differs (rank 0: {told['asked'][name]}, here: {own})")
-    return make_problem(**told["problem"] | {"loss": kind.loss})
+    return make_problem(**told["problem"] | {"loss": _given(kind.loss)})
 
 
 def _asked(kind: Kind) -> dict[str, Any]:
     """What the caller asks for, which must be the same on all ranks. A loss of the user's own is its formula."""
-    budget = None if kind.memory_budget == "auto" else parse_bytes(kind.memory_budget, "memory_budget")
     loss: Any = kind.loss
     if ":" in loss:
         from infcl_gen.losses import load_loss, spec_as_dict  # imports SymPy
 
-        loss = spec_as_dict(load_loss(loss))
-    return {"loss": loss, "memory_budget": budget}
+        loss = spec_as_dict(load_loss(_given(loss)))
+    return {"loss": loss, "memory_budget": _budget(kind.memory_budget)}
 
 
 def _settled(problem: Problem) -> Problem:
@@ -440,8 +491,8 @@ def _fitting(
     if sizes[0] != sizes[1]:
         from infcl_gen.losses import load_loss
 
-        if load_loss(kind.loss).positives == "diagonal":
-            raise ValueError(UNPAIRED.format(kind.loss, *sizes))
+        if load_loss(_given(kind.loss)).positives == "diagonal":
+            raise ValueError(UNPAIRED.format(_shown(kind.loss), *sizes))
     least = [max(1, *size) for size in zip(sizes, _planned(at_hand) if at_hand else (1, 1), strict=True)]
     powers = [1 << (size - 1).bit_length() for size in least]
     smaller = [min(power, -(-size // 1024) * 1024) for power, size in zip(powers, least, strict=True)]
@@ -463,8 +514,8 @@ def _problem(kind: Kind, sizes: Sequence[int], ranks: int) -> Problem:
     if kind.dtype not in _DTYPES:
         raise ToolchainError(f"there are no kernels for {kind.dtype}")
     return make_problem(
-        loss=kind.loss, batch_size=sizes[0], keys=sizes[1], dim=kind.dim, devices=ranks, dtype=_DTYPES[kind.dtype],
-        memory_budget=kind.memory_budget, target="cpu" if kind.device == "cpu" else "auto",
+        loss=_given(kind.loss), batch_size=sizes[0], keys=sizes[1], dim=kind.dim, devices=ranks,
+        dtype=_DTYPES[kind.dtype], memory_budget=kind.memory_budget, target="cpu" if kind.device == "cpu" else "auto",
     )  # fmt: skip
 
 
@@ -472,7 +523,7 @@ def _header(kind: Kind | None, q: Any, k: Any, accepted: bool = True) -> dict[st
     """What a rank tells the others of its call before there is a package."""
     described: Any = SimpleNamespace(
         digest="",
-        loss_name=kind.loss.rpartition(":")[2] if kind else "",
+        loss_name=_shown(kind.loss).rpartition(":")[2] if kind else "",
         dtype=kind.dtype if kind else torch.float32,
         dim=kind.dim if kind else 0,
     )

@@ -16,6 +16,7 @@ import infcl_gen
 from infcl_gen import lazy
 from infcl_gen.emission import pipeline
 from infcl_gen.files import record_folders
+from infcl_gen.losses import load_loss
 from infcl_gen.planning import records
 from infcl_gen.processes import Seat
 
@@ -93,7 +94,9 @@ def _calls(seat: Seat, cache: str) -> dict[str, Any]:
         "no loss": lambda: call(cold_q, cold_k, loss=["clip"] if rank else "clip"),  # type: ignore[arg-type]
         "meta": lambda: call(q.to("meta") if rank else q, k),
         "dim": lambda: call(*((cold_q, cold_k) if rank else (q, k)), loss="infonce"),
-        "formula": lambda: call(q, k, loss=folder / "own.py:own"),  # type: ignore[arg-type]
+        "formula": lambda: call(q, k, loss=folder / "own.py:own"),
+        "given": lambda: call(q, k, loss=load_loss(f"{folder}/own.py:first")),
+        "formula, given": lambda: call(q, k, loss=load_loss(f"{folder}/own.py:own")),
         "loss": lambda: call(q, k, loss=f"{folder}/own.py:{('first', 'second')[rank]}"),
         "budget": lambda: call(q, k, memory_budget="64MiB" if rank else "64000000"),
         "wrong budget": lambda: call(q, k, memory_budget="foo"),

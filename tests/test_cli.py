@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from infcl_gen.cli import text
 from infcl_gen.emission import read_package
 from infcl_gen.emission.package import kernels_of
 from infcl_gen.errors import InfeasibleError, InputError, LockTimeoutError, ToolchainError, VerificationError
-from infcl_gen.hardware import doctor
+from infcl_gen.hardware import doctor, load_profile
 from infcl_gen.inputs.problem import make_problem
+from infcl_gen.step.costs import read_costs
+from infcl_gen.step.planner import PlannedLoss
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--batch-size", "256", "--dim", "16", "--target", "cpu")
@@ -199,6 +202,30 @@ def test_an_infeasible_budget_states_feasible_numbers() -> None:
     assert run(*flags, "--batch-size", "64k", "--memory-budget", str(budget - 1)).exit_code == 3
     assert run(*flags, "--batch-size", str(batch), "--memory-budget", "1MiB").exit_code == 0
     assert run(*flags, "--batch-size", str(batch + 1), "--memory-budget", "1MiB").exit_code == 3
+
+
+def test_a_budget_is_at_most_the_memory_of_the_device(tmp_path: Path) -> None:
+    """Of a GPU: the memory in the profile of a CPU is nominal. A whole step asks for other budgets of the loss."""
+    flags = {"batch_size": 4096, "dim": 64, "device_profile": "h100"}
+    message = r"^memory_budget: 80 GiB on each device exceeds the 79 GiB of one h100; give less, or auto$"
+    for budget, ask in (
+        ("80GiB", infcl_gen.plan),
+        ("80GiB", infcl_gen.simulate),
+        ("80GiB", infcl_gen.load),
+        (80 << 30, partial(infcl_gen.generate, output=tmp_path / "package")),
+    ):
+        with pytest.raises(infcl_gen.InputError, match=message):
+            ask(**flags, memory_budget=budget)
+    assert infcl_gen.plan(**flags, memory_budget="80GB").budget_bytes == 80 * 10**9
+    assert (
+        infcl_gen.plan(**flags | {"device_profile": "cpu", "dtype": "fp32"}, memory_budget="80GiB").strategy == "torch"
+    )
+    device = ("--device-profile", "h100", "--memory-budget", "80GiB")
+    for command in (("plan", "--batch-size", "4k"), ("scale", "--batches", "4k", "--devices", "8")):
+        done = run(*command, "--dim", "64", *device)
+        assert done.exit_code == 2 and "--memory-budget: 80 GiB on each device exceeds" in done.stderr
+    *_, largest = PlannedLoss("clip", read_costs("vit_l_14-h200"), 1).within_budgets(16 << 20)
+    assert largest.budget_bytes > load_profile("h200").memory_bytes
 
 
 def test_an_infeasible_plan_writes_nothing(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from infcl_gen.cli import main
 from infcl_gen.losses import BUILTIN_LOSSES, LossSpec
 from infcl_gen.processes import Worker
+from infcl_gen.verification.verify import verify_package
 from tests.documents import PAGES, ROOT, blocks, commands, links, sentences, without_generated
 
 PYTHON = blocks("python")
@@ -164,6 +166,40 @@ def test_the_sample_of_a_plan_is_what_plan_prints() -> None:
     for line in sample:
         shown = " ".join(line.removesuffix("...").split())
         assert any(real.startswith(shown) for real in found), f"plan does not print {shown!r}"
+
+
+def test_the_commands_of_guides_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that take long, or need a GPU."""
+    monkeypatch.chdir(tmp_path)
+    Path("build").mkdir()
+    Path("tune").symlink_to(ROOT / "tune")
+    Path("cluster.toml").write_text(blocks("toml")[0][1])
+    Path("build/weighted.py").write_text(next(code for page, code in PYTHON if page == "docs/losses.md"))
+    done = 0
+    for page, line in commands():
+        if page not in ("docs/clusters.md", "docs/losses.md", "docs/benchmarks.md"):
+            continue
+        _, name, *arguments = shlex.split(line)
+        if name in ("plan", "generate", "inspect", "scale") or "--results" in arguments:
+            result = CliRunner().invoke(main, [name, *arguments])
+            assert result.exit_code == 0 and not result.stderr, (line, result.stderr)
+            done += 1
+    assert done >= 9
+    assert {path.name for path in Path("build").iterdir()} > {"clip_h100", "weighted", "plan.html", "bench.html"}
+
+
+def test_the_bug_that_a_page_plants_is_found(tmp_path: Path) -> None:
+    lines = [line for page, line in commands() if page == "docs/trust.md" and line.startswith(("mkdir", "sed", "cd "))]
+    (tmp_path / "generated").symlink_to(ROOT / "generated")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = "set -e\n" + "\n".join(lines)
+    environment = {**os.environ, **environment_of(tmp_path), "PATH": path}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert len(lines) == 3 and done.stdout == "False\n", done.stderr
+    (planted,) = verify_package(tmp_path / "build" / "planted")
+    assert not planted["passed"] and "schedule.py was edited" in planted["detail"]
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

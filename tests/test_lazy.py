@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import infcl_gen
-from infcl_gen import lazy
+from infcl_gen import LossSpec, lazy
+from infcl_gen.losses import language
 from infcl_gen.processes import run_ranks
 from tests import lazy_rank
 
@@ -116,6 +117,94 @@ def test_wrong_arguments_say_what_is_right() -> None:
         infcl_gen.contrastive_loss(q, other)
     with pytest.raises(ValueError, match=r"q and k must have one embedding dimension .* q has D = 24 .* k has D = 16"):
         infcl_gen.contrastive_loss(other, k)
+    criterion = infcl_gen.ContrastiveLoss()
+    with pytest.raises(TypeError, match=r"^image_features must be a tensor, not list$"):
+        criterion([1.0], k, 1.0)
+    with pytest.raises(
+        ValueError, match=r"^image_features and text_features must have one embedding dimension .* has D"
+    ):
+        criterion(other, k, 1.0)
+    with pytest.raises(TypeError, match=r"^logit_scale must be a number"):
+        criterion(q, k, "big")
+
+
+def own_loss(factor: float = 1.0) -> LossSpec:
+    x = language.scale * language.z
+    row = language.logsumexp_over_keys(x) - language.positive(x)
+    return LossSpec("own", factor * language.mean_over_queries(row))
+
+
+def test_a_module_is_refused_where_it_is_made() -> None:
+    """Not at its first call. Planted: each of the checks of its constructor left out."""
+    row = language.logsumexp_over_keys(language.z) * language.logsumexp_over_queries(language.z)
+    for error, message, loss in (
+        (
+            infcl_gen.InputError,
+            r"^loss: 'clp' is neither a built-in loss nor FILE\.py:NAME; did you mean 'clip'\?$",
+            "clp",
+        ),
+        (infcl_gen.InputError, r"^loss: no Python file '.*own\.py'$", "own.py:own"),
+        (infcl_gen.InputError, "^loss bad: .*kernels exist for", LossSpec("bad", language.mean_over_queries(row))),
+        (infcl_gen.InputError, r"^loss: '\{clip' must be a name or FILE\.py:NAME", "{clip"),
+        (infcl_gen.InputError, r"^loss: expected text, got \[1\]$", [1]),
+    ):
+        with pytest.raises(error, match=message):
+            infcl_gen.ContrastiveLoss(loss)
+    for error, message, given in (
+        (infcl_gen.InputError, "^memory_budget: '1 GBit' is not a size", {"memory_budget": "1 GBit"}),
+        (infcl_gen.InputError, "^memory_budget: 0 is out of range", {"memory_budget": 0}),
+        (infcl_gen.InputError, "^memory_budget: None is not a size", {"memory_budget": None}),
+        (TypeError, "no argument 'memory_bugdet'; did you mean 'memory_budget'", {"memory_bugdet": "1GiB"}),
+        (TypeError, "no argument 'sizes'; valid: local_loss, .*memory_budget$", {"sizes": 3}),
+        (ValueError, "^grad_sync must be one of", {"grad_sync": "avg"}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            infcl_gen.ContrastiveLoss(**given)
+
+
+def test_a_file_may_make_the_module_of_its_own_loss(tmp_path: Path) -> None:
+    """Also where that is not kept from who reads the file for its loss."""
+    lines = (
+        "import torch, infcl_gen", "from infcl_gen.losses.language import *",
+        "row = logsumexp_over_keys(scale * z) - positive(scale * z)", "own = LossSpec('own', mean_over_queries(row))",
+        "criterion = infcl_gen.ContrastiveLoss(f'{__file__}:own')", "if __name__ == '__main__':",
+        "    print(criterion(torch.ones(4, 8), torch.ones(4, 8), 1.0).exp().item())",
+    )  # fmt: skip
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, check=False)
+    assert float(done.stdout or 0) == pytest.approx(4), done.stderr
+
+
+def test_a_loss_is_given_itself(tmp_path: Path) -> None:
+    """Planted: a LossSpec in the fields by which compiled code is guarded."""
+    q, k = features(7)
+    criterion = infcl_gen.ContrastiveLoss(own_loss(3.0))
+    assert repr(criterion).startswith("ContrastiveLoss('own', ")
+    expected = 3 * torch.nn.functional.cross_entropy(5.0 * q @ k.T, torch.arange(7))
+    compiled = torch.compile(criterion, fullgraph=True, backend="eager")
+    by_function = infcl_gen.contrastive_loss(q, k, 5.0, loss=own_loss(3.0))
+    for found in (criterion(q, k, 5.0), criterion(q, k, 5.0), by_function, compiled(q, k, 5.0)):
+        assert value(found) == pytest.approx(value(expected), rel=1e-5)
+    assert len(planned()) == 1
+    criterion.loss = own_loss(2.0)
+    assert value(criterion(q, k, 5.0)) == pytest.approx(2 / 3 * value(expected), rel=1e-5)
+    (tmp_path / "criterion").write_bytes(pickle.dumps(infcl_gen.ContrastiveLoss(own_loss(3.0))))
+    torch.save((q, k), tmp_path / "features")
+    code = (
+        "import pickle, sys, torch; q, k = torch.load(sys.argv[1] + '/features')\n"
+        "print(pickle.load(open(sys.argv[1] + '/criterion', 'rb'))(q, k, 5.0).item())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert float(printed) == pytest.approx(value(expected), rel=1e-5)
+
+
+def test_a_formula_that_is_too_long_to_be_written_is_refused() -> None:
+    """By a call, too, after the other ranks have heard of it."""
+    terms = [language.logsumexp_over_negatives(n * language.positives_of_query) for n in range(2, 240)]
+    spec = LossSpec("long", language.mean_over_queries(sum(terms)))
+    with pytest.raises(infcl_gen.InputError, match="more than 10000 characters"):
+        infcl_gen.contrastive_loss(*features(4), loss=spec)
 
 
 def test_open_clips_arguments_are_taken_by_name() -> None:
@@ -306,10 +395,12 @@ TROUBLES = {
     "no tensor": (INVALID, "TypeError: q must be a tensor"),
     "no tensor, cold": (INVALID, "TypeError: q must be a tensor"),
     "another D of keys": (INVALID, "ValueError: q and k must have one .* q has D = 24 .* k has D = 16"),
-    "no loss": (INVALID, "TypeError: loss must be a name or FILE.py:NAME, not list"),
+    "no loss": (INVALID, "TypeError: loss must be a name, FILE.py:NAME or a LossSpec, not list"),
     "meta": (INVALID, "ValueError: q is on the meta device"),
     "dim": ("embedding dimension differs", "embedding dimension differs"),
     "formula": (ABSENT, "ranks disagree: loss differs"),
+    "given": ("^$", "^$"),
+    "formula, given": (ABSENT, "ranks disagree: loss differs"),
     "loss": (r"loss differs \(rank 0: first, rank 1: second", r"loss differs \(rank 0: first, rank 1: second"),
     "budget": (ABSENT, r"memory_budget differs \(rank 0: 64000000, here: 67108864\)"),
     "wrong budget": ("InputError: memory_budget: 'foo'", f"{UNPLANNED}.*foo"),

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "739864302671c14073ea4d2b667aec9f80cce5a74a89301bf1a2ac6e3a5115eb",
+    "digest": "0f53dd5628c9642b60a32321f64ae262833ddc8cabb8b318466f3bfb571aaa1b",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "aa68bfe8a7d63b0423100fdd98f2a8eea1378f151415bc748fa7392a953350f8",
+    "digest": "de0dc863393f478cd374f5dc799e04fed54e9221ca17361370a00df15188ea3e",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

@@ -10,6 +10,7 @@ from infcl_gen.emission.render import render
 from infcl_gen.errors import InputError
 from infcl_gen.hardware import Cluster, cluster_of, profile_from_literals, resolve_cluster, resolved
 from infcl_gen.inputs.problem import Problem, make_problem
+from infcl_gen.inputs.text import bytes_text
 from infcl_gen.losses import Derivation, LossSpec, derive, load_loss, spec_from_dict
 from infcl_gen.planning import Plan, plan
 from infcl_gen.planning.planner import cost_model
@@ -30,9 +31,18 @@ class Case(NamedTuple):
         return resolved(self.problem, self.loss.name, self.cluster.profile)
 
 
-def case_of(problem: Problem) -> Case:
-    """Loads the loss and detects what the problem leaves to this machine."""
-    return Case(problem, load_loss(problem.loss), resolve_cluster(problem))
+def case_of(problem: Problem, any_budget: bool = False) -> Case:
+    """Loads the loss and detects what the problem leaves to this machine.
+
+    Raises InputError for a memory budget that exceeds the GPU's memory, unless `any_budget`. The memory in the profile
+    of a CPU is nominal.
+    """
+    case = Case(problem, load_loss(problem.loss), resolve_cluster(problem))
+    profile, budget = case.cluster.profile, problem.memory_budget_bytes or 0
+    if profile.target != "cpu" and budget > profile.memory_bytes and not any_budget:
+        there = f"the {bytes_text(profile.memory_bytes)} of one {profile.name}"
+        raise InputError(f"--memory-budget: {bytes_text(budget)} on each device exceeds {there}; give less, or auto")
+    return case
 
 
 def build(problem: Problem) -> dict[str, str]:
@@ -44,9 +54,9 @@ def build(problem: Problem) -> dict[str, str]:
     return render(lower(*_measured_plan(case), case.cluster.profile))
 
 
-def plan_problem(problem: Problem) -> tuple[Plan, Derivation]:
+def plan_problem(problem: Problem, any_budget: bool = False) -> tuple[Plan, Derivation]:
     """The plan and the derived gradient. The plan's problem names the loss and the device that were found."""
-    return _measured_plan(case_of(problem))
+    return _measured_plan(case_of(problem, any_budget))
 
 
 def simulate_problem(problem: Problem, lead_s: float = LEAD_S, **how: bool) -> tuple[Plan, Timeline]:

@@ -1,10 +1,12 @@
 """The cluster of a problem: its devices, and the links between them."""
 
 import dataclasses
+import functools
+import logging
 
-from infcl_gen.errors import InputError
+from infcl_gen.errors import InputError, in_readers_words
 from infcl_gen.hardware.detection import detect
-from infcl_gen.hardware.profile import DeviceProfile, load_profile
+from infcl_gen.hardware.profile import DeviceProfile, load_profile, profile_names
 from infcl_gen.inputs.cluster_file import Links, Peak
 from infcl_gen.inputs.problem import Problem
 
@@ -44,13 +46,22 @@ def cluster_of(problem: Problem, profile: DeviceProfile) -> Cluster:
 def resolve_cluster(problem: Problem) -> Cluster:
     """The cluster of a problem. Looks at this machine only for device profile "auto".
 
+    A warning tells where several devices are taken for CPUs, which is hardly meant on a login node.
     Raises InputError where target and profile contradict each other, ToolchainError where "auto" finds no device.
     """
     name, target = problem.device_profile, problem.target
     profile = detect(target) if name == "auto" else load_profile(name)
+    if name == target == "auto" and profile.target == "cpu" and (problem.devices > 1 or problem.links):
+        names = ", ".join(profile_names())
+        _warn_once(f"no GPU is here, so this plans for CPUs; --device-profile names another device: {names}")
     if target not in ("auto", profile.target):
         raise InputError(f"--target: {target} contradicts --device-profile {profile.name} (a {profile.target} device)")
     return cluster_of(problem, profile)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logging.getLogger("infcl_gen").warning("%s", in_readers_words(text))
 
 
 def resolved(problem: Problem, loss: str, profile: DeviceProfile) -> Problem:

@@ -321,6 +321,8 @@ def derive(spec: LossSpec) -> Derivation:
 def _derived(form: Form) -> Derivation:
     logit, pair_term, triangle = form.logit, form.pair_term, form.domain == "triangle"
     shares = _shares(form)
+    for each in (x, *(() if pair_term is None else (pair_term.other, pair_term.same_id, pair_term.positive))):
+        language.check_defined(each.xreplace({x: logit}))
     # sum_ij dL/dx_ij, the gradient by a constant that is added to the logit, where that is a constant
     mean_share = sum(form.of_means, Integer(0))
     total = None if form.combined or pair_term else sum(shares, mean_share)

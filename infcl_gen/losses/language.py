@@ -58,6 +58,7 @@ __all__ = [
 Positives = Literal["diagonal", "label", "id"]
 
 LARGEST_FORMULA = 1000  # parts of a formula, and its terms when multiplied out; derived within 0.5 s
+_COUNTED = 1_000_000  # parts or terms, no further
 SMALLEST_NUMBER, LARGEST_NUMBER = 1e-30, 1e30
 _EXPONENTS = (Rational(1, 2), *map(Integer, (1, 2, 3, 4)))
 
@@ -122,11 +123,15 @@ class LossSpec:
 def check_size(expression: Expr) -> None:
     """Raises LossError for more than LARGEST_FORMULA parts, or terms when multiplied out."""
     try:
-        largest = max(_size(sympy.sympify(expression), {}))
+        sizes = _size(sympy.sympify(expression), {})
     except RecursionError:
-        largest = LARGEST_FORMULA + 1
-    if largest > LARGEST_FORMULA:
-        raise LossError(f"a formula has at most {LARGEST_FORMULA} parts, also when it is multiplied out")
+        sizes = (_COUNTED, _COUNTED)
+    if max(sizes) > LARGEST_FORMULA:
+        parts, terms = (f"{'over ' * (size == _COUNTED)}{size}" for size in sizes)
+        raise LossError(
+            f"a formula has at most {LARGEST_FORMULA} parts, and as many terms when its products are multiplied out; "
+            f"this one has {parts} and {terms}"
+        )
 
 
 def _size(expression: Expr, known: dict[Expr, tuple[int, int]]) -> tuple[int, int]:
@@ -141,7 +146,7 @@ def _size(expression: Expr, known: dict[Expr, tuple[int, int]]) -> tuple[int, in
             terms = math.prod(counts)
         elif expression.is_Pow and expression.exp.is_Integer:
             terms = counts[0] ** min(abs(int(expression.exp)), LARGEST_FORMULA)
-        known[expression] = min(parts, LARGEST_FORMULA + 1), min(terms, LARGEST_FORMULA + 1)
+        known[expression] = min(parts, _COUNTED), min(terms, _COUNTED)
     return known[expression]
 
 
@@ -254,6 +259,32 @@ def _sized(function: Any, u: Expr) -> Expr:
 
 
 exp, log, tanh = (partial(_sized, function) for function in (sympy.exp, sympy.log, sympy.tanh))
+_VALUES: dict[Any, Callable[..., Expr]] = {
+    softplus: lambda u: sympy.log(1 + sympy.exp(u)),
+    sigmoid: lambda u: 1 / (1 + sympy.exp(-u)),
+    step: lambda u: sympy.Heaviside(u, 0),
+    maximum: sympy.Max,
+}
+
+
+def check_defined(pair: Expr) -> None:
+    """Raises LossError where an expression of a pair, in z, scale and bias, has the logarithm or the root of what is
+    negative at one end of the similarities of features of norm 1, for a scale of 1 and a bias of 0."""
+    for function in pair.atoms(sympy.log, sympy.Pow):
+        if function.is_Pow and function.exp.is_Integer:
+            continue
+        value = function.args[0]
+        for known, meaning in _VALUES.items():
+            value = value.replace(known, meaning)
+        for end in (-1, 1):
+            found = sympy.N(value.xreplace({z: Integer(end), scale: Integer(1), bias: Integer(0)}))
+            if found.is_extended_real and found < 0:
+                raise LossError(
+                    f"{function} is undefined at z = {end}, scale = 1, bias = 0; maximum({function.args[0]}, 1e-6) "
+                    "inside of it is defined everywhere"
+                )
+
+
 LOSS_FUNCTIONS = (mean_over_queries, mean_over_keys, sum_over_pairs)
 ROW_FUNCTIONS = (
     logsumexp_over_keys, logsumexp_over_queries, logsumexp_over_negatives, positive, mean_over_positives, mean_of_keys,

@@ -3,8 +3,10 @@
 import ast
 import contextlib
 import operator
+import os
 import sys
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,12 +14,13 @@ from typing import Any
 from sympy import Expr, Number, sqrt, sympify
 
 from infcl_gen.files import checksum
-from infcl_gen.inputs.text import one_line
+from infcl_gen.inputs.text import one_line, suggestion
 from infcl_gen.losses.builtin import BUILTIN_LOSSES
 from infcl_gen.losses.language import FUNCTIONS, SYMBOLS, LossError, LossSpec, is_identifier, similarity_symbol
 from infcl_gen.losses.printers import LONGEST_TEXT, display
 
 _LARGEST_NUMBER = 1e300
+_read: ContextVar[tuple[str, ...]] = ContextVar("read", default=())  # the files that are being executed
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -35,10 +38,8 @@ def load_loss(name: object) -> LossSpec:
         return BUILTIN_LOSSES[name]
     file, colon, attribute = name.rpartition(":")
     if not colon:
-        raise LossError(
-            f"--loss: unknown loss {name!r}; built in are {', '.join(sorted(BUILTIN_LOSSES))}; "
-            "a loss of your own is given as FILE.py:NAME"
-        )
+        near = suggestion(name, sorted(BUILTIN_LOSSES))
+        raise LossError(f"--loss: {name!r} is neither a built-in loss nor FILE.py:NAME{near}")
     if not is_identifier(attribute):
         raise LossError(f"--loss: {attribute!r} in {name!r} is not an ASCII identifier; expected FILE.py:NAME")
     defined = _executed(file)
@@ -49,6 +50,11 @@ def load_loss(name: object) -> LossSpec:
     if not isinstance(spec, LossSpec):
         raise LossError(f"--loss: {attribute} in {file!r} is a {type(spec).__name__}, not a LossSpec")
     return spec
+
+
+def is_being_read(name: object) -> bool:
+    """Whether the file of `FILE.py:NAME` is just executed, and asks for its own loss, which may not be defined yet."""
+    return isinstance(name, str) and os.path.abspath(name.rpartition(":")[0]) in _read.get()
 
 
 def spec_as_dict(spec: LossSpec) -> dict[str, str]:
@@ -130,6 +136,7 @@ def _executed(file: str) -> dict[str, Any]:
         raise LossError(f"--loss: no Python file {file!r}")
     # An import loader would leave __pycache__ beside the user's file.
     name = f"infcl_gen_user_loss_{checksum(str(path.absolute()))}"
+    outer = _read.set((*_read.get(), os.path.abspath(file)))
     module = sys.modules[name] = ModuleType(name)  # dataclasses look their module up while it runs
     module.__file__ = str(path)
     try:
@@ -140,5 +147,6 @@ def _executed(file: str) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         raise LossError(f"--loss: {file!r} fails with {type(error).__name__}: {one_line(error)}") from error
     finally:
+        _read.reset(outer)
         sys.modules.pop(name, None)
     return vars(module)

@@ -19,7 +19,7 @@ from .agreement import announce_rejection
 from .group import ALONE, resolve
 from .launch import INTERPRETED
 from .ops import differentiable, register, traced, wanted
-from .package import Call, Options, Package
+from .package import NAMES, Call, Options, Package
 from .selftest import selftest as run_selftest
 from .table import planned_table
 from .traits import Traits
@@ -27,6 +27,7 @@ from .warmup import warm_up
 
 _CHOICES = {"grad_sync": ("mean", "sum"), "reduction": ("mean", "sum"), "check_ranks": ("first", "always", "never")}
 _OWN = {"query_weight": "weights of queries", "negatives": "negatives of single queries"}
+_NAMES = "image_features", "text_features", "logit_scale", "logit_bias"  # as NAMES, in the signature of modules
 _REAL = (numbers.Real, torch.SymFloat, torch.SymInt)
 _CAST = (torch.bfloat16, torch.float16, torch.float32)  # features that are cast to a package's dtype, unless it is fp64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -135,7 +136,7 @@ class ContrastiveLoss(nn.Module):
                 "ranks' losses in this rank's features; here they are complete",
                 stacklevel=2,
             )
-        self.options = options_of(group, grad_sync, "mean", check_ranks)
+        self.options = options_of(group, grad_sync, "mean", check_ranks)._replace(names=_NAMES)
         self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
         self.rank, self.world_size, self.use_horovod = rank, world_size, use_horovod
         _check_choices(self.options)
@@ -201,9 +202,11 @@ def accepted(package: Package, call: Call) -> Call:
     """
     q, k, scale, bias, passed, labels, query_ids, key_ids, options = call
     _check_choices(options)
+    names = options.names
     if package.traits.triangle:
         if k is not None:
-            raise ValueError(f"{package.loss_name} compares the rows of q with each other: k must be None")
+            rows = f"{package.loss_name} compares the rows of {names[0]} with each other"
+            raise ValueError(f"{rows}: {names[1]} must be None")
         k = q.detach() if isinstance(q, Tensor) else q
         call = call._replace(k=k)
     _check_features(package, call)
@@ -213,8 +216,10 @@ def accepted(package: Package, call: Call) -> Call:
         _check_labels(package, q, labels)
         own = isinstance(labels, str)
         labels, options = None if own else labels, options._replace(labelling="own" if own else "given")
-    scale = _scalar("scale", scale, package, q)
-    bias = _scalar("bias", 0.0 if bias is None else bias, package, q)
+    if names != NAMES:  # equal calls share what is recorded
+        options = options._replace(names=NAMES)
+    scale = _scalar(names[2], scale, package, q)
+    bias = _scalar(names[3], 0.0 if bias is None else bias, package, q)
     vectors = _vectors(package, q, scale, bias, *passed) if package.traits.vectors else None
     return Call(q, k, scale, bias, vectors, labels, query_ids, key_ids, options)
 
@@ -227,14 +232,15 @@ def _check_choices(options: Options) -> None:
 
 
 def _check_features(package: Package, call: Call) -> None:
-    own = call.vectors or (None, None)
-    for name, value in (*zip(Call._fields[:-1], call, strict=False), *zip(_OWN, own, strict=True)):
+    own, names = call.vectors or (None, None), call.options.names
+    q_name, k_name, *scalars = names
+    for name, value in (*zip((*names, *Call._fields[4:-1]), call, strict=False), *zip(_OWN, own, strict=True)):
         if type(value) is not Tensor and hasattr(type(value), "full_tensor"):  # importing DTensor takes long
             whole = f'{name}.full_tensor(grad_placements=[Partial("avg")]), or Partial("sum") with grad_sync="sum"'
             rows = f"the rows of this rank, {name}.to_local(), and its mesh as group"
-            raise TypeError(f"{name} is a DTensor: pass {whole if name in ('scale', 'bias') else rows}")
+            raise TypeError(f"{name} is a DTensor: pass {whole if name in scalars else rows}")
     q, k = call.q, call.k
-    for name, x in (("q", q), ("k", k)):
+    for name, x in ((q_name, q), (k_name, k)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
         if x.is_nested:
@@ -243,23 +249,23 @@ def _check_features(package: Package, call: Call) -> None:
             raise ValueError(f"{name} must have shape (rows, {package.dim}), not {_shape(x)}")
         if x.shape[1] != package.dim:
             dim = operator.index(x.shape[1])
-            if name == "k":
-                raise ValueError(f"k has embedding dimension {dim}, but q has {package.dim}")
+            if name == k_name:
+                raise ValueError(f"{name} has embedding dimension {dim}, but {q_name} has {package.dim}")
             raise ValueError(
                 f"{name} has embedding dimension {dim}, but {package.name} was generated for {package.dim}; "
                 f"generate one for dim {dim}"
             )
         if x.layout != torch.strided:
             raise ValueError(f"{name} must be a dense tensor, not {x.layout}")
-    for name, x, side in (("q", q, "query"), ("k", k, "key")):
+    for name, x, side in ((q_name, q, "query"), (k_name, k, "key")):
         if side == package.frozen and x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires a gradient, but {package.name} was generated with --frozen {side} and has no memory "
                 f"for it: pass {name}.detach(), or generate one without --frozen"
             )
     if q.device != k.device:
-        raise ValueError(f"q and k must be on one device, not on {q.device} and {k.device}")
-    device, features = q.device.type, "q is" if package.traits.triangle else "q and k are"
+        raise ValueError(f"{q_name} and {k_name} must be on one device, not on {q.device} and {k.device}")
+    device, features = q.device.type, f"{q_name} is" if package.traits.triangle else f"{q_name} and {k_name} are"
     if device == "meta" and not torch.compiler.is_compiling():
         raise ValueError(f"{features} on the meta device, which holds no values: move features to one that does")
     if device != "cuda" and not package.any_device:
@@ -267,7 +273,7 @@ def _check_features(package: Package, call: Call) -> None:
             f"{package.name} holds GPU kernels, but {features} on {device}: generate one for target cpu, or set "
             "TRITON_INTERPRET=1 before the start, which runs kernels slowly on the CPU"
         )
-    for name, x in (("q", q), ("k", k)):
+    for name, x in ((q_name, q), (k_name, k)):
         if x.dtype == package.dtype:
             continue
         if x.dtype not in _CAST or package.dtype == torch.float64:

@@ -17,7 +17,7 @@ from . import agreement, engine, replay
 from .group import find_group
 from .package import ALL, KEYS, QUERIES, SCALARS, Call, Options, Package, Saved, products
 
-# Schemas of the operators: the fields of Call, of Options but `unrounded`, which follows from dtypes, and of Saved.
+# Schemas of the operators: the fields of Call, of Options those that a call may choose, and of Saved.
 _CALL = "Tensor q, Tensor k, Tensor scale, Tensor bias, Tensor? vectors, "
 _CALL += "Tensor? labels, Tensor? query_ids, Tensor? key_ids"
 _OPTIONS = "str group_name, str grad_sync, str reduction, str check_ranks, str labelling"
@@ -26,7 +26,7 @@ _FORWARD = f"({_CALL}, {_OPTIONS}, int gradients) -> (Tensor loss, {_SAVED})"
 _RESULTS = "Tensor dq, Tensor dk, Tensor dscale, Tensor dbias"  # (0,) for those not wanted
 _BACKWARD = f"(Tensor upstream, {_CALL}, {_SAVED}, {_OPTIONS}, int gradients) -> ({_RESULTS}"
 _GIVEN = len(Call._fields) - 1  # tensors of a Call
-_NAMED = len(Options._fields) - 1
+_NAMED = len(_OPTIONS.split(","))
 _SAVED_PARTS = len(Saved._fields)
 _REFUSE = "(str error, str message, str group_name) -> Tensor"
 

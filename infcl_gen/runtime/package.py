@@ -81,6 +81,9 @@ class Package:
         return self.traits.at_once or (self.rows and (ranks <= 1 or self.table.over(ranks).whole))
 
 
+NAMES = "q", "k", "scale", "bias"  # of the first four fields of `Call`, in the signatures of functions
+
+
 class Options(NamedTuple):
     """The options of a call; the first four are those of `contrastive_loss`."""
 
@@ -90,6 +93,7 @@ class Options(NamedTuple):
     check_ranks: str = "first"
     labelling: str = "none"  # a query's positive: "none" its global row, "own" its row on this rank, "given" by labels
     unrounded: bool = False  # dq and dk stay in the statistics dtype, for features wider than the package's dtype
+    names: tuple[str, ...] = NAMES  # in the signature that the user has called, for messages
 
 
 class Call(NamedTuple):

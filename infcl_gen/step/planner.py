@@ -194,7 +194,8 @@ class PlannedLoss:
         from infcl_gen.emission import plan_problem
 
         if (samples, budget) not in self._plans:
-            self._plans[samples, budget] = plan = plan_problem(self.problem(samples, budget))[0]
+            # A batch that is too large has budgets beyond the device: `choose` compares what it needs.
+            self._plans[samples, budget] = plan = plan_problem(self.problem(samples, budget), any_budget=True)[0]
             if plan.traits.triangle:
                 raise InputError(
                     f"loss: {self._flags['loss']} has one side; for several towers give a function that joins their "

@@ -59,7 +59,7 @@ from torch import Tensor
 
 from infcl_gen.runtime.launch import INTERPRETED
 from infcl_gen.runtime.means import EACH
-from infcl_gen.runtime.selftest import compared, product_roundoff
+from infcl_gen.runtime.selftest import ROUNDINGS, compared, product_roundoff
 from infcl_gen.runtime.traits import Traits
 from infcl_gen.verification.oracle import (
     Inputs,
@@ -69,6 +69,7 @@ from infcl_gen.verification.oracle import (
     mean_share,
     numbers_of_rows,
     oracle,
+    oracle_by_slices,
     pair_values,
     plain_torch,
 )
@@ -123,6 +124,33 @@ def truth_of(module: ModuleType, inputs: Inputs) -> Truth:
     reference = oracle(module, inputs)
     bound, magnitude = _error_bound(module, inputs, reference)
     return Truth(reference, plain_torch(module, inputs), bound, magnitude)
+
+
+def truth_by_slices(module: ModuleType, inputs: Inputs) -> Truth:
+    """What the gate needs of loss, dq and dk for batches whose matrices do not fit into memory.
+
+    Instead of the bound of the module docstring a row may be as wrong as the worst row of plain torch, by long sums,
+    and by the roundings that `selftest` allows. That presumes rows which are alike, such as random ones.
+    """
+    traits, dtype = Traits(**module.SPEC["loss"]["traits"]), inputs.q.dtype
+    longest = max(len(inputs.q), len(inputs.others))
+    reference, plain = (oracle_by_slices(loss_module(module), inputs, each) for each in (torch.float64, dtype))
+    u, v = (torch.finfo(each).eps / 2 for each in (dtype, torch.promote_types(dtype, torch.float32)))
+    w = product_roundoff(dtype, module.SPEC["problem"]["precision"] == "tf32", module.SPEC["plan"]["split"])
+    terms = float(inputs.scale) / (1.0 if traits.combined else math.sqrt(inputs.q.shape[1]))
+    relative = u + v * min(longest, 4 * math.sqrt(longest)) + w * (ROUNDINGS + terms)
+
+    def bound(true: Any, near: Any) -> Any:
+        if true is None:
+            return None
+        rows = true.shape[-1:] if true.dim() else (1,)
+        errors, sizes = (torch.linalg.vector_norm(x.reshape(-1, *rows), dim=1) for x in (near - true, true))
+        worst = errors.nan_to_num(math.inf).minimum(PLAIN_CREDIT * sizes).max()
+        return ((worst + relative * sizes) / math.sqrt(rows[0]))[:, None].expand(-1, *rows).reshape(true.shape)
+
+    bounds: list[Any] = list(map(bound, reference, plain))
+    sizes: list[Any] = [each if each is None else each.abs() for each in reference]
+    return Truth(reference, plain, LossAndGrads(*bounds), LossAndGrads(*sizes))
 
 
 def failures(rows: list[GateRow]) -> str:

@@ -125,23 +125,24 @@ def plain_torch(module: ModuleType, inputs: Inputs) -> LossAndGrads:
     return _gradients(mathematics.loss_of_logits(*taken, **dense_numbers(mathematics, z, scale, bias)), leaves)
 
 
-def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
+def oracle_by_slices(mathematics: Any, inputs: Inputs, features: torch.dtype = torch.float64) -> LossAndGrads:
     """The oracle for batches whose similarities do not fit into memory, from a package's loss.py alone; without bias.
+    With the dtype of the features it is `plain_torch` for them.
 
     It takes SLICE_ROWS queries at a time and computes their similarities again for the gradient.
     """
-    leaves = q, k, factor, bias = inputs.leaves(torch.float64, torch.float64)
+    leaves = q, k, factor, bias = inputs.leaves(features, torch.promote_types(features, torch.float32))
     labels, ids, others = inputs.positives(), inputs.query_ids, q if k is None else k
     places = torch.arange(len(q), device=q.device)
 
     def of_pairs(rows: Tensor, _: Tensor, *classes: Tensor) -> Tensor:
-        x = mathematics.logit(rows @ others.T, factor, bias)
+        x = mathematics.logit((rows @ others.T).to(factor.dtype), factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
         terms: Tensor = pair_values(mathematics, x, "term", part)
         return terms.sum()
 
     def statistics(rows: Tensor, at: Tensor, *classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = mathematics.logit(rows @ others.T, factor, bias)
+        x = mathematics.logit((rows @ others.T).to(factor.dtype), factor, bias)
         part = inputs._replace(q=rows, labels=classes[0], query_ids=classes[1] if classes[1:] else None)
         y = kept(x, part, at, mathematics.CLASSES)
         return y.logsumexp(1), y.logsumexp(0), x.gather(1, classes[0][:, None])[:, 0]
@@ -160,8 +161,8 @@ def oracle_by_slices(mathematics: Any, inputs: Inputs) -> LossAndGrads:
         mathematics.logit(q.mean(0) @ others.mean(0), factor, bias) * mean_share(mathematics),
     )
     if hasattr(mathematics, "of_queries"):
-        own = inputs.vectors(mathematics, q, factor, bias)
-        at_positive_z = (q * others[labels]).sum(1)
+        own = inputs.vectors(mathematics, q, factor, bias, features)
+        at_positive_z = (q.to(factor.dtype) * others[labels].to(factor.dtype)).sum(1)
         rest = numbers_of_rows(mathematics, at_positive_z, factor, bias, len(q), len(others), own)
         return _gradients(mathematics.of_queries(r, p, **rest)[0].sum() / len(q) + of_all, leaves)
     loss = mathematics.query_term(r, p).sum()

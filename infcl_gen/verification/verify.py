@@ -40,7 +40,7 @@ def verify_package(
        with `edited`: the further rows are then marked `"edited": True`.
     2. The numerics gate over random inputs, on a GPU if there is one for the target, else on the interpreting CPU. The
        same inputs give the same bits twice, and a NaN in one query is where the reference has it.
-    3. The memory peak at the planned size, where that is affordable.
+    3. The memory peak at the planned size, and its loss, dq and dk in the gate, where that is affordable.
     4. `ranks`: the gate on a ring of so many processes, by NCCL if there are as many GPUs, else by gloo.
     5. `aot`: the kernels compiled for these targets, without a GPU.
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from infcl_gen.emission import import_package
 from infcl_gen.processes import Seat
-from infcl_gen.verification.gate import GateRow, failures, gate, truth_of
+from infcl_gen.verification.gate import GateRow, failures, gate, truth_by_slices, truth_of
 from infcl_gen.verification.memory import PeakMeter
-from infcl_gen.verification.oracle import LossAndGrads
+from infcl_gen.verification.oracle import SLICE_ROWS, LossAndGrads
 from infcl_gen.verification.properties import (
     ROWS,
     SIZES,
@@ -28,6 +28,11 @@ from infcl_gen.verification.properties import (
     random_cases,
     unrepeated,
 )
+
+# Beyond these no numbers of the planned size are compared: FLOPs in fp64, where the functions of a pair count as the
+# products of so many features; bytes of the host, where so many matrices are held at once.
+ORACLE_WORK, FUNCTIONS_OF_PAIR = {"cpu": 1e11, "cuda": 5e13}, 400
+ORACLE_BYTES, ORACLE_MATRICES = 4 << 30, 24
 
 Job = dict[str, Any]  # package (a folder), whether it is edited, place (of SIZES), examples, timeout_s
 Finding = dict[str, Any]  # check (its name), ratio (error over what is allowed), failure (one line, or "")
@@ -46,17 +51,25 @@ def numerics(job: Job, seat: Seat) -> list[Finding]:
 
 
 def memory(job: Job, seat: Seat) -> list[dict[str, Any]]:
-    """One row: the measured peak at the planned size against the predicted one."""
+    """The measured peak at the planned size against the predicted one; and where that is affordable, the numbers."""
     module, device = _package(job, seat), job["place"]
     problem, predicted = module.SPEC["problem"], module.SPEC["predicted"]["peak_bytes"]
-    case = Case(problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"], problem["dtype"])
-    inputs = inputs_of(module, case, device)
+    queries, keys, dim = problem["batch_size"], problem["keys"] or problem["batch_size"], problem["dim"]
+    inputs = inputs_of(module, Case(queries, keys, dim, problem["dtype"], scale=14.3), device)
     if device == "cuda":
-        module.loss_and_grads(inputs.q, inputs.k, 14.3, **inputs.given)  # compiles
+        module.loss_and_grads(*inputs[:4], **inputs.given)  # compiles
     with PeakMeter(device) as meter:
-        module.loss_and_grads(inputs.q, inputs.k, 14.3, **inputs.given)
+        result = module.loss_and_grads(*inputs[:4], **inputs.given)
     detail = f"measured {meter.peak_bytes / 2**20:.2f} MiB, predicted {predicted / 2**20:.2f} MiB"
-    return [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
+    rows = [{"check": "memory", "passed": meter.peak_bytes <= predicted, "detail": detail}]
+    room = torch.cuda.mem_get_info()[0] if device == "cuda" else ORACLE_BYTES
+    needed = 8 * ORACLE_MATRICES * (min(queries, SLICE_ROWS) * keys + (queries + keys) * dim)
+    if 8.0 * queries * keys * (dim + FUNCTIONS_OF_PAIR) <= ORACLE_WORK[device] and needed <= room:
+        judged = [row for row in gate(result, truth_by_slices(module, inputs)) if row.quantity in ("loss", "dq", "dk")]
+        error = f"largest error {max(row.ratio for row in judged):.2f} of what is allowed"
+        detail = failures(judged) or f"loss, dq and dk of {queries} x {keys} on {device}, {error}"
+        rows.append({"check": "numerics at the planned size", "passed": not failures(judged), "detail": detail})
+    return rows
 
 
 def ring(job: Job, seat: Seat) -> list[Finding]:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import infcl_gen
+from infcl_gen.cli import main
 from infcl_gen.emission import pipeline, rerender
 from infcl_gen.errors import InputError
-from infcl_gen.hardware import cluster_of, load_profile, resolve_cluster
+from infcl_gen.hardware import cluster, cluster_of, detection, load_profile, resolve_cluster
 from infcl_gen.inputs.cluster_file import Links, Peak, read_cluster
 from infcl_gen.inputs.problem import make_problem
 from tests.hardware.test_profiles import profile_text
@@ -98,6 +100,36 @@ def test_a_profile_is_looked_for_beside_the_cluster_file(tmp_path: Path, file: P
     (tmp_path / "mine.toml").write_text(profile_text("h200").replace('"h200"', '"mine"'))
     file.write_text(TEXT.replace('"h200"', '"mine.toml"'))
     assert resolve_cluster(make_problem(**SIZES, cluster=file)).profile.name == "mine"
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What is said on a machine without a GPU."""
+    monkeypatch.setattr(detection, "find_device", lambda: None)
+    cluster._warn_once.cache_clear()
+    return caplog
+
+
+def test_several_devices_without_a_gpu_or_a_profile_are_cpus_aloud(
+    warned: pytest.LogCaptureFixture, file: Path
+) -> None:
+    """A login node has none. It is said once, to users of Python by the keyword."""
+    flags = {"batch_size": 64, "dim": 8}
+    for silent in ({}, {"devices": 2, "target": "cpu"}, {"devices": 2, "device_profile": "cpu"}, {"cluster": file}):
+        resolve_cluster(make_problem(**flags | silent))
+    assert not warned.messages
+    for several in ({"devices": 2}, {"devices": 4}, {"cluster": {"links_per_node": 1}}):
+        assert resolve_cluster(make_problem(**flags | several)).profile.name == "cpu"
+    (message,) = warned.messages
+    assert message.startswith(
+        "no GPU is here, so this plans for CPUs; device_profile names another device: a100, b200,"
+    )
+
+
+def test_a_command_names_the_flag_of_a_profile(warned: pytest.LogCaptureFixture) -> None:
+    done = CliRunner().invoke(main, ["plan", "--batch-size", "64", "--dim", "8", "--devices", "2"])
+    assert done.exit_code == 0 and len(warned.messages) == 1
+    assert "; --device-profile names another device: a100" in warned.messages[0]
 
 
 DEFECTS = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from infcl_gen.errors import InputError
-from infcl_gen.losses import CLIP, INFONCE, SIGLIP, LossError, LossSpec, derive, formulas_of, loss_context
+from infcl_gen.losses import CLIP, INFONCE, SIGLIP, LossError, LossSpec, derive, formulas_of, language, loss_context
 from infcl_gen.losses.language import (
     bias,
     exp,
@@ -510,8 +510,25 @@ def test_nested_functions_are_refused_at_once(nested: Any, message: str, times: 
 
 
 def test_a_product_of_sums_counts_as_it_is_multiplied_out() -> None:
-    with pytest.raises(LossError, match="at most 1000 parts"):
-        spec(INFONCE_OF(sympy.prod(z + number * scale for number in range(1, 11))))
+    for factors, terms in ((10, "2048"), (30, "over 1000000")):
+        with pytest.raises(LossError, match=f"at most 1000 parts, .*this one has [0-9]+ and {terms}$"):
+            spec(INFONCE_OF(sympy.prod(z + number * scale for number in range(1, factors + 1))))
+
+
+@pytest.mark.parametrize("undefined", [log, sympy.sqrt])
+def test_the_logarithm_of_a_similarity_is_refused(undefined: Any) -> None:
+    """It may be negative for a pair. That of what is positive there is not refused."""
+
+    def pairs(term: Any) -> Any:
+        return sum_over_pairs(term) / queries
+
+    for term in (z, scale * z + bias, language.maximum(z, -2), sigmoid(z) - sympy.Rational(1, 2)):
+        one = undefined(term)
+        for formula in (pairs(one), pairs(is_positive * one), pairs(softplus(one)), INFONCE_OF(one)):
+            with pytest.raises(LossError, match=r"is undefined at z = -1, scale = 1, bias = 0; maximum\("):
+                derive(spec(formula))
+    for term in (language.maximum(z, 1e-6), softplus(z), sigmoid(X), 1 + z**2, 1 - z**2, language.step(z) + 1):
+        assert derive(spec(pairs(undefined(term)))).pair_slope is not None
 
 
 def test_the_largest_formula_is_derived_at_once() -> None:

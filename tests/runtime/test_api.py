@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from infcl_gen.runtime.package import Call, Options
 from tests.verification.dense import dense_loss
 
 Packages = Callable[..., ModuleType]
@@ -545,6 +546,28 @@ def test_bad_arguments(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1.0]], X, 1.0), "^image_features must be a tensor, not list$"),
+        ((X, X[:, :7], 1.0), "^text_features has embedding dimension 7, but image_features has 8$"),
+        ((X, X.to("meta"), 1.0), "^image_features and text_features must be on one device"),
+        ((X.to("meta"), X.to("meta"), 1.0), "^image_features and text_features are on the meta device"),
+        ((X, X.half(), 1.0), "^text_features has dtype torch.float16"),
+        ((X, X, "big"), "^logit_scale must be a number or a tensor of one, not str$"),
+        ((X, X, 1.0, torch.ones(2)), "^logit_bias must be a tensor of one"),
+    ],
+)
+def test_a_module_names_its_own_arguments(packages: Packages, arguments: tuple[Any, ...], message: str) -> None:
+    package = packages("clip")
+    with pytest.raises((TypeError, ValueError), match=message):
+        package.ContrastiveLoss()(*arguments)
+    accepted = importlib.import_module(f"{package.__name__}._runtime.api").accepted
+    calls = [accepted(_bound(package), Call(X, X, 2.0, None, options=options))
+             for options in (Options(), package.ContrastiveLoss().options)]  # fmt: skip
+    assert calls[0].options == calls[1].options  # and share what is recorded
+
+
 def test_what_is_left_out_of_a_call(packages: Packages) -> None:
     """No bias is one of 0, which the losses of these packages would not show."""
     package = packages("infonce")
@@ -590,8 +613,12 @@ def test_compiles_without_a_graph_break(packages: Packages, loss: str) -> None:
 
 WRONG_IN_A_GRAPH = {
     "dimension": ((X[:, :7], X), ValueError, "embedding dimension 7, .*generate one for dim 7$"),
-    "dtype": ((X, X.float()), ValueError, "k has dtype torch.float32, but .* was generated for torch.float64"),
-    "scale": ((X, X, "big"), TypeError, "scale must be a number or a tensor of one, not str"),
+    "dtype": (
+        (X, X.float()),
+        ValueError,
+        "text_features has dtype torch.float32, but .* was generated for torch.float64",
+    ),
+    "scale": ((X, X, "big"), TypeError, "logit_scale must be a number or a tensor of one, not str"),
 }
 
 

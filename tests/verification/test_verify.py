@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,6 +182,42 @@ def test_planted_bugs_are_found(copy: Path, bug: str, processes: int) -> None:
     rows = verify.run("numerics", copy, "cpu", 7, processes)
     assert check in [row["check"] for row in rows if not row["passed"]]
     assert all("\n" not in row["detail"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "edit", "quantity"),
+    [
+        ({}, None, ""),
+        ({"dtype": "bf16"}, None, ""),
+        ({"loss": "infonce", "keys": 700, "frozen": "key"}, None, ""),
+        ({"loss": "ntxent"}, None, ""),
+        ({"loss": "rince", "dtype": "fp64"}, None, ""),
+        ({}, "g[:, max(0, 650 - j) :] = 0.0", "dq"),
+        ({"dtype": "bf16"}, "g[:, max(0, 650 - j) :] = 0.0", "dk"),
+        ({"dtype": "bf16"}, "g[max(0, 699 - i) :] *= 0.9", "dq"),  # of one row
+    ],
+)
+def test_numbers_are_compared_at_the_planned_size(
+    flags: dict[str, Any], edit: str | None, quantity: str, tmp_path: Path
+) -> None:
+    """Of more rows than other inputs have on a CPU. Planted: what is wrong beyond those alone."""
+    folder = infcl_gen.generate(**{"batch_size": 700, "dim": 16, "dtype": "fp32", "target": "cpu"} | flags,
+                                output=tmp_path / "p")  # fmt: skip
+    if edit is not None:
+        place, schedule = "            panels.add_product(dq[i", folder / "schedule.py"
+        assert schedule.read_text().count(place) == 1
+        schedule.write_text(schedule.read_text().replace(place, f"            {edit}\n{place}"))
+        resealed(folder)
+        assert all(row["passed"] for row in verify.run("numerics", folder, "cpu", 7))
+    memory, numbers = verify.run("memory", folder, "cpu")
+    assert memory["check"] == "memory" and numbers["check"] == "numerics at the planned size"
+    assert numbers["passed"] == (edit is None), numbers
+    assert (f"{quantity}: error" if edit else "largest error 0.") in numbers["detail"]
+
+
+def test_numbers_of_a_large_planned_size_are_not_compared(tmp_path: Path) -> None:
+    folder = infcl_gen.generate(output=tmp_path / "p", batch_size="32k", dim=16, dtype="fp32", target="cpu")
+    assert [row["check"] for row in verify.run("memory", folder, "cpu")] == ["memory"]
 
 
 @pytest.mark.parametrize("how", ["hang", "die"])
