@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_cpu_d512",
-    "digest": "b76ffc647a03f6580bc8ba4b3e28823a96db4cacd44ee507db6be354d8f48511",
+    "digest": "a22d6340233245c52775fbc2c713df22da3762a1ff0c55b158387ed733dc37c7",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 4096,

@@ -8,7 +8,7 @@ from typing import Any
 SPEC: dict[str, Any] = {
     "schema_version": 1,
     "name": "clip_h200_d768",
-    "digest": "00f87d5cc6ac4de0a9df33a928c58e572661180d0b4703c907a3f2476edc402d",
+    "digest": "4888ae49afa87172e53215a0251d3747094779385d87546008b3ffdc15e9d945",
     "versions": {"generator": "0.1.0"},
     "problem": {
         "batch_size": 65536,

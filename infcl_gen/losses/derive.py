@@ -10,7 +10,9 @@ at those of query i,
 
     dL/dx_ij = 1/M * (a_i * exp(x_ij - r_i) + b_i * [j = positive(i)])
 
-The gradients of scale and bias add how F changes with them. Where F depends on the positive's z in another way than by
+With any number n_i of positives p_i is their mean, or their log-sum-exp; in place of [j = positive(i)] then stand
+[j is one of them] / n_i, or exp(x_ij - p_i) [j is one of them]. The gradients of scale and bias add how F changes with
+them. Where F depends on the positive's z in another way than by
 its logit, dL/dz of the positive adds dF/dz.
 
 Of a sum over pairs of h(x, class of the pair), dL/dx_ij = 1/M * h'(x_ij, class). A pair that is left out of a
@@ -58,9 +60,9 @@ from infcl_gen.runtime.traits import Known, Traits
 LONG_SLOPES = 60  # operations
 SUPPORTED = (
     "kernels exist for sum_over_pairs(h(x, is_positive, same_id)) / queries, for mean_over_queries of functions of "
-    "logsumexp_over_keys(x), positive(x), query_weight and logsumexp_over_negatives(x), and for mean_over_queries and "
-    "mean_over_keys of constant multiples of logsumexp_over_keys(x), logsumexp_over_queries(x) and positive(x), of one "
-    "logit x of z, or of similarity('query', 'query') where=1 - is_self"
+    "logsumexp_over_keys(x), positive(x) (by id mean_over_positives(x) or logsumexp_over_keys(x, is_positive)), "
+    "query_weight and logsumexp_over_negatives(x), and beside mean_over_keys of constant multiples of "
+    "logsumexp_over_keys(x), logsumexp_over_queries(x) and positive(x), x a logit of z or similarity('query', 'query')"
 )
 
 
@@ -155,7 +157,8 @@ class Derivation:
         """What functions of a query depend on besides r and p, in a fixed order."""
         expressions = (self.query_term, self.positive_slope, self.scale_part, self.bias_part)
         found = set[Symbol]().union(*(each.free_symbols for each in expressions)) if self.form.combined else set()
-        known = (positive_z, scale, bias, language.queries, language.keys, *self.form.vectors.values())
+        numbers = (positive_z, scale, bias, language.queries, language.keys, language.positives_of_query)
+        known = (*numbers, *self.form.vectors.values())
         return tuple(each.name for each in known if each in found)
 
     @property
@@ -233,6 +236,8 @@ class Derivation:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
         mask = 1 if "same_id" in self.form.classes else 0  # of one byte for each pair
+        if self.form.several:  # the shares of positives of both sides, and the logits that they are made from
+            mask += 2 + (self.slope is None)
         if self.slope is not None and self.pair_slope is None:
             return mask
         of_logit, of_slope = (temporaries(torch_code(each), "z") for each in (self.logit, self.dlogit_dz))
@@ -262,7 +267,9 @@ class Derivation:
             classes=self.form.classes,
             combined=self.form.combined,
             vectors=tuple(self.form.vectors),
-            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 if self.form.combined else 0,
+            held=len(self.statements_of_rows(torch_code, "{}", {})) + 8 + 4 * self.form.several
+            if self.form.combined
+            else 0,
             affine=self.slope is not None,
             softplus=self.softplus_sign != 0,
             strips=self._strips,
@@ -273,13 +280,15 @@ class Derivation:
         """The data of each key that ranks exchange: features, its id, the statistics of its column, its gradient.
 
         Of a triangle nobody sums for others: rows take along what forward noted of them, `of_query` numbers, and their
-        labels.
+        labels, or ids.
         """
         if self.traits.triangle:
+            labels = Travelling("key labels", 1, "int64", backward="unchanged")
+            ids = Travelling("key ids", 1, "int64", forward="unchanged", backward="unchanged")
             return (
                 Travelling("keys", dim, "features", forward="unchanged", backward="unchanged"),
                 Travelling("key statistics", of_query, "statistics", backward="unchanged", across=True),
-                Travelling("key labels", 1, "int64", backward="unchanged"),
+                ids if self.traits.ids else labels,
             )
         at_once = self.traits.at_once
         again = "absent" if at_once else "unchanged"
