@@ -73,6 +73,12 @@ class Choice:
         return 1 + sums * (2 if self.strategy == "torch" else 1)
 
     @property
+    def partial_sums(self) -> int:
+        """Numbers of a row, or column, that a tile of the forward stores: those of its log-sum-exp, and of positives
+        their number and theirs."""
+        return 2 + (2 + self.traits.softmax_of_positives) * self.traits.several
+
+    @property
     def labels(self) -> bool:
         """Whether positives are named by labels."""
         return self.traits.labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from infcl_gen.hardware import DeviceProfile
-from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, features
+from infcl_gen.kernels.arguments import SCALARS, STRIDES, Argument, Kernel, arguments, classes, features, of_positives
 from infcl_gen.kernels.choice import Block, Choice, embedding_parts, padded_dim
 from infcl_gen.kernels.family import Family, Tile
 from infcl_gen.kernels.gradient import ID_BLOCKS, GradientTile
@@ -29,7 +29,7 @@ class ForwardTile(Tile):
 
     def tabulated(self, architecture: str, choice: Choice) -> Block:
         found = super().tabulated(architecture, choice)
-        if choice.traits.masked:
+        if choice.traits.masked or choice.traits.several:
             return ID_BLOCKS[architecture][choice.operand_bytes > 2]
         if choice.operand_bytes != 2 or choice.traits.at_once:  # small tiles hide each other's terms
             return found
@@ -75,8 +75,12 @@ def key_lanes(block: Block, profile: DeviceProfile) -> int:
 
 def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "row_exponent row_sum" + " key_exponent key_sum" * choice.both_axes
+    sums += f" {of_positives(choice, 'row_number', 'row_positives', 'row_positives_exponent')}"
+    if choice.both_axes:
+        sums += f" {of_positives(choice, 'key_number', 'key_positives', 'key_positives_exponent')}"
     sizes = "queries keys strip rows_stride" + " keys_stride" * choice.both_axes
-    sampled, told = not choice.exact, classes(choice) if choice.traits.masked else ""
+    told = classes(choice) if choice.traits.masked or choice.traits.several else ""
+    sampled = not choice.exact
     diagonal = "DIAGONAL" * choice.traits.triangle
     sources: tuple[Argument, ...] = (Q, K)
     if keeps_keys(choice.blocks["forward"], choice):

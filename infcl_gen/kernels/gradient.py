@@ -9,6 +9,7 @@ from infcl_gen.kernels.arguments import (
     arguments,
     both_labels,
     gradient_of_positive,
+    of_positives,
     places,
     positive,
     statistics,
@@ -69,6 +70,13 @@ def kernels(choice: Choice) -> tuple[Kernel, ...]:
     sums = "query_exponent query_mantissa key_ratio key_reference key_lowest" if shared else statistics(choice)
     ids = IDS * choice.traits.ids
     gradient = arguments(Q, K, ids, SCALARS, sums, g, "flags" * shared, sizes, STRIDES, "DESCRIPTORS WIDEN")
+    if choice.traits.several:
+        sums += f" {of_positives(choice, '', 'sum_of_positives', 'exponent_of_positives')}"
+        if choice.both_axes:
+            sums += f" {of_positives(choice, '', 'key_sum_of_positives', 'key_exponent_of_positives')}"
+        gradient = arguments(Q, K, ids, SCALARS, sums, g, sizes, STRIDES, "DIAGONAL" * choice.both_axes,
+                             "DESCRIPTORS WIDEN")  # fmt: skip
+        return (Kernel("gradient", gradient, "gradient", template="gradient_exact"),)
     again = arguments("q k", ids, SCALARS, statistics(choice), g, "flags", sizes, STRIDES, "WIDEN")
     positives = arguments(places(choice), gradient_of_positive(choice), g, "queries keys g_stride")
     template = "gradient_positives"

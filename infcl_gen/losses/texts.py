@@ -289,7 +289,9 @@ def _combined_context(derivation: Derivation) -> dict[str, Any]:
     return {
         "of_rows": repr(derivation.of_rows),
         "share_of_positives": share + " * [id_j = id_i]" * several,
-        "about_p": ("log-sum-exp" if softmax else "mean logit") + " of its positives; any number where there are none"
+        "about_p": ("log-sum-exp" if softmax else "mean logit")
+        + " of its positives; any number where there are none. `positives_of_query`, (M,), is how"
+        "\n                many there are, and at least 1"
         if several
         else "logit of its positive; `positive_z` is that one's similarity",
         "about_positive_slope": "the derivative of that by p"

@@ -125,8 +125,6 @@ class Choices:
             return None
         if self._profile.target == "cpu":
             return "needs a GPU target; on the CPU the strategy is torch"
-        if derivation.traits.several:
-            return f"has no kernels for any number of positives, as in the loss {derivation.spec.name}; valid: torch"
         if derivation.traits.triangle and name != "panel":
             return f"has no kernels for losses of one side, as {derivation.spec.name}; valid: panel, torch"
         if derivation.traits.at_once and name != "panel":

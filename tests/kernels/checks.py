@@ -484,7 +484,7 @@ def over_ranks(made: Made, world: int, rows: list[list[int]], keeps: bool = True
     for number, shards in enumerate(rows):
         case = fitting(package, Case(sum(shards), sum(shards), 0, scale=14.3, seed=number))
         batches.append(inputs_of(package, case, device))
-        if batches[-1].k is None:  # a row's other view is on any rank
+        if inner.traits.triangle and inner.traits.labels:  # a row's other view is on any rank
             batches[-1] = batches[-1]._replace(labels=batches[-1].positives())
 
     def job(rank: int) -> list[list[Tensor]]:
