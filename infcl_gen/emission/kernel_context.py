@@ -363,7 +363,7 @@ def _several_context(plan: Plan) -> dict[str, Any]:
     }
     shares = {
         "key_shares_of_positives": _SHARES_OF_KEYS,
-        "merged_positives": f"merge_rows(block, part_positives_exponent, part_positives, {_TOTALS},\n               {_MERGED})",
+        "merged_positives": f"merge_rows(block, {_TOTALS},\n           {_MERGED})",
         "about_left": "becomes the sum over b_i, too",
         "y_of_positives": "log2_of(exponent_of_sum, of_positives)",
         "left_of_positives": _LEFT_OF_SHARES,
@@ -411,7 +411,8 @@ def _several_context(plan: Plan) -> dict[str, Any]:
     }
 
 
-_MERGED, _TOTALS = "rows, parts, part_stride, written", "exponent_of_positives, sum_of_positives"
+_MERGED = "rows, parts, part_stride, written"
+_TOTALS = "part_positives_exponent, part_positives, exponent_of_positives, sum_of_positives"
 _ABOUT_G_OF_POSITIVES = (
     "Positives get the g of a negative; `gradient_positives`\n    follows.",
     "Positives are told by their ids,\n    and a row and itself has no g.",
