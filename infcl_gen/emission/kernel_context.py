@@ -416,13 +416,13 @@ _TOTALS = "part_positives_exponent, part_positives, exponent_of_positives, sum_o
 _ABOUT_G_OF_POSITIVES = (
     "Positives get the g of a negative; `gradient_positives`\n    follows.",
     "Positives are told by their ids,\n    and a row and itself has no g.",
-    "Positives are told by their ids.",
+    "Positives are told by their ids.\n   ",
 )
 _SHARES_OF_KEYS = """\
 positives_e = tl.load(key_exponent_of_positives + visiting_keys)
 positives_b = KEY_SHARE / tl.load(key_sum_of_positives + visiting_keys)"""
 _EXPONENT_OF_SUM = "exponent_of_sum = tl.load(exponent_of_positives + i, mask=i < queries, other=0.0)"
-_STORED_EXPONENTS = "tl.store({0}_positives_exponent + {1}_stride + {2}, {3}, mask={2} < {4})"
+_STORED_EXPONENTS = "tl.store({0}_positives_exponent + {1}_stride + {2},\n         {3}, mask={2} < {4})"
 _LEAST_OF_COLUMNS = """\
 least = min(least, tl.min(tl.where(column_found > 0.0, column_positives, 1.0)))
 column_positives_exponent = tl.where(column_found > 0.0, tl.zeros_like(column_found) + shared, LOWEST)"""

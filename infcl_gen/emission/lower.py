@@ -272,9 +272,11 @@ def _torch_several(traits: Traits, x2: str) -> dict[str, Any]:
         "triangle": triangle,
         "first_key": "i if block.own else 0" if triangle else "0",
         "about_p": "log-sum-exp" if softmax else "mean logit",
-        "about_parts": "sum and number of positives, of a log-sum-exp last its exponent; then what `combine` leaves.",
+        "about_parts": "sum, number, and of a log-sum-exp exponent; then what `combine` leaves.",
         "about_left": "the mantissa of positives over b_i" if softmax else "g of each positive, b_i / n_i",
         "positive_of_axis": "block.positive if axis else block.key_positive" if triangle else "block.positive",
+        "without_itself": "if block.diagonal:\n    same_id.diagonal(first).fill_(False)" if triangle else ABSENT,
+        "counted": "rows if axis else slice(None)" if triangle else "rows",
         "nothing": "-math.inf" if softmax else "0.0",
         "merged_positives": merged,
         "p_of_rows": "log(Statistics(positive[4], positive[0]), rows)"

@@ -106,6 +106,7 @@ def schedule_context(
         "rows_buffers": _rows_buffers(plan),
         "pieces": [f"triton/schedule_{piece}.py.jinja" for piece, used in pieces.items() if used],
         "launch": launch,
+        "wide_launch": ABSENT if plan.rows else launch["gradient_wide"],
         "first_key": first_key,
         "sizes_of_part": ABSENT if triangle else "m, n = part.q.shape[0], part.k.shape[0]",
         "merged": _MERGED if triangle else launch["merge"],

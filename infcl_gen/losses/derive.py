@@ -236,8 +236,9 @@ class Derivation:
         """Temporaries of torch for a strip of pairs: of the logit, its derivative and the pairs' terms. 0 for an affine
         logit without such terms: it is computed in place."""
         mask = 1 if "same_id" in self.form.classes else 0  # of one byte for each pair
-        if self.form.several:  # the shares of positives of both sides, and the logits that they are made from
-            mask += 2 + (self.slope is None)
+        if self.form.several:  # the shares of positives, those of the other side, and the logits they are made from
+            softmax = self.form.statistics[-1].kind == "logsumexp_over_positives"
+            mask += 1 + softmax + (self.slope is None)
         if self.slope is not None and self.pair_slope is None:
             return mask
         of_logit, of_slope = (temporaries(torch_code(each), "z") for each in (self.logit, self.dlogit_dz))

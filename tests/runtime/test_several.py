@@ -279,7 +279,7 @@ def test_a_loss_of_ones_own(name: str, tmp_path: Path) -> None:
 BUGS = {
     "a row is its own positive": ("supcon_out", "same_id.diagonal(first).fill_(False)", "pass"),
     "columns have no positives": ("supcon_out", "add_positives_(part, x2, e, 0)", "pass"),
-    "positives are counted twice": ("supcon_in", "+= found", "+= 2 * found"),
+    "positives are counted twice": ("supcon_in", "+= same_id.sum(axis)", "+= 2 * same_id.sum(axis)"),
     "counts of positives are not cleared": ("infonce_out", "block.positive[:2].zero_()", "block.positive[:2].fill_(1)"),
     "the mean is a sum": ("supcon_out", "(LOG2E * n)", "LOG2E"),
     "each positive has the whole slope": ("infonce_out", "slope / n", "slope"),
