@@ -101,6 +101,13 @@ def test_kernels_of_any_number_of_positives(loss: str, dim: int, tmp_path: Path)
     check(resources(package, "sm_90", *kernels), package, "sm_90", *kernels)
 
 
+@pytest.mark.parametrize("loss", ["supcon_in", "infonce_out"])
+def test_the_same_of_fp32_features(loss: str, tmp_path: Path) -> None:
+    how = {"dtype": "fp32", "precision": "exact", "device_profile": "h200"}
+    package = infcl_gen.generate(output=tmp_path / "p", loss=loss, batch_size="64k", dim=96, **how)
+    check(resources(package, "sm_90", "forward", "gradient"), package, "sm_90", "forward", "gradient")
+
+
 @pytest.mark.parametrize(
     ("kernel", "target", "dim", "version", "spill"),
     [

@@ -118,7 +118,7 @@ def kernels_context(name: str, plan: Plan, derivation: Derivation, profile: Devi
         "split_terms": SPLIT_TERMS,
         "constants": _constants(plan, derivation, profile, unit),
         "part_widths": part_widths if is_fused or keeps_keys else ABSENT,  # of descriptors
-        "key_lanes": forward.key_lanes(blocks["forward"], profile),
+        "key_lanes": forward.key_lanes(blocks["forward"], plan, profile),
         "query_share": derivation.query_share * unit,
         # The derived mathematics.
         "slope": triton_code(derivation.slope),  # of the logit in z, in `scale`
@@ -440,7 +440,7 @@ def _constants(plan: Plan, derivation: Derivation, profile: DeviceProfile, unit:
     blocks, is_fused, rest = plan.blocks, plan.strategy == "fused", derivation.positive_rest * unit
     at_once = plan.traits.at_once
     walked_rows = [blocks[kernel].rows for kernel in ("forward", "gradient") if kernel in blocks]
-    lanes, wide_rows = forward.key_lanes(blocks["forward"], profile), profile.architecture.recomputed_rows
+    lanes, wide_rows = forward.key_lanes(blocks["forward"], plan, profile), profile.architecture.recomputed_rows
     found: list[tuple[str, float, str, bool]] = [
         ("DIM", plan.dim, "", True),
         ("INNER", plan.inner_dim, "depth of a similarity: one DIM for each term", plan.split),

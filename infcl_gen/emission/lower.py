@@ -118,7 +118,7 @@ def _launch_options(plan: Plan, profile: DeviceProfile) -> dict[str, dict[str, i
         launched = plan.blocks[kernel.block] if kernel.block else kernel
         warps, stages = launched.warps, launched.stages
         if kernel.wide:
-            warps, stages = TILES[kernel.block].wide_warps(plan.blocks[kernel.block], profile), 2
+            warps, stages = TILES[kernel.block].wide_warps(plan.blocks[kernel.block], plan, profile), 2
         found[kernel.name] = {"warps": warps, "stages": stages}
     return found
 
