@@ -169,6 +169,12 @@ def test_small_probabilities_in_fp16(interpreted: Interpreter, strategy: str) ->
     interpreted(checks.small_probabilities, Made(strategy, "infonce", "fp16"))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("loss", ["supcon_in", "infonce_in", "supcon_out"])
+def test_positives_far_below_all_others(interpreted: Interpreter, loss: str, dtype: str) -> None:
+    interpreted(checks.far_positives, Made("panel", loss, dtype))
+
+
 SELFTESTS = [
     ("panel", "clip", "bf16"), ("panel", "infonce", "fp32"),  # which multiplies halves
     ("panel", "siglip", "bf16"), ("panel", "siglip", "fp32"),
