@@ -41,7 +41,9 @@ class Inputs:
     @property
     def frozen(self) -> str:
         """The side that requires no gradient, or "none"."""
-        return "none" if self.q.requires_grad and self.k.requires_grad else "key" if self.q.requires_grad else "query"
+        if not self.q.requires_grad:
+            return "query"
+        return "none" if self.k is None or self.k.requires_grad else "key"
 
     @property
     def leaves(self) -> tuple[Any, Any, Any]:
